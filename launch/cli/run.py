@@ -82,7 +82,6 @@ def _carry_out(
     data: str | None = None,
 ) -> RunFolder:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
-    from ...dataflow.render.svg import to_svg
     from ...planner.plan.plan import Plan
     from ...workers.executors.process_setup import threads_within
     from ..inputs.compose import dumped, resolve, run_config
@@ -91,9 +90,8 @@ def _carry_out(
     from ..run_dir.origins import origins_of
     from ..run_dir.process_usage import ProcessUsage
     from ..run_dir.progress import LastingConsole
-    from ..run_dir.run_folder import code_version, create_run, record_of
+    from ..run_dir.run_folder import code_version
     from ..run_dir.trackers.registry import Trackers
-    from ..run_dir.trackers.tracker import RunInfo
     from ..stages.job import prepare
 
     code = code_version()
@@ -104,30 +102,15 @@ def _carry_out(
     job = prepare(resolve(config), placed)
     console = LastingConsole(stderr=True)
     _print_data(job, console)
-    if data not in (None, job.data.fingerprint):
-        raise ConfigError(
-            f"the data is not that of the run: its fingerprint was {data} and is "
-            f"{job.data.fingerprint} now\n    bring the data back as it was"
-        )
+    _check_data(data, job)
     origins, environment = origins_of(job.model_folders), environment_now(machine_name())
     plain = dumped(config, job.run)
     written = yaml.safe_dump(plain, sort_keys=False)
     plan = job.plan.model_dump_json(indent=2, exclude_defaults=True)
-    had_runs = (runs := Path(config.runs)).exists()
+    runs = Path(config.runs)
+    had_runs = runs.exists()
     if resumed is None:
-        folder = create_run(
-            runs,
-            name=job.main.name,
-            seed=config.seed,
-            config=written,
-            data=job.data.fingerprint,
-            origins=origins,
-            plan=plan,
-            graph=to_svg(job.main.graph),
-            code=code,
-            not_reproducible=job.not_reproducible,
-            environment=environment,
-        )
+        folder = _created(runs, job, written, plan, origins, code, environment)
     else:
         folder = resumed.folder
         _check_unchanged(folder, job.data.fingerprint, origins, code, environment, console)
@@ -140,15 +123,67 @@ def _carry_out(
     ):
         if resumed is not None and resumed.noted:
             _note_changes(resumed, job, written, plan)
-        homes = {stage.name: folder.stage(stage.name) for stage in job.stages[:-1]}
-        homes[job.main.name] = folder
-        paths = {name: home.path for name, home in homes.items()}
+        homes = _tracked(job, folder, plain, resumed is not None, trackers)
         if job.about_model:
             console.print(job.about_model, highlight=False, markup=False, soft_wrap=True)
-        said = record_of(folder).not_reproducible
-        trackers.start(RunInfo(folder.id, paths, plain, resumed is not None, said))
         _stages(job, homes, code, usage, console, resumed is not None, trackers)
     return folder
+
+
+def _created(
+    runs: Path,
+    job: Job,
+    config: str,
+    plan: str,
+    origins: Origins,
+    code: CodeVersion,
+    environment: Environment,
+) -> RunFolder:
+    """The folder of a new run."""
+    from ...dataflow.render.svg import to_svg
+    from ..run_dir.run_folder import create_run
+
+    return create_run(
+        runs,
+        name=job.main.name,
+        seed=job.run.seed,
+        config=config,
+        data=job.data.fingerprint,
+        origins=origins,
+        plan=plan,
+        graph=to_svg(job.main.graph),
+        code=code,
+        not_reproducible=job.not_reproducible,
+        environment=environment,
+    )
+
+
+def _check_data(recorded: str | None, job: Job) -> None:
+    """Refuse to repeat a run on other problems.
+
+    Raises:
+        ConfigError: If the fingerprint differs.
+    """
+    if recorded not in (None, job.data.fingerprint):
+        raise ConfigError(
+            f"the data is not that of the run: its fingerprint was {recorded} and is "
+            f"{job.data.fingerprint} now\n    bring the data back as it was"
+        )
+
+
+def _tracked(
+    job: Job, folder: RunFolder, config: Mapping[str, Any], resumed: bool, trackers: Trackers
+) -> dict[str, RunFolder]:
+    """Begin to track the run; the folder of each of its stages."""
+    from ..run_dir.run_folder import record_of
+    from ..run_dir.trackers.tracker import RunInfo
+
+    homes = {stage.name: folder.stage(stage.name) for stage in job.stages[:-1]}
+    homes[job.main.name] = folder
+    paths = {name: home.path for name, home in homes.items()}
+    said = record_of(folder).not_reproducible
+    trackers.start(RunInfo(folder.id, paths, config, resumed, said))
+    return homes
 
 
 def _note_changes(resumed: Resumed, job: Job, config: str, plan: str) -> None:

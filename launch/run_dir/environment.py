@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, distributions, requires
 from typing import Any
 
 import psutil
 
-__all__ = ["Environment", "changed_versions", "environment_now", "versions_text"]
+__all__ = ["Environment", "changed_versions", "environment_now", "required", "versions_text"]
 
+_DISTRIBUTION, _FOR_ITS_TESTS = "penstock-rl", 'extra == "dev"'
 _MOST_NAMED = 4
 """Packages that one line names."""
 
@@ -79,6 +81,16 @@ def versions_text(changed: Mapping[str, tuple[str | None, str | None]]) -> str:
     said = [f"{name} {then or 'none'} -> {now or 'none'}" for name, (then, now) in changed.items()]
     more = f" and {len(said) - _MOST_NAMED} more" if len(said) > _MOST_NAMED else ""
     return f"{', '.join(said[:_MOST_NAMED])}{more}"
+
+
+def required() -> list[str]:
+    """The packages that this one asks for itself, the optional ones among them, in its order."""
+    try:
+        listed = requires(_DISTRIBUTION) or []
+    except PackageNotFoundError:  # only its files lie there
+        return []
+    names = [re.split(r"[^\w.-]", line)[0] for line in listed if _FOR_ITS_TESTS not in line]
+    return [*dict.fromkeys(names)]
 
 
 def _versions() -> dict[str, str]:

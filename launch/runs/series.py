@@ -1,8 +1,9 @@
-"""A metric of a run over its steps, samples, tokens or seconds."""
+"""A metric of a run over its steps, samples, tokens or seconds, and as one line of a terminal."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -10,7 +11,7 @@ from typing import Literal, get_args
 from ...dataflow.errors import ConfigError, nearest
 from ..run_dir.trackers.jsonl import METRICS, read_metrics
 
-__all__ = ["OVER", "History", "Over", "Series"]
+__all__ = ["OVER", "History", "Over", "Series", "sparkline"]
 
 Over = Literal["steps", "samples", "tokens", "seconds"]
 OVER: tuple[Over, ...] = get_args(Over)
@@ -115,3 +116,29 @@ class History:
 
 def _product(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one * other
+
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(ys: Sequence[float], width: int = 32) -> str:
+    """The values in characters of eight heights, from the lowest to the highest of them.
+
+    Args:
+        ys: Finite values, in order. Neighbors are averaged where there are more than fit.
+        width: Characters at most.
+
+    Example:
+        >>> sparkline([0.0, 1.0, 2.0, 7.0])
+        '▁▂▃█'
+    """
+    num = min(width, len(ys))
+    edges = [round(at * len(ys) / num) for at in range(num + 1)] if num else []
+    means = [
+        math.fsum(ys[low:high]) / (high - low) for low, high in zip(edges, edges[1:], strict=False)
+    ]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    if low == high:
+        return _LEVELS[0] * num
+    most = len(_LEVELS) - 1
+    return "".join(_LEVELS[round((y - low) / (high - low) * most)] for y in means)

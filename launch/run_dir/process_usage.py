@@ -31,7 +31,7 @@ class ProcessUsage:
         self._every_s = every_s
         self._root = psutil.Process()
         self._cpu_s: dict[psutil.Process, float] = {}
-        self._cpu_s_before = _cpu_s(self._root)
+        self._cpu_s_before = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="process-usage", daemon=True)
 
@@ -49,7 +49,7 @@ class ProcessUsage:
 
     @property
     def cpu_s(self) -> float:
-        """Processor seconds since this was made, of every process as far as it was last seen."""
+        """Processor seconds since this was entered, of every process as far as it was last seen."""
         return sum(self._cpu_s.values()) - self._cpu_s_before
 
     def _watch(self) -> None:
@@ -58,6 +58,7 @@ class ProcessUsage:
 
     def __enter__(self) -> ProcessUsage:
         self.sample()
+        self._cpu_s_before = sum(self._cpu_s.values())  # also of children that were there before
         self._thread.start()
         return self
 

@@ -11,14 +11,13 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,6 @@ Says what is installed, what this machine has, and what a run would make of it.
 
 _START_S = 90.0
 """How long what processes live in may take to start; eight seconds on an idle machine."""
-
-_DISTRIBUTION = "penstock-rl"
-"""What this package is called where packages are installed from."""
 
 _OTHERS = {
     "envpool": ("task=envpool_game", "pip install 'penstock-rl[envpool]'"),
@@ -98,24 +94,15 @@ def _text(report: Report) -> str:
 
 
 def _software() -> dict[str, str]:
+    from ..run_dir.environment import required
     from ..run_dir.run_folder import code_version
 
     return {
         "penstock": str(code_version()),
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
-        **{name: _version(name) for name in _requirements()},
+        **{name: _version(name) for name in required(optional=False)},
     }
-
-
-def _requirements() -> list[str]:
-    """What must be installed beside this package; nothing where only its files lie."""
-    try:
-        listed = requires(_DISTRIBUTION) or []
-    except PackageNotFoundError:
-        return []
-    needed = [line for line in listed if "extra ==" not in line]
-    return [re.split(r"[^\w.-]", line)[0] for line in needed]
 
 
 def _version(distribution: str) -> str:

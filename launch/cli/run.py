@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..run_dir.origins import Origins
     from ..run_dir.process_usage import ProcessUsage
     from ..run_dir.resume import Resumed
-    from ..run_dir.run_folder import CodeVersion, RunFolder
+    from ..run_dir.run_folder import CodeVersion, RunFolder, RunRecord
     from ..run_dir.trackers.registry import Trackers
     from ..stages.job import Job
 
@@ -57,13 +57,12 @@ def _run(composed: dict[str, Any]) -> None:
         _carry_out(composed, resumed)
 
 
-def carry_out_again(config: dict[str, Any], plan: Path, data: str | None) -> RunFolder:
-    """Run what another run was.
+def carry_out_again(before: RunRecord, config: dict[str, Any]) -> RunFolder:
+    """Run what another run was, where its nodes ran.
 
     Args:
+        before: The run.
         config: Its configuration.
-        plan: Where its nodes ran; left out if the file is not there.
-        data: Fingerprint of its problems; None if it is not known.
 
     Returns:
         The new run's folder.
@@ -72,14 +71,13 @@ def carry_out_again(config: dict[str, Any], plan: Path, data: str | None) -> Run
         ConfigError: If the configuration cannot be run here, or makes other problems.
     """
     with _plain_warnings(), no_exit(ConfigError):
-        return _carry_out(config, None, plan, data)
+        return _carry_out(config, None, before)
 
 
 def _carry_out(
     composed: dict[str, Any],
     resumed: Resumed | None,
-    plan_file: Path | None = None,
-    data: str | None = None,
+    again: RunRecord | None = None,
 ) -> RunFolder:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
     from ...planner.plan.plan import Plan
@@ -95,14 +93,16 @@ def _carry_out(
     from ..stages.job import prepare
 
     code = code_version()
-    file = plan_file if resumed is None or resumed.moved else resumed.folder.plan
+    file = None if resumed is None or resumed.moved else resumed.folder.plan
+    file = file if again is None else again.folder.plan
     placed = Plan.read(file) if file is not None and file.exists() else None
     config = run_config(composed)
     trackers = Trackers(config.tracker)
     job = prepare(resolve(config), placed)
     console = LastingConsole(stderr=True)
     _print_data(job, console)
-    _check_data(data, job)
+    if again is not None:
+        _check_data(again, job.data.fingerprint)
     origins, environment = origins_of(job.model_folders), environment_now(machine_name())
     plain = dumped(config, job.run)
     written = yaml.safe_dump(plain, sort_keys=False)
@@ -158,16 +158,17 @@ def _created(
     )
 
 
-def _check_data(recorded: str | None, job: Job) -> None:
-    """Refuse to repeat a run on other problems.
+def _check_data(record: RunRecord, found: str) -> None:
+    """Refuse to go on with a run, or to repeat it, on other problems.
 
     Raises:
-        ConfigError: If the fingerprint differs.
+        ConfigError: If their fingerprint differs.
     """
-    if recorded not in (None, job.data.fingerprint):
+    if record.data not in (None, found):
         raise ConfigError(
-            f"the data is not that of the run: its fingerprint was {recorded} and is "
-            f"{job.data.fingerprint} now\n    bring the data back as it was"
+            f"run '{record.folder.id}' was started on other problems: the data's fingerprint was "
+            f"{record.data} and is {found} now\n"
+            "    bring the data back as it was, or start a new run"
         )
 
 
@@ -225,12 +226,7 @@ def _check_unchanged(
     from ..run_dir.run_folder import record_of
 
     record = record_of(folder)
-    if record.data not in (None, data):
-        raise ConfigError(
-            f"run '{folder.id}' was started on other problems: the data's fingerprint was "
-            f"{record.data} and is {data} now\n"
-            "    bring the data back as it was, or start a new run"
-        )
+    _check_data(record, data)
     check_models(folder.id, record.origins, origins)
     others = [f"with another {path}" for path in changed_files(record.origins, origins)]
     if record.code != code:
@@ -292,8 +288,7 @@ def _stages(
         job,
         outcome,
         code=code,
-        peak_memory_bytes=usage.peak_bytes,
-        cpu_s=usage.cpu_s,
+        usage=usage,
         wall_time_s=wall_time_s,
         resumed=resumed,
         record=record_of(folder),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from ...dataflow.errors import ConfigError, nearest
+from ...dataflow.errors import ConfigError
 from ..run_dir.run_folder import open_run, record_of
 from ..run_dir.samples import (
     ORDERS,
@@ -19,6 +19,7 @@ from ..run_dir.samples import (
     shown,
     sorted_samples,
 )
+from .words import chosen, split_words, whole_number
 
 __all__ = ["samples_command"]
 
@@ -51,45 +52,25 @@ def samples_command(arguments: list[str]) -> int:
         keys = "\n".join(f"  {name:<8}{what}" for name, what in _KEYS.items())
         print(_HELP.format(keys=keys), end="")
         return 0
-    given = _given(arguments)
+    words = split_words("samples", arguments, (*_KEYS,))
+    if words.names:
+        raise ConfigError(f"penstock samples: expected KEY=VALUE, got '{words.names[0]:.80}'")
+    given = words.options
     if "run" not in given:
         raise ConfigError("penstock samples: which run?\n    give run=FOLDER, such as runs/...")
     folder = open_run(Path(given["run"]))
     home = folder.stage(given["stage"]).path if "stage" in given else folder.path
     if not home.is_dir():
         raise ConfigError(f"'stage': run '{folder.id}' has no stage '{given['stage']}'")
-    sort = given.get("sort", "step")
-    if sort not in SORTS:
-        raise ConfigError(f"'sort': expected one of {', '.join(SORTS)}, got '{sort}'")
-    wanted, limit = given.get("prompt", ""), _number("limit", given.get("limit", "10"))
+    sort = chosen("sort", given.get("sort", SORTS[0]), SORTS)
+    order = chosen("order", given.get("order", ORDERS[0]), ORDERS)
+    wanted, limit = given.get("prompt", ""), whole_number("limit", given.get("limit", "10"))
     found = read_samples(home, _steps(home, given.get("step", "last")))
-    order = given.get("order", ORDERS[0])
-    if order not in ORDERS:
-        raise ConfigError(f"'order': expected one of {', '.join(ORDERS)}, got '{order:.40}'")
     found = [sample for sample in sorted_samples(found, sort, order) if wanted in sample.prompt]
     if not found:
         raise ConfigError(f"'prompt': no prompt of these samples holds {wanted!r}")
     _print(found[: limit or None], len(found), record_of(folder).not_reproducible)
     return 0
-
-
-def _given(arguments: Iterable[str]) -> dict[str, str]:
-    given: dict[str, str] = {}
-    for word in arguments:
-        key, equals, value = word.partition("=")
-        if not equals or key not in _KEYS:
-            raise ConfigError(
-                f"penstock samples: there is no key '{key}'{nearest(key, _KEYS)}\n"
-                f"    keys are: {', '.join(_KEYS)}"
-            )
-        given[key] = value
-    return given
-
-
-def _number(key: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(f"'{key}': expected a whole number of at least 0, got '{text:.40}'")
-    return int(text)
 
 
 def _steps(home: Path, text: str) -> list[int] | None:
@@ -102,7 +83,7 @@ def _steps(home: Path, text: str) -> list[int] | None:
         )
     if text == "all":
         return None
-    return there[-1:] if text == "last" else [_number("step", text)]
+    return there[-1:] if text == "last" else [whole_number("step", text)]
 
 
 def _print(samples: list[Sample], num_found: int, not_reproducible: str) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from ...dataflow.errors import ConfigError, nearest
-from ..run_dir.run_folder import open_run
+from ...dataflow.errors import ConfigError
 from ..run_dir.stop import visible
+from ..runs.values import folder_of
 from ..watch.known_runs import KnownRuns
 from ..watch.pages import Pages
 from ..watch.server import PageServer
+from .words import split_words
 
 __all__ = ["watch_command"]
 
@@ -42,15 +43,10 @@ def watch_command(arguments: list[str]) -> int:
         keys = "\n".join(f"  {name:<8}{what}" for name, what in _KEYS.items())
         print(_HELP.format(keys=keys), end="")
         return 0
-    named = [word for word in arguments if "=" not in word or Path(word).exists()]
-    given = _given(word for word in arguments if word not in named)
-    runs, port = Path(given.get("runs", "runs")), _port(given.get("port", "0"))
-    folders = [_folder(word, runs) for word in dict.fromkeys(named)]
-    if not folders and not runs.is_dir():
-        raise ConfigError(
-            f"'{runs}' is no folder of runs\n"
-            "    give runs=FOLDER, which `penstock run` writes to, or the folder of a run"
-        )
+    words = split_words("watch", arguments, (*_KEYS,))
+    port = _port(words.option("port", "0"))
+    runs = words.home if not words.names else Path(words.option("runs", "runs"))
+    folders = [folder_of(word, runs).path.resolve() for word in dict.fromkeys(words.names)]
     try:
         server = PageServer(Pages(KnownRuns(folders, runs)).answer, port)
     except OSError as error:
@@ -70,28 +66,7 @@ def watch_command(arguments: list[str]) -> int:
     return 0
 
 
-def _given(words: Iterable[str]) -> dict[str, str]:
-    given: dict[str, str] = {}
-    for word in words:
-        key, _, value = word.partition("=")
-        if key not in _KEYS:
-            raise ConfigError(
-                f"penstock watch: there is no key '{key:.80}'{nearest(key, _KEYS)}\n"
-                f"    keys are: {', '.join(_KEYS)}"
-            )
-        given[key] = value
-    return given
-
-
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) < 65536):
         raise ConfigError(f"'port': expected a whole number from 0 to 65535, got '{text:.40}'")
     return int(text)
-
-
-def _folder(word: str, runs: Path) -> Path:
-    """The folder of a run, given by its path or by its name among all runs."""
-    path = Path(word)
-    if not path.exists() and (runs / word).exists():
-        path = runs / word
-    return open_run(path).path.resolve()

@@ -83,13 +83,18 @@ def versions_text(changed: Mapping[str, tuple[str | None, str | None]]) -> str:
     return f"{', '.join(said[:_MOST_NAMED])}{more}"
 
 
-def required() -> list[str]:
-    """The packages that this one asks for itself, the optional ones among them, in its order."""
+def required(*, optional: bool = True) -> list[str]:
+    """The packages that this one asks for, in its order; nothing where only its files lie.
+
+    Args:
+        optional: Whether those of its extras are among them, but for its own tests'.
+    """
     try:
         listed = requires(_DISTRIBUTION) or []
-    except PackageNotFoundError:  # only its files lie there
+    except PackageNotFoundError:
         return []
-    names = [re.split(r"[^\w.-]", line)[0] for line in listed if _FOR_ITS_TESTS not in line]
+    left_out = _FOR_ITS_TESTS if optional else "extra =="
+    names = [re.split(r"[^\w.-]", line)[0] for line in listed if left_out not in line]
     return [*dict.fromkeys(names)]
 
 

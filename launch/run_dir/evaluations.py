@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -40,6 +41,7 @@ _95 = 1.959963984540054
 """Standard errors on each side of a mean that hold 95 % of a normal distribution."""
 
 _FOLDER, _BEFORE = "evaluations", "before.json"
+_FILE = re.compile(r"step-(\d{1,18})\.json")
 
 
 def pass_at(num_samples: int, num_correct: int, k: int) -> float:
@@ -191,7 +193,8 @@ class Evaluations:
 
     def steps(self) -> list[int]:
         """The steps there are evaluations of, in order; 0 is that before training."""
-        found = {int(file.stem.removeprefix("step-")) for file in self._folder.glob("step-*.json")}
+        names = [file.name for file in self._folder.iterdir()] if self._folder.is_dir() else []
+        found = {int(match[1]) for name in names if (match := _FILE.fullmatch(name))}
         if (self._home / _BEFORE).exists():
             found.add(0)
         return sorted(found)

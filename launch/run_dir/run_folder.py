@@ -51,6 +51,7 @@ __all__ = [
     "code_version",
     "create_run",
     "differences",
+    "flat",
     "list_runs",
     "open_run",
     "plain",
@@ -273,12 +274,11 @@ def create_run(
         "changes": [],
         "not_reproducible": not_reproducible or None,
     }
+    texts = {folder.config: config, folder.plan: plan, folder.graph: graph}
     try:
-        write_text(folder.config, config)
-        if plan is not None:
-            write_text(folder.plan, plan)
-        if graph is not None:
-            write_text(folder.graph, graph)
+        for path, text in texts.items():
+            if text is not None:
+                write_text(path, text)
         write_json(folder.about, about)
     except BaseException:
         shutil.rmtree(folder.path, ignore_errors=True)  # without run.json it is no run
@@ -344,6 +344,22 @@ def differences(
             found |= differences(*sections, f"{at}{key}.")
         elif one != other:
             found[f"{at}{key}"] = (one, other)
+    return found
+
+
+def flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """Nested sections as one mapping, `section.key` -> value.
+
+    Args:
+        values: Sections and values.
+        at: What stands before each key.
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(cast(Mapping[str, Any], value), f"{at}{key}.")
+        else:
+            found[f"{at}{key}"] = value
     return found
 
 

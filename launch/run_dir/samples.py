@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ __all__ = [
     "Sample",
     "Sort",
     "read_samples",
+    "sample_key",
     "sample_steps",
     "shown",
     "sorted_samples",
@@ -148,15 +149,18 @@ def sorted_samples(samples: Iterable[Sample], sort: Sort, order: Order = "highes
 
     What has no such number comes last.
     """
+    return sorted(samples, key=sample_key(sort, order))
+
+
+def sample_key(sort: Sort, order: Order = "highest") -> Callable[[Sample], float]:
+    """By which samples are sorted; see `sorted_samples`."""
     sign = -1.0 if order == "highest" else 1.0
-    if sort == "step":
-        return list(samples)
 
     def key(sample: Sample) -> float:
-        value: float | None = getattr(sample, sort)
+        value: float | None = None if sort == "step" else getattr(sample, sort)
         return math.inf if value is None or math.isnan(value) else sign * value
 
-    return sorted(samples, key=key)
+    return key
 
 
 def shown(sample: Sample) -> Text:

@@ -17,7 +17,7 @@ import json
 import shutil
 import tarfile
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -155,7 +155,8 @@ def import_run(path: Path, runs: Path) -> RunFolder:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             if not had_runs:
-                shutil.rmtree(runs, ignore_errors=True)
+                with suppress(OSError):  # another run is there by now
+                    runs.rmdir()
             raise
     shutil.rmtree(draft, ignore_errors=True)
     return RunFolder(target)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..run_dir.run_folder import differences
+from .figures import Figures
 from .intervals import FEW, Figure, difference, probability_of_improvement, summarized
 from .values import RunValues, value_text
 
@@ -56,13 +57,20 @@ class Comparison:
         return said
 
 
-def compared(key: str, values: Mapping[str, Mapping[str, float]]) -> Comparison:
+def compared(key: str, sets: Mapping[str, Sequence[Figures]]) -> Comparison:
     """Compare two sets.
 
     Args:
-        key: What is compared.
-        values: Label -> run -> value; two sets, each of at least one run.
+        key: What is compared; see `Figures.of`.
+        sets: Label -> runs; two sets, each of at least one run.
+
+    Raises:
+        ConfigError: If a run has no such number.
     """
+    values = {
+        label: {run.record.folder.id: run.number(key) for run in runs}
+        for label, runs in sets.items()
+    }
     one, other = ([*found.values()] for found in values.values())
     means = {label: summarized([*found.values()]) for label, found in values.items()}
     return Comparison(

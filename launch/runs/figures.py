@@ -1,70 +1,86 @@
-"""One figure of a run: a value of its files, a metric of its steps, or a count over all of them."""
+"""The figures of a run: values of its files, metrics of its steps, and counts over all of them."""
 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any
 
 from ...dataflow.errors import ConfigError, nearest
 from .series import History
 from .values import RunValues
 
-__all__ = ["SUM_OF", "counts_of", "figure_of", "number_of"]
+__all__ = ["Figures"]
 
-SUM_OF = "sum of "
+_SUM_OF = "sum of "
 """Before a metric's name: its sum over all steps."""
 
 _COUNTS = ("/new_tokens", "/tokens", "/controller_bytes")
 """Ends of the metrics whose sum is a count of operations."""
 
 
-def figure_of(run: RunValues, key: str) -> float | str:
-    """What a run has of a key.
+class Figures:
+    """What one run has of any key; its steps are read once, and only if they are asked for.
 
     Args:
         run: The run.
-        key: Of its files; else a metric of its steps, of which the mean over the last tenth of them
-            counts; or `sum of METRIC`.
-
-    Raises:
-        ConfigError: If it has none of these, or one that is neither a number nor a text.
     """
-    record, values = run
-    value: Any = values.get(key)
-    if value is None:
-        history = History(record.folder.path)
-        summed = key.startswith(SUM_OF)
-        metric = key.removeprefix(SUM_OF)
-        if metric not in history.metrics:
-            known = {name for name, other in values.items() if isinstance(other, int | float)}
+
+    def __init__(self, run: RunValues) -> None:
+        self.record, self._values = run
+
+    @cached_property
+    def _history(self) -> History:
+        return History(self.record.folder.path)
+
+    @property
+    def counts(self) -> list[str]:
+        """The keys that count operations, of which the same run has the same wherever it runs."""
+        names = self._history.metrics
+        return ["num_steps", *(f"{_SUM_OF}{name}" for name in names if name.endswith(_COUNTS))]
+
+    def has(self, key: str) -> bool:
+        """Whether a key of its files has a value."""
+        return self._values.get(key) is not None
+
+    def of(self, key: str) -> float | str:
+        """A key's value.
+
+        Args:
+            key: Of its files; else a metric of its steps, of which the mean over the last tenth of
+                them counts; or `sum of METRIC`.
+
+        Raises:
+            ConfigError: If it has none of these, or one that is neither a number nor a text.
+        """
+        value: Any = self._values.get(key)
+        if value is None:
+            value = self._of_steps(key)
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ConfigError(f"{self._named(key)}: expected a number or a text, got {value!r:.60}")
+        return value
+
+    def number(self, key: str) -> float:
+        """The same of a key that must be a number.
+
+        Raises:
+            ConfigError: If it is not.
+        """
+        value = self.of(key)
+        if isinstance(value, str):
+            raise ConfigError(f"{self._named(key)}: expected a number, got {value!r:.60}")
+        return float(value)
+
+    def _of_steps(self, key: str) -> float:
+        metric = key.removeprefix(_SUM_OF)
+        if metric not in self._history.metrics:
+            known = [name for name, value in self._values.items() if isinstance(value, int | float)]
             raise ConfigError(
-                f"run '{record.folder.id}' has no key and no metric '{key}'"
-                f"{nearest(key, [*known, *history.metrics])}"
+                f"run '{self.record.folder.id}' has no key and no metric '{key}'"
+                f"{nearest(key, [*known, *self._history.metrics])}"
             )
-        series = history.series(metric)
-        value = math.fsum(series.ys) if summed else series.end
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ConfigError(
-            f"'{key}' of run '{record.folder.id}': expected a number or a text, got {value!r:.60}"
-        )
-    return value
+        series = self._history.series(metric)
+        return math.fsum(series.ys) if key != metric else series.end
 
-
-def number_of(run: RunValues, key: str) -> float:
-    """The same of a key that must be a number.
-
-    Raises:
-        ConfigError: If it is not.
-    """
-    value = figure_of(run, key)
-    if isinstance(value, str):
-        raise ConfigError(
-            f"'{key}' of run '{run[0].folder.id}': expected a number, got {value!r:.60}"
-        )
-    return float(value)
-
-
-def counts_of(run: RunValues) -> list[str]:
-    """The keys that count operations, which the same run has the same of wherever it runs."""
-    names = History(run[0].folder.path).metrics
-    return ["num_steps", *(f"{SUM_OF}{name}" for name in names if name.endswith(_COUNTS))]
+    def _named(self, key: str) -> str:
+        return f"'{key}' of run '{self.record.folder.id}'"

@@ -1,12 +1,13 @@
 """A stored reference that later runs are held against: what they may not lose, and by how much.
 
 A figure is worse if the mean over the runs is beyond the reference's by more than is allowed, which
-is the larger of a tolerance and of the noise, half of a 95 % interval by Student's t. Runs with the
-reference's seeds are compared seed by seed, and the noise is that of the mean of their differences:
-a seed that comes out as before has none. Other runs are taken for further draws, and the noise is
-that of the mean of so many of them, as the reference's own runs vary. Hashes must be the same
-wherever the machine and the packages are those of the reference, since another processor rounds
-otherwise; elsewhere that they are not compared is said.
+is the larger of a tolerance and of the noise, half of a 95 % interval by Student's t. Runs whose
+seeds the reference has are compared seed by seed, and the noise is that of the mean of their
+differences: a seed that comes out as before has none. Other runs are taken for further draws, and
+the noise is that of the mean of so many of them, as the reference's own runs vary.
+
+Hashes and counts must be the same, seed by seed; hashes where the machine and the packages are
+those of the reference, since another processor rounds otherwise. What is not compared is said.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Literal
 from ...dataflow.errors import ConfigError
 from ..run_dir.atomic import write_json
 from ..run_dir.environment import Environment, changed_versions, versions_text
-from .figures import counts_of, figure_of, number_of
+from .figures import Figures
 from .values import RunValues, value_text
 
 __all__ = ["RULES", "Finding", "Reference", "Rule"]
@@ -107,10 +108,16 @@ class Reference:
         Raises:
             ConfigError: If one lacks what a rule asks for.
         """
-        known = _rules_there(runs, rules)
-        values = {key: _of_all(runs, key, rule) for key, rule in known.items()}
-        names = [record.folder.id for record, _ in _ordered(runs)]
-        return cls(known, values, names, _seeds(runs), runs[0][0].environment)
+        figures = _ordered(runs)
+        records = [one.record for one in figures]
+        known = _rules_there(figures[0], rules)
+        return cls(
+            known,
+            {key: _of_all(figures, key, rule) for key, rule in known.items()},
+            [record.folder.id for record in records],
+            [record.seed for record in records],
+            records[0].environment,
+        )
 
     def held_against(self, runs: Sequence[RunValues]) -> list[Finding]:
         """What was found of each figure.
@@ -121,31 +128,26 @@ class Reference:
         Raises:
             ConfigError: If one lacks what the reference has.
         """
-        other = self._elsewhere(runs[0][0].environment)
-        paired = _seeds(runs) == [*self.seeds]
-        return [
-            self._finding(key, rule, _of_all(runs, key, rule), paired, other)
-            for key, rule in self.rules.items()
-        ]
+        figures = _ordered(runs)
+        pairs = self._pairs(figures)
+        elsewhere = self._elsewhere(figures[0].record.environment)
+        findings: list[Finding] = []
+        for key, rule in self.rules.items():
+            now = _of_all(figures, key, rule)
+            before = [self.values[key][place] for place in pairs] if pairs else self.values[key]
+            if rule.direction == "same":
+                findings.append(_same(key, before, now, bool(pairs), elsewhere))
+            else:
+                findings.append(_no_worse(key, rule, before, now, bool(pairs)))
+        return findings
 
-    def _finding(
-        self, key: str, rule: Rule, values: Sequence[Any], paired: bool, other: str
-    ) -> Finding:
-        before = self.values[key]
-        if rule.direction == "same":
-            skipped = other if isinstance(before[0], str) else ""
-            worse = not skipped and {*values} != {*before}
-            return Finding(key, _one(before), _one(values), None, worse, skipped)
-        mean, now = statistics.fmean(before), statistics.fmean(values)
-        allowed = rule.tolerance * (abs(mean) if rule.relative else 1.0)
-        if paired:
-            changes = [b - a for a, b in zip(before, values, strict=True)]
-            allowed = max(allowed, _half_width(changes))
-        else:
-            allowed = max(allowed, _half_width(before, len(values)))
-        loss = mean - now if rule.direction == "not_lower" else now - mean
-        # Not `loss > allowed`, which is false of NaN.
-        return Finding(key, mean, now, allowed, not loss <= allowed)
+    def _pairs(self, figures: Sequence[Figures]) -> list[int]:
+        """Of each run the place of its seed in the reference; empty if they cannot be paired."""
+        seeds = [one.record.seed for one in figures]
+        distinct = len({*seeds}) == len(seeds) and len({*self.seeds}) == len(self.seeds)
+        if not distinct or not {*seeds} <= {*self.seeds}:
+            return []
+        return [[*self.seeds].index(seed) for seed in seeds]
 
     def _elsewhere(self, now: Environment) -> str:
         """Why hashes are not compared; "" if they are."""
@@ -189,28 +191,51 @@ class Reference:
         return cls(rules, values, found["runs"], found["seeds"], environment)
 
 
-def _rules_there(runs: Sequence[RunValues], rules: Mapping[str, Rule]) -> dict[str, Rule]:
+def _no_worse(
+    key: str, rule: Rule, before: Sequence[float], now: Sequence[float], paired: bool
+) -> Finding:
+    """The means, and whether that of now is worse by more than is allowed."""
+    mean, mean_now = statistics.fmean(before), statistics.fmean(now)
+    if paired:
+        noise = _half_width([b - a for a, b in zip(before, now, strict=True)])
+    else:
+        noise = _half_width(before, len(now))
+    allowed = max(rule.tolerance * (abs(mean) if rule.relative else 1.0), noise)
+    loss = mean - mean_now if rule.direction == "not_lower" else mean_now - mean
+    # Not `loss > allowed`, which is false of NaN.
+    return Finding(key, mean, mean_now, allowed, not loss <= allowed)
+
+
+def _same(
+    key: str, before: Sequence[Any], now: Sequence[Any], paired: bool, elsewhere: str
+) -> Finding:
+    """Whether each seed has what it had, as far as that can be asked."""
+    note = "" if paired else "not compared: other seeds"
+    if isinstance(before[0], str):
+        note = note or elsewhere
+    worse = not note and [*before] != [*now]
+    return Finding(key, _one(before), _one(now), None, worse, note)
+
+
+def _rules_there(figures: Figures, rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """The rules without those of `RULES` that the runs have nothing of, and with every count."""
     found: dict[str, Rule] = {}
     for key, rule in rules.items():
         if key == "counts":
-            found |= dict.fromkeys(counts_of(runs[0]), rule)
-        elif RULES.get(key) != rule or runs[0][1].get(key) is not None:
+            found |= dict.fromkeys(figures.counts, rule)
+        elif RULES.get(key) != rule or figures.has(key):
             found[key] = rule
     return found
 
 
-def _ordered(runs: Sequence[RunValues]) -> list[RunValues]:
-    return sorted(runs, key=lambda run: (run[0].seed, run[0].created))
+def _ordered(runs: Sequence[RunValues]) -> list[Figures]:
+    return [Figures(run) for run in sorted(runs, key=lambda run: (run[0].seed, run[0].created))]
 
 
-def _seeds(runs: Sequence[RunValues]) -> list[int]:
-    return [record.seed for record, _ in _ordered(runs)]
-
-
-def _of_all(runs: Sequence[RunValues], key: str, rule: Rule) -> list[Any]:
-    read = figure_of if rule.direction == "same" else number_of
-    return [read(run, key) for run in _ordered(runs)]
+def _of_all(figures: Sequence[Figures], key: str, rule: Rule) -> list[Any]:
+    if rule.direction == "same":
+        return [one.of(key) for one in figures]
+    return [one.number(key) for one in figures]
 
 
 def _half_width(values: Sequence[float], num_further: int | None = None) -> float:

@@ -53,12 +53,9 @@ class History:
     def __init__(self, folder: Path) -> None:
         self._name = folder.name
         self._lines = read_metrics(folder / METRICS)
-
-    @property
-    def metrics(self) -> list[str]:
-        """What the steps have measured, in order."""
         names = dict.fromkeys(name for line in self._lines for name in line)
-        return [name for name in names if name not in (_STEP, "wall_time_s")]
+        self.metrics = [name for name in names if name not in (_STEP, "wall_time_s")]
+        """What the steps have measured, in order."""
 
     def series(self, metric: str, over: Over = "steps") -> Series:
         """A metric; steps at which it was not measured, or was not finite, are left out.

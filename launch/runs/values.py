@@ -14,9 +14,19 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...dataflow.errors import ConfigError, nearest
-from ..run_dir.run_folder import RunRecord, list_runs, open_run, record_of
+from ..run_dir.run_folder import RunFolder, RunRecord, flat, list_runs, open_run, record_of
+from ..run_dir.run_state import state_of
 
-__all__ = ["RunValues", "flat_values", "named_runs", "run_of", "selected", "sets_by", "value_text"]
+__all__ = [
+    "RunValues",
+    "flat_values",
+    "folder_of",
+    "named_runs",
+    "run_of",
+    "selected",
+    "sets_by",
+    "value_text",
+]
 
 RunValues = tuple[RunRecord, dict[str, Any]]
 """A run with everything that its files say of it."""
@@ -32,20 +42,17 @@ def flat_values(record: RunRecord, *, own: bool = True) -> dict[str, Any]:
         own: Whether its name, state, code and configuration are among them, or only what came out.
     """
     if not own:
-        return _flat(record.summary or {})
-    state = "damaged" if record.fault else "unfinished"
-    if record.summary is not None:
-        state = "stopped" if record.summary.get("stopped") else "finished"
+        return flat(record.summary or {})
     about = {
         "name": record.name,
         "seed": record.seed,
         "created": record.created.isoformat(),
-        "state": state,
+        "state": state_of(record),
         "code": str(record.code),
         "data": record.data,
         "tags": list(record.tags) or None,
     }
-    return {**_flat(record.summary or {}), **_flat(record.config or {}), **about}
+    return {**flat(record.summary or {}), **flat(record.config or {}), **about}
 
 
 def selected(
@@ -79,16 +86,25 @@ def selected(
     return sorted(having, key=lambda one: _order(one[1][sort]), reverse=True) + rest
 
 
-def run_of(word: str, home: Path) -> RunRecord:
-    """The run that a word names: its folder, or its name in the folder of runs.
+def folder_of(word: str, home: Path) -> RunFolder:
+    """The folder of the run that a word names: that itself, or its name in the folder of runs.
 
     Raises:
-        ConfigError: If there is none, or its files cannot be read.
+        ConfigError: If there is none.
     """
     path = Path(word)
     if not path.exists() and (home / word).exists():
         path = home / word
-    record = record_of(open_run(path))
+    return open_run(path)
+
+
+def run_of(word: str, home: Path) -> RunRecord:
+    """The run that a word names; see `folder_of`.
+
+    Raises:
+        ConfigError: If there is none, or its files cannot be read.
+    """
+    record = record_of(folder_of(word, home))
     if record.fault:
         raise ConfigError(f"run '{record.folder.id}': {record.fault}")
     return record
@@ -134,7 +150,7 @@ def sets_by(
     sets: dict[str, list[RunValues]] = {}
     if by:
         once = {r.folder.path.resolve(): r for records in named.values() for r in records}
-        for record, values in selected([*once.values()], {**where}, known=(by,)):
+        for record, values in selected([*once.values()], where, known=(by,)):
             sets.setdefault(f"{by}={value_text(values.get(by))}", []).append((record, values))
     else:
         sets = {word or "all runs": selected(found, where) for word, found in named.items()}
@@ -144,16 +160,6 @@ def sets_by(
             f"there is no such run in '{home}'\n    penstock runs list says which there are"
         )
     return sets
-
-
-def _flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= _flat(cast(Mapping[str, Any], value), f"{at}{key}.")
-        else:
-            found[f"{at}{key}"] = value
-    return found
 
 
 def _is(value: Any, text: str) -> bool:

@@ -13,6 +13,7 @@ from ..placement.machine import num_cores
 from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
 from ..run_dir.evaluations import WHOLE, Change, Evaluations, Measured, accuracy_interval
+from ..run_dir.process_usage import ProcessUsage
 from ..run_dir.progress import format_duration
 from ..run_dir.run_folder import CodeVersion, RunFolder, RunRecord
 from ..run_dir.trackers.jsonl import read_metrics
@@ -29,8 +30,7 @@ def summary_of(
     outcome: Outcome,
     *,
     code: CodeVersion,
-    peak_memory_bytes: int,
-    cpu_s: float,
+    usage: ProcessUsage,
     wall_time_s: float,
     resumed: bool,
     record: RunRecord,
@@ -41,8 +41,7 @@ def summary_of(
         job: What was run.
         outcome: Of the main stage.
         code: As it was when this process began, since somebody may edit it meanwhile.
-        peak_memory_bytes: Of this process and all below it.
-        cpu_s: Processor seconds of the same processes.
+        usage: Of this process and all below it.
         wall_time_s: Of the stages.
         resumed: Whether an earlier process did some of it.
         record: What the run's folder says of it.
@@ -75,8 +74,8 @@ def summary_of(
         "predicted_step_time_s": prediction.step_time_s if prediction else None,
         "calibration": prediction.calibration if prediction else None,
         "nodes": nodes_summary(main.graph, job.plan, outcome.node_times_s),
-        "peak_memory_bytes": peak_memory_bytes,
-        "cpu_utilization": cpu_s / (wall_time_s * num_cores()) if wall_time_s else None,
+        "peak_memory_bytes": usage.peak_bytes,
+        "cpu_utilization": usage.cpu_s / (wall_time_s * num_cores()) if wall_time_s else None,
         "wall_time_s": wall_time_s,
         "main_stage_wall_time_s": outcome.wall_time_s,
         "resumed": resumed,

@@ -7,18 +7,16 @@ on as it is: the page shows it as text and nothing else.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from ..run_dir.samples import Sample, read_samples, sample_steps
+from ..run_dir.samples import Order, Sample, Sort, read_samples, sample_key, sample_steps
 from .known_runs import Gone
 
 __all__ = [
-    "SORTS",
     "differing",
     "found_samples",
     "same_prompt",
@@ -26,8 +24,6 @@ __all__ = [
     "spoken",
     "steps_with_prompt",
 ]
-
-SORTS = ("step", "reward", "advantage", "length")
 
 _MOST_CHARACTERS = 200_000
 """Of one text; a response that is longer is cut, and says so."""
@@ -45,8 +41,8 @@ def found_samples(
     step: int,
     *,
     search: str = "",
-    sort: str = "step",
-    worst_first: bool = False,
+    sort: Sort = "step",
+    order: Order = "highest",
     skip: int = 0,
     limit: int = 20,
 ) -> dict[str, Any]:
@@ -56,8 +52,8 @@ def found_samples(
         home: The stage's folder.
         step: One that has samples.
         search: What the prompt, the response or a turn must hold, in any case of letters.
-        sort: One of `SORTS`; all but "step" sort by a number, and what has none comes last.
-        worst_first: The lowest first instead of the highest.
+        sort: By what; all but "step" is a number, and what has none comes last.
+        order: Whether the highest or the lowest comes first.
         skip: So many of them are left out at the beginning.
         limit: At most so many are given.
 
@@ -67,8 +63,8 @@ def found_samples(
     rows = list(enumerate(read_samples(home, [step])))
     wanted = search.casefold()
     rows = [row for row in rows if not wanted or _holds(row[1], wanted)]
-    if sort in SORTS[1:]:
-        rows.sort(key=lambda row: _order(row[1], sort, worst_first))
+    key = sample_key(sort, order)
+    rows.sort(key=lambda row: key(row[1]))
     shown = [_shown(number, sample) for number, sample in rows[skip : skip + limit]]
     return {"num_found": len(rows), "samples": shown}
 
@@ -81,7 +77,8 @@ def same_prompt(home: Path, step: int, prompt: str) -> list[dict[str, Any]]:
     """
     rows = enumerate(read_samples(home, [step]))
     same = [row for row in rows if row[1].prompt == prompt]
-    same.sort(key=lambda row: _order(row[1], "reward", False))
+    best = sample_key("reward")
+    same.sort(key=lambda row: best(row[1]))
     return [_shown(number, sample) for number, sample in same]
 
 
@@ -150,13 +147,6 @@ def _holds(sample: Sample, wanted: str) -> bool:
     texts = [sample.prompt, sample.response]
     texts += [text for turn in sample.turns for text in (turn.said, turn.shown)]
     return any(wanted in text.casefold() for text in texts)
-
-
-def _order(sample: Sample, sort: str, worst_first: bool) -> float:
-    value: float | None = getattr(sample, sort)
-    if value is None or math.isnan(value):
-        return math.inf
-    return value if worst_first else -value
 
 
 def _shown(number: int, sample: Sample) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from ..run_dir.evaluations import Evaluations
 from ..run_dir.trackers.jsonl import METRICS
 from .regular_file import Line, RegularFile, opened
 
@@ -31,7 +31,6 @@ _WHOLE_BYTES = 1 << 20
 _MOST_APPENDED_BYTES = 4 << 20
 _MOST_EVALUATIONS = 500
 _MOST_DAMAGED_IN_A_ROW = 16
-_EVALUATED = re.compile(r"step-(\d{1,18})\.json")
 
 
 @dataclass(frozen=True)
@@ -168,11 +167,8 @@ def _evaluated(
     file: RegularFile, home: Path, low: int, high: int, most: int = _MOST_EVALUATIONS
 ) -> dict[int, Line]:
     """The lines of the newest steps after which an evaluation was made."""
-    folder = home / "evaluations"
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    steps = sorted({int(m[1]) for name in names if (m := _EVALUATED.fullmatch(name))})
     lines: dict[int, Line] = {}
-    for step in steps[-most:]:
+    for step in Evaluations(home).steps()[-most:]:
         line = file.line_from(_offset_of(file, step))
         if line is not None and low <= line.start < high:
             lines[line.start] = line

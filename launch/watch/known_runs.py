@@ -6,34 +6,17 @@ by a path: what is in neither is not there.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import struct
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from ...dataflow.errors import ConfigError
 from ..run_dir.run_folder import RunFolder, RunRecord, record_of
+from ..run_dir.run_state import WHY, state_of
 
-__all__ = ["Gone", "KnownRuns", "State", "home_of", "load_object", "stages_of", "state_of"]
-
-State = Literal["running", "finished", "stopped", "not running", "damaged", "gone"]
-
-_WHY: Mapping[State, str] = {
-    "running": "a process holds the run's lock",
-    "finished": "it has a summary.json",
-    "stopped": "its summary.json says that it ended before its last step",
-    "not running": (
-        "no process holds the run's lock, and there is no summary.json: it was interrupted or "
-        "killed; penstock run resume=FOLDER goes on with it"
-    ),
-    "damaged": "its run.json or summary.json cannot be read",
-    "gone": "its folder is no longer there",
-}
+__all__ = ["Gone", "KnownRuns", "home_of", "load_object", "stages_of"]
 
 
 class Gone(ConfigError):
@@ -92,7 +75,7 @@ class KnownRuns:
 
     def _line(self, key: str, folder: RunFolder) -> dict[str, Any]:
         if not folder.about.is_file():
-            return {"key": key, "state": "gone", "why": _WHY["gone"], "stages": []}
+            return {"key": key, "state": "gone", "why": WHY["gone"], "stages": []}
         record = self.record(folder)
         state = state_of(record)
         return {
@@ -101,7 +84,7 @@ class KnownRuns:
             "seed": record.seed,
             "created": record.created.isoformat(),
             "state": state,
-            "why": record.fault or _WHY[state],
+            "why": record.fault or WHY[state],
             "stages": stages_of(folder),
         }
 
@@ -112,21 +95,6 @@ class KnownRuns:
         if known is None or known[0] != stamps:
             known = self._records[folder.path] = (stamps, record_of(folder))
         return known[1]
-
-
-def state_of(record: RunRecord) -> State:
-    """Whether a run goes on, and if not, how it ended, as far as its files tell."""
-    if not record.folder.about.is_file():
-        return "gone"
-    if _is_held(record.folder.path / ".lock"):
-        return "running"
-    if record.fault:
-        return "damaged"
-    if record.summary is None:
-        return "not running"
-    summary = cast(Any, record.summary)
-    stopped = isinstance(summary, Mapping) and cast(Mapping[str, Any], summary).get("stopped")
-    return "stopped" if stopped else "finished"
 
 
 def stages_of(folder: RunFolder) -> list[str]:
@@ -160,29 +128,6 @@ def _stamp(path: Path) -> _Stamp | None:
     except OSError:
         return None
     return _Stamp(found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-# struct flock: Linux has type, whence, start, length, process; macOS begins with start.
-_FLOCK = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether another process holds a run's lock.
-
-    It asks and takes nothing: a lock held for a moment could refuse a run that just starts.
-    """
-    layout, place = _FLOCK
-    fields = [0, 0, 0, 0, 0]
-    fields[place] = fcntl.F_WRLCK
-    try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(layout, *fields))
-    finally:
-        os.close(descriptor)
-    return struct.unpack(layout, answer)[place] != fcntl.F_UNLCK
 
 
 def load_object(path: Path) -> dict[str, Any] | None:

@@ -13,13 +13,13 @@ from typing import Any, cast
 from ...dataflow.errors import ConfigError
 from ..run_dir.evaluations import Evaluations
 from ..run_dir.run_folder import RunFolder, RunRecord
+from ..run_dir.run_state import state_of
 from .curve_points import last_values
-from .known_runs import load_object, state_of
+from .known_runs import load_object
 
 __all__ = ["memory", "overview"]
 
 _MOST_EVALUATIONS = 50
-_EVALUATED = re.compile(r"step-(\d{1,18})\.json")
 _LAG = re.compile(r"lag|stale|version", re.IGNORECASE)
 _RESTARTS = re.compile(r"restart|error|timeout|dropped|skipped|truncated", re.IGNORECASE)
 _OF_SUMMARY = frozenset({"examples_after", "examples_before", "nodes", "suites"})
@@ -98,12 +98,10 @@ def _last_step(folder: RunFolder) -> dict[str, Any]:
 
 
 def _evaluations(folder: RunFolder) -> dict[str, Any]:
-    home = folder.path / "evaluations"
-    names = [path.name for path in home.iterdir()] if home.is_dir() else []
-    steps = sorted({int(m[1]) for name in names if (m := _EVALUATED.fullmatch(name))})
+    kept = Evaluations(folder.path)
+    steps = kept.steps()
     if not steps:
         return {"absent": "nothing has been evaluated yet, or evaluation is switched off"}
-    kept = Evaluations(folder.path)
     rows: list[dict[str, Any]] = []
     for step in steps[-_MOST_EVALUATIONS:]:
         try:

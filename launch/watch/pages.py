@@ -15,9 +15,8 @@ from urllib.parse import parse_qs
 
 from ...dataflow.errors import ConfigError
 from ..run_dir.run_folder import RunFolder, plain
-from ..run_dir.samples import sample_steps
+from ..run_dir.samples import SORTS, Sort, sample_steps
 from .conversations import (
-    SORTS,
     differing,
     found_samples,
     same_prompt,
@@ -164,13 +163,13 @@ class Pages:
         return {"steps": steps}
 
     def _samples(self, query: Query) -> Any:
-        sort = query.text("sort", "step")
+        sort: Sort = next((name for name in SORTS if name == query.text("sort")), SORTS[0])
         return found_samples(
             home_of(self._run(query), query.text("stage")),
             query.whole("step", 0, 10**18),
             search=query.text("search"),
-            sort=sort if sort in SORTS else "step",
-            worst_first=query.text("worst") == "1",
+            sort=sort,
+            order="lowest" if query.text("worst") == "1" else "highest",
             skip=query.whole("skip", 0, 10**9),
             limit=query.whole("limit", 20, _MOST_SAMPLES),
         )

@@ -48,7 +48,9 @@ ACTIONS: Mapping[str, _Action] = {
         "exit code 1 if runs are worse than a reference, or write one",
     ),
     "reproduce": _Action(
-        reproduce_run, "RUN", "run it again, and exit code 1 if other weights came out"
+        reproduce_run,
+        "RUN [into=FOLDER]",
+        "run it again, into the folder of runs or another; exit code 1 if other weights came out",
     ),
     "export": _Action(
         export_command, "RUN FILE [checkpoints=true]", "write a run as one archive with checksums"

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 from ....dataflow.errors import ConfigError
 from ...run_dir.atomic import write_text
 from ...run_dir.stop import visible
-from ...runs.comparison import Comparison, compared, comparison_markdown
+from ...runs.comparison import compared, comparison_markdown
 from ...runs.drawing import draw, joined
-from ...runs.figures import number_of
+from ...runs.figures import Figures
 from ...runs.series import OVER, History, Over, Series, sparkline
-from ...runs.values import RunValues, sets_by, value_text
+from ...runs.values import sets_by, value_text
+from ..words import Words, chosen, split_words
 from .table import print_table
-from .words import Words, chosen, split_words
 
 __all__ = ["compare_runs", "plot_runs"]
 
 _KEY = "accuracy_after_rl"
-_SETS = ("by", "stage")
+_PLOT = ("metric", "over", "by", "stage", "file", "runs")
+_COMPARE = ("key", "by", "report", "runs")
 
 
 def plot_runs(arguments: Sequence[str]) -> int:
     """Curves of sets of runs: into a file, or one line each on the terminal."""
-    words = split_words("plot", arguments, (*_SETS, "metric", "over", "file"), where=True)
+    words = split_words("runs plot", arguments, _PLOT, where=True)
     if "metric" not in words.options:
         raise ConfigError(
             "penstock runs plot: which metric?\n    give metric=NAME; penstock runs show RUN lists "
             "those that a run has"
         )
-    over = cast(Over, chosen("over", words.option("over", "steps"), OVER))
+    over = chosen("over", words.option("over", "steps"), OVER)
     curves = _curves(words, words.option("metric").split(","), over)
     rows = [["metric", "set", "runs", over, "first", "last", ""]]
     for metric, sets in curves.items():
@@ -64,7 +64,7 @@ def _curves(words: Words, metrics: Sequence[str], over: Over) -> dict[str, dict[
 
 def compare_runs(arguments: Sequence[str]) -> int:
     """How much better one set of runs came out than another, and how sure that is."""
-    words = split_words("compare", arguments, ("by", "key", "report"), where=True)
+    words = split_words("runs compare", arguments, _COMPARE, where=True)
     sets = sets_by(words.names, words.where, words.option("by"), words.home)
     if len(sets) != 2:
         labels = ", ".join(sets)
@@ -72,7 +72,8 @@ def compare_runs(arguments: Sequence[str]) -> int:
             f"penstock runs compare: expected two sets of runs, got {len(sets)}: {labels:.200}\n"
             "    name two, such as 'A*' 'B*', or give by=KEY, of which the runs have two values"
         )
-    found = [_compared(sets, key) for key in words.option("key", _KEY).split(",")]
+    figures = {label: [Figures(run) for run in runs] for label, runs in sets.items()}
+    found = [compared(key, figures) for key in words.option("key", _KEY).split(",")]
     for number, one in enumerate(found):
         if number:
             print()
@@ -84,13 +85,3 @@ def compare_runs(arguments: Sequence[str]) -> int:
         write_text(path, comparison_markdown(found, sets))
         print(visible(f"reported in {path}"))
     return 0
-
-
-def _compared(sets: Mapping[str, Sequence[RunValues]], key: str) -> Comparison:
-    return compared(
-        key,
-        {
-            label: {run[0].folder.id: number_of(run, key) for run in runs}
-            for label, runs in sets.items()
-        },
-    )

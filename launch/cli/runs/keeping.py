@@ -13,7 +13,7 @@ from ...run_dir.stop import visible
 from ...runs.archive import export_run, import_run
 from ...runs.exported_curves import import_curves
 from ...runs.values import named_runs, run_of
-from .words import Words, chosen, split_words
+from ..words import Words, chosen, split_words
 
 __all__ = ["archive_runs", "delete_runs", "export_command", "import_command", "tag_runs"]
 
@@ -23,7 +23,7 @@ _ARCHIVED = "archived"
 
 def export_command(arguments: Sequence[str]) -> int:
     """Write a run's archive."""
-    words = split_words("export", arguments, ("checkpoints",))
+    words = split_words("runs export", arguments, ("checkpoints", "runs"))
     run, file = _two(words, "export", "a run and a file")
     whole = chosen("checkpoints", words.option("checkpoints", "false"), ("true", "false"))
     size_bytes = export_run(run_of(run, words.home), Path(file), checkpoints=whole == "true")
@@ -33,7 +33,7 @@ def export_command(arguments: Sequence[str]) -> int:
 
 def import_command(arguments: Sequence[str]) -> int:
     """Unpack a run's archive, or make runs of somebody else's curves."""
-    words = split_words("import", arguments, ("as",))
+    words = split_words("runs import", arguments, ("as", "runs"))
     if len(words.names) != 1:
         raise ConfigError(f"penstock runs import: expected one file, got {len(words.names)}")
     path, runs = Path(words.names[0]), Path(words.option("runs", "runs"))
@@ -50,7 +50,7 @@ def import_command(arguments: Sequence[str]) -> int:
 
 def tag_runs(arguments: Sequence[str]) -> int:
     """Give runs words, and take them away."""
-    words = split_words("tag", arguments, ("add", "remove"))
+    words = split_words("runs tag", arguments, ("add", "remove", "runs"))
     for record in _named(words, "tag"):
         gone = words.option("remove").split(",")
         tags = dict.fromkeys((*record.tags, *filter(None, words.option("add").split(","))))
@@ -62,7 +62,7 @@ def tag_runs(arguments: Sequence[str]) -> int:
 
 def archive_runs(arguments: Sequence[str]) -> int:
     """Move runs out of the listing."""
-    words = split_words("archive", arguments, ())
+    words = split_words("runs archive", arguments, ("runs",))
     for record in _named(words, "archive"):
         target = record.folder.path.parent / _ARCHIVED / record.folder.id
         if target.exists():
@@ -76,7 +76,7 @@ def archive_runs(arguments: Sequence[str]) -> int:
 
 def delete_runs(arguments: Sequence[str]) -> int:
     """Delete runs, or say which would be."""
-    words = split_words("delete", arguments, ("sure",))
+    words = split_words("runs delete", arguments, ("sure", "runs"))
     sure = chosen("sure", words.option("sure", "false"), ("true", "false")) == "true"
     for record in _named(words, "delete"):
         folder = record.folder.path

@@ -12,8 +12,8 @@ from ...run_dir.run_folder import RunRecord, differences, list_runs
 from ...run_dir.stop import visible
 from ...runs.series import History, sparkline
 from ...runs.values import RunValues, flat_values, run_of, selected, value_text
+from ..words import split_words, whole_number
 from .table import print_table
-from .words import split_words, whole_number
 
 __all__ = ["diff_runs", "list_command", "show_run"]
 
@@ -26,7 +26,7 @@ _LEFT_OUT = ("examples_", "changes", "nodes.")
 
 def list_command(arguments: Sequence[str]) -> int:
     """A line per run."""
-    words = split_words("list", arguments, ("sort", "show", "limit"), where=True)
+    words = split_words("runs list", arguments, ("sort", "show", "limit", "runs"), where=True)
     if words.names:
         raise ConfigError(f"penstock runs list: expected KEY=VALUE, got '{words.names[0]:.80}'")
     limit = whole_number("limit", words.option("limit", "0"))
@@ -55,7 +55,7 @@ def _check_shown(wanted: Sequence[str], found: Sequence[RunValues]) -> None:
 
 def show_run(arguments: Sequence[str]) -> int:
     """What one run is, what came out of it, and how each of its metrics went."""
-    words = split_words("show", arguments, ())
+    words = split_words("runs show", arguments, ("runs",))
     if len(words.names) != 1:
         raise ConfigError(f"penstock runs show: expected one run, got {len(words.names)}")
     record = run_of(words.names[0], words.home)
@@ -100,7 +100,7 @@ def _section(title: str, values: Mapping[str, Any]) -> None:
 
 def diff_runs(arguments: Sequence[str]) -> int:
     """What two runs differ in, with both values."""
-    words = split_words("diff", arguments, ())
+    words = split_words("runs diff", arguments, ("runs",))
     if len(words.names) != 2:
         raise ConfigError(f"penstock runs diff: expected two runs, got {len(words.names)}")
     one, other = (run_of(word, words.home) for word in words.names)

@@ -9,8 +9,8 @@ from ....dataflow.errors import ConfigError
 from ...run_dir.stop import visible
 from ...runs.reference import RULES, Finding, Reference, Rule
 from ...runs.values import RunValues, sets_by, value_text
+from ..words import Words, split_words
 from .table import print_table
-from .words import Words, split_words
 
 __all__ = ["regress_runs"]
 
@@ -19,8 +19,8 @@ _DIRECTIONS = ("not_lower", "not_higher", "same")
 
 def regress_runs(arguments: Sequence[str]) -> int:
     """Hold runs against a reference, or write one; 1 if a run is worse."""
-    options = ("reference", "write", "without", *_DIRECTIONS)
-    words = split_words("regress", arguments, options, where=True)
+    options = ("reference", "write", "without", *_DIRECTIONS, "runs")
+    words = split_words("runs regress", arguments, options, where=True)
     if ("reference" in words.options) == ("write" in words.options):
         raise ConfigError(
             "penstock runs regress: give reference=FILE to hold runs against, or write=FILE to "

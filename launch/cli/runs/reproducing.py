@@ -12,7 +12,7 @@ from ...run_dir.resume import stored_config
 from ...run_dir.run_folder import RunRecord, code_version, record_of
 from ...run_dir.stop import visible
 from ...runs.values import run_of
-from .words import split_words
+from ..words import split_words
 
 __all__ = ["reproduce_run"]
 
@@ -21,7 +21,7 @@ _CAME_OUT = ("weights_sha256", "roles_sha256", "num_steps", "accuracy_after_rl")
 
 def reproduce_run(arguments: Sequence[str]) -> int:
     """Run it again in the folder of runs; 1 if other weights came out."""
-    words = split_words("reproduce", arguments, ("into",))
+    words = split_words("runs reproduce", arguments, ("into", "runs"))
     if len(words.names) != 1:
         raise ConfigError(f"penstock runs reproduce: expected one run, got {len(words.names)}")
     before = run_of(words.names[0], words.home)
@@ -33,7 +33,7 @@ def reproduce_run(arguments: Sequence[str]) -> int:
     config = stored_config(before.folder)
     config.pop("resume", None)
     into = words.option("into", words.option("runs", "runs"))
-    folder = carry_out_again({**config, "runs": into}, before.folder.plan, before.data)
+    folder = carry_out_again(before, {**config, "runs": into})
     return _compared(before, record_of(folder))
 
 

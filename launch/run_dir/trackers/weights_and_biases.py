@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ....dataflow.errors import ConfigError
+from ..run_folder import flat
 from .tracker import RunInfo
 
 __all__ = ["WandbTracker"]
@@ -128,21 +129,12 @@ class WandbTracker:
         if run is None:
             return
         try:
-            run.summary.update(_flat(summary or {}))
+            # Conversations stay in the run's folder.
+            came_out = {k: v for k, v in flat(summary or {}).items() if not isinstance(v, list)}
+            run.summary.update(came_out)
             run.finish(exit_code=0 if summary is not None else 1)
         finally:
             wandb.teardown()
 
     def _name(self, stage: str, name: str) -> str:
         return name if stage == self._main else f"{stage}/{name}"
-
-
-def _flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Of a summary its numbers and texts, `section.key` each; conversations stay in the folder."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= _flat(cast(Mapping[str, Any], value), f"{at}{key}.")
-        elif value is not None and not isinstance(value, list | tuple):
-            found[f"{at}{key}"] = value
-    return found

@@ -107,7 +107,19 @@ def test_the_same_seeds_are_compared_one_by_one(
     now = [finished(tmp_path, i, accuracy_after_rl=x - loss) for i, x in enumerate(accuracies)]
     reference = Reference.of(before, RULES)
     assert worse(reference, *reversed(now)) == found
-    assert worse(reference, *now[:2]) == []
+    assert worse(reference, now[1]) == found
+
+
+def test_other_seeds_are_further_draws_and_have_other_weights(tmp_path: Path) -> None:
+    """A spread of forty points hides three, and neither hashes nor counts can be the same."""
+    accuracies = [0.3, 0.7, 0.5]
+    before = [finished(tmp_path, i, accuracy_after_rl=x) for i, x in enumerate(accuracies)]
+    now = finished(tmp_path, 7, accuracy_after_rl=0.47, weights_sha256="b" * 64, num_tokens=8)
+    found = Reference.of(before, RULES).held_against([now])
+    assert [one.key for one in found if one.worse] == []
+    notes = {one.key: one.note for one in found if one.note}
+    assert set(notes.values()) == {"not compared: other seeds"}
+    assert set(notes) == {"weights_sha256", "num_steps", "sum of a.train/tokens"}
 
 
 @pytest.mark.parametrize(

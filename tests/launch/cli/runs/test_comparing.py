@@ -151,7 +151,10 @@ def test_runs_of_different_lengths_are_compared_as_far_as_both_go(
             ["compare", "by=optimizer.lr", "key=name"],
             "'name' of run '20261121-031454-grpo-seed0': expected a number, got 'grpo'",
         ),
-        (["compare", "--by", "x"], "penstock runs compare: expected RUN or KEY=VALUE, got '--by'"),
+        (
+            ["compare", "--by", "x"],
+            "penstock runs compare: expected KEY=VALUE or a name, got '--by'",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(

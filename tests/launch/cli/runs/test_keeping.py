@@ -79,7 +79,7 @@ def test_runs_are_held_against_a_reference(penstock: Penstock, run: RunFolder, m
     ("words", "message"),
     [
         (["export", "RUN"], "penstock runs export: expected a run and a file, got 1 words"),
-        (["export", "RUN", "a", "whole=1"], "penstock runs export has no key 'whole'\n"),
+        (["export", "RUN", "a", "whole=1"], "penstock runs export: there is no key 'whole'\n"),
         (["export", "RUN", "a", "checkpoints=1"], "'checkpoints': expected one of true, false,"),
         (["import", "none.run"], "'none.run' is no file\n"),
         (["import", "runs/RUN/run.json"], "'runs/RUN/run.json' is no archive of a run"),

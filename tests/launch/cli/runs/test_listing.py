@@ -24,11 +24,11 @@ def test_a_line_per_run_and_a_word_on_what_is_damaged(
     said = penstock("runs", "list")
     assert (said.code, said.err) == (0, "")
     assert said.out == (
-        "run                         state       num_steps  accuracy_after_rl\n"
-        "20261121-031454-grpo-seed0  finished    200        0.5\n"
-        "20261121-041454-grpo-seed1  stopped     9          0.75\n"
-        "20261121-051454-grpo-seed2  unfinished  -          -\n"
-        "20261121-061454-grpo-seed3  damaged     -          -\n"
+        "run                         state        num_steps  accuracy_after_rl\n"
+        "20261121-031454-grpo-seed0  finished     200        0.5\n"
+        "20261121-041454-grpo-seed1  stopped      9          0.75\n"
+        "20261121-051454-grpo-seed2  not running  -          -\n"
+        "20261121-061454-grpo-seed3  damaged      -          -\n"
         "20261121-061454-grpo-seed3: summary.json cannot be read (JSONDecodeError: Expecting "
         "property name enclosed in double quotes: line 1 column 2 (char 1))\n"
     )

@@ -1,23 +1,26 @@
-"""The words of a `penstock runs` command: names of runs, options, and values that runs have."""
+"""The words of a command that composes nothing: names of runs, its own keys, values of runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from ....dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, nearest
 
 __all__ = ["Words", "chosen", "split_words", "whole_number"]
+
+_Choice = TypeVar("_Choice", bound=str)
 
 
 @dataclass(frozen=True)
 class Words:
-    """What was typed after the action.
+    """What was typed after the command.
 
     Attributes:
-        names: Words without `=`: names of runs, or files.
-        options: The action's own keys.
+        names: Words without `=`, or that are there as files: names of runs.
+        options: The command's own keys.
         where: Every other key, of runs, with the value that it must have.
     """
 
@@ -46,36 +49,34 @@ class Words:
 
 
 def split_words(
-    action: str, arguments: Sequence[str], options: Sequence[str], *, where: bool = False
+    command: str, arguments: Sequence[str], options: Sequence[str], *, where: bool = False
 ) -> Words:
-    """Sort the words of an action.
+    """Sort the words of a command.
 
     Args:
-        action: Its name, for messages.
+        command: Its name, for messages: "runs list".
         arguments: The words.
-        options: Its own keys; `runs` is one of every action.
+        options: Its own keys.
         where: Whether other keys say which runs are meant.
 
     Raises:
         ConfigError: If a word begins with a dash, or a key is none of the options.
     """
     names, given, others = list[str](), dict[str, str](), dict[str, str]()
-    known = (*options, "runs")
     for word in arguments:
         key, equals, value = word.partition("=")
         if word.startswith("-") or (equals and not key):
-            raise ConfigError(
-                f"penstock runs {action}: expected RUN or KEY=VALUE, got '{word:.80}'"
-            )
-        if not equals:
+            raise ConfigError(f"penstock {command}: expected KEY=VALUE or a name, got '{word:.80}'")
+        if not equals or (key not in options and Path(word).exists()):
             names.append(word)
-        elif key in known:
+        elif key in options:
             given[key] = value
         elif where:
             others[key] = value
         else:
             raise ConfigError(
-                f"penstock runs {action} has no key '{key:.80}'\n    keys are: {', '.join(known)}"
+                f"penstock {command}: there is no key '{key:.80}'{nearest(key, options)}\n"
+                f"    keys are: {', '.join(options)}"
             )
     return Words(tuple(names), given, others)
 
@@ -91,12 +92,13 @@ def whole_number(key: str, text: str) -> int:
     return int(text)
 
 
-def chosen(key: str, text: str, choices: Sequence[str]) -> str:
-    """The text.
+def chosen(key: str, text: str, choices: Sequence[_Choice]) -> _Choice:
+    """The choice that a text names.
 
     Raises:
-        ConfigError: If it is none of the choices.
+        ConfigError: If it is none of them.
     """
-    if text not in choices:
-        raise ConfigError(f"'{key}': expected one of {', '.join(choices)}, got '{text:.40}'")
-    return text
+    for choice in choices:
+        if choice == text:
+            return choice
+    raise ConfigError(f"'{key}': expected one of {', '.join(choices)}, got '{text:.40}'")

@@ -43,6 +43,7 @@ _STATIC = (
     *("app.js", "dom.js", "curves.js", "conversations.js", "overview.js", "timeline.js"),
 )
 _SVG_POLICY = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
+_SORTS: Mapping[str, Sort] = {name: name for name in SORTS}
 _MOST_SVG_BYTES = 4 << 20
 _MOST_METRICS = 16
 _MOST_POINTS = 5000
@@ -163,7 +164,7 @@ class Pages:
         return {"steps": steps}
 
     def _samples(self, query: Query) -> Any:
-        sort: Sort = next((name for name in SORTS if name == query.text("sort")), SORTS[0])
+        sort = _SORTS.get(query.text("sort"), "step")
         return found_samples(
             home_of(self._run(query), query.text("stage")),
             query.whole("step", 0, 10**18),

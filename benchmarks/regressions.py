@@ -7,6 +7,9 @@ against the reference of its own seed: unchanged; with an accuracy that is three
 figure in its summary.json is lowered); in a process that holds 15 % more memory; and with another
 epsilon in the optimizer, which changes the hash of the weights and little else. Each run is a
 `penstock run` in a process of its own.
+
+For speed, ten times each, a run is run in turns by this source tree and by one whose steps take
+none or a quarter longer, which is held against this one; `--pairs` runs of each make a case.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bench import parser, report, table
+from slow_checkout import slow_checkout
 
 WORDS = (
     "algorithm=sft",
@@ -31,6 +35,8 @@ WORDS = (
 DEADLINE_S = 300.0
 NUM_CASES = 10
 SEEDS = (0, 1, 2)
+SLOWER = (0.0, 0.25)
+ROOT = Path(__file__).parents[1]
 
 _RUN = """
 import sys
@@ -51,11 +57,12 @@ def run(home: Path, seed: int, *more: str, held_bytes: int = 0) -> Path:
     return folder
 
 
-def regress(folder: Path, *words: str) -> int:
+def regress(folder: Path, *words: str, python: str = sys.executable, pairs: int = 1) -> int:
     """The exit code of the command for one run."""
-    command = [sys.executable, "-m", "penstock.launch.main", "runs", "regress", str(folder), *words]
-    ran = subprocess.run([*command, f"runs={folder.parent}"], capture_output=True, timeout=60)
-    if ran.returncode not in (0, 1):
+    command = [python, "-m", "penstock.launch.main", "runs", "regress", str(folder), *words]
+    command, limit_s = [*command, f"runs={folder.parent}"], 60 + 2 * pairs * DEADLINE_S
+    ran = subprocess.run(command, capture_output=True, timeout=limit_s)
+    if ran.returncode not in (0, 1) or not ran.stdout:
         raise RuntimeError(ran.stderr.decode())
     return ran.returncode
 
@@ -70,9 +77,24 @@ def lowered(folder: Path) -> Path:
     return folder
 
 
+def races(place: Path, pairs: int) -> dict[str, int]:
+    """How often a tree that is so much slower than this one was called slower."""
+    folder = run(place / "races", 0, "evaluation.num_prompts=0")
+    words = (f"checkout={ROOT}", f"pairs={pairs}")
+    found: dict[str, int] = {}
+    for slower in SLOWER:
+        python = str(slow_checkout(place / f"slower-{slower}", slower) / ".venv" / "bin" / "python")
+        found[f"steps {slower:.0%} longer"] = sum(
+            regress(folder, *words, python=python, pairs=pairs) for _ in range(NUM_CASES)
+        )
+    return found
+
+
 def main() -> None:
     """Run the cases and print how many were found."""
-    options = parser(__doc__ or "").parse_args()
+    made = parser(__doc__ or "")
+    made.add_argument("--pairs", type=int, default=5, help="runs of each tree in a case of speed")
+    options = made.parse_args()
     with tempfile.TemporaryDirectory() as place:
         home = Path(place, "runs")
         first = {seed: run(home, seed) for seed in SEEDS}
@@ -92,8 +114,10 @@ def main() -> None:
             )
             for name, make in cases.items()
         }
+        found |= races(Path(place), options.pairs)
     print(table(["case", f"called worse, of {NUM_CASES}"], [*found.items()]))
-    report({"num_cases": NUM_CASES, "called_worse": found}, options.json)
+    result = {"num_cases": NUM_CASES, "num_pairs": options.pairs, "called_worse": found}
+    report(result, options.json)
 
 
 if __name__ == "__main__":

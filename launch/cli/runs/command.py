@@ -44,8 +44,9 @@ ACTIONS: Mapping[str, _Action] = {
     ),
     "regress": _Action(
         regress_runs,
-        "SET ... reference=FILE | SET ... write=FILE [not_lower=KEY:0.02] [without=KEY]",
-        "exit code 1 if runs are worse than a reference, or write one",
+        "SET ... reference=FILE | SET ... write=FILE [not_lower=KEY:0.02] [without=KEY]\n"
+        f"{'':12}| RUN checkout=FOLDER [pairs=5] [slower=10%]",
+        "exit code 1 if runs are worse than a reference, or slower than by another source tree",
     ),
     "reproduce": _Action(
         reproduce_run,

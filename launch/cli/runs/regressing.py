@@ -1,4 +1,4 @@
-"""`penstock runs regress`: whether runs are worse than a stored reference, as an exit code."""
+"""`penstock runs regress`: whether runs are worse than a reference, or slower, as an exit code."""
 
 from __future__ import annotations
 
@@ -9,32 +9,63 @@ from ....dataflow.errors import ConfigError
 from ...run_dir.stop import visible
 from ...runs.reference import RULES, Finding, Reference, Rule
 from ...runs.values import RunValues, sets_by, value_text
-from ..words import Words, split_words
+from ..words import Words, split_words, whole_number
+from .racing import STEP_TIME, raced
+from .reproducing import repeatable
 from .table import print_table
 
 __all__ = ["regress_runs"]
 
 _DIRECTIONS = ("not_lower", "not_higher", "same")
+_WAYS = ("reference", "write", "checkout")
+_RACE = ("pairs", "slower")
+_FEWEST_PAIRS = 2
+"""One difference says nothing of the noise."""
+
+_HEADER = ["figure", "reference", "now", "allowed", ""]
 
 
 def regress_runs(arguments: Sequence[str]) -> int:
-    """Hold runs against a reference, or write one; 1 if a run is worse."""
-    options = ("reference", "write", "without", *_DIRECTIONS, "runs")
+    """Hold runs against a reference or another checkout, or write one; 1 if a run is worse."""
+    options = (*_WAYS, *_RACE, "without", *_DIRECTIONS, "runs")
     words = split_words("runs regress", arguments, options, where=True)
-    if ("reference" in words.options) == ("write" in words.options):
+    if sum(way in words.options for way in _WAYS) != 1:
         raise ConfigError(
-            "penstock runs regress: give reference=FILE to hold runs against, or write=FILE to "
-            "make one of them"
+            "penstock runs regress: give reference=FILE to hold runs against, write=FILE to make "
+            "one of them, or checkout=FOLDER to run one in turns with another source tree"
         )
+    if "checkout" in words.options:
+        return _race(words)
     sets = sets_by(words.names, words.where, "", words.home)
     runs = [run for found in sets.values() for run in found]
     if "write" in words.options:
         return _write(runs, words)
     findings = Reference.read(Path(words.option("reference"))).held_against(runs)
-    print_table([["figure", "reference", "now", "allowed", ""], *map(_row, findings)])
+    print_table([_HEADER, *map(_row, findings)])
     worse = [finding.key for finding in findings if finding.worse]
     print(visible(f"worse: {', '.join(worse)}" if worse else "no worse than the reference"))
     return 1 if worse else 0
+
+
+def _race(words: Words) -> int:
+    """Run one run in turns by another checkout and by this one; 1 if this one is slower."""
+    if len(words.names) != 1 or words.where:
+        raise ConfigError(
+            "penstock runs regress: checkout=FOLDER takes one run, which is run again and again, "
+            f"got {len(words.names)} and {len(words.where)} keys"
+        )
+    num_pairs = whole_number("pairs", words.option("pairs", "5"))
+    if num_pairs < _FEWEST_PAIRS:
+        raise ConfigError(f"'pairs': expected at least {_FEWEST_PAIRS}, got {num_pairs}")
+    rule = Rule("not_higher", *_tolerance("slower", words.option("slower", "10%")))
+    run = repeatable(words.names[0], words.home)
+    finding, same = raced(run, Path(words.option("checkout")), num_pairs, rule)
+    print_table([_HEADER, _row(finding)])
+    if not same:
+        print("the runs came to different weights: what they did may not be the same work")
+    ratio = f"{finding.value / finding.reference:.2f} times the other checkout's {STEP_TIME}"
+    print(visible(f"{'slower' if finding.worse else 'not slower'}: {ratio}, {num_pairs} pairs"))
+    return 1 if finding.worse else 0
 
 
 def _write(runs: Sequence[RunValues], words: Words) -> int:

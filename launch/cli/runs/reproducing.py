@@ -14,7 +14,7 @@ from ...run_dir.stop import visible
 from ...runs.values import run_of
 from ..words import split_words
 
-__all__ = ["reproduce_run"]
+__all__ = ["repeatable", "reproduce_run"]
 
 _CAME_OUT = ("weights_sha256", "roles_sha256", "num_steps", "accuracy_after_rl")
 
@@ -24,8 +24,7 @@ def reproduce_run(arguments: Sequence[str]) -> int:
     words = split_words("runs reproduce", arguments, ("into", "runs"))
     if len(words.names) != 1:
         raise ConfigError(f"penstock runs reproduce: expected one run, got {len(words.names)}")
-    before = run_of(words.names[0], words.home)
-    _check_can(before)
+    before = repeatable(words.names[0], words.home)
     for line in _differing(before):
         print(visible(f"differs: {line}"), flush=True)
     from ..run import carry_out_again  # here: nothing else of this command starts a run
@@ -37,7 +36,13 @@ def reproduce_run(arguments: Sequence[str]) -> int:
     return _compared(before, record_of(folder))
 
 
-def _check_can(record: RunRecord) -> None:
+def repeatable(word: str, home: Path) -> RunRecord:
+    """The run that a word names, if it can be run again as it was.
+
+    Raises:
+        ConfigError: If there is none, it has not finished, or its configuration changed on its way.
+    """
+    record = run_of(word, home)
     if record.summary is None or record.summary.get("stopped"):
         raise ConfigError(
             f"run '{record.folder.id}' has not finished, so nothing can be compared with it\n"
@@ -49,6 +54,7 @@ def _check_can(record: RunRecord) -> None:
             f"the configuration of run '{record.folder.id}' changed on its way, after step {steps}"
             "\n    run it with its first configuration and resume it with each change of run.json"
         )
+    return record
 
 
 def _differing(record: RunRecord) -> Iterator[str]:

@@ -361,7 +361,14 @@ SAVING = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kill_at", "max_lag", "more"), [(1, 1, ()), (5, 0, SAVING), (10, 1, ())])
+@pytest.mark.parametrize(
+    ("kill_at", "max_lag", "more"),
+    [
+        pytest.param(1, 1, (), marks=pytest.mark.nightly),
+        (5, 0, SAVING),
+        pytest.param(10, 1, (), marks=pytest.mark.nightly),
+    ],
+)
 def test_a_killed_run_resumes_to_the_same_weights(
     penstock: Penstock, tmp_path: Path, max_lag: int, kill_at: int, more: tuple[str, ...]
 ) -> None:
@@ -395,7 +402,10 @@ def test_a_killed_run_resumes_to_the_same_weights(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "word", "code", "max_lag"),
-    [(signal.SIGINT, "interrupted", 130, 0), (signal.SIGTERM, "terminated", 143, 2)],
+    [
+        pytest.param(signal.SIGINT, "interrupted", 130, 0, marks=pytest.mark.nightly),
+        (signal.SIGTERM, "terminated", 143, 2),
+    ],
 )
 def test_an_interrupted_run_loses_no_step(
     penstock: Penstock, tmp_path: Path, sent: signal.Signals, word: str, code: int, max_lag: int
@@ -447,7 +457,10 @@ def test_a_run_that_nobody_reads_is_stopped_with_a_checkpoint(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), SAVING], ids=["plain", "saving"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param((), id="plain", marks=pytest.mark.nightly), pytest.param(SAVING, id="saving")],
+)
 def test_ray_ends_with_the_weights_of_one_process(
     penstock: Penstock, tmp_path: Path, more: tuple[str, ...]
 ) -> None:

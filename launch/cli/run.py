@@ -97,7 +97,8 @@ def _carry_out(
     file = file if again is None else again.folder.plan
     placed = Plan.read(file) if file is not None and file.exists() else None
     config = run_config(composed)
-    trackers = Trackers(config.tracker)
+    tables = config.samples.track_every is not None
+    trackers = Trackers(config.tracker, tables=tables)
     job = prepare(resolve(config), placed)
     console = LastingConsole(stderr=True)
     _print_data(job, console)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from penstock.launch.main import main
+from penstock.launch.runs.drawing import draw_sweep
+from penstock.launch.runs.sweep import Key, Sweep, Trial
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,16 @@ class Said:
 
 
 Penstock = Callable[..., Said]
+
+
+@pytest.fixture(scope="session")
+def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The files of fonts stay open once something has been drawn, of logarithmic axes as well."""
+    key = Key("lr", low=0.001, high=1.0, log=True)
+    trials = [Trial({"lr": lr}, objective=lr) for lr in (0.001, 1.0)]
+    for name in ("one.svg", "one.png"):
+        folder = tmp_path_factory.mktemp("fonts")
+        draw_sweep(folder / name, Sweep("m", "maximize", 0, (), (key,), trials))
 
 
 @pytest.fixture

@@ -76,14 +76,15 @@ def draw_sweep(path: Path, sweep: Sweep) -> None:
     best = (np.maximum if sweep.direction == "maximize" else np.minimum).accumulate(found)
     numbers = np.arange(1, len(found) + 1)
     with _charts(path, 1 + len(sweep.keys)) as places:
-        places[0].plot(numbers, best, linewidth=1.5)
+        places[0].step(numbers, best, where="post", linewidth=1.5)
+        places[0].xaxis.get_major_locator().set_params(integer=True)
         for place, name, values in zip(
             places,
             ["trial", *(key.name for key in sweep.keys)],
             [numbers, *([t.values[key.name] for t in sweep.trials] for key in sweep.keys)],
             strict=True,
         ):
-            place.scatter(values, found, s=18)
+            place.scatter(values, found, s=18, zorder=3)
             place.set_xlabel(_plain(name))
             place.set_ylabel(_plain(sweep.metric))
             place.grid(visible=True, color="#ddd")

@@ -29,10 +29,10 @@ Penstock = Callable[..., Said]
 def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The files of fonts stay open once something has been drawn, of logarithmic axes as well."""
     key = Key("lr", low=0.001, high=1.0, log=True)
-    trials = [Trial({"lr": lr}, objective=lr) for lr in (0.001, 1.0)]
-    for name in ("one.svg", "one.png"):
-        folder = tmp_path_factory.mktemp("fonts")
-        draw_sweep(folder / name, Sweep("m", "maximize", 0, (), (key,), trials))
+    for name, high in (("one.svg", 1.0), ("one.png", 1.0), ("within_a_decade.svg", 0.004)):
+        trials = [Trial({"lr": lr}, objective=lr) for lr in (0.002, high)]
+        sweep = Sweep("m", "maximize", 0, (), (key,), trials)
+        draw_sweep(tmp_path_factory.mktemp("fonts") / name, sweep)
 
 
 @pytest.fixture

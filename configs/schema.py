@@ -361,6 +361,8 @@ class SamplesConfig(Section):
     """Steps that are kept, the newest ones; null for all."""
     show_every: AtLeastOne | None = None
     """Print one of the responses every so many steps; null prints none."""
+    track_every: AtLeastOne | None = None
+    """Give the responses of every so many steps to the trackers, as tables; null gives none."""
     max_mib: AtLeastOne = 256
     """Room that a stage's samples may take, compressed: once they take more, every second step is
     dropped, then every second of the rest."""
@@ -371,9 +373,13 @@ class TrackerConfig(Section):
 
     kind: str | None = "tensorboard"
     """`tensorboard`: event files in the run's folder. `wandb`: files there for `wandb sync`, unless
-    its mode says otherwise. Or `module:factory` of a tracker of your own; null for nowhere."""
+    its mode says otherwise. `mlflow`: `mlflow.db` in the folder of runs. `trackio`: Trackio's own
+    folder. `prometheus`: an address on this machine. Or `module:factory` of a tracker of your own;
+    null for nowhere."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments of what makes the tracker."""
+    also: dict[str, dict[str, Any]] = Field(default_factory=dict[str, dict[str, Any]])
+    """More trackers beside it: kind -> its options, `tracker.also.prometheus.port=9400`."""
 
     @model_validator(mode="after")
     def _reads_options(self) -> TrackerConfig:
@@ -381,7 +387,14 @@ class TrackerConfig(Section):
             raise ValueError(
                 "options are set, but kind is null; choose a tracker, or leave them out"
             )
+        if self.kind in self.also:
+            raise ValueError(f"'{self.kind}' is kind and stands in also; leave one of them out")
         return self
+
+    @property
+    def all(self) -> dict[str, dict[str, Any]]:
+        """Kind -> options, of every tracker."""
+        return {**({self.kind: self.options} if self.kind else {}), **self.also}
 
 
 class RunConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,21 +40,30 @@ def run_command(arguments: list[str]) -> int:
         from .dry_run import dry_run_command
 
         return dry_run_command([word for word in arguments if word != DRY_RUN])
-    hydra_app("run", arguments, _run)
+    if any(word.startswith("sweep.") for word in arguments):
+        from .sweep import sweep_command
+
+        return sweep_command(arguments, lambda composed: _run(composed, ()))
+    hydra_app("run", arguments, _run_given)
     return 0
 
 
-def _run(composed: dict[str, Any]) -> None:
+def _run_given(composed: dict[str, Any]) -> None:
+    _run(composed, given_overrides())
+
+
+def _run(composed: dict[str, Any], given: Sequence[str]) -> RunFolder:
+    """Run a composed configuration; `given` is what was typed of it."""
     path, resumed = composed.pop("resume"), None
     if path is not None:
         if not isinstance(path, str):
             raise ConfigError(f"'resume': expected the folder of a run, got {path!r}")
         from ..run_dir.resume import resumed_config
 
-        resumed = resumed_config(Path(path), composed, given_overrides())
+        resumed = resumed_config(Path(path), composed, given)
         composed = resumed.config
     with _plain_warnings():
-        _carry_out(composed, resumed)
+        return _carry_out(composed, resumed)
 
 
 def carry_out_again(before: RunRecord, config: dict[str, Any]) -> RunFolder:
@@ -97,7 +106,8 @@ def _carry_out(
     file = file if again is None else again.folder.plan
     placed = Plan.read(file) if file is not None and file.exists() else None
     config = run_config(composed)
-    trackers = Trackers(config.tracker)
+    tables = config.samples.track_every is not None
+    trackers = Trackers(config.tracker, tables=tables)
     job = prepare(resolve(config), placed)
     console = LastingConsole(stderr=True)
     _print_data(job, console)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...dataflow.errors import ConfigError
+from ..run_dir.loopback_server import PageServer
 from ..run_dir.stop import visible
 from ..runs.values import folder_of
 from ..watch.known_runs import KnownRuns
 from ..watch.pages import Pages
-from ..watch.server import PageServer
 from .words import split_words
 
 __all__ = ["watch_command"]

@@ -10,7 +10,7 @@ import gzip
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ __all__ = [
     "Sort",
     "read_samples",
     "sample_key",
+    "sample_rows",
     "sample_steps",
     "shown",
     "sorted_samples",
@@ -142,6 +143,21 @@ def _sample(row: dict[str, Any]) -> Sample:
     known = {name: value for name, value in row.items() if name in _FIELDS}
     known["turns"] = tuple(SaidTurn(**turn) for turn in row.get("turns", ()))
     return Sample(**known, parts=parts)
+
+
+def sample_rows(samples: Iterable[Sample]) -> tuple[list[str], list[list[Any]]]:
+    """A table of samples: its columns, and a row of texts, numbers and None for each.
+
+    The parts of a reward have columns of their own; the turns of a conversation are in `response`.
+    """
+    found = [*samples]
+    parts = dict.fromkeys(name for sample in found for name in sample.parts)
+    own = [one.name for one in fields(Sample) if one.name not in ("turns", "parts")]
+    rows = [
+        [getattr(sample, name) for name in own] + [sample.parts.get(name) for name in parts]
+        for sample in found
+    ]
+    return [*own, *parts], rows
 
 
 def sorted_samples(samples: Iterable[Sample], sort: Sort, order: Order = "highest") -> list[Sample]:

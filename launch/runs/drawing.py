@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.file_errors import writing
 from .intervals import mean_curve
 from .series import Series
+from .sweep import Sweep
 
-__all__ = ["FORMATS", "draw", "joined"]
+__all__ = ["FORMATS", "draw", "draw_sweep", "joined"]
 
 FORMATS = (".svg", ".png")
 _MOST_POINTS = 400
@@ -58,6 +60,42 @@ def draw(
     Raises:
         ConfigError: If runs of a set have no steps in common, or the file is neither of the two.
     """
+    with _charts(path, len(sets), title) as places:
+        for place, (metric, curves) in zip(places, sets.items(), strict=True):
+            _chart(place, metric, curves, over)
+
+
+def draw_sweep(path: Path, sweep: Sweep) -> None:
+    """Draw what came out of each trial: in their order with the best so far, and over each key.
+
+    Args:
+        path: As for `draw`.
+        sweep: At least one trial, and something came out of each.
+    """
+    found = np.asarray([trial.objective for trial in sweep.trials], dtype=np.float64)
+    best = (np.maximum if sweep.direction == "maximize" else np.minimum).accumulate(found)
+    numbers = np.arange(1, len(found) + 1)
+    with _charts(path, 1 + len(sweep.keys)) as places:
+        places[0].step(numbers, best, where="post", linewidth=1.5)
+        places[0].xaxis.get_major_locator().set_params(integer=True)
+        for place, name, values in zip(
+            places,
+            ["trial", *(key.name for key in sweep.keys)],
+            [numbers, *([t.values[key.name] for t in sweep.trials] for key in sweep.keys)],
+            strict=True,
+        ):
+            place.scatter(values, found, s=18, zorder=3)
+            place.set_xlabel(_plain(name))
+            place.set_ylabel(_plain(sweep.metric))
+            place.grid(visible=True, color="#ddd")
+        for place, key in zip(places[1:], sweep.keys, strict=True):
+            if key.log:
+                place.set_xscale("log")
+
+
+@contextmanager
+def _charts(path: Path, number: int, title: str = "") -> Generator[list[Any]]:
+    """Axes one below the other, which are written when they are done."""
     if path.suffix not in FORMATS:
         raise ConfigError(f"'{path}': expected a name that ends in {' or '.join(FORMATS)}")
     # Imported here: it takes most of a second, and only a picture needs it.
@@ -66,12 +104,9 @@ def draw(
     from matplotlib.figure import Figure
 
     with rc_context({"svg.hashsalt": "penstock", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(6.4, 3.6 * len(sets)), layout="constrained")
+        figure = Figure(figsize=(6.4, 3.6 * number), layout="constrained")
         FigureCanvasAgg(figure)
-        for place, (metric, curves) in zip(
-            figure.subplots(len(sets), squeeze=False).flat, sets.items(), strict=True
-        ):
-            _chart(place, metric, curves, over)
+        yield [*figure.subplots(number, squeeze=False).flat]
         if title:
             figure.suptitle(_plain(title))
         with writing(path):

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ...algorithms.roles.agents import Conversations
 from ...configs.schema import SamplesConfig
+from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph, Node, NodeKind, Ref
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.watch import Watch, watch_before
@@ -21,10 +22,11 @@ from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...workers.data.sample_log import SampleLog, SampleLogSpec
 from ...workers.data.task import Converses
 from ..inputs.data import Data
-from ..run_dir.samples import SAMPLES, read_samples, sample_steps, shown
+from ..run_dir.samples import SAMPLES, Sample, read_samples, sample_steps, shown
+from ..run_dir.trackers.registry import Trackers
 from .stages import Stage
 
-__all__ = ["newest_sample", "sample_columns", "sample_node", "sample_watch"]
+__all__ = ["SampleTables", "newest_sample", "sample_columns", "sample_node", "sample_watch"]
 
 _ADVANTAGE = "advantage"
 
@@ -71,6 +73,42 @@ def newest_sample(home: Path, step: int) -> Text | None:
     steps = sample_steps(home)
     found = read_samples(home, steps[-1:])
     return shown(found[step % len(found)]) if found else None
+
+
+class SampleTables:
+    """Gives the responses of a stage to the run's trackers, once they are written.
+
+    Args:
+        stage: The stage.
+        home: Its folder.
+        first_step: At which it begins.
+        every: See `SamplesConfig.track_every`.
+        trackers: Of the run.
+    """
+
+    def __init__(
+        self, stage: str, home: Path, first_step: int, every: int | None, trackers: Trackers
+    ) -> None:
+        self._stage, self._home, self._next_step = stage, home, first_step
+        self._every, self._trackers = every, trackers
+
+    def send(self, last: int) -> None:
+        """Give what has been written since the last time, of steps up to this one."""
+        if self._every is None:
+            return
+        steps = [step for step in sample_steps(self._home) if self._next_step <= step <= last]
+        for step in steps:
+            self._next_step = step + 1
+            if not (step + 1) % self._every and (found := self._kept(step)):
+                self._trackers.log_samples(step, self._stage, found)
+
+    def _kept(self, step: int) -> list[Sample]:
+        try:
+            return read_samples(self._home, [step])
+        except ConfigError:
+            if step in sample_steps(self._home):
+                raise
+            return []  # dropped meanwhile, as `samples.keep_steps` says
 
 
 def sample_node(graph: Graph) -> Node | None:

@@ -34,7 +34,7 @@ from .export import combined_sha256, export_roles, files_sha256
 from .headline import Headline
 from .job import Job
 from .measuring import Evaluates, Measuring
-from .samples import newest_sample, sample_watch
+from .samples import SampleTables, newest_sample, sample_watch
 from .stages import Stage
 from .streaming import stage_flow, stage_schedule
 from .worker_specs import Results, exporting_specs, worker_specs
@@ -135,6 +135,7 @@ def run_stage(
     engine = _engine(job, stage, specs, evaluator, home)
     outcome = Outcome(first_step=first_step)
     config, num_steps, kept = run.evaluation, stage.config.num_steps, Evaluations(home.path)
+    tables = SampleTables(stage.name, home.path, first_step, run.samples.track_every, trackers)
     measuring = Measuring(evaluator, config, kept, first_step, num_steps, store)
     with engine, _logs(stage, home, first_step, trackers, config.every is not None) as logs:
         measuring.begin(engine, logs.note)
@@ -152,12 +153,14 @@ def run_stage(
             for result in _timed(left, stage, outcome, measuring):
                 logs.write(result, outcome)
                 guard.check(result)
+                tables.send(result.step)
                 every = run.samples.show_every
                 if every is not None and not (result.step + 1) % every:
                     logs.show(newest_sample(home.path, result.step))
         outcome.num_steps = first_step + len(outcome.step_times_s)
         stop.end(f"after {outcome.num_steps} of {num_steps} steps, with a checkpoint")
         unmeasured = measuring.end(engine)
+    tables.send(outcome.num_steps)
     outcome.before, outcome.after = measuring.before, measuring.after
     outcome.stopped = measuring.why_stopped
     _export(job, stage, home, results, store, outcome)

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from ...dataflow.errors import ConfigError
+from ..run_dir.loopback_server import Answer
 from ..run_dir.run_folder import RunFolder, plain
 from ..run_dir.samples import SORTS, Sort, sample_steps
 from .conversations import (
@@ -28,7 +29,6 @@ from .curve_points import Points, appended, metric_names, sampled
 from .known_runs import Gone, KnownRuns, home_of
 from .overview import overview
 from .regular_file import opened
-from .server import Answer
 from .timeline import node_times, predicted_step_s, timeline
 
 __all__ = ["Pages", "Query"]

@@ -30,7 +30,7 @@ def test_the_table_says_what_is_allowed_and_tested() -> None:
         allowed[name] = versions
     pins = dict(
         line.split("==")
-        for name in ("requirements.txt", "requirements-engines.txt")
+        for name in ("requirements.txt", "requirements-engines.txt", "requirements-trackers.txt")
         for line in (ROOT / name).read_text().splitlines()
         if "==" in line and not line.startswith("#")
     )

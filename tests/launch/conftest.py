@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from penstock.launch.main import main
+from penstock.launch.runs.drawing import draw_sweep
+from penstock.launch.runs.sweep import Key, Sweep, Trial
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,16 @@ class Said:
 
 
 Penstock = Callable[..., Said]
+
+
+@pytest.fixture(scope="session")
+def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The files of fonts stay open once something has been drawn, of logarithmic axes as well."""
+    key = Key("lr", low=0.001, high=1.0, log=True)
+    for name, high in (("one.svg", 1.0), ("one.png", 1.0), ("within_a_decade.svg", 0.004)):
+        trials = [Trial({"lr": lr}, objective=lr) for lr in (0.002, high)]
+        sweep = Sweep("m", "maximize", 0, (), (key,), trials)
+        draw_sweep(tmp_path_factory.mktemp("fonts") / name, sweep)
 
 
 @pytest.fixture

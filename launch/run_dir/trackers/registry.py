@@ -1,22 +1,26 @@
 """Every kind of tracker there is, and those of one run together.
 
 `metrics.jsonl` is the run's own record, from which its curve is drawn: it is always written, and a
-run that cannot write it ends. What is configured beside it can fail without harm.
+run that cannot write it ends. Those that are configured beside it can fail without harm.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 from ....configs.references import entry_or_own
 from ....configs.schema import TrackerConfig
 from ....dataflow.errors import ConfigError, PenstockError, one_process, users_line
+from ..samples import Sample
 from .jsonl import JsonlTracker
+from .mlflow_store import MlflowTracker
+from .prometheus import PrometheusTracker
 from .tensorboard import TensorBoardTracker
-from .tracker import RunInfo, Tracker
+from .tracker import RunInfo, TakesSamples, Tracker
+from .trackio_store import TrackioTracker
 from .weights_and_biases import WandbTracker
 
 __all__ = ["TRACKERS", "Trackers"]
@@ -24,27 +28,39 @@ __all__ = ["TRACKERS", "Trackers"]
 TRACKERS: Mapping[str, Callable[..., Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+    "prometheus": PrometheusTracker,
 }
 """Kind -> what makes it of `tracker.options`."""
+
+_TABLES = TakesSamples.log_samples.__name__
 
 _FAILURES = (Exception, SystemExit, GeneratorExit)
 """What a tracker may raise that counts as its failure, and does not end the run."""
 
 
 class Trackers:
-    """The trackers of one run: its record, and the one that is configured.
+    """The trackers of one run: its record, and those that are configured.
 
     Args:
         config: The section `tracker`.
+        tables: Whether one of them is to take samples.
 
     Raises:
-        ConfigError: If there is no such tracker, or it does not take these options.
+        ConfigError: If there is no such tracker, it does not take these options, or none of them
+            takes samples.
     """
 
-    def __init__(self, config: TrackerConfig) -> None:
+    def __init__(self, config: TrackerConfig, *, tables: bool = False) -> None:
         self._record = JsonlTracker()
-        self._name = config.kind or ""
-        self._other = _made(config.kind, config.options) if config.kind else None
+        self._others = {kind: _made(kind, options) for kind, options in config.all.items()}
+        if tables and not any(isinstance(one, TakesSamples) for one in self._others.values()):
+            having = ", ".join(kind for kind, made in TRACKERS.items() if hasattr(made, _TABLES))
+            raise ConfigError(
+                "'samples.track_every': none of the trackers "
+                f"({', '.join(self._others) or 'none'}) has tables\n    those that have: {having}"
+            )
         self.place: str | None = None
         """How a person looks at what is tracked; see `Tracker.start`."""
         self.num_steps = 0
@@ -53,7 +69,8 @@ class Trackers:
     def start(self, run: RunInfo) -> None:
         """Begin the run; see `Tracker.start`."""
         self._record.start(run)
-        self.place = self._call("start", lambda tracker: tracker.start(run))
+        places = self._call("start", lambda tracker: tracker.start(run))
+        self.place = "; ".join(filter(None, places)) or None
 
     def rewind(self, step: int, stage: str) -> None:
         """Begin a stage at this step; see `Tracker.rewind`."""
@@ -75,11 +92,20 @@ class Trackers:
         where = f"log of step {step} of stage '{stage}'"
         self._call(where, lambda tracker: tracker.log(step, stage, dict(metrics)))
 
+    def log_samples(self, step: int, stage: str, samples: Sequence[Sample]) -> None:
+        """Give a step's responses to those that have tables; see `TakesSamples`."""
+
+        def give(tracker: Tracker) -> None:
+            if isinstance(tracker, TakesSamples):
+                tracker.log_samples(step, stage, samples)
+
+        self._call(f"log_samples of step {step} of stage '{stage}'", give)
+
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """End the run; see `Tracker.finish`. Afterwards nothing may be called but this again."""
         self._record.finish(summary)
         self._call("finish", lambda tracker: tracker.finish(deepcopy(summary)))
-        self._other = None
+        self._others.clear()
 
     def __enter__(self) -> Trackers:
         return self
@@ -87,25 +113,27 @@ class Trackers:
     def __exit__(self, *_: object) -> None:
         self.finish(None)
 
-    def _call(self, where: str, call: Callable[[Tracker], Any]) -> Any:
-        """What the tracker answers; one that fails is told to finish, and is not called again."""
-        tracker = self._other
-        if tracker is None:
-            return None
-        try:
-            with one_process():
-                return call(tracker)
-        except _FAILURES as error:
-            self._other = None
-            said = [f"tracker '{self._name}' failed at {where}:", *_described(error)]
+    def _call(self, where: str, call: Callable[[Tracker], Any]) -> list[Any]:
+        """What each tracker answers; one that fails is told to finish, and is not called again."""
+        answers: list[Any] = []
+        for kind, tracker in (*self._others.items(),):
             try:
                 with one_process():
-                    tracker.finish(None)
-            except _FAILURES as second:
-                said += ["and so did its finish:", *_described(second)]
-            said.append("it is not called again; the run goes on, and metrics.jsonl has every step")
-            warnings.warn("\n    ".join(said), stacklevel=2)
-            return None
+                    answers.append(call(tracker))
+            except _FAILURES as error:
+                del self._others[kind]
+                self._give_up(kind, tracker, where, error)
+        return answers
+
+    def _give_up(self, kind: str, tracker: Tracker, where: str, error: BaseException) -> None:
+        said = [f"tracker '{kind}' failed at {where}:", *_described(error)]
+        try:
+            with one_process():
+                tracker.finish(None)
+        except _FAILURES as second:
+            said += ["and so did its finish:", *_described(second)]
+        said.append("it is not called again; the run goes on, and metrics.jsonl has every step")
+        warnings.warn("\n    ".join(said), stacklevel=2)
 
 
 def _made(kind: str, options: Mapping[str, Any]) -> Tracker:

@@ -6,12 +6,16 @@ One tracker serves one run with all of its stages. It is made by a factory from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["RunInfo", "Tracker"]
+from ....dataflow.errors import ConfigError
+from ..samples import Sample
+
+__all__ = ["RunInfo", "TakesSamples", "Tracker", "need_package"]
 
 
 @dataclass(frozen=True)
@@ -77,3 +81,31 @@ class Tracker(Protocol):
             summary: As in summary.json; None if the run was stopped or failed.
         """
         ...
+
+
+@runtime_checkable
+class TakesSamples(Protocol):
+    """A tracker that has tables as well."""
+
+    def log_samples(self, step: int, stage: str, samples: Sequence[Sample]) -> None:
+        """Responses of a step, which are text and nothing else: they may look like HTML.
+
+        Args:
+            step: In which they were trained on; never one that was given before, and in order.
+            stage: Of the run.
+            samples: At least one; see `samples.sample_rows`.
+        """
+        ...
+
+
+def need_package(kind: str, module: str) -> None:
+    """Refuse a kind of tracker whose package is not there.
+
+    Raises:
+        ConfigError: With the command that installs it.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(
+            f"'tracker.kind': {kind} needs a package that is not installed\n"
+            f"    pip install 'penstock-rl[{kind}]'"
+        )

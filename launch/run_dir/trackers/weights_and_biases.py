@@ -7,7 +7,6 @@ the same name, with a file of its own; the steps that come again stand in both.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any, Literal, cast, get_args
 
 from ....dataflow.errors import ConfigError
 from ..run_folder import flat
-from .tracker import RunInfo
+from ..samples import SAMPLES, Sample, sample_rows
+from .tracker import RunInfo, need_package
 
 __all__ = ["WandbTracker"]
 
@@ -59,11 +59,7 @@ class WandbTracker:
             raise ConfigError(
                 f"'tracker.options.mode': expected one of {', '.join(get_args(Mode))}, got {mode!r}"
             )
-        if importlib.util.find_spec(_PACKAGE) is None:
-            raise ConfigError(
-                "'tracker.kind': wandb needs a package that is not installed\n"
-                "    pip install 'penstock-rl[wandb]'"
-            )
+        need_package("wandb", _PACKAGE)
         self._mode = mode
         self._where: dict[str, Any] = {
             "project": project,
@@ -120,6 +116,14 @@ class WandbTracker:
         """Write a row with the step beside the metrics."""
         row = {self._name(stage, name): value for name, value in metrics.items()}
         self._run.log({**row, self._name(stage, _STEP): step})
+
+    def log_samples(self, step: int, stage: str, samples: Sequence[Sample]) -> None:
+        """Write them as a table."""
+        import wandb  # as above
+
+        columns, rows = sample_rows(samples)
+        table = wandb.Table([*columns], [*rows])
+        self._run.log({self._name(stage, SAMPLES): table, self._name(stage, _STEP): step})
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Write what came out, and end the package's own process."""

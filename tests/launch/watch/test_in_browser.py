@@ -16,9 +16,9 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from penstock.launch.run_dir.loopback_server import PageServer
 from penstock.launch.run_dir.run_folder import RunFolder
 from penstock.launch.run_dir.trackers.jsonl import MetricsLog
-from penstock.launch.watch.server import PageServer
 
 from .browser import Browser, started
 from .conftest import served

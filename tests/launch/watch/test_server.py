@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from penstock.launch.watch.server import PageServer
+from penstock.launch.run_dir.loopback_server import PageServer
 
 from .conftest import requested
 from .folders import new_run

@@ -7,8 +7,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from penstock.launch.runs.drawing import draw
-from penstock.launch.runs.series import Series
 
 from ...conftest import Penstock
 from .conftest import Make
@@ -16,12 +14,7 @@ from .conftest import Make
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The files of fonts stay open once something has been drawn."""
-    curve = Series((0.0, 1.0), (0.0, 1.0))
-    for name in ("one.svg", "one.png"):
-        draw(tmp_path_factory.mktemp("fonts") / name, {"m": {"a": [curve]}}, "steps")
+pytestmark = pytest.mark.usefixtures("fonts")
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
+from penstock.launch.run_dir.samples import Sample
 from penstock.launch.run_dir.trackers.tracker import RunInfo
 
 
@@ -35,6 +37,24 @@ class Notebook:
     def _write(self, line: str) -> None:
         with self.file.open("a") as file:
             file.write(f"{line}\n")
+
+
+class Scraper(Notebook):
+    """Writes what an address for Prometheus says of the steps, and which samples it is given."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+
+    def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
+        del step, stage, metrics
+        with urlopen(self.url, timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        steps = (line.partition("stage=")[2] for line in lines if "penstock_step{" in line)
+        self._write(f"scraped {', '.join(steps)}".strip())
+
+    def log_samples(self, step: int, stage: str, samples: Sequence[Sample]) -> None:
+        self._write(f"samples {stage} {step}: {len(samples)} of {len({s.prompt for s in samples})}")
 
 
 def no_tracker() -> int:

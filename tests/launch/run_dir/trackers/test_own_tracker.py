@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,6 +54,36 @@ def test_it_is_told_of_every_stage_and_step(penstock: Penstock) -> None:
     assert not (run / "tensorboard").exists()
 
 
+def test_several_trackers_hear_of_one_run(penstock: Penstock) -> None:
+    """While it goes on: what the address for Prometheus shows, and the samples that are written."""
+    Path("token").write_text("0123456789abcdef")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    said = penstock(
+        *("run", *WORDS, "tracker.kind=notebook:Scraper", "algorithm.num_steps=3"),
+        f"tracker.options.url=http://127.0.0.1:{port}/0123456789abcdef/metrics",
+        *(f"tracker.also.prometheus.port={port}", "tracker.also.prometheus.token_file=token"),
+        "samples.track_every=2",
+    )
+    assert said.code == 0, said.err
+    assert said.err.count("metrics for Prometheus: ") == 1
+    told = Path("notebook.txt").read_text().splitlines()
+    sampled = [line for line in told if line.startswith("samples")]
+    assert sampled == ["samples grpo 1: 16 of 4"]
+    assert [line for line in told if line not in sampled] == [
+        "start sft, grpo seed 0 False",
+        "rewind sft 0",
+        "scraped",
+        "rewind grpo 0",
+        'scraped "sft"} 0',
+        *['scraped "sft"} 0, "grpo"} 0'] * 2,
+        'scraped "sft"} 0, "grpo"} 1',
+        'scraped "sft"} 0, "grpo"} 2',
+        "finish 3",
+    ]
+
+
 @pytest.mark.filterwarnings("default")
 def test_its_failure_is_said_once_and_ends_nothing(penstock: Penstock, tmp_path: Path) -> None:
     said = penstock("run", *WORDS, "tracker.options.fails_at=1")
@@ -88,7 +119,14 @@ def test_what_makes_no_tracker_is_refused_before_the_run(
 ) -> None:
     assert refusal(TrackerConfig(kind="tensorbord")) == (
         "'tracker.kind': there is no tracker 'tensorbord'; did you mean 'tensorboard'?\n"
-        "    trackers are: tensorboard, wandb, or module:name for your own"
+        "    trackers are: tensorboard, wandb, mlflow, trackio, prometheus, "
+        "or module:name for your own"
+    )
+    with pytest.raises(ConfigError) as error:
+        Trackers(TrackerConfig(also={"prometheus": {}}), tables=True)
+    assert str(error.value) == (
+        "'samples.track_every': none of the trackers (tensorboard, prometheus) has tables\n"
+        "    those that have: wandb, mlflow, trackio"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -8,14 +8,15 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.run_dir.trackers.tracker import RunInfo
 from penstock.launch.run_dir.trackers.weights_and_biases import WandbTracker
+
+from .logged import SAMPLES, SUMMARY, bits, info, odd_rows
 
 wandb = pytest.importorskip("wandb", reason="wandb is not installed")
 
@@ -58,19 +59,8 @@ def history(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def info(folder: Path, config: Mapping[str, Any] | None = None) -> RunInfo:
-    folders = {"sft": folder / "stages" / "sft", "grpo": folder}
-    return RunInfo("20261121-031454-grpo-seed0", folders, config or {}, resumed=False)
-
-
-ODD = [0.1, 1 / 3, 1e-310, 1.7976931348623157e308, -0.0, 123456789.123456789, 5e-324]
-
-
 def test_every_metric_is_there_bit_for_bit(tmp_path: Path) -> None:
-    rows: list[dict[str, float]] = [
-        {f"actor.train/m{i}": value * (step + 1) for i, value in enumerate(ODD)}
-        for step in range(40)
-    ]
+    rows = odd_rows(40)
     tracker = WandbTracker(group="seeds", tags=["a"])
     place = tracker.start(info(tmp_path, {"algorithm": {"lr": 1e-5}, "seed": 0}))
     assert place == f"wandb sync {tmp_path}/wandb/offline-run-*"
@@ -80,7 +70,7 @@ def test_every_metric_is_there_bit_for_bit(tmp_path: Path) -> None:
     for step, row in enumerate(rows):
         tracker.log(step, "grpo", row)
     tracker.log(40, "grpo", {"odd": math.nan, "high": math.inf, "low": -math.inf})
-    tracker.finish({"accuracy": 0.1, "suites": {"": {"change": 0.25}}, "examples": [1], "no": None})
+    tracker.finish(SUMMARY)
 
     (path,) = written(tmp_path)
     found = history(path)
@@ -88,9 +78,7 @@ def test_every_metric_is_there_bit_for_bit(tmp_path: Path) -> None:
     for step, row in enumerate(rows):
         read = found[1 + step]
         assert read.pop("step") == step
-        assert {k: struct.pack("<d", v) for k, v in read.items()} == {
-            k: struct.pack("<d", v) for k, v in row.items()
-        }
+        assert bits(read) == bits(row)
     last = found[-1]
     assert math.isnan(last["odd"])
     assert (last["high"], last["low"], last["step"]) == (math.inf, -math.inf, 40)
@@ -125,6 +113,18 @@ def test_a_resumed_run_goes_on_under_the_same_name(tmp_path: Path) -> None:
     found = [row for path in written(tmp_path) for row in history(path)]
     assert found == [{"reward": 0.1 * step, "step": step} for step in (0, 1, 2, 3, 2)]
     assert all(path.name.endswith("-seed0.wandb") for path in written(tmp_path))
+
+
+def test_samples_are_a_table_of_text(tmp_path: Path) -> None:
+    tracker = WandbTracker()
+    tracker.start(info(tmp_path))
+    tracker.log_samples(2, "grpo", SAMPLES)
+    tracker.finish(None)
+    (path,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    table = json.loads(path.read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert [row["response"] for row in rows] == ["<b>2</b>", "5,\n'no'"]
+    assert [row["rule.score"] for row in rows] == [1.0, None]
 
 
 _KILLED = """

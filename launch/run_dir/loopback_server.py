@@ -1,9 +1,11 @@
-"""The server of the page: on the loopback device, for whoever has its address, to read only.
+"""A server on the loopback device, for whoever has its address, to read only.
+
+The page of `penstock watch` is served by it, and the numbers of a run for Prometheus.
 
 - It listens on 127.0.0.1 and nowhere else; the kernel chooses the port unless one is given.
-- The first part of every path is a token of 32 random bytes, new each time. Whatever does not begin
-  with it, names another host, is neither GET nor HEAD, or asks for nothing that is there, gets 404
-  and not a byte more: nobody learns that there is a page.
+- The first part of every path is a token of 32 random bytes, new each time unless one is given.
+  Whatever does not begin with it, names another host, is neither GET nor HEAD, or asks for nothing
+  that is there, gets 404 and not a byte more: nobody learns that there is a page.
 - The name of the host that a browser asks for must be the loopback device's. A page of somebody
   else, whose name is made to lead here, cannot read anything.
 - No part of a path is a path of a file: `pages.Pages` looks names up in what it knows.
@@ -66,6 +68,7 @@ class PageServer(ThreadingHTTPServer):
         answer: Gives what stands at a target behind the token, such as `api/runs?x=1`; None if
             there is nothing.
         port: On which it listens; 0 for any that is free.
+        token: Which stands in front of every target; "" for a new one.
 
     Raises:
         OSError: If the port is taken.
@@ -75,9 +78,11 @@ class PageServer(ThreadingHTTPServer):
     request_queue_size = 32
     allow_reuse_address = True
 
-    def __init__(self, answer: Callable[[str], Answer | None], port: int = 0) -> None:
+    def __init__(
+        self, answer: Callable[[str], Answer | None], port: int = 0, token: str = ""
+    ) -> None:
         self.answer = answer
-        self.token = secrets.token_urlsafe(32)
+        self.token = token or secrets.token_urlsafe(32)
         self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         self._open: set[socket.socket] = set()
         super().__init__(("127.0.0.1", port), _Handler)

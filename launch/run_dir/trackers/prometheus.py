@@ -1,0 +1,137 @@
+"""A run's newest numbers for Prometheus, at an address on this machine while the run goes on.
+
+Nothing is kept and nothing is sent: Prometheus, or `curl`, asks. Every metric of every stage is one
+series,
+
+    penstock_metric{run="...",stage="grpo",metric="actor.train/loss"} 0.25
+
+and `penstock_step` is the step that it is of. The address holds a token; see `loopback_server`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ....dataflow.errors import ConfigError
+from ..loopback_server import Answer, PageServer
+from ..stop import say
+from .tracker import RunInfo
+
+__all__ = ["PrometheusTracker"]
+
+_TARGET = "metrics"
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LEAST_CHARACTERS = 16
+"""Of a token that somebody chose."""
+
+_DEADLINE_S = 10.0
+"""For the server's thread to end."""
+
+
+class PrometheusTracker:
+    """Serves `http://127.0.0.1:PORT/TOKEN/metrics`; see `Tracker`.
+
+    Args:
+        port: On which it listens; 0 for any that is free.
+        token_file: A file with the token, so that Prometheus' own configuration can name the
+            address; without it, a new one for each run.
+
+    Raises:
+        ConfigError: If there is no such port, or the file has no token.
+    """
+
+    def __init__(self, port: int = 0, token_file: str | None = None) -> None:
+        if isinstance(port, bool) or not 0 <= port < 65536:
+            raise ConfigError(
+                f"'tracker.options.port': expected a whole number from 0 to 65535, got {port!r}"
+            )
+        self._port = port
+        self._token = "" if token_file is None else _token(Path(token_file))
+        self._lock = threading.Lock()
+        self._values: dict[str, dict[str, float]] = {}
+        self._steps: dict[str, int] = {}
+        self._run = ""
+        self._server: PageServer | None = None
+
+    def start(self, run: RunInfo) -> None:
+        """Listen, and say where."""
+        self._run = run.id
+        self._server = PageServer(self._answer, self._port, self._token)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True
+        )
+        self._thread.start()
+        say(f"metrics for Prometheus: {self._server.url}{_TARGET}")
+
+    def rewind(self, step: int, stage: str) -> None:
+        """Forget the stage's numbers."""
+        del step
+        with self._lock:
+            self._values[stage] = {}
+            self._steps.pop(stage, None)
+
+    def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
+        """Have these numbers shown from now on."""
+        with self._lock:
+            self._values[stage] |= metrics
+            self._steps[stage] = step
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Listen no more."""
+        del summary
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+            self._thread.join(_DEADLINE_S)
+
+    def _answer(self, target: str) -> Answer | None:
+        if target != _TARGET:
+            return None
+        with self._lock:
+            numbers = [
+                ("metric", _labels(run=self._run, stage=stage, metric=name), value)
+                for stage, values in self._values.items()
+                for name, value in values.items()
+            ]
+            numbers += [
+                ("step", _labels(run=self._run, stage=stage), step)
+                for stage, step in self._steps.items()
+            ]
+        types = [f"# TYPE penstock_{name} gauge" for name in ("metric", "step")]
+        lines = [f"penstock_{name}{{{labels}}} {_number(v)}" for name, labels, v in numbers]
+        return Answer("".join(f"{line}\n" for line in (*types, *lines)).encode(), _CONTENT_TYPE)
+
+
+def _token(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"'tracker.options.token_file': {error}") from error
+    if len(token) < _LEAST_CHARACTERS or not token.replace("-", "").replace("_", "").isalnum():
+        raise ConfigError(
+            f"'tracker.options.token_file': expected at least {_LEAST_CHARACTERS} letters and "
+            f"digits in '{path}', got {len(token)} characters\n"
+            f"    openssl rand -hex 32 > {path}"
+        )
+    return token
+
+
+def _labels(**labels: str) -> str:
+    return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(value)

@@ -1,0 +1,230 @@
+"""A sweep: the values that keys may take, the trials so far, and the values to try next.
+
+A sweep is a folder of runs, one for each trial, with `sweep.json` beside them: what is looked for,
+and which values each run was given. What came out is read from the runs themselves. The next values
+follow from these alone, so a sweep that was interrupted goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ...dataflow.errors import ConfigError
+from ..run_dir.atomic import write_json
+from ..run_dir.run_folder import RunFolder, record_of
+from .figures import Figures
+from .values import flat_values
+
+__all__ = ["DIRECTIONS", "SWEEP", "Direction", "Key", "Sweep", "Trial", "next_values"]
+
+SWEEP = "sweep.json"
+
+Direction = Literal["maximize", "minimize"]
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+
+Value = str | int | float
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the configuration and what it may be.
+
+    Attributes:
+        name: Of the key.
+        choices: Its values, as they are typed; empty if it is a number between two others.
+        low: The lowest.
+        high: The highest.
+        step: From one value to the next; 0 for any number between.
+        log: Whether its logarithm is what is searched.
+        whole: Whether it is a whole number.
+    """
+
+    name: str
+    choices: tuple[str, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    step: float = 0.0
+    log: bool = False
+    whole: bool = False
+
+    def distribution(self) -> Any:
+        """As Optuna has it."""
+        from optuna import distributions
+
+        if self.choices:
+            return distributions.CategoricalDistribution(self.choices)
+        if self.whole:
+            low, high, step = int(self.low), int(self.high), int(self.step)
+            return distributions.IntDistribution(low, high, step=step)
+        return distributions.FloatDistribution(
+            self.low, self.high, log=self.log, step=self.step or None
+        )
+
+    def values(self) -> Sequence[Value] | None:
+        """All of them; None if they cannot be counted."""
+        if self.choices:
+            return self.choices
+        if not self.step:
+            return None
+        number = math.floor((self.high - self.low) / self.step + 1e-9) + 1
+        found = [self.low + at * self.step for at in range(number)]
+        return [int(value) for value in found] if self.whole else found
+
+
+@dataclass
+class Trial:
+    """One of a sweep.
+
+    Attributes:
+        values: Key -> what it was given.
+        run: The name of its run's folder; "" if there is none yet.
+        failed: Why nothing came out of it, in words.
+        took_s: Seconds from its beginning to its end, without what an interrupted process took.
+        objective: What came out; None if it failed or has not ended.
+    """
+
+    values: dict[str, Value]
+    run: str = ""
+    failed: str = ""
+    took_s: float = 0.0
+    objective: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to do for it."""
+        return bool(self.failed) or self.objective is not None
+
+
+@dataclass
+class Sweep:
+    """What is looked for, and the trials so far.
+
+    Attributes:
+        metric: A key of summary.json, or a metric of the steps; see `Figures.of`.
+        direction: Which of its values are good.
+        seed: Of the search, not of the runs.
+        fixed: Words that every run is given.
+        keys: What is varied.
+        trials: In the order they were begun.
+    """
+
+    metric: str
+    direction: Direction
+    seed: int
+    fixed: tuple[str, ...]
+    keys: tuple[Key, ...]
+    trials: list[Trial] = field(default_factory=list[Trial])
+
+    @property
+    def name(self) -> str:
+        """The same for the same search, whatever its budget is."""
+        said = json.dumps(self._about(), sort_keys=True)
+        return f"{self.metric.replace('/', '-')}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+
+    def load(self, folder: Path) -> None:
+        """Take over the trials that the folder has.
+
+        Raises:
+            ConfigError: If they are of another search, or the file cannot be read.
+        """
+        path = folder / SWEEP
+        if not path.exists():
+            return
+        try:
+            found: dict[str, Any] = json.loads(path.read_bytes())
+            trials = [Trial(**one) for one in found.pop("trials")]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"'{path}' cannot be read: {error}") from error
+        if found != json.loads(json.dumps(self._about())):
+            raise ConfigError(
+                f"'{folder}' is a sweep of other keys, another metric or another seed\n"
+                "    give the words it was begun with, or another sweep.name"
+            )
+        self.trials = trials
+        for trial in trials:
+            if not trial.failed:
+                self.find_run(trial, folder)
+                if trial.run and (folder / trial.run / "summary.json").exists():
+                    self.note(trial, folder)
+
+    def save(self, folder: Path) -> None:
+        """Write everything but what came out, which the runs say themselves."""
+        trials = [
+            {name: value for name, value in asdict(trial).items() if name != "objective"}
+            for trial in self.trials
+        ]
+        write_json(folder / SWEEP, {**self._about(), "trials": trials})
+
+    def note(self, trial: Trial, folder: Path) -> None:
+        """Read what came out of a trial's run.
+
+        Raises:
+            ConfigError: If the run has no such figure, or it is no number.
+        """
+        record = record_of(RunFolder(folder / trial.run))
+        found = Figures((record, flat_values(record))).of(self.metric)
+        if isinstance(found, str):
+            raise ConfigError(f"'sweep.metric': '{self.metric}' is a text, {found!r:.40}")
+        if math.isfinite(found):
+            trial.objective = float(found)
+        else:
+            trial.failed = f"{self.metric} is {found}"
+
+    def ranked(self) -> list[Trial]:
+        """The best trial first; those of which nothing came out last."""
+        sign = -1.0 if self.direction == "maximize" else 1.0
+        return sorted(
+            self.trials,
+            key=lambda one: math.inf if one.objective is None else sign * one.objective,
+        )
+
+    def find_run(self, trial: Trial, folder: Path) -> None:
+        """Note the run of a trial that ended before it could be told: no other trial has it."""
+        if not trial.run:
+            known = {one.run for one in self.trials}
+            there = [path.parent.name for path in folder.glob("*/run.json")]
+            trial.run = next((name for name in there if name not in known), "")
+
+    def _about(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "trials"}
+
+
+def next_values(sweep: Sweep) -> dict[str, Value] | None:
+    """What to try after the trials that have ended; None if everything has been tried.
+
+    Optuna's tree-structured Parzen estimator chooses; of a search whose values can be counted,
+    nothing twice.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space = {key.name: key.distribution() for key in sweep.keys}
+    number = len(sweep.trials)
+    sampler = optuna.samplers.TPESampler(seed=sweep.seed * 1_000_003 + number)
+    study = optuna.create_study(sampler=sampler, direction=sweep.direction)
+    states = optuna.trial.TrialState
+    for trial in sweep.trials:
+        study.add_trial(
+            optuna.trial.create_trial(
+                params=trial.values,
+                distributions=space,
+                value=trial.objective,
+                state=states.FAIL if trial.objective is None else states.COMPLETE,
+            )
+        )
+    chosen = study.ask(space).params
+    tried = [trial.values for trial in sweep.trials]
+    counted = [key.values() for key in sweep.keys]
+    if chosen not in tried or any(values is None for values in counted):
+        return chosen
+    names = [key.name for key in sweep.keys]
+    all_of_them = product(*(values or () for values in counted))
+    left = (dict(zip(names, one, strict=True)) for one in all_of_them)
+    return next((one for one in left if one not in tried), None)

@@ -1,0 +1,115 @@
+"""`penstock run --multirun sweep.metric=...`: real trials, interrupted and gone on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ..conftest import Penstock
+
+pytest.importorskip("optuna", reason="optuna is not installed")
+
+_ONCE = '''
+from pathlib import Path
+
+class Once:
+    """Presses Ctrl-C in the second trial, once."""
+
+    def start(self, run):
+        self.is_second = len([*Path("runs").glob("sweeps/*/*/run.json")]) == 2
+
+    def rewind(self, step, stage):
+        pass
+
+    def log(self, step, stage, metrics):
+        if self.is_second and step == 1 and not Path("pressed").exists():
+            Path("pressed").touch()
+            raise KeyboardInterrupt
+
+    def finish(self, summary):
+        pass
+'''
+
+SWEEP = (
+    *("run", "--multirun", "algorithm=env_ppo", "task=cartpole", "model=mlp", "seed=1"),
+    *("algorithm.num_steps=2", "checkpoint_every=1", "evaluation.num_episodes=2"),
+    *("algorithm.per_step.rows=4", "tracker.kind=once:Once"),
+    "sweep.metric=episode_return_after.actor",
+    "algorithm.optimizer.lr=tag(log,interval(1e-4,1e-2))",
+    "algorithm.cfg.discount=0.9,0.99",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fonts")
+def test_an_interrupted_sweep_goes_on_where_it_was(penstock: Penstock) -> None:
+    Path("once.py").write_text(_ONCE)
+    said = penstock(*SWEEP, "sweep.trials=4")
+    assert said.code == 130, said.err
+    (folder,) = Path("runs/sweeps").iterdir()
+    assert (
+        f"the sweep is in {folder}, with 1 of 4 trials done; the same command goes on with it"
+    ) in said.err
+    begun = json.loads((folder / "sweep.json").read_text())["trials"]
+    assert len(begun) == 2
+
+    said = penstock(*SWEEP, "sweep.trials=4")
+    assert said.code == 0, said.err
+    trials = json.loads((folder / "sweep.json").read_text())["trials"]
+    assert [one["values"] for one in trials[:2]] == [one["values"] for one in begun]
+    runs = {path.parent.name for path in folder.glob("*/summary.json")}
+    assert len(trials) == len(runs) == 4
+    assert {one["run"] for one in trials} == runs
+    head, *rows = [line.split("\t") for line in (folder / "trials.tsv").read_text().splitlines()]
+    assert head == [
+        "episode_return_after.actor",
+        "algorithm.optimizer.lr",
+        "algorithm.cfg.discount",
+        "run",
+    ]
+    assert [row[3] for row in rows] != []
+    returns = [float(row[0]) for row in rows]
+    assert returns == sorted(returns, reverse=True)
+    for row in rows:
+        summary = json.loads((folder / row[3] / "summary.json").read_text())
+        assert float(row[0]) == pytest.approx(summary["episode_return_after"]["actor"], rel=1e-5)
+    assert (folder / "trials.svg").is_file()
+
+    said = penstock(*SWEEP, "sweep.trials=4")  # nothing is left to do
+    assert (said.code, said.out.count("\n")) == (0, 7)
+    said = penstock(*SWEEP, "sweep.trials=9", "sweep.minutes=0.0001")
+    assert (said.code, said.out.count("\n")) == (0, 7)
+    listed = penstock("runs", "list", f"runs={folder}", "show=algorithm.cfg.discount")
+    assert listed.out.count("env_ppo") == 4
+
+
+REFUSED = {
+    "sweep.trials=3": "'sweep.trials=3' belongs to a sweep\n    add --multirun",
+    "-m sweep.trials=3": (
+        "a sweep varies nothing\n    give a key several values, such as max_lag=0,1,2 or "
+        "'algorithm.optimizer.lr=tag(log,interval(1e-5,1e-2))'"
+    ),
+    "-m sweep.trails=3 max_lag=0,1": (
+        "penstock run --multirun: there is no key 'sweep.trails'; did you mean 'trials'?\n"
+        "    keys are: sweep.metric, sweep.direction, sweep.trials, sweep.minutes, sweep.seed, "
+        "sweep.name"
+    ),
+    "-m sweep.minutes=0 max_lag=0,1": "'sweep.minutes': expected a number above 0, got '0'",
+    "-m sweep.seed=x max_lag=0,1": ("'sweep.seed': expected a whole number of at least 0, got 'x'"),
+    "-m sweep.seed=1 lr=tag(log,interval(0,1))": (
+        "'lr=tag(log,interval(0,1))': expected two ascending numbers, the first of them above 0"
+    ),
+    "-m sweep.seed=1 lr=range(3,3)": ("'lr': expected a range of at least two ascending numbers"),
+    "-m sweep.seed=1 max_lag=0,1 --cfg": (
+        "penstock run --multirun: expected KEY=VALUE, got '--cfg'"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_no_sweep_is_refused(penstock: Penstock, words: str) -> None:
+    said = penstock("run", *words.split(" "))
+    assert (said.code, said.err) == (2, f"penstock: {REFUSED[words]}\n")
+    assert not Path("runs").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from ..run_dir.resume import Resumed
     from ..run_dir.run_folder import CodeVersion, RunFolder, RunRecord
     from ..run_dir.trackers.registry import Trackers
+    from ..run_dir.trackers.tracker import Tracker
     from ..stages.job import Job
 
-__all__ = ["DRY_RUN", "carry_out_again", "run_command"]
+__all__ = ["DRY_RUN", "carry_out_again", "run_command", "run_composed"]
 
 DRY_RUN = "--dry-run"
 """As an option of `penstock run`: check everything, and start nothing."""
@@ -45,16 +46,35 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _run(composed: dict[str, Any]) -> None:
+    run_composed(composed, given_overrides())
+
+
+def run_composed(
+    composed: dict[str, Any], given: Sequence[str], shown: Tracker | None = None
+) -> RunFolder:
+    """Carry out what was composed: a new run, or one that goes on.
+
+    Args:
+        composed: As Hydra composed it.
+        given: The words it was composed of, `key=value`; a run that goes on takes no others.
+        shown: Who shows the run's metrics as they come, beside its trackers.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        ConfigError: If it cannot be run.
+    """
     path, resumed = composed.pop("resume"), None
     if path is not None:
         if not isinstance(path, str):
             raise ConfigError(f"'resume': expected the folder of a run, got {path!r}")
         from ..run_dir.resume import resumed_config
 
-        resumed = resumed_config(Path(path), composed, given_overrides())
+        resumed = resumed_config(Path(path), composed, given)
         composed = resumed.config
     with _plain_warnings():
-        _carry_out(composed, resumed)
+        return _carry_out(composed, resumed, shown=shown)
 
 
 def carry_out_again(before: RunRecord, config: dict[str, Any]) -> RunFolder:
@@ -78,6 +98,7 @@ def _carry_out(
     composed: dict[str, Any],
     resumed: Resumed | None,
     again: RunRecord | None = None,
+    shown: Tracker | None = None,
 ) -> RunFolder:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
     from ...planner.plan.plan import Plan
@@ -98,6 +119,8 @@ def _carry_out(
     placed = Plan.read(file) if file is not None and file.exists() else None
     config = run_config(composed)
     trackers = Trackers(config.tracker)
+    if shown is not None:
+        trackers.add("the notebook's curve", shown)
     job = prepare(resolve(config), placed)
     console = LastingConsole(stderr=True)
     _print_data(job, console)

@@ -43,17 +43,21 @@ class Trackers:
 
     def __init__(self, config: TrackerConfig) -> None:
         self._record = JsonlTracker()
-        self._name = config.kind or ""
-        self._other = _made(config.kind, config.options) if config.kind else None
+        self._others = {config.kind: _made(config.kind, config.options)} if config.kind else {}
         self.place: str | None = None
         """How a person looks at what is tracked; see `Tracker.start`."""
         self.num_steps = 0
         """Steps that are in the record since this process began."""
 
+    def add(self, name: str, tracker: Tracker) -> None:
+        """Tell one more, which is not configured, before the run begins."""
+        self._others[name] = tracker
+
     def start(self, run: RunInfo) -> None:
         """Begin the run; see `Tracker.start`."""
         self._record.start(run)
-        self.place = self._call("start", lambda tracker: tracker.start(run))
+        places = self._call("start", lambda tracker: tracker.start(run))
+        self.place = "; ".join(filter(None, places)) or None
 
     def rewind(self, step: int, stage: str) -> None:
         """Begin a stage at this step; see `Tracker.rewind`."""
@@ -79,7 +83,7 @@ class Trackers:
         """End the run; see `Tracker.finish`. Afterwards nothing may be called but this again."""
         self._record.finish(summary)
         self._call("finish", lambda tracker: tracker.finish(deepcopy(summary)))
-        self._other = None
+        self._others.clear()
 
     def __enter__(self) -> Trackers:
         return self
@@ -87,25 +91,29 @@ class Trackers:
     def __exit__(self, *_: object) -> None:
         self.finish(None)
 
-    def _call(self, where: str, call: Callable[[Tracker], Any]) -> Any:
-        """What the tracker answers; one that fails is told to finish, and is not called again."""
-        tracker = self._other
-        if tracker is None:
-            return None
-        try:
-            with one_process():
-                return call(tracker)
-        except _FAILURES as error:
-            self._other = None
-            said = [f"tracker '{self._name}' failed at {where}:", *_described(error)]
+    def _call(self, where: str, call: Callable[[Tracker], Any]) -> list[Any]:
+        """What each tracker answers; one that fails is told to finish, and is not called again."""
+        answers: list[Any] = []
+        for name, tracker in (*self._others.items(),):
             try:
                 with one_process():
-                    tracker.finish(None)
-            except _FAILURES as second:
-                said += ["and so did its finish:", *_described(second)]
-            said.append("it is not called again; the run goes on, and metrics.jsonl has every step")
-            warnings.warn("\n    ".join(said), stacklevel=2)
-            return None
+                    answers.append(call(tracker))
+            except _FAILURES as error:
+                del self._others[name]
+                warnings.warn(_ended(name, tracker, where, error), stacklevel=3)
+        return answers
+
+
+def _ended(name: str, tracker: Tracker, where: str, error: BaseException) -> str:
+    """Tell a tracker that has failed to finish; what to say of it."""
+    said = [f"tracker '{name}' failed at {where}:", *_described(error)]
+    try:
+        with one_process():
+            tracker.finish(None)
+    except _FAILURES as second:
+        said += ["and so did its finish:", *_described(second)]
+    said.append("it is not called again; the run goes on, and metrics.jsonl has every step")
+    return "\n    ".join(said)
 
 
 def _made(kind: str, options: Mapping[str, Any]) -> Tracker:

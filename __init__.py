@@ -6,6 +6,7 @@ plans a cluster. They are loaded when first asked for; importing the package cos
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,10 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    value = getattr(import_module(f".launch.from_python.{_HOMES[name]}", __name__), name)
+    with warnings.catch_warnings():
+        # A library says so in every notebook without ipywidgets, of which nothing here makes use.
+        warnings.filterwarnings("ignore", "IProgress not found")
+        value = getattr(import_module(f".launch.from_python.{_HOMES[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -77,8 +77,9 @@ class Where:
 
     @property
     def short(self) -> str:
-        """`file.py:12`, without folders."""
-        return f"{Path(self.file).name}:{self.line}"
+        """`file.py:12`, without folders; a notebook's cell has no name of its own."""
+        name = "cell" if _is_cell(self.file) else Path(self.file).name
+        return f"{name}:{self.line}"
 
     def __str__(self) -> str:
         return f"{self.short}\n    {self.source}" if self.source else self.short

@@ -98,9 +98,7 @@ def _show(
         "json": lambda: json.dumps(to_json(graph, plan, simulation, comparisons), indent=2) + "\n",
         "html": lambda: to_html(graph, plan, simulation, comparisons),
         "trace": lambda: to_trace(graph, plan, simulation),
-        "output": lambda: (
-            kept.model_dump_json(indent=2, exclude_defaults=True) + "\n"
-        ),
+        "output": lambda: kept.model_dump_json(indent=2, exclude_defaults=True) + "\n",
     }
     quiet = files["json"] == _TERMINAL
     if not quiet:

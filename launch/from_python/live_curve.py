@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
@@ -19,6 +19,9 @@ __all__ = ["Curve", "LiveCurve", "in_notebook"]
 
 _MOST_POINTS = 400
 """Of a curve: more are not seen, and a picture is sent again with each change."""
+
+_MEASURED = "evaluation/"
+"""Before the names of what evaluations find; a step has others."""
 
 _EVERY_S = 1.0
 """Between two pictures of a run that goes on."""
@@ -37,7 +40,7 @@ class Curve:
 
     title: str
     label: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[tuple[float, float]] = field(repr=False)
     over: str = "steps"
 
     def _repr_svg_(self) -> str:
@@ -89,7 +92,10 @@ class LiveCurve:
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Note a step, and draw the curve again if the last picture is old enough."""
         del stage
-        self._lines.append((step, metrics))
+        own = {name: value for name, value in metrics.items() if not name.startswith(_MEASURED)}
+        if not own:
+            return  # an evaluation between two steps
+        self._lines.append((step, own))
         if time.monotonic() - self._shown_s >= self._every_s:
             self._show()
 

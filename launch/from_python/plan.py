@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...dataflow.errors import ConfigError, nearest
 from ...dataflow.graph.graph import Graph
 from ...dataflow.pictures import framed
+from ...planner.formatting import seconds_text
 from ...planner.plan.plan import Plan
 from ...planner.plan.simulate import Simulation, simulate_plan
 from ...planner.report.comparison import HEADS, Comparison, comparison_text, rows_of
@@ -30,7 +31,7 @@ _HEIGHT = 760
 """Pixels of the page in a notebook."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Planned:
     """A plan with all that is needed to show it.
 
@@ -79,6 +80,11 @@ class Planned:
         path = Path(file)
         write_text(path, self.plan.model_dump_json(indent=2, exclude_defaults=True) + "\n")
         return path
+
+    def __repr__(self) -> str:
+        found = self.plan.prediction
+        step = f": {seconds_text(found.step_time_s)} per step" if found else ""
+        return f"<plan of {self.graph.name}{step}>"
 
     def __str__(self) -> str:
         """What `penstock plan` prints."""

@@ -108,6 +108,6 @@ def _name(key: str, value: Any) -> str:
     if module and name and getattr(sys.modules.get(module), name, None) is value:
         return f"{module}:{name}"
     raise ConfigError(
-        f"'{key}': {name or repr(value)} cannot be found by its name\n    define it at the top of a "
-        "module or of the notebook, and give what stands there under its name"
+        f"'{key}': {name or repr(value)} cannot be found by its name\n    define it at the top of "
+        "a module or of the notebook, and give what stands there under its name"
     )

@@ -181,16 +181,14 @@ def _check_known_elsewhere(config: RunConfig) -> None:
     Raises:
         ConfigError: Naming the key.
     """
-    kind = entry_or_own(
-        config.executor.kind, EXECUTORS, "executor.kind", "executor", ExecutorKind
-    )
+    kind = entry_or_own(config.executor.kind, EXECUTORS, "executor.kind", "executor", ExecutorKind)
     own = _named_here(config.model_dump(mode="json"))
     if kind.has_processes and own:
         key, name = next(iter(own.items()))
         raise ConfigError(
-            f"'{key}': '{name}' is known to this process alone, and executor={kind.name} has others "
-            "compute steps\n    write it into a module beside the notebook or script, such as "
-            f"own.py, and name own:{name.removeprefix(_HERE)}; or set executor=in_process"
+            f"'{key}': '{name}' is known to this process alone, and executor={kind.name} has "
+            "others compute steps\n    write it into a module, such as own.py, and name "
+            f"own:{name.removeprefix(_HERE)}; or set executor=in_process"
         )
 
 

@@ -42,12 +42,7 @@ def run(*words: str, **keys: Any) -> RunHandle:
         >>> run = penstock.run("algorithm=grpo", "task=chain_sum", seed=1)
         >>> run.metrics["reward.score/reward/mean"].plot()
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise ConfigError(
-            "penstock.run was called in a thread of its own, and a run is interrupted by signals, "
-            "which reach the main thread alone\n    call it there, or start `penstock run` as a "
-            "process"
-        )
+    _check_thread()
     made: list[RunFolder] = []
     shown = LiveCurve() if in_notebook() else None
 
@@ -56,3 +51,17 @@ def run(*words: str, **keys: Any) -> RunHandle:
 
     hydra_app("run", as_words("run", words, keys), carried_out)
     return RunHandle(made[0])
+
+
+def _check_thread() -> None:
+    """Refuse a thread in which a run could not be interrupted in good order.
+
+    Raises:
+        ConfigError: If this is not the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            "penstock.run was called in a thread of its own, and a run is interrupted by signals, "
+            "which reach the main thread alone\n    call it there, or start `penstock run` as a "
+            "process"
+        )

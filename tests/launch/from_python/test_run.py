@@ -141,6 +141,41 @@ def test_what_fails_while_it_runs_has_the_original_error_and_the_line(here: Path
     sys.modules.pop("failing")
 
 
+STOPS = """
+import penstock
+from penstock.algorithms.roles import Reward
+
+class Stops(Reward):
+    def score(self, tokens, mask, prompt_id):
+        number = len(tokens)
+        breakpoint()
+        return mask.sum(dim=1).float()
+
+words = {words!r}
+roles = {{"reward": {{"worker": Stops}}}}
+run = penstock.run(*words, algorithm={{"num_steps": 1, "roles": roles}})
+print("steps", len(run.metrics))
+"""
+
+
+@pytest.mark.slow
+def test_a_breakpoint_in_a_worker_of_the_program_stops_there(here: Path) -> None:
+    script = here / "stops.py"
+    script.write_text(STOPS.format(words=(*GRPO, "evaluation.num_prompts=0")))
+    ran = subprocess.run(
+        [sys.executable, str(script)],
+        input="p number\nc\n",
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "stops.py(8)score()" in ran.stdout
+    assert "(Pdb) 16\n" in ran.stdout
+    assert "steps 1" in ran.stdout
+
+
 def test_a_run_is_refused_outside_the_main_thread() -> None:
     raised: list[str] = []
 

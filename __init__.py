@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .launch.from_python.handle import RunHandle, open_run
-    from .launch.from_python.plan import Planned, plan
-    from .launch.from_python.run import run
+    from penstock.launch.from_python.handle import RunHandle, open_run
+    from penstock.launch.from_python.plan import Planned, plan
+    from penstock.launch.from_python.run import run
 
 __version__ = "0.1.0"
 

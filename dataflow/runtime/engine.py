@@ -160,7 +160,7 @@ class Engine:
             pauses: Where to do something else between two steps. What later steps have begun is
                 kept meanwhile, so that the weights come out as without.
             keep: Nodes and columns whose values each `StepResult.kept` is to hold, such as
-                "reward.score", "actor.generate" or "actor.generate.tokens". Where work is done in
+                "reward.score", "actor.generate" or "actor.generate.mask". Where work is done in
                 other processes they pass through the controller, and `controller_bytes` says how
                 many bytes. Of steps that were begun before a checkpoint from which a run goes on
                 what was not needed any more is missing.

@@ -48,7 +48,7 @@ class KeptColumns:
 
     Args:
         graph: The step.
-        names: Of columns, such as "actor.generate.tokens", and of nodes: "reward.score" is the one
+        names: Of columns, such as "actor.generate.mask", and of nodes: "reward.score" is the one
             column that the node makes, "actor.generate" the table.
 
     Raises:

@@ -123,16 +123,13 @@ class Run:
         self._segment = schedule.segment_tokens or None
         self._mixes_versions = bool(schedule.segment_tokens or schedule.in_flight)
         self._flow = flow_of(program.graph, program.placement, schedule)
-        self._name = name
         self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
-        self._sources = sources
-        self._deadline_s = schedule.deadline_s
+        self._name, self._sources, self._deadline_s = name, sources, schedule.deadline_s
         self._executor, self._dispatcher, self._trained = executor, dispatcher, trained
         self._seed, self._checkpoints = seed, checkpoints
         self._stop, self._watch = stop, watch
         self._kept = KeptColumns(program.graph, keep)
-        new = Hold(watch.nodes if watch else ()), Hold(self._kept.nodes)
-        self._looked, self._handed = suspended.holds if suspended else new
+        self._looked, self._handed = _holds(watch, self._kept, suspended)
         self._store: dict[Output, Handle] = dict(suspended.outputs) if suspended else {}
         self._snapshots: dict[tuple[str, int], Handle] = {}
         self._done_by_step: dict[int, list[Done]] = {}
@@ -535,6 +532,15 @@ class Run:
             work = LoadPartWork(output.node, str(file))
             done = self._now(self._group_of(output.node), {0: work})
             self._store[output] = done.first.parts[0]
+
+
+def _holds(
+    watch: Watch | None, kept: KeptColumns, suspended: Suspended | None
+) -> tuple[Hold, Hold]:
+    """What is held until it has been looked at, and until it has been handed out."""
+    if suspended is not None:
+        return suspended.holds
+    return Hold(watch.nodes if watch else ()), Hold(kept.nodes)
 
 
 def _is_unfinished(output: Output) -> bool:

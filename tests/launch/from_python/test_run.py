@@ -171,7 +171,7 @@ def test_a_breakpoint_in_a_worker_of_the_program_stops_there(here: Path) -> None
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert "stops.py(8)score()" in ran.stdout
+    assert "stops.py(9)score()" in ran.stdout
     assert "(Pdb) 16\n" in ran.stdout
     assert "steps 1" in ran.stdout
 

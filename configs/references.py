@@ -84,7 +84,7 @@ def load_object(reference: str, at: str) -> Any:
         public = [other for other in vars(module) if not other.startswith("_")]
         raise ConfigError(
             f"'{at}': module '{module_name}' has no '{name}'{nearest(name, public)}\n"
-            f"    it is {module.__file__}"
+            f"    it is {getattr(module, '__file__', 'what this process runs')}"
         )
     return getattr(module, name)
 

@@ -77,8 +77,9 @@ class Where:
 
     @property
     def short(self) -> str:
-        """`file.py:12`, without folders."""
-        return f"{Path(self.file).name}:{self.line}"
+        """`file.py:12`, without folders; a notebook's cell has no name of its own."""
+        name = "cell" if _is_cell(self.file) else Path(self.file).name
+        return f"{name}:{self.line}"
 
     def __str__(self) -> str:
         return f"{self.short}\n    {self.source}" if self.source else self.short
@@ -158,7 +159,7 @@ def _frames(error: BaseException) -> list[tuple[str, int]]:
 def _where(frame: tuple[str, int]) -> Where:
     """The place with its source, if that is in a file; a program may name any other thing."""
     file, line = frame
-    is_file = file.startswith("<") or _is_file(file)
+    is_file = file.startswith("<") or _is_file(file) or _is_cell(file)
     return Where(file, line, linecache.getline(file, line).strip() if is_file else "")
 
 
@@ -170,14 +171,24 @@ def _is_file(name: str) -> bool:
         return False
 
 
+def _is_cell(name: str) -> bool:
+    """Whether it is a cell of a notebook, or of IPython, whose source is known without a file.
+
+    Sources that a library has generated are in angle brackets.
+    """
+    known = name in linecache.cache and not Path(name).exists()
+    return known and (not name.startswith("<") or name.startswith("<ipython-input"))
+
+
 @cache
 def is_library(filename: str) -> bool:
     """Whether a file is ours, Python's or an installed package's, rather than the user's own.
 
-    What is no file, such as what `python -c` runs, is taken for a library too.
+    What is no file, such as what `python -c` runs, is taken for a library too, but for the cells of
+    a notebook.
     """
     if not _is_file(filename):
-        return True
+        return not _is_cell(filename)
     path = Path(filename).resolve()
     scripts, libraries = _library_folders()
     return path.parent == scripts or not libraries.isdisjoint((path, *path.parents))

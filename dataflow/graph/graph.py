@@ -20,6 +20,7 @@ import networkx as nx
 
 from ..errors import FlowError
 from ..kinds import NodeKind, WeightRead
+from ..pictures import picture
 from .nodes import (
     Argument,
     Constant,
@@ -162,6 +163,10 @@ class Graph:
                 lines.extend(["", *_node_lines(self, node)])
         lines.extend(["", f"returns {', '.join(self.results) or 'nothing'}"])
         return "\n".join(lines)
+
+    def _repr_svg_(self) -> str:
+        """The graph as a picture, for Jupyter."""
+        return picture("Graph", self)
 
     def diff(self, other: Graph) -> str:
         """A unified diff of the two graphs' texts; empty if they are the same."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from ..errors import ConfigError
 from ..graph.graph import Graph
 from ..scheduler.events import NodeTask, Output, ResumeState, SaveCheckpoint
+from .kept import Hold
 from .messages import Handle
 
 __all__ = [
@@ -75,6 +76,7 @@ class Suspended:
 
     state: ResumeState
     outputs: Mapping[Output, Handle]
+    holds: tuple[Hold, Hold]
 
 
 @dataclass(frozen=True)

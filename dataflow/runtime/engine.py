@@ -5,7 +5,7 @@ It owns no policy: what runs when is the scheduler's, how it runs the executor's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from .dispatcher import Dispatcher
 from .executor import Executor, Program, check_workers
 from .in_flight import check_in_flight
 from .in_process import InProcess
+from .kept import KeptColumns
 from .messages import CallMethodWork
 from .placement import Placement, flow_of
 from .run import Run, Trained
@@ -140,6 +141,7 @@ class Engine:
         checkpoints: CheckpointFolder | None = None,
         stop: Callable[[], bool] | None = None,
         pauses: Pauses | None = None,
+        keep: Sequence[str] = (),
     ) -> Generator[StepResult]:
         """Run steps and yield each as it completes, in order.
 
@@ -157,10 +159,15 @@ class Engine:
                 to train, saves, and ends without the others.
             pauses: Where to do something else between two steps. What later steps have begun is
                 kept meanwhile, so that the weights come out as without.
+            keep: Nodes and columns whose values each `StepResult.kept` is to hold, such as
+                "reward.score", "actor.generate" or "actor.generate.mask". Where work is done in
+                other processes they pass through the controller, and `controller_bytes` says how
+                many bytes. Of steps that were begun before a checkpoint from which a run goes on
+                what was not needed any more is missing.
 
         Raises:
-            ConfigError: If a source is missing; with the first step, if a checkpoint belongs to
-                another run.
+            ConfigError: If a source is missing, or there is no such name to keep; with the first
+                step, if a checkpoint belongs to another run.
             StateError: With the first step, if another run is not over.
             WorkerError: With any step, if user code fails or nothing comes back within the
                 deadline.
@@ -172,6 +179,7 @@ class Engine:
                     f"graph '{graph.name}' reads a source '{name}' that nobody provides; give "
                     f"sources={{'{name}': ...}}"
                 )
+        KeptColumns(graph, keep)  # refused here, and not with the first step
         return self._steps(
             program,
             sources,
@@ -180,6 +188,7 @@ class Engine:
             checkpoints,
             stop,
             pauses or Pauses(frozenset(), lambda _: True),
+            keep,
         )
 
     def _steps(
@@ -191,6 +200,7 @@ class Engine:
         checkpoints: CheckpointFolder | None,
         stop: Callable[[], bool] | None,
         pauses: Pauses,
+        keep: Sequence[str],
     ) -> Generator[StepResult]:
         self.start()
         schedule = self.schedule
@@ -213,6 +223,7 @@ class Engine:
                 checkpoints=checkpoints,
                 stop=stop,
                 watch=self._watch if program == "main" else None,
+                keep=keep,
                 pauses=ahead,
                 suspended=suspended,
             )

@@ -105,7 +105,7 @@ class TaskSpan:
 
 @runtime_checkable
 class Executor(Protocol):
-    """What the engine needs of an executor. Nothing blocks but `start`, `put` and `wait`.
+    """What the engine needs of an executor; `start`, `put`, `get` and `wait` alone may block.
 
     Attributes:
         one_at_a_time: Whether all ranks share one thread, so that work begins only when what was
@@ -140,6 +140,14 @@ class Executor(Protocol):
 
     def put(self, part: Part) -> Handle:
         """Store a part made by the controller."""
+        ...
+
+    def get(self, handles: Sequence[Handle]) -> list[Part]:
+        """Bring stored parts to the controller.
+
+        Raises:
+            WorkerError: If one is lost, or not there within the deadline.
+        """
         ...
 
     def release(self, handles: Sequence[Handle]) -> None:

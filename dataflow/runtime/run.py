@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..errors import ConfigError, StateError, WorkerError
 from ..graph.graph import Node, NodeKind
@@ -53,6 +54,7 @@ from .checkpoint import (
 )
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
 from .executor import Executor, Program, Restart
+from .kept import Hold, KeptColumns
 from .messages import (
     BeginStreamWork,
     CallWork,
@@ -86,6 +88,7 @@ class Run:
     Args:
         trained: What earlier runs on the same workers trained; this run notes what it trains.
         watch: Who looks at each step's columns.
+        keep: Names of columns and nodes that each step's result is to hold; see `KeptColumns`.
         pauses: Numbers of completed steps at which it is to pause.
         suspended: What the run left from which this one goes on; where checkpoints are is not
             looked at then.
@@ -110,6 +113,7 @@ class Run:
         checkpoints: CheckpointFolder | None,
         stop: Callable[[], bool] | None = None,
         watch: Watch | None = None,
+        keep: Sequence[str] = (),
         pauses: Collection[int] = (),
         suspended: Suspended | None = None,
     ) -> None:
@@ -119,14 +123,13 @@ class Run:
         self._segment = schedule.segment_tokens or None
         self._mixes_versions = bool(schedule.segment_tokens or schedule.in_flight)
         self._flow = flow_of(program.graph, program.placement, schedule)
-        self._name = name
         self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
-        self._sources = sources
-        self._deadline_s = schedule.deadline_s
+        self._name, self._sources, self._deadline_s = name, sources, schedule.deadline_s
         self._executor, self._dispatcher, self._trained = executor, dispatcher, trained
         self._seed, self._checkpoints = seed, checkpoints
         self._stop, self._watch = stop, watch
-        self._held: dict[int, list[Output]] = {}
+        self._kept = KeptColumns(program.graph, keep)
+        self._looked, self._handed = _holds(watch, self._kept, suspended)
         self._store: dict[Output, Handle] = dict(suspended.outputs) if suspended else {}
         self._snapshots: dict[tuple[str, int], Handle] = {}
         self._done_by_step: dict[int, list[Done]] = {}
@@ -234,8 +237,6 @@ class Run:
         return ()
 
     def _admit(self, step: int) -> Sequence[Instruction]:
-        if self._watch is not None:
-            self._held[step] = []
         num_rows: tuple[int, ...] = ()
         for name in self._graph.sources:
             source, num_chunks = self._sources[name], self._flow.num_chunks
@@ -338,24 +339,25 @@ class Run:
         watch = self._watch
         if watch is None or node.name != watch.before:
             return
-        chunks = range(self._flow.num_chunks)
-        made = {name: [Output(name, task.step, c) for c in chunks] for name in watch.nodes}
-        if all(output in self._store for outputs in made.values() for output in outputs):
-            handles = {
-                name: tuple(self._store[o] for o in outputs) for name, outputs in made.items()
-            }
+        handles = self._made(watch.nodes, task.step)
+        if len(handles) == len(watch.nodes):
             work = watch.work(task.step, handles, self._staleness(node, task))
             self._dispatcher.submit(None, WATCH, watch.group, {0: work})
-        self._executor.release([self._store.pop(o) for o in self._held.pop(task.step, ())])
+        self._release(self._looked.let_go(task.step))
+
+    def _made(self, nodes: Collection[str], step: int) -> dict[str, tuple[Handle, ...]]:
+        """Node -> handles of a step's parts in chunk order, for nodes whose parts are there."""
+        made = {n: [Output(n, step, c) for c in range(self._flow.num_chunks)] for n in nodes}
+        return {
+            node: tuple(self._store[output] for output in outputs)
+            for node, outputs in made.items()
+            if all(output in self._store for output in outputs)
+        }
 
     def _release(self, outputs: Sequence[Output]) -> None:
-        """Forget outputs, but hold what is to be looked at until it has been."""
-        watch = self._watch
+        """Forget outputs, but hold what is to be looked at, or handed out, until it has been."""
         for output in outputs:
-            held = self._held.get(output.step)
-            if held is not None and watch is not None and output.node in watch.nodes:
-                held.append(output)
-            else:
+            if not (self._looked.take(output) or self._handed.take(output)):
                 self._executor.release([self._store.pop(output)])
 
     def _submit(self, task: Task, group: str, works: Mapping[int, Work]) -> None:
@@ -414,9 +416,19 @@ class Run:
 
     def _result(self, completed: StepCompleted) -> StepResult:
         done = self._done_by_step.pop(completed.step, [])
+        kept = self._hand_out(completed.step)
         passed = self._executor.controller_bytes - self._bytes_before
         self._bytes_before += passed
-        return step_result(self._graph, self._placement, completed, done, passed)
+        return step_result(self._graph, self._placement, completed, done, passed, kept)
+
+    def _hand_out(self, step: int) -> dict[str, Any]:
+        """What is kept of a step; columns that a resumed run made before it was may be gone."""
+        made = self._made(self._kept.nodes, step)
+        parts = self._executor.get([handle for handles in made.values() for handle in handles])
+        found = iter(parts)
+        kept = self._kept.tables({node: [next(found) for _ in made[node]] for node in made})
+        self._release(self._handed.let_go(step))
+        return kept
 
     def _failure(self, abort: Abort) -> WorkerError:
         """The report, headed by the line of the step function that made the node."""
@@ -469,7 +481,7 @@ class Run:
 
     def suspended(self, place: SaveCheckpoint) -> Suspended:
         """What the run that goes on needs of this one."""
-        return Suspended(place.resume, self._store)
+        return Suspended(place.resume, self._store, (self._looked, self._handed))
 
     def _now(self, group: str, works: Mapping[int, Work]) -> Submission:
         return self._dispatcher.perform_now(self._name, group, works, self._deadline_s)
@@ -520,6 +532,15 @@ class Run:
             work = LoadPartWork(output.node, str(file))
             done = self._now(self._group_of(output.node), {0: work})
             self._store[output] = done.first.parts[0]
+
+
+def _holds(
+    watch: Watch | None, kept: KeptColumns, suspended: Suspended | None
+) -> tuple[Hold, Hold]:
+    """What is held until it has been looked at, and until it has been handed out."""
+    if suspended is not None:
+        return suspended.holds
+    return Hold(watch.nodes if watch else ()), Hold(kept.nodes)
 
 
 def _is_unfinished(output: Output) -> bool:

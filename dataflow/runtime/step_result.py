@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..graph.graph import Graph, NodeKind
 from ..graph.role import Metric, add_metrics
@@ -26,6 +27,8 @@ class StepResult:
         lag: (versions behind, number of rollout tasks) pairs.
         num_rows: Node -> rows it made.
         controller_bytes: Bytes that passed through the controller since the step before.
+        kept: Name -> column or table, of what `Engine.run` was asked to keep. Columns are dense
+            tensors on the CPU, ragged ones padded on the right: ids with -1, other numbers with 0.
     """
 
     step: int
@@ -34,6 +37,7 @@ class StepResult:
     lag: tuple[tuple[int, int], ...] = ()
     num_rows: Mapping[str, int] = field(default_factory=dict[str, int])
     controller_bytes: int = 0
+    kept: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ def step_result(
     completed: StepCompleted,
     done: Sequence[Done],
     controller_bytes: int,
+    kept: Mapping[str, Any],
 ) -> StepResult:
     """Put together what ranks report of the tasks of a step.
 
@@ -61,6 +66,7 @@ def step_result(
         completed: The step that is complete.
         done: Its tasks, of each rank that had part in them.
         controller_bytes: Bytes that passed through the controller since the step before.
+        kept: What is kept of it.
     """
     rows: dict[str, int] = {}
     for one in done:
@@ -73,6 +79,7 @@ def step_result(
         completed.lag,
         rows,
         controller_bytes,
+        kept,
     )
 
 

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from ...planner.report.comparison import Comparison
     from ..placement.plan_request import PlanRequest
 
-__all__ = ["OUTPUTS", "output_file", "plan_command", "profile_command", "write_output"]
+__all__ = [
+    "OUTPUTS",
+    "found_plan",
+    "output_file",
+    "plan_command",
+    "profile_command",
+    "write_output",
+]
 
 OUTPUTS = ("json", "html", "trace", "output")
 """Keys that name files to write."""
@@ -39,16 +46,10 @@ def plan_command(arguments: list[str]) -> int:
 
 
 def _plan(composed: dict[str, Any]) -> None:
-    # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
-    from ..placement.plan_request import plan_request
-    from ..placement.what_if import answered
-
-    refuse_resume(composed, "plan")
     files = {key: output_file(key, composed.pop(key, None)) for key in OUTPUTS}
-    request = plan_request(composed, chosen("model"))
     started_s = time.monotonic()
     try:
-        plan, comparisons = answered(request)
+        request, plan, comparisons = found_plan(composed)
     except InfeasibleError as error:
         _say_infeasible(files["json"], str(error), time.monotonic() - started_s)
         raise
@@ -57,6 +58,25 @@ def _plan(composed: dict[str, Any]) -> None:
     for name, why in request.refused.items():
         print(f"penstock: note: {name} was not considered: {why}", file=sys.stderr)
     _show(request, plan, comparisons, files)
+
+
+def found_plan(composed: dict[str, Any]) -> tuple[PlanRequest, Plan, tuple[Comparison, ...]]:
+    """What is asked for, the plan, and the plans beside it.
+
+    Args:
+        composed: As Hydra composed it for the job that runs, without `OUTPUTS`.
+
+    Raises:
+        ConfigError: For whatever is unknown, missing or out of range.
+        PlanError: If no plan fits.
+    """
+    # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
+    from ..placement.plan_request import plan_request
+    from ..placement.what_if import answered
+
+    refuse_resume(composed, "plan")
+    request = plan_request(composed, chosen("model"))
+    return request, *answered(request)
 
 
 def _show(
@@ -72,9 +92,8 @@ def _show(
     from ...planner.report.json_report import to_json
     from ...planner.report.trace_report import to_trace
 
-    graph = request.graph
+    graph, kept = request.graph, request.kept(plan)
     simulation = simulate_plan(graph, plan)
-    kept = plan.model_copy(update={"graph": graph.fingerprint, "engines": request.words})
     made = {
         "json": lambda: json.dumps(to_json(graph, plan, simulation, comparisons), indent=2) + "\n",
         "html": lambda: to_html(graph, plan, simulation, comparisons),

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from ..run_dir.resume import Resumed
     from ..run_dir.run_folder import CodeVersion, RunFolder, RunRecord
     from ..run_dir.trackers.registry import Trackers
+    from ..run_dir.trackers.tracker import Tracker
     from ..stages.job import Job
 
-__all__ = ["DRY_RUN", "carry_out_again", "run_command"]
+__all__ = ["DRY_RUN", "carry_out_again", "run_command", "run_composed"]
 
 DRY_RUN = "--dry-run"
 """As an option of `penstock run`: check everything, and start nothing."""
@@ -43,17 +44,31 @@ def run_command(arguments: list[str]) -> int:
     if any(word.startswith("sweep.") for word in arguments):
         from .sweep import sweep_command
 
-        return sweep_command(arguments, lambda composed: _run(composed, ()))
-    hydra_app("run", arguments, _run_given)
+        return sweep_command(arguments, lambda composed: run_composed(composed, ()))
+    hydra_app("run", arguments, _run)
     return 0
 
 
-def _run_given(composed: dict[str, Any]) -> None:
-    _run(composed, given_overrides())
+def _run(composed: dict[str, Any]) -> None:
+    run_composed(composed, given_overrides())
 
 
-def _run(composed: dict[str, Any], given: Sequence[str]) -> RunFolder:
-    """Run a composed configuration; `given` is what was typed of it."""
+def run_composed(
+    composed: dict[str, Any], given: Sequence[str], shown: Tracker | None = None
+) -> RunFolder:
+    """Carry out what was composed: a new run, or one that goes on.
+
+    Args:
+        composed: As Hydra composed it.
+        given: The words it was composed of, `key=value`; a run that goes on takes no others.
+        shown: Who shows the run's metrics as they come, beside its trackers.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        ConfigError: If it cannot be run.
+    """
     path, resumed = composed.pop("resume"), None
     if path is not None:
         if not isinstance(path, str):
@@ -63,7 +78,7 @@ def _run(composed: dict[str, Any], given: Sequence[str]) -> RunFolder:
         resumed = resumed_config(Path(path), composed, given)
         composed = resumed.config
     with _plain_warnings():
-        return _carry_out(composed, resumed)
+        return _carry_out(composed, resumed, shown=shown)
 
 
 def carry_out_again(before: RunRecord, config: dict[str, Any]) -> RunFolder:
@@ -87,6 +102,7 @@ def _carry_out(
     composed: dict[str, Any],
     resumed: Resumed | None,
     again: RunRecord | None = None,
+    shown: Tracker | None = None,
 ) -> RunFolder:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
     from ...planner.plan.plan import Plan
@@ -108,6 +124,8 @@ def _carry_out(
     config = run_config(composed)
     tables = config.samples.track_every is not None
     trackers = Trackers(config.tracker, tables=tables)
+    if shown is not None:
+        trackers.add("the notebook's curve", shown)
     job = prepare(resolve(config), placed)
     console = LastingConsole(stderr=True)
     _print_data(job, console)

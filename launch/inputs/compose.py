@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import TypeAdapter
 
@@ -144,6 +144,7 @@ def resolve(config: RunConfig, device: str | None = None) -> Resolved:
     """
     if config.calibration is not None:
         check_calibration(Path(config.calibration))
+    _check_known_elsewhere(config)
     stages = recorded(config.algorithm, config.seed)
     check_architecture(config.model.architecture)
     for stage in stages[:-1]:
@@ -168,6 +169,41 @@ def resolve(config: RunConfig, device: str | None = None) -> Resolved:
         checkpoint_every=config.checkpoint_every,
         keep_checkpoints=config.keep_checkpoints,
     )
+
+
+_HERE = "__main__:"
+"""Before the name of what a script or a notebook defines itself."""
+
+
+def _check_known_elsewhere(config: RunConfig) -> None:
+    """Refuse what the running program defines itself where other processes would need it.
+
+    Raises:
+        ConfigError: Naming the key.
+    """
+    kind = entry_or_own(config.executor.kind, EXECUTORS, "executor.kind", "executor", ExecutorKind)
+    own = _named_here(config.model_dump(mode="json"))
+    if kind.has_processes and own:
+        key, name = next(iter(own.items()))
+        raise ConfigError(
+            f"'{key}': '{name}' is known to this process alone, and executor={kind.name} has "
+            "others compute steps\n    write it into a module, such as own.py, and name "
+            f"own:{name.removeprefix(_HERE)}; or set executor=in_process"
+        )
+
+
+def _named_here(value: Any, at: str = "") -> dict[str, str]:
+    """Key -> a name of the running program's own."""
+    if isinstance(value, Mapping):
+        inner = cast("Mapping[str, Any]", value).items()
+    elif isinstance(value, list):
+        inner = ((str(number), one) for number, one in enumerate(cast("list[Any]", value)))
+    else:
+        return {at: value} if isinstance(value, str) and value.startswith(_HERE) else {}
+    found: dict[str, str] = {}
+    for name, one in inner:
+        found |= _named_here(one, f"{at}.{name}" if at else name)
+    return found
 
 
 def check_calibration(path: Path) -> None:

@@ -112,6 +112,10 @@ class PlanRequest:
             raise next(iter(unfit.values()))
         return _fastest(found, unfit).model_copy(update={"num_steps": self.num_steps})
 
+    def kept(self, plan: Plan) -> Plan:
+        """The plan with what tells a run whether it was made for it: graph and engines."""
+        return plan.model_copy(update={"graph": self.graph.fingerprint, "engines": self.words})
+
     def _plan(self, segment_tokens: int) -> Plan:
         """The best plan with responses that grow by so much in a step."""
         deadline_s = self.deadline_s

@@ -14,13 +14,16 @@ _SMOOTHING = 0.1
 """Share of each new point in the moving mean."""
 
 
-def draw_curve(points: Sequence[tuple[float, float]], *, title: str, label: str) -> str:
+def draw_curve(
+    points: Sequence[tuple[float, float]], *, title: str, label: str, over: str = "step"
+) -> str:
     """The chart as SVG text: the points in light grey, their moving mean on top.
 
     Args:
         points: (step, value), by step; values are finite.
         title: Written above.
         label: What the values are, beside the vertical axis.
+        over: What is counted along the horizontal one.
     """
     xs = [x for x, _ in points] or [0.0]
     ys = [y for _, y in points] or [0.0]
@@ -39,7 +42,7 @@ def draw_curve(points: Sequence[tuple[float, float]], *, title: str, label: str)
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         _text(_WIDTH / 2, 20, title, "middle"),
-        _text(_WIDTH / 2, _HEIGHT - 8, "step", "middle"),
+        _text(_WIDTH / 2, _HEIGHT - 8, over, "middle"),
         f'<text transform="translate(14 {_HEIGHT / 2}) rotate(-90)" text-anchor="middle">'
         f"{escape(label)}</text>",
     ]

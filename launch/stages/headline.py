@@ -64,12 +64,13 @@ class Headline:
     """Chooses among what the steps of one stage report.
 
     Args:
-        stage: The stage.
+        stage: The stage; None where only metrics are known, whose order then decides.
     """
 
-    def __init__(self, stage: Stage) -> None:
-        self._rank = {name: rank for rank, name in enumerate(_ranked(stage))}
-        self._role = {node.name: node.role or node.name for node in stage.graph.nodes}
+    def __init__(self, stage: Stage | None) -> None:
+        nodes = stage.graph.nodes if stage else ()
+        self._rank = {name: rank for rank, name in enumerate(_ranked(stage) if stage else ())}
+        self._role = {node.name: node.role or node.name for node in nodes}
 
     def shown(self, values: Mapping[str, float]) -> dict[str, float]:
         """The few of a step's metrics that are worth showing, under short names, best first.

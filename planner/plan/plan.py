@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Graph, Node, NodeKind
+from ...dataflow.pictures import picture
 from ...dataflow.runtime.placement import ClusterNode, DeviceGroup, Placement, check_placement
 from ..inputs.cluster import MOST_DEVICES, ClusterSpec
 from ..inputs.layout import Layout
@@ -141,6 +142,10 @@ class Plan(BaseModel):
             if group.name in memory
             for device in group.devices
         }
+
+    def _repr_html_(self) -> str:
+        """The plan as a table, for Jupyter; `html_report.to_html` shows it over time."""
+        return picture("Plan", self)
 
     def group(self, name: str) -> GroupPlan:
         """The group of that name."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import pickle
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from penstock.dataflow.errors import (
@@ -20,6 +22,7 @@ from penstock.dataflow.errors import (
     closest,
     nearest,
     raised_at,
+    users_line,
 )
 
 HERE = Where("/home/someone/steps.py", 12, "roll = actor.generate(prompts.prompt)")
@@ -113,3 +116,28 @@ def test_an_error_tells_where_it_was_raised(
     with pytest.raises((ZeroDivisionError, SyntaxError)) as caught:
         runpy.run_path(str(file))
     assert raised_at(caught.value) == Where(str(file), line, source)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_ours"),
+    [
+        ("/tmp/ipykernel_12/3405691582.py", True),
+        ("<ipython-input-3-0badf00d>", True),
+        ("<string>", False),
+        ("<made by a library>", False),
+    ],
+)
+def test_a_cell_of_a_notebook_is_the_user_s_own_code(
+    name: str, is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "def broken() -> None:\n    raise ValueError('on purpose')\n"
+    lines = source.splitlines(keepends=True)
+    monkeypatch.setitem(linecache.cache, name, (len(source), None, lines, name))
+    cell: dict[str, Any] = {}
+    exec(compile(source, name, "exec"), cell)
+    with pytest.raises(ValueError, match="on purpose") as raised:
+        cell["broken"]()
+    found = users_line(raised.value)
+    assert found is not None
+    place = (found.file, found.line, found.source)
+    assert (place == (name, 2, "raise ValueError('on purpose')")) == is_ours

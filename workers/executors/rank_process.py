@@ -53,7 +53,7 @@ from ..weight_sync.slice_exchange import SliceTraffic
 from .process_backend import ProcessDied, ProcessHome, Ref
 from .process_setup import Address, meet, use_threads
 
-__all__ = ["Answer", "RankProcess", "WarmWorker", "part_to_numpy"]
+__all__ = ["Answer", "RankProcess", "WarmWorker", "part_from_numpy", "part_to_numpy"]
 
 _CLOSE_CHANNEL_S = 1.0
 """How long a process that ends waits for the threads of its weight channel."""
@@ -360,10 +360,7 @@ class RankProcess:
         stored = self._got(handle)
         if isinstance(stored, dict):
             return {name: _tensor(array, dtype) for name, (dtype, array) in stored.items()}
-        return tuple(
-            Packed(_tensor(values), None if lengths is None else _tensor(lengths))
-            for values, lengths in stored
-        )
+        return part_from_numpy(stored)
 
 
 # --- tensors as they are stored: numpy arrays, which Ray stores without copying
@@ -380,6 +377,14 @@ def part_to_numpy(part: Part) -> tuple[_Column, ...]:
             None if column.lengths is None else column.lengths.cpu().numpy(),
         )
         for column in part
+    )
+
+
+def part_from_numpy(stored: Sequence[_Column]) -> Part:
+    """The part of which `part_to_numpy` made arrays."""
+    return tuple(
+        Packed(_tensor(values), None if lengths is None else _tensor(lengths))
+        for values, lengths in stored
     )
 
 

@@ -49,7 +49,7 @@ from .rank_group import (
     start_groups,
     take_warm,
 )
-from .rank_process import Answer, part_to_numpy
+from .rank_process import Answer, part_from_numpy, part_to_numpy
 
 __all__ = ["Supervisor"]
 
@@ -370,6 +370,18 @@ class Supervisor:
         self._controller_bytes += sum(column.num_bytes for column in part)
         return self._here.backend.put(part_to_numpy(part))
 
+    def get(self, handles: Sequence[Handle]) -> list[Part]:
+        """See `Executor.get`; these bytes pass through the controller too."""
+        if not handles:
+            return []
+        try:
+            stored = self._here.backend.get(list(handles), self._deadline_s)
+        except BackendError as error:
+            raise WorkerError(f"what a step has made cannot be had: {error}") from error
+        parts = [part_from_numpy(one) for one in stored]
+        self._controller_bytes += sum(column.num_bytes for part in parts for column in part)
+        return parts
+
     def release(self, handles: Sequence[Handle]) -> None:
         """Nothing to do: dropping the last reference frees the object."""
 
@@ -403,7 +415,7 @@ class Supervisor:
 
     @property
     def controller_bytes(self) -> int:
-        """Source batches stored by the controller, and reports received."""
+        """Source batches stored by the controller, reports and kept columns received."""
         return self._controller_bytes
 
 

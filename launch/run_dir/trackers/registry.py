@@ -66,6 +66,10 @@ class Trackers:
         self.num_steps = 0
         """Steps that are in the record since this process began."""
 
+    def add(self, name: str, tracker: Tracker) -> None:
+        """Tell one more, which is not configured, before the run begins."""
+        self._others[name] = tracker
+
     def start(self, run: RunInfo) -> None:
         """Begin the run; see `Tracker.start`."""
         self._record.start(run)

@@ -81,6 +81,29 @@ def test_in_one_process_and_in_several_it_ends_with_the_same_weights(backend: Ba
     assert 0 < moved < 40_000  # reports and prompts; one step's columns alone are as much
 
 
+def test_kept_columns_come_through_the_controller_which_counts_them(backend: Backend) -> None:
+    run = runs.make("grpo")
+    names = ["actor.generate", "reward.score"]
+    apart = split(run, rollout=("actor.generate",), judge=("reward",))
+    found: list[list[StepResult]] = []
+    for placement, executor, keep in (
+        (one_group(run.graph), InProcess(), names),
+        (apart, backend.executor(), names),
+        (apart, backend.executor(), []),
+    ):
+        with Engine(run.graph, placement, workers=run.workers, executor=executor) as engine:
+            found.append(list(engine.run(run.sources, 2, keep=keep)))
+    here, there, without = found
+    for one, other in zip(here, there, strict=True):
+        for name in ("tokens", "mask", "behavior_logprob"):
+            column = getattr(one.kept["actor.generate"], name)
+            assert torch.equal(column, getattr(other.kept["actor.generate"], name))
+        assert torch.equal(one.kept["reward.score"], other.kept["reward.score"])
+    more = [a.controller_bytes - b.controller_bytes for a, b in zip(there, without, strict=True)]
+    size_bytes = [int(step.kept["actor.generate"].mask.sum()) * 4 for step in there]
+    assert all(m > s for m, s in zip(more, size_bytes, strict=True)), "one column alone is as much"
+
+
 def test_groups_give_each_other_the_weights_of_several_roles(spawned: Backend) -> None:
     """Point to point: main sends two roles to a group from which it receives a third."""
     run = runs.make("ppo")

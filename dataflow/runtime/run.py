@@ -137,6 +137,7 @@ class Run:
             dispatcher, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
         )
         self._bytes_before = executor.controller_bytes
+        self._weights_s: list[tuple[float, float]] = []
         self._point: ResumePoint | None = None
         if checkpoints and not suspended:
             self._point = read_resume_point(checkpoints, self._graph, seed)
@@ -387,6 +388,8 @@ class Run:
         elif isinstance(task, NodeTask):
             self._keep(task, submission)
         report = submission.first.report
+        if report is not None and isinstance(task, Publish | Load):
+            self._weights_s.append((report.start_s, report.end_s))
         rows, size = (report.num_rows, report.size) if report else ((), 0)
         if report is not None and report.chunk is not None:
             rows = rows[:1]  # without what is unfinished
@@ -416,7 +419,8 @@ class Run:
         done = self._done_by_step.pop(completed.step, [])
         passed = self._executor.controller_bytes - self._bytes_before
         self._bytes_before += passed
-        return step_result(self._graph, self._placement, completed, done, passed)
+        moved, self._weights_s = self._weights_s, []
+        return step_result(self._graph, self._placement, completed, done, passed, moved)
 
     def _failure(self, abort: Abort) -> WorkerError:
         """The report, headed by the line of the step function that made the node."""

@@ -26,6 +26,8 @@ class StepResult:
         lag: (versions behind, number of rollout tasks) pairs.
         num_rows: Node -> rows it made.
         controller_bytes: Bytes that passed through the controller since the step before.
+        weights_s: Start and end, in seconds since the epoch, of every time that new weights were
+            brought from group to group since the step before.
     """
 
     step: int
@@ -34,6 +36,7 @@ class StepResult:
     lag: tuple[tuple[int, int], ...] = ()
     num_rows: Mapping[str, int] = field(default_factory=dict[str, int])
     controller_bytes: int = 0
+    weights_s: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def step_result(
     completed: StepCompleted,
     done: Sequence[Done],
     controller_bytes: int,
+    weights_s: Sequence[tuple[float, float]] = (),
 ) -> StepResult:
     """Put together what ranks report of the tasks of a step.
 
@@ -61,6 +65,7 @@ def step_result(
         completed: The step that is complete.
         done: Its tasks, of each rank that had part in them.
         controller_bytes: Bytes that passed through the controller since the step before.
+        weights_s: See `StepResult`.
     """
     rows: dict[str, int] = {}
     for one in done:
@@ -73,6 +78,7 @@ def step_result(
         completed.lag,
         rows,
         controller_bytes,
+        tuple(weights_s),
     )
 
 

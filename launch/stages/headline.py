@@ -17,7 +17,7 @@ import networkx as nx
 from ...dataflow.graph.graph import NodeKind
 from .stages import Stage
 
-__all__ = ["CurveMetric", "Headline"]
+__all__ = ["CurveMetric", "Headline", "needed_nodes", "ranked_nodes"]
 
 _SCORE = "reward/mean"
 """What every reward reports of what it scored."""
@@ -68,7 +68,7 @@ class Headline:
     """
 
     def __init__(self, stage: Stage) -> None:
-        self._rank = {name: rank for rank, name in enumerate(_ranked(stage))}
+        self._rank = {name: rank for rank, name in enumerate(ranked_nodes(stage))}
         self._role = {node.name: node.role or node.name for node in stage.graph.nodes}
 
     def shown(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -115,15 +115,20 @@ class Headline:
         return self._role.get(node, node)
 
 
-def _ranked(stage: Stage) -> list[str]:
-    """The graph's nodes, those first whose metrics tell most about what the stage is for."""
+def needed_nodes(stage: Stage) -> frozenset[str]:
+    """The nodes on which the training of the policy depends, or of what else the stage is for."""
     graph = stage.graph
-    place = {role: index for index, role in enumerate(graph.roles)}
-    learner = stage.policy or next((role for role in place if role in graph.trains_per_step), None)
+    learner = stage.policy or next((r for r in graph.roles if r in graph.trains_per_step), None)
     trained = {n.name for n in graph.nodes if n.role == learner and n.kind is NodeKind.TRAIN}
-    needed = trained.union(*(nx.ancestors(graph.dag, name) for name in trained))
+    return frozenset(trained.union(*(nx.ancestors(graph.dag, name) for name in trained)))
+
+
+def ranked_nodes(stage: Stage) -> list[str]:
+    """The graph's nodes, those first whose metrics tell most about what the stage is for."""
+    place = {role: index for index, role in enumerate(stage.graph.roles)}
+    needed = needed_nodes(stage)
     ranked = sorted(
-        graph.nodes,
+        stage.graph.nodes,
         key=lambda node: (node.name not in needed, place.get(node.role or "", len(place))),
     )
     return [node.name for node in ranked]

@@ -3,7 +3,7 @@
 A metric is named after the node that reports it, `reward.score/reward/mean`, and several nodes may
 report the same one. What the policy's training depends on comes first; among those, and after them,
 roles stand in the order of the step function's parameters. Several rewards go by their roles'
-names, since one is not the other.
+names, since one is not the other, and so does one that is not called a reward.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
+from ...algorithms.roles.language import Reward
 from ...dataflow.graph.graph import NodeKind
 from .stages import Stage
 
@@ -70,6 +71,7 @@ class Headline:
     def __init__(self, stage: Stage) -> None:
         self._rank = {name: rank for rank, name in enumerate(ranked_nodes(stage))}
         self._role = {node.name: node.role or node.name for node in stage.graph.nodes}
+        self._rewards = {r for r, kind in stage.graph.roles.items() if issubclass(kind, Reward)}
 
     def shown(self, values: Mapping[str, float]) -> dict[str, float]:
         """The few of a step's metrics that are worth showing, under short names, best first.
@@ -84,7 +86,7 @@ class Headline:
                 value = values[name]
                 there = not math.isnan(value) and (value != 0 or wanted not in _TROUBLE)
                 if there and len(shown) < _PLACES:
-                    apart = wanted == _SCORE and self._of_several(found)
+                    apart = wanted == _SCORE and self._goes_by_role(name, found)
                     shown.setdefault(
                         self._role_of(name) if apart else wanted.partition("/")[0], value
                     )
@@ -96,7 +98,7 @@ class Headline:
         for wanted, label in _CURVES:
             found = self._reported(wanted, every)
             if found:
-                apart = wanted == _SCORE and self._of_several(found)
+                apart = wanted == _SCORE and self._goes_by_role(found[0], found)
                 whose = f" of '{self._role_of(found[0])}'" if apart else ""
                 return CurveMetric(found[0], f"{label}{whose}")
         return None
@@ -107,8 +109,12 @@ class Headline:
         last = len(self._rank)
         return sorted(found, key=lambda name: self._rank.get(name.partition("/")[0], last))
 
-    def _of_several(self, metrics: list[str]) -> bool:
-        return len({self._role_of(metric) for metric in metrics}) > 1
+    def _goes_by_role(self, metric: str, among: list[str]) -> bool:
+        """Whether a score is one of several roles', or of one that is called something else."""
+        role = self._role_of(metric)
+        if len({self._role_of(other) for other in among}) > 1:
+            return True
+        return role in self._rewards and role != "reward"
 
     def _role_of(self, metric: str) -> str:
         node = metric.partition("/")[0]

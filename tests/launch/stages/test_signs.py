@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.launch.stages.sign_rules import SignFacts
+from penstock.launch.stages.sign_rules import RULES, SignFacts
 from penstock.launch.stages.signs import KINDS, BadSign, Signs
 
 COUNTS = {"run/samples_per_s": 128.0, "run/step_time_s": 1.0, "actor.generate/response_length": 8.0}
@@ -239,3 +240,10 @@ def test_a_resumed_run_remembers_what_was_told(kind: str) -> None:
     signs = Signs(FACTS)
     signs.recall(written)
     assert signs.look(len(rows), {**GOOD, **rows[-1]}) == []
+
+
+def test_the_documentation_has_every_rule_in_its_words() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "progress.md").read_text()
+    for rule in RULES:
+        assert f"| `{rule.kind}` |" in page
+        assert f"| {rule.means} |" in page

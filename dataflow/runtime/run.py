@@ -76,6 +76,8 @@ __all__ = ["Run", "Trained"]
 _UNFINISHED = "/unfinished"
 """After a node's name: what of its rows goes on in the next step. No node is named so."""
 
+_Spans = list[tuple[float, float]]
+
 Trained = dict[str, tuple[str, str]]
 """Role -> (program, group) where it was trained last: its newest weights."""
 
@@ -136,8 +138,7 @@ class Run:
         self._publication = Publication(
             dispatcher, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
         )
-        self._bytes_before = executor.controller_bytes
-        self._weights_s: list[tuple[float, float]] = []
+        self._bytes_before, self._weights_s = executor.controller_bytes, _Spans()
         self._point: ResumePoint | None = None
         if checkpoints and not suspended:
             self._point = read_resume_point(checkpoints, self._graph, seed)
@@ -419,7 +420,7 @@ class Run:
         done = self._done_by_step.pop(completed.step, [])
         passed = self._executor.controller_bytes - self._bytes_before
         self._bytes_before += passed
-        moved, self._weights_s = self._weights_s, []
+        moved, self._weights_s = self._weights_s, _Spans()
         return step_result(self._graph, self._placement, completed, done, passed, moved)
 
     def _failure(self, abort: Abort) -> WorkerError:

@@ -32,8 +32,8 @@ from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.chat import ChatOptions, PromptEncoder
 from ..data.task import Converses, Message, Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
+from ..rollout.reports import score_metrics
 from ..rollout.sampling import turn_seed, turn_uniforms
-from ..rollout.score_report import score_metrics
 from .conversation import Conversation, Exchange, as_table
 from .environment import ClosesEnvironments, HasEnvironments, Reply
 from .floor import Floor

@@ -38,7 +38,7 @@ from ..models.spec import ModelSpec
 from ..rollout.converse import converse
 from ..rollout.generate_calls import sample, sample_segment, sample_streamed
 from ..rollout.generation_engine import GenerationEngine
-from ..rollout.score_report import score_metrics
+from ..rollout.reports import score_metrics
 from ..training.logprob_mismatch import MismatchLimits
 from ..training.model_worker import ModelWorker, check_columns
 from ..training.network import LanguageNetwork

@@ -26,7 +26,7 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
-from ..rollout.score_report import score_metrics
+from ..rollout.reports import score_metrics
 from .answered_task import reward_answer
 from .chat_client import ChatClient, ChatError, ChatOptions, ChatRefused, ChatTimeout
 from .rule_reward import LARGEST

@@ -29,7 +29,7 @@ from ..data.task import TaskSpec
 from ..engines.torch_engine.specs import TorchRewardModelSpec
 from ..models.spec import ModelSpec
 from ..models.tokenizer import TokenizerSpec
-from ..rollout.score_report import score_metrics
+from ..rollout.reports import score_metrics
 from ..verifiers.child import USER_ERRORS
 from ..verifiers.verifiers import blame, import_user_module, load_verifier
 from .kinds import PART_KINDS, RULES

@@ -22,7 +22,7 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
-from ..rollout.score_report import score_metrics
+from ..rollout.reports import score_metrics
 from ..verifiers.child import verdict
 from ..verifiers.pool import LONGEST_S, MOST_PROCESSES, SHORTEST_S, Outcome, VerifierPool
 from .answered_task import AnsweredTask

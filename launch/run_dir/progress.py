@@ -46,6 +46,8 @@ Working = Callable[[], tuple[str, float] | None]
 
 _WINDOW_STEPS = 20
 """What steps wait for is said of so many of the latest."""
+_BAR, _SPACES = 12, 3
+"""Characters of a live line's bar, and between its columns."""
 _LONG_S = 2.0
 """From which on a live line says what is being done."""
 
@@ -203,10 +205,9 @@ class StageProgress:
             return
         live = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=_BAR),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-            _Now(self._now),
+            _Status(self._now, self._run.console),
             console=self._run.console,
         )
         live.add_task(
@@ -259,7 +260,7 @@ class StageProgress:
         )
         if self._live is not None:
             (task,) = self._live.task_ids
-            self._live.update(task, completed=step + 1, status=step_status(done))
+            self._live.update(task, completed=step + 1, status=step_status(done, left_first=True))
         run.tell(done)
 
     @contextmanager
@@ -317,14 +318,17 @@ class StageProgress:
         return "" if elapsed_s < _LONG_S else f"{what} for {format_duration(elapsed_s)}"
 
 
-class _Now(TextColumn):
-    """What is being done at the moment at which the line is drawn."""
+class _Status(TextColumn):
+    """How it stands when the line is drawn, and what is being done; cut off where the line ends."""
 
-    def __init__(self, now: Callable[[], str]) -> None:
+    def __init__(self, now: Callable[[], str], console: Console) -> None:
         super().__init__("")
-        self._now = now
+        self._now, self._console = now, console
 
     def render(self, task: Task) -> Text:
-        """The text, without looking at the task."""
-        del task
-        return Text(visible(self._now()), "dim")
+        """The text, as long as there is room for it behind the other columns."""
+        said = "  ".join(filter(None, [self._now(), str(task.fields["status"])]))
+        text = Text(visible(said))
+        others = len(task.description) + _BAR + 2 * len(str(task.total)) + 1 + _SPACES
+        text.truncate(max(1, self._console.width - others), overflow="ellipsis")
+        return text

@@ -178,11 +178,16 @@ def titled(event: StepDone | StageBegun) -> str:
     return f"{event.stage}{several}"
 
 
-def step_status(event: StepDone) -> str:
-    """What is said of a step behind its number."""
+def step_status(event: StepDone, *, left_first: bool = False) -> str:
+    """What is said of a step behind its number.
+
+    Args:
+        event: The step.
+        left_first: Whether the time left comes first, where the end of a line may not be seen.
+    """
     rate = "" if event.rate is None else f"{event.rate:.4g} {event.unit}/s"
-    values = format_values(event.values)
-    return "  ".join(filter(None, [rate, values, _waits(event.waits), _left(event)]))
+    parts = [rate, format_values(event.values), _waits(event.waits)]
+    return "  ".join(filter(None, [_left(event), *parts] if left_first else [*parts, _left(event)]))
 
 
 def _waits(waits: Mapping[str, float]) -> str:

@@ -143,7 +143,20 @@ def test_a_terminal_shows_where_the_run_is_and_what_is_left() -> None:
         assert stage.is_live
     shown = file.getvalue().splitlines()[-2]
     assert "grpo" in shown
-    assert "1/4 5 samples/s  reward 0.5  6.0 s left" in shown
+    assert "1/4 6.0 s left  5 samples/s  reward 0.5" in shown
+
+
+def test_on_a_narrow_terminal_the_end_of_the_line_goes_and_nothing_else() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=60, height=25, color_system=None)
+    progress = RunProgress([StagePlan("grpo", 200)], console=console, clock=Clock())
+    with progress.stage("grpo") as stage:
+        stage.step(0, took_s=2.0, amount=10, values={f"metric {i}": 0.5 for i in range(9)})
+    shown = file.getvalue().splitlines()[-2]
+    assert shown.startswith("grpo ")
+    assert "1/200 6 min 38 s left  5 samples/s" in shown
+    assert len(shown.rstrip()) <= 60
+    assert shown.rstrip().endswith("…")
 
 
 def test_a_terminal_says_what_a_long_step_is_at() -> None:
@@ -154,7 +167,7 @@ def test_a_terminal_says_what_a_long_step_is_at() -> None:
     with progress.stage("grpo") as stage:
         stage.working = lambda: ("step 4: actor.generate", elapsed[0])
         stage.step(2, took_s=2.0, amount=10, values={})
-    assert file.getvalue().splitlines()[-2].rstrip().endswith("step 4: actor.generate for 35.2 s")
+    assert "3/4 step 4: actor.generate for 35.2 s  2.0 s left" in file.getvalue()
     elapsed[0] = 0.3
     with progress.stage("grpo") as stage:
         stage.working = lambda: ("step 4: actor.generate", elapsed[0])

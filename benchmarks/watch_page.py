@@ -143,9 +143,9 @@ def measure(home: Path, repeats: int) -> dict[str, Any]:
     sys.path.insert(0, str(TESTS))
     started = importlib.import_module("browser").started  # the driver of the tests
 
+    from penstock.launch.run_dir.loopback_server import PageServer
     from penstock.launch.watch.known_runs import KnownRuns
     from penstock.launch.watch.pages import Pages
-    from penstock.launch.watch.server import PageServer
 
     folders = write_runs(home / "runs")
     num_sampled_steps = write_samples(folders[0])

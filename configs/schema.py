@@ -300,7 +300,7 @@ class MismatchConfig(Section):
     """Steps from one comparison to the next; the first step is one always. They cost next to
     nothing: the training engine's log-probabilities are there anyway."""
     warn_above: Annotated[float, Field(ge=0)] | None = 0.01
-    """Warn once if they differ by more."""
+    """Warn if they differ by more, or by a tenth of it and ever more; null never does."""
     stop_above: Annotated[float, Field(ge=0)] | None = None
     """End the run if they differ by more, before the weights are changed."""
 
@@ -359,8 +359,9 @@ class SamplesConfig(Section):
     """Responses of a step, whole prompts first; 0 keeps none."""
     keep_steps: AtLeastOne | None = None
     """Steps that are kept, the newest ones; null for all."""
-    show_every: AtLeastOne | None = None
-    """Print one of the responses every so many steps; null prints none."""
+    show_every: Count | None = None
+    """Print one of the responses every so many steps; 0 prints none. null: on a terminal those of
+    steps 1, 10, 100... and the last."""
     track_every: AtLeastOne | None = None
     """Give the responses of every so many steps to the trackers, as tables; null gives none."""
     max_mib: AtLeastOne = 256
@@ -436,6 +437,10 @@ class RunConfig(Section):
     """Checkpoints kept per stage, the newest ones."""
     runs: FileName = "runs"
     """The folder in which run folders are made."""
+    progress: Literal["auto", "plain", "quiet", "json"] = "auto"
+    """How a run tells how it goes. `auto`: a live line on a terminal, else as `plain`: lines now
+    and then. `quiet`: warnings, errors and the last line. `json`: an object per line on standard
+    output."""
 
 
 StepKept = Annotated[int, Field(ge=0)] | Literal["best"] | None

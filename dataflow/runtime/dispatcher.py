@@ -29,6 +29,7 @@ class Submission:
         waiting: Ranks that have not answered.
         completions: The answers so far, in order of arrival.
         failed: The answer that was a failure, if one was.
+        since_s: When it was handed over, on the monotonic clock.
     """
 
     task: Task | None
@@ -36,6 +37,7 @@ class Submission:
     waiting: set[int]
     completions: list[Completion] = field(default_factory=list[Completion])
     failed: Completion | None = None
+    since_s: float = field(default_factory=time.monotonic)
 
     @property
     def first(self) -> Completion:
@@ -60,6 +62,7 @@ class Dispatcher:
         self._answers: list[Submission | Restart] = []
         self.waited_s = 0.0
         self._last_ticket = 0
+        self._heard_s = 0.0
         self._run: str | None = None
         self._closed = False
 
@@ -106,6 +109,19 @@ class Dispatcher:
         for rank, work in works.items():
             self._executor.submit(self._last_ticket, program, group, rank, work)
         return submission
+
+    def oldest(self) -> tuple[Task | None, float] | None:
+        """What has been out longest, and for how many seconds it has been worked on at most.
+
+        None if nothing is out. May be called from any thread, and waits for nothing.
+        """
+        out = list(self._out.values())
+        if not out:
+            return None
+        since_s = out[0].since_s
+        if self._executor.one_at_a_time:
+            since_s = max(since_s, self._heard_s)
+        return out[0].task, time.monotonic() - since_s
 
     def wait(self, timeout_s: float) -> list[Submission | Restart]:
         """What the run is to hear of since the last call, in order of arrival.
@@ -155,6 +171,8 @@ class Dispatcher:
     def _gather(self, timeout_s: float) -> bool:
         """Note what happened since the last call; returns whether anything did."""
         answers = self._executor.wait(min(POLL_S, timeout_s))
+        if answers:
+            self._heard_s = time.monotonic()
         for answer in answers:
             if isinstance(answer, Completion):
                 self._note(answer)

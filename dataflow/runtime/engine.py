@@ -14,6 +14,7 @@ from ..graph.check import check_lag
 from ..graph.graph import Graph
 from ..graph.role import Role
 from ..graph.segments import check_segments
+from ..scheduler.events import Load, NodeTask, Publish
 from ..scheduler.schedule import Schedule
 from .checkpoint import CheckpointFolder, Pauses, Suspended
 from .dispatcher import Dispatcher
@@ -236,6 +237,27 @@ class Engine:
                 self.executor.release(list(suspended.outputs.values()))
                 return
             ahead = frozenset(step for step in ahead if step > place.step)
+
+    def working(self) -> tuple[str, float] | None:
+        """What workers have been doing longest, in words, and for how many seconds.
+
+        None if they do nothing. May be called from any thread, and waits for nothing.
+
+        Example:
+            >>> engine.working()
+            ('step 4: actor.generate', 35.2)
+        """
+        oldest = self._dispatcher.oldest()
+        if oldest is None:
+            return None
+        task, elapsed_s = oldest
+        match task:
+            case NodeTask():
+                return f"step {task.step + 1}: {task.node}", elapsed_s
+            case Publish() | Load():
+                return f"weights of {task.role}", elapsed_s
+            case _:
+                return "workers", elapsed_s
 
     def call(self, role: str, method: str, *arguments: Any, program: str = "main") -> Any:
         """Call a worker's own method outside the graph, on every rank of the role's home.

@@ -78,6 +78,8 @@ __all__ = ["Run", "Trained"]
 _UNFINISHED = "/unfinished"
 """After a node's name: what of its rows goes on in the next step. No node is named so."""
 
+_Spans = list[tuple[float, float]]
+
 Trained = dict[str, tuple[str, str]]
 """Role -> (program, group) where it was trained last: its newest weights."""
 
@@ -139,7 +141,7 @@ class Run:
         self._publication = Publication(
             dispatcher, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
         )
-        self._bytes_before = executor.controller_bytes
+        self._bytes_before, self._weights_s = executor.controller_bytes, _Spans()
         self._point: ResumePoint | None = None
         if checkpoints and not suspended:
             self._point = read_resume_point(checkpoints, self._graph, seed)
@@ -389,6 +391,8 @@ class Run:
         elif isinstance(task, NodeTask):
             self._keep(task, submission)
         report = submission.first.report
+        if report is not None and isinstance(task, Publish | Load):
+            self._weights_s.append((report.start_s, report.end_s))
         rows, size = (report.num_rows, report.size) if report else ((), 0)
         if report is not None and report.chunk is not None:
             rows = rows[:1]  # without what is unfinished
@@ -419,7 +423,8 @@ class Run:
         kept = self._hand_out(completed.step)
         passed = self._executor.controller_bytes - self._bytes_before
         self._bytes_before += passed
-        return step_result(self._graph, self._placement, completed, done, passed, kept)
+        moved, self._weights_s = self._weights_s, _Spans()
+        return step_result(self._graph, self._placement, completed, done, passed, kept, moved)
 
     def _hand_out(self, step: int) -> dict[str, Any]:
         """What is kept of a step; columns that a resumed run made before it was may be gone."""

@@ -29,6 +29,8 @@ class StepResult:
         controller_bytes: Bytes that passed through the controller since the step before.
         kept: Name -> column or table, of what `Engine.run` was asked to keep. Columns are dense
             tensors on the CPU, ragged ones padded on the right: ids with -1, other numbers with 0.
+        weights_s: Start and end, in seconds since the epoch, of every time that new weights were
+            brought from group to group since the step before.
     """
 
     step: int
@@ -38,6 +40,7 @@ class StepResult:
     num_rows: Mapping[str, int] = field(default_factory=dict[str, int])
     controller_bytes: int = 0
     kept: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
+    weights_s: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ def step_result(
     done: Sequence[Done],
     controller_bytes: int,
     kept: Mapping[str, Any],
+    weights_s: Sequence[tuple[float, float]] = (),
 ) -> StepResult:
     """Put together what ranks report of the tasks of a step.
 
@@ -67,6 +71,7 @@ def step_result(
         done: Its tasks, of each rank that had part in them.
         controller_bytes: Bytes that passed through the controller since the step before.
         kept: What is kept of it.
+        weights_s: See `StepResult`.
     """
     rows: dict[str, int] = {}
     for one in done:
@@ -80,6 +85,7 @@ def step_result(
         rows,
         controller_bytes,
         kept,
+        tuple(weights_s),
     )
 
 

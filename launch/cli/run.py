@@ -18,11 +18,10 @@ from ..run_dir.stop import Terminated, say
 from .hydra_app import given_overrides, hydra_app
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..run_dir.environment import Environment
     from ..run_dir.origins import Origins
     from ..run_dir.process_usage import ProcessUsage
+    from ..run_dir.progress import RunProgress
     from ..run_dir.resume import Resumed
     from ..run_dir.run_folder import CodeVersion, RunFolder, RunRecord
     from ..run_dir.trackers.registry import Trackers
@@ -112,10 +111,11 @@ def _carry_out(
     from ..run_dir.environment import environment_now
     from ..run_dir.origins import origins_of
     from ..run_dir.process_usage import ProcessUsage
-    from ..run_dir.progress import LastingConsole
+    from ..run_dir.progress import RunProgress
     from ..run_dir.run_folder import code_version
     from ..run_dir.trackers.registry import Trackers
     from ..stages.job import prepare
+    from ..stages.telling import stage_plans
 
     code = code_version()
     file = None if resumed is None or resumed.moved else resumed.folder.plan
@@ -127,8 +127,8 @@ def _carry_out(
     if shown is not None:
         trackers.add("the notebook's curve", shown)
     job = prepare(resolve(config), placed)
-    console = LastingConsole(stderr=True)
-    _print_data(job, console)
+    progress = RunProgress(stage_plans(job), config.progress)
+    _print_data(job, progress)
     if again is not None:
         _check_data(again, job.data.fingerprint)
     origins, environment = origins_of(job.model_folders), environment_now(machine_name())
@@ -141,7 +141,7 @@ def _carry_out(
         folder = _created(runs, job, written, plan, origins, code, environment)
     else:
         folder = resumed.folder
-        _check_unchanged(folder, job.data.fingerprint, origins, code, environment, console)
+        _check_unchanged(folder, job.data.fingerprint, origins, code, environment)
     with (
         _ended_early(folder, resumed is None, had_runs, trackers),
         folder.locked(),
@@ -153,8 +153,8 @@ def _carry_out(
             _note_changes(resumed, job, written, plan)
         homes = _tracked(job, folder, plain, resumed is not None, trackers)
         if job.about_model:
-            console.print(job.about_model, highlight=False, markup=False, soft_wrap=True)
-        _stages(job, homes, code, usage, console, resumed is not None, trackers)
+            progress.note(job.about_model)
+        _stages(job, homes, code, usage, progress, resumed is not None, trackers)
     return folder
 
 
@@ -242,7 +242,6 @@ def _check_unchanged(
     origins: Origins,
     code: CodeVersion,
     environment: Environment,
-    console: Console,
 ) -> None:
     """Refuse to go on with other problems or models than the run began with; mention other code.
 
@@ -263,23 +262,20 @@ def _check_unchanged(
     if versions:
         others.append(f"with other versions of packages ({versions_text(versions)})")
     for other in others:
-        console.print(
-            f"penstock: warning: run '{folder.id}' was started {other}; what comes out may differ "
-            "from a run of either",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+        say(
+            f"warning: run '{folder.id}' was started {other}; what comes out may differ from a run "
+            "of either"
         )
 
 
-def _print_data(job: Job, console: Console) -> None:
+def _print_data(job: Job, progress: RunProgress) -> None:
     """Where the run is placed, whether it can be repeated, and what was left out of its data."""
     for line in (job.note, job.not_reproducible and f"not reproducible: {job.not_reproducible}"):
         if line:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            progress.note(line)
     for report in job.reports:
         if report.num_bad:
-            console.print(str(report), highlight=False, markup=False, soft_wrap=True)
+            progress.note(str(report))
 
 
 def _stages(
@@ -287,17 +283,18 @@ def _stages(
     homes: Mapping[str, RunFolder],
     code: CodeVersion,
     usage: ProcessUsage,
-    console: Console,
+    progress: RunProgress,
     resumed: bool,
     trackers: Trackers,
 ) -> None:
     """Run what is left of a job's stages, each in its folder, and write the run's summary."""
+    from ..run_dir.events import count_kinds
     from ..run_dir.run_folder import record_of
     from ..stages.report import summary_of, write_report
     from ..stages.train import MODELS, Outcome, check_stage_models, run_stage
 
     for line in [] if resumed else job.statistics:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        progress.note(line)
     started_s = time.monotonic()
     results: dict[str, Any] = {}
     outcome, folder = Outcome(), homes[job.main.name]
@@ -308,8 +305,9 @@ def _stages(
             results[stage.name] = (stage, home.path / MODELS)
             if home.summary.exists():
                 check_stage_models(stage.name, home)
+                progress.time.end(stage.name, 0.0)
                 continue
-        outcome = run_stage(job, stage, home, results, trackers)
+        outcome = run_stage(job, stage, home, results, trackers, progress)
     wall_time_s = time.monotonic() - started_s
     usage.sample()
     summary = summary_of(
@@ -318,10 +316,12 @@ def _stages(
         code=code,
         usage=usage,
         wall_time_s=wall_time_s,
+        stage_times_s=progress.time.took_s,
+        warned=count_kinds(folder.path),
         resumed=resumed,
         record=record_of(folder),
     )
-    write_report(job, folder, outcome, summary, console, trackers.place)
+    write_report(job, folder, outcome, summary, progress, trackers.place)
     folder.write_summary(summary)
     trackers.finish(summary)
 

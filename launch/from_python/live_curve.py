@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from ..run_dir.curve import draw_curve
-from ..run_dir.progress import format_values
+from ..run_dir.progress_events import format_values
 from ..run_dir.trackers.tracker import RunInfo
 from ..stages.headline import Headline
 

@@ -1,26 +1,55 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere.
+"""What a person, or a program, sees while a run goes on.
 
-The display only shows: everything in it is in `metrics.jsonl` too.
+A live line on a terminal, plain lines elsewhere, warnings and the last line alone, or JSON: what is
+told is an `Event`, and every way of telling takes all of them. It only shows: everything in it is
+in the run's folder too.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn
 from rich.text import Text
 
-from .stop import drop_standard_error, visible
+from .progress_events import (
+    Ended,
+    Evaluated,
+    Event,
+    Note,
+    StageBegun,
+    StepDone,
+    Warned,
+    format_duration,
+    json_line,
+    step_status,
+    text_line,
+    titled,
+)
+from .stop import drop_output, say, visible
+from .time_left import StagePlan, TimeLeft
 
-__all__ = ["LastingConsole", "ProgressDisplay", "format_duration", "format_values"]
+__all__ = ["LastingConsole", "ProgressMode", "RunProgress", "StageProgress", "Working"]
+
+ProgressMode = Literal["auto", "plain", "quiet", "json"]
+"""How it is told; see `RunConfig.progress`."""
+
+Working = Callable[[], tuple[str, float] | None]
+"""What workers are doing now, in words, and for how many seconds; None if nothing."""
 
 _WINDOW_STEPS = 20
-"""Rates and the time left come from this many of the latest steps: a run's pace changes."""
+"""What steps wait for is said of so many of the latest."""
+_BAR, _SPACES = 12, 3
+"""Characters of a live line's bar, and between its columns."""
+_LONG_S = 2.0
+"""From which on a live line says what is being done."""
 
 
 class LastingConsole(Console):
@@ -33,141 +62,273 @@ class LastingConsole(Console):
 
     def on_broken_pipe(self) -> None:
         """Go on with nobody to read it."""
-        drop_standard_error()
+        drop_output(sys.stderr)
 
 
-class ProgressDisplay:
-    """Shows how far a run is, how fast, and how well.
+class RunProgress:
+    """Tells how a run goes, stage by stage.
 
     Args:
-        title: What is running: "grpo".
-        num_steps: Steps of the whole run.
-        first_step: The step it starts from, when resumed.
-        console: Where to show it; standard error by default, so that output can be piped.
-        every_s: Seconds between plain lines where there is no terminal.
+        stages: What is to be done, in order.
+        mode: How it is told.
+        console: For a person; on standard error by default, so that output can be piped.
+        every_s: Seconds between plain lines about steps where there is no terminal.
         clock: Seconds from any origin; for tests.
 
     Example:
-        >>> with ProgressDisplay("grpo", num_steps=200) as display:
+        >>> progress = RunProgress([StagePlan("grpo", 200)])
+        >>> with progress.stage("grpo") as stage:
         ...     for result in engine.run(sources, num_steps=200):
-        ...         display.update(result.step, num_samples=128, values={"reward": 0.5})
-        ...     display.summarize({"accuracy": "0.12 -> 0.61"})
+        ...         stage.step(result.step, took_s=0.5, amount=128, values={"reward": 0.5})
+        >>> progress.end("grpo: 200 steps, accuracy 12.0% -> 61.0%")
     """
 
     def __init__(
         self,
-        title: str,
+        stages: Sequence[StagePlan],
+        mode: ProgressMode = "auto",
         *,
-        num_steps: int,
-        first_step: int = 0,
         console: Console | None = None,
         every_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.title = title
-        self.num_steps = num_steps
         self.console = console or LastingConsole(stderr=True)
-        self.num_done = first_step
-        self._every_s = every_s
-        self._clock = clock
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW_STEPS)
-        self._unit = "samples"
-        self._started_s = self._mark_s = clock()
+        self.time = TimeLeft(stages)
+        self.clock = clock
+        self._mode, self._every_s = mode, every_s
         self._said_s = -math.inf
-        self._live: tuple[Progress, TaskID] | None = None
+        self._reader = True
 
-    def __enter__(self) -> ProgressDisplay:
-        self._started_s = self._mark_s = self._clock()
-        if self.console.is_terminal:
-            live = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
-                console=self.console,
-            )
-            task = live.add_task(
-                self.title, total=self.num_steps, completed=self.num_done, status="starting"
-            )
-            self._live = (live, task)
-            live.start()
-        return self
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a line that changes, as on a terminal."""
+        return self._mode == "auto" and self.console.is_terminal
 
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live[0].stop()
-            self._live = None
+    @property
+    def shows_text(self) -> bool:
+        """Whether a person reads how it goes on."""
+        return self._mode in ("auto", "plain")
 
-    def update(
+    def tell(self, event: Event) -> None:
+        """Tell of what happened, as the mode has it."""
+        if self._mode == "json":
+            self._write(json_line(event))
+        elif isinstance(event, Warned):
+            say(f"warning: {event.text}")
+        elif self.shows_text or isinstance(event, Ended):
+            self._print(event)
+
+    def note(self, text: str) -> None:
+        """Say something about the run as a whole."""
+        self.tell(Note(text))
+
+    def end(self, text: str, run: str = "", summary: Mapping[str, Any] | None = None) -> None:
+        """Say in the last line what came out."""
+        self.tell(Ended(text, run, summary or {}))
+
+    def show(self, text: Text) -> None:
+        """Print something between the lines, where a person reads them."""
+        if self.shows_text:
+            self.console.print(text, soft_wrap=True, highlight=False)
+
+    @contextmanager
+    def stage(self, name: str, first_step: int = 0) -> Generator[StageProgress]:
+        """While it is entered, the stage is carried out."""
+        shown = StageProgress(self, name, first_step)
+        with shown.live():
+            yield shown
+        shown.end()
+
+    def _print(self, event: Event) -> None:
+        if isinstance(event, StepDone) and not self._is_due(event):
+            return
+        # As Text, and unwrapped: one line stays one line in a log, and brackets are not markup.
+        line = visible(text_line(event))
+        if line:
+            self.console.print(Text(line), soft_wrap=True, highlight=False)
+
+    def _is_due(self, event: StepDone) -> bool:
+        """Whether a line about a step is due; a live line says it otherwise."""
+        now_s = self.clock()
+        if self.is_live:
+            return False
+        if now_s - self._said_s < self._every_s and event.step + 1 < event.num_steps:
+            return False
+        self._said_s = now_s
+        return True
+
+    def _write(self, line: str) -> None:
+        """Write to standard output, as long as somebody reads it; a run outlives who does."""
+        if not self._reader:
+            return
+        try:
+            print(line, flush=True)
+        except (OSError, ValueError):  # ValueError: the user's code has closed it
+            self._reader = False
+            drop_output(sys.stdout)
+
+
+class StageProgress:
+    """Tells how one stage goes.
+
+    Args:
+        run: The run.
+        name: The stage.
+        first_step: The step it starts from, when resumed.
+    """
+
+    def __init__(self, run: RunProgress, name: str, first_step: int = 0) -> None:
+        self._run, self._name = run, name
+        self._started_s = run.clock()
+        self._waited: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_WINDOW_STEPS)
+        self._evaluates_s: float | None = None
+        self._live: Progress | None = None
+        self.working: Working = lambda: None
+        run.time.begin(name, first_step)
+        share = run.time.share(name)
+        self._begun = StageBegun(
+            name,
+            run.time.number(name),
+            run.time.num_stages,
+            first_step,
+            run.time.plan(name).num_steps,
+            share.part,
+            "time" if share.of_time else "steps",
+        )
+        run.tell(self._begun)
+
+    @contextmanager
+    def live(self) -> Generator[None]:
+        """Show the line that changes, where there is one."""
+        if not self._run.is_live:
+            yield
+            return
+        live = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=_BAR),
+            MofNCompleteColumn(),
+            _Status(self._now, self._run.console),
+            console=self._run.console,
+        )
+        live.add_task(
+            titled(self._begun),
+            total=self._begun.num_steps,
+            completed=self._begun.first_step,
+            status="",
+        )
+        with live:
+            self._live = live
+            yield
+        self._live = None
+
+    def step(
         self,
         step: int,
         *,
-        num_samples: float,
+        took_s: float,
+        amount: float,
         values: Mapping[str, float],
         unit: str = "samples",
+        waits_s: Mapping[str, float] | None = None,
     ) -> None:
-        """Show that a step is complete.
+        """Tell that a step is complete.
 
         Args:
             step: Its index.
-            num_samples: Rows it made, or whatever else is counted.
+            took_s: Seconds it took.
+            amount: Rows it made, or whatever else is counted.
             values: Short name -> number, in the order shown.
             unit: What is counted.
+            waits_s: What it waited for -> seconds.
         """
-        now_s = self._clock()
-        self._unit = unit
-        self._recent.append((now_s - self._mark_s, num_samples))
-        self._mark_s = now_s
-        self.num_done = step + 1
-        status = "  ".join(filter(None, [self.rate, format_values(values), self.time_left]))
-        if self._live:
-            live, task = self._live
-            live.update(task, completed=self.num_done, status=status)
-        elif now_s - self._said_s >= self._every_s or self.num_done >= self.num_steps:
-            self._said_s = now_s
-            self._say(f"{self.title} {self.num_done}/{self.num_steps}  {status}")
-
-    def summarize(self, values: Mapping[str, float | str]) -> None:
-        """Say in one line what came out."""
-        took = format_duration(self._clock() - self._started_s)
-        self._say(
-            f"{self.title}: {self.num_done} steps in {took}  {format_values(values)}".rstrip()
+        run, name = self._run, self._name
+        run.time.step(name, step + 1, took_s, amount)
+        self._waited.append((took_s, waits_s or {}))
+        begun = self._begun
+        done = StepDone(
+            name,
+            begun.number,
+            begun.num_stages,
+            step,
+            begun.num_steps,
+            took_s,
+            run.time.rate(name),
+            unit,
+            dict(values),
+            self._waits(),
+            run.time.left(name),
         )
+        if self._live is not None:
+            (task,) = self._live.task_ids
+            self._live.update(task, completed=step + 1, status=step_status(done, left_first=True))
+        run.tell(done)
+
+    @contextmanager
+    def evaluation(self) -> Generator[None]:
+        """While it is entered the stage is evaluated, and that is what everything waits for."""
+        self._evaluates_s = self._run.clock()
+        try:
+            yield
+        finally:
+            self._evaluates_s = None
+
+    def evaluated(self, step: int, took_s: float, values: Mapping[str, float]) -> None:
+        """Tell what an evaluation after so many steps found."""
+        self._run.time.evaluation(self._name, step, took_s)
+        self._run.tell(Evaluated(self._name, step, took_s, dict(values)))
+
+    def warn(self, kind: str, step: int, text: str, fields: Mapping[str, Any]) -> None:
+        """Tell of a sign that the run goes wrong."""
+        self._run.tell(Warned(self._name, kind, step, text, dict(fields)))
 
     @property
-    def rate(self) -> str:
-        """Samples, or what is counted, per second over the latest steps; empty before the first."""
-        elapsed_s = sum(seconds for seconds, _ in self._recent)
-        num_samples = sum(samples for _, samples in self._recent)
-        return f"{num_samples / elapsed_s:.4g} {self._unit}/s" if elapsed_s > 0 else ""
+    def is_live(self) -> bool:
+        """See `RunProgress.is_live`."""
+        return self._run.is_live
 
-    @property
-    def time_left(self) -> str:
-        """Time left at the pace of the latest steps; empty before the first and after the last."""
-        left = self.num_steps - self.num_done
-        if not self._recent or left <= 0:
+    def show(self, text: Text) -> None:
+        """Print something between the lines about steps."""
+        self._run.show(text)
+
+    def end(self) -> None:
+        """The stage is over."""
+        self._run.time.end(self._name, self._run.clock() - self._started_s)
+
+    def _waits(self) -> dict[str, float]:
+        """What the latest steps waited for -> share of their time, the largest first."""
+        total_s = sum(took_s for took_s, _ in self._waited)
+        sums: dict[str, float] = {}
+        for _, waited in self._waited:
+            for what, seconds in waited.items():
+                sums[what] = sums.get(what, 0.0) + seconds
+        ranked = sorted(sums.items(), key=lambda one: -one[1])
+        return {what: seconds / total_s for what, seconds in ranked} if total_s > 0 else {}
+
+    def _now(self) -> str:
+        """What is being done, if it takes long: `step 4: actor.generate for 35 s`."""
+        working = self.working()
+        since_s = self._evaluates_s
+        if since_s is not None:
+            what: str = "evaluation"
+            elapsed_s = self._run.clock() - since_s
+        elif working is not None:
+            what, elapsed_s = working
+        else:
             return ""
-        pace_s = sum(seconds for seconds, _ in self._recent) / len(self._recent)
-        return f"{format_duration(left * pace_s)} left"
-
-    def _say(self, line: str) -> None:
-        # As Text, and unwrapped: one line stays one line in a log, and brackets are not markup.
-        self.console.print(Text(line), soft_wrap=True, highlight=False)
+        return "" if elapsed_s < _LONG_S else f"{what} for {format_duration(elapsed_s)}"
 
 
-def format_values(values: Mapping[str, float | str]) -> str:
-    """`reward 0.5  loss 0.02`: names with numbers to four significant digits."""
-    return "  ".join(
-        f"{name} {value if isinstance(value, str) else format(value, '.4g')}"
-        for name, value in values.items()
-    )
+class _Status(TextColumn):
+    """How it stands when the line is drawn, and what is being done; cut off where the line ends."""
 
+    def __init__(self, now: Callable[[], str], console: Console) -> None:
+        super().__init__("")
+        self._now, self._console = now, console
 
-def format_duration(seconds: float) -> str:
-    """`8.1 s`, `2 min 05 s`, `3 h 07 min`."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest_s = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest_s:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+    def render(self, task: Task) -> Text:
+        """The text, as long as there is room for it behind the other columns."""
+        said = "  ".join(filter(None, [self._now(), str(task.fields["status"])]))
+        text = Text(visible(said))
+        others = len(task.description) + _BAR + 2 * len(str(task.total)) + 1 + _SPACES
+        text.truncate(max(1, self._console.width - others), overflow="ellipsis")
+        return text

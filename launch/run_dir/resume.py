@@ -26,7 +26,7 @@ __all__ = ["Resumed", "copy_value", "resumed_config", "stored_config"]
 _ELSEWHERE = ("engine", "rollout", "executor", "placement")
 """What a resumed run may change: checkpoints are the same for every engine and layout."""
 
-_PATIENCE = tuple(f"task.{name}" for name in PATIENCE)
+_PATIENCE = (*(f"task.{name}" for name in PATIENCE), "progress")
 """And further keys, for as long as the process lasts."""
 
 _NUM_STEPS = "algorithm.num_steps"

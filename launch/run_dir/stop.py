@@ -19,8 +19,9 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import TextIO
 
-__all__ = ["StopRequest", "Terminated", "drop_standard_error", "say", "stoppable", "visible"]
+__all__ = ["StopRequest", "Terminated", "drop_output", "say", "stoppable", "visible"]
 
 
 class Terminated(BaseException):
@@ -132,18 +133,18 @@ def say(message: str) -> None:
     try:
         print("\n".join([f"penstock: {first}", *lines]), file=sys.stderr, flush=True)
     except (OSError, ValueError):  # ValueError: the user's code has closed it
-        drop_standard_error()
+        drop_output(sys.stderr)
 
 
-def drop_standard_error() -> None:
-    """Have standard error lead nowhere, for a write to it has failed, and so would every other.
+def drop_output(stream: TextIO) -> None:
+    """Have standard error or output lead nowhere: a write to it has failed, as every other would.
 
     The next one may be that of the interpreter when it ends, which would change the exit code.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     # It may have no descriptor, or be closed: nothing of it is left to fail then.
     with suppress(OSError, ValueError):
-        os.dup2(nowhere, sys.stderr.fileno())
+        os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 

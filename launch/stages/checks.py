@@ -1,24 +1,16 @@
-"""What a run is checked against: the plan's prediction, and the engine that sampled.
-
-Refusing to train on a mismatch is the trainer's: it must happen before the weights are changed.
-Here the user is warned.
-"""
+"""What a run is checked against: the plan's prediction."""
 
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...configs.schema import MismatchConfig
 from ...dataflow.graph.graph import Graph, NodeKind
-from ...dataflow.runtime.engine import StepResult
 from ...dataflow.runtime.executor import TaskSpan
 from ...planner.formatting import aligned, seconds_text
 from ...planner.plan.plan import Plan
-from ...workers.training.logprob_mismatch import ROLLOUT_K3
 
-__all__ = ["MismatchGuard", "comparison_text", "node_seconds", "nodes_summary"]
+__all__ = ["comparison_text", "node_seconds", "nodes_summary"]
 
 _Nodes = Mapping[str, Mapping[str, float | None]]
 """Node -> "predicted_s" and "measured_s", None where nothing is known."""
@@ -76,30 +68,3 @@ def comparison_text(plan: Plan, nodes: _Nodes, step_time_s: float) -> list[str]:
 def _cells(predicted: float, measured: float) -> list[str]:
     error = f"{predicted / measured - 1:+.0%}" if measured > 0 else "-"
     return [seconds_text(predicted), seconds_text(measured), error]
-
-
-class MismatchGuard:
-    """Looks at every step whose rollouts read the weights that were then trained.
-
-    With rollouts that ran ahead the same numbers contain staleness, and nothing is judged.
-    """
-
-    def __init__(self, config: MismatchConfig) -> None:
-        self._limit = config.warn_above
-        self._warned = False
-
-    def check(self, result: StepResult) -> None:
-        """Warn, once in a run, if the divergence is above `mismatch.warn_above`."""
-        if self._limit is None or self._warned or any(lag for lag, _ in result.lag):
-            return
-        for name, value in result.metrics.items():
-            node, _, metric = name.rpartition("/")
-            if metric == ROLLOUT_K3 and not value <= self._limit:
-                self._warned = True
-                warnings.warn(
-                    f"step {result.step}: '{node}' and what sampled for it disagree by "
-                    f"{value:.3g} nats per token on the same weights; mismatch.warn_above is "
-                    f"{self._limit:g}. Consider algorithm.cfg.correction",
-                    stacklevel=2,
-                )
-                return

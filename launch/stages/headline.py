@@ -3,7 +3,7 @@
 A metric is named after the node that reports it, `reward.score/reward/mean`, and several nodes may
 report the same one. What the policy's training depends on comes first; among those, and after them,
 roles stand in the order of the step function's parameters. Several rewards go by their roles'
-names, since one is not the other.
+names, since one is not the other, and so does one that is not called a reward.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import networkx as nx
 
+from ...algorithms.roles.language import Reward
 from ...dataflow.graph.graph import NodeKind
 from .stages import Stage
 
-__all__ = ["CurveMetric", "Headline"]
+__all__ = ["CurveMetric", "Headline", "needed_nodes", "ranked_nodes"]
 
 _SCORE = "reward/mean"
 """What every reward reports of what it scored."""
@@ -69,8 +70,11 @@ class Headline:
 
     def __init__(self, stage: Stage | None) -> None:
         nodes = stage.graph.nodes if stage else ()
-        self._rank = {name: rank for rank, name in enumerate(_ranked(stage) if stage else ())}
+        roles = stage.graph.roles if stage else {}
+        ranked = ranked_nodes(stage) if stage else ()
+        self._rank = {name: rank for rank, name in enumerate(ranked)}
         self._role = {node.name: node.role or node.name for node in nodes}
+        self._rewards = {role for role, kind in roles.items() if issubclass(kind, Reward)}
 
     def shown(self, values: Mapping[str, float]) -> dict[str, float]:
         """The few of a step's metrics that are worth showing, under short names, best first.
@@ -85,7 +89,7 @@ class Headline:
                 value = values[name]
                 there = not math.isnan(value) and (value != 0 or wanted not in _TROUBLE)
                 if there and len(shown) < _PLACES:
-                    apart = wanted == _SCORE and self._of_several(found)
+                    apart = wanted == _SCORE and self._goes_by_role(name, found)
                     shown.setdefault(
                         self._role_of(name) if apart else wanted.partition("/")[0], value
                     )
@@ -97,7 +101,7 @@ class Headline:
         for wanted, label in _CURVES:
             found = self._reported(wanted, every)
             if found:
-                apart = wanted == _SCORE and self._of_several(found)
+                apart = wanted == _SCORE and self._goes_by_role(found[0], found)
                 whose = f" of '{self._role_of(found[0])}'" if apart else ""
                 return CurveMetric(found[0], f"{label}{whose}")
         return None
@@ -108,23 +112,32 @@ class Headline:
         last = len(self._rank)
         return sorted(found, key=lambda name: self._rank.get(name.partition("/")[0], last))
 
-    def _of_several(self, metrics: list[str]) -> bool:
-        return len({self._role_of(metric) for metric in metrics}) > 1
+    def _goes_by_role(self, metric: str, among: list[str]) -> bool:
+        """Whether a score is one of several roles', or of one that is called something else."""
+        role = self._role_of(metric)
+        if len({self._role_of(other) for other in among}) > 1:
+            return True
+        return role in self._rewards and role != "reward"
 
     def _role_of(self, metric: str) -> str:
         node = metric.partition("/")[0]
         return self._role.get(node, node)
 
 
-def _ranked(stage: Stage) -> list[str]:
-    """The graph's nodes, those first whose metrics tell most about what the stage is for."""
+def needed_nodes(stage: Stage) -> frozenset[str]:
+    """The nodes on which the training of the policy depends, or of what else the stage is for."""
     graph = stage.graph
-    place = {role: index for index, role in enumerate(graph.roles)}
-    learner = stage.policy or next((role for role in place if role in graph.trains_per_step), None)
+    learner = stage.policy or next((r for r in graph.roles if r in graph.trains_per_step), None)
     trained = {n.name for n in graph.nodes if n.role == learner and n.kind is NodeKind.TRAIN}
-    needed = trained.union(*(nx.ancestors(graph.dag, name) for name in trained))
+    return frozenset(trained.union(*(nx.ancestors(graph.dag, name) for name in trained)))
+
+
+def ranked_nodes(stage: Stage) -> list[str]:
+    """The graph's nodes, those first whose metrics tell most about what the stage is for."""
+    place = {role: index for index, role in enumerate(stage.graph.roles)}
+    needed = needed_nodes(stage)
     ranked = sorted(
-        graph.nodes,
+        stage.graph.nodes,
         key=lambda node: (node.name not in needed, place.get(node.role or "", len(place))),
     )
     return [node.name for node in ranked]

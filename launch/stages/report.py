@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ..placement.machine import num_cores
 from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
 from ..run_dir.evaluations import WHOLE, Change, Evaluations, Measured, accuracy_interval
 from ..run_dir.process_usage import ProcessUsage
-from ..run_dir.progress import format_duration
+from ..run_dir.progress import RunProgress
+from ..run_dir.progress_events import format_duration
 from ..run_dir.run_folder import CodeVersion, RunFolder, RunRecord
 from ..run_dir.trackers.jsonl import read_metrics
 from .checks import comparison_text, nodes_summary
@@ -24,6 +23,9 @@ from .train import Outcome
 
 __all__ = ["measured_text", "summary_of", "write_report"]
 
+_LONG = frozenset({"examples_before", "examples_after", "nodes", "suites"})
+"""Of a summary what is too long for a line that tells what came out."""
+
 
 def summary_of(
     job: Job,
@@ -32,6 +34,8 @@ def summary_of(
     code: CodeVersion,
     usage: ProcessUsage,
     wall_time_s: float,
+    stage_times_s: Mapping[str, float],
+    warned: Mapping[str, int],
     resumed: bool,
     record: RunRecord,
 ) -> dict[str, Any]:
@@ -43,6 +47,8 @@ def summary_of(
         code: As it was when this process began, since somebody may edit it meanwhile.
         usage: Of this process and all below it.
         wall_time_s: Of the stages.
+        stage_times_s: Of each of those that this process carried out.
+        warned: Kind of sign -> how often the run warned of it.
         resumed: Whether an earlier process did some of it.
         record: What the run's folder says of it.
     """
@@ -77,6 +83,8 @@ def summary_of(
         "peak_memory_bytes": usage.peak_bytes,
         "cpu_utilization": usage.cpu_s / (wall_time_s * num_cores()) if wall_time_s else None,
         "wall_time_s": wall_time_s,
+        "stage_times_s": dict(stage_times_s),
+        "warnings": dict(warned),
         "main_stage_wall_time_s": outcome.wall_time_s,
         "resumed": resumed,
         "first_step": outcome.first_step,
@@ -120,7 +128,7 @@ def write_report(
     folder: RunFolder,
     outcome: Outcome,
     summary: dict[str, Any],
-    console: Console,
+    progress: RunProgress,
     tracked: str | None,
 ) -> None:
     """Draw the curve and print what came out; the last line sums it up.
@@ -130,7 +138,7 @@ def write_report(
         folder: Its folder.
         outcome: Of the main stage.
         summary: The contents of summary.json.
-        console: Where to print.
+        progress: Where it is told.
         tracked: How a person looks at what the tracker has; see `Tracker.start`.
     """
     curve = _draw(job, folder, summary)
@@ -139,11 +147,12 @@ def write_report(
     suites = _suites(job, outcome)
     stopped = [outcome.stopped] if outcome.stopped else []
     stopped += _best(job, folder)
+    stopped += _stage_times(summary["stage_times_s"])
     if summary["not_reproducible"]:
         changed.append(f"not reproducible: {summary['not_reproducible']}")
     said = (*compared, *_examples(outcome), *_unverified(outcome), *changed, *suites, *stopped)
     for line in said:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        progress.note(line)
     shown = {
         "models": folder.path / "models",
         "curve": curve,
@@ -152,9 +161,10 @@ def write_report(
     }
     for name, path in shown.items():
         if path is not None:
-            console.print(f"{name}: {path}", highlight=False, markup=False, soft_wrap=True)
+            progress.note(f"{name}: {path}")
     line = _summary_line(folder, summary, outcome.env_unit)
-    console.print(line, highlight=False, soft_wrap=True)
+    told = {name: value for name, value in summary.items() if name not in _LONG}
+    progress.end(line, str(folder.path), told)
 
 
 def _draw(job: Job, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
@@ -269,6 +279,15 @@ def _changed(changes: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def _stage_times(times_s: Mapping[str, float]) -> list[str]:
+    """How long each stage took, where there are several."""
+    total_s = sum(times_s.values())
+    if len(times_s) < 2 or not total_s:
+        return []
+    said = (f"{name} {format_duration(s)} ({s / total_s:.0%})" for name, s in times_s.items())
+    return [f"stages: {', '.join(said)}"]
+
+
 def _summary_line(folder: RunFolder, summary: dict[str, Any], env_unit: str) -> str:
     parts = [f"{folder.id}: {summary['num_steps']} steps"]
     parts += ["not reproducible"] if summary["not_reproducible"] else []
@@ -289,6 +308,8 @@ def _summary_line(folder: RunFolder, summary: dict[str, Any], env_unit: str) -> 
         parts.append(f"{summary['samples_per_s']:.4g} samples/s")
     if summary["env_restarts"]:
         parts.append(f"environments restarted: {summary['env_restarts']:g}")
+    if summary["warnings"]:
+        parts.append(f"warnings: {', '.join(summary['warnings'])}")
     parts.append(f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB")
     parts.append(format_duration(summary["wall_time_s"]))
     return ", ".join(parts)

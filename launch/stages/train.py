@@ -6,11 +6,8 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-
-from rich.text import Text
 
 from ...dataflow.errors import ConfigError, StateError
 from ...dataflow.graph.graph import NodeKind
@@ -21,22 +18,21 @@ from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.scheduler import Scheduler
 from ..placement.place import make_executor
 from ..run_dir.checkpoint import CheckpointStore
-from ..run_dir.evaluations import Evaluations, Measured, logged_name
-from ..run_dir.progress import ProgressDisplay
+from ..run_dir.evaluations import Evaluations, Measured
+from ..run_dir.progress import RunProgress, StageProgress
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.stop import stoppable
-from ..run_dir.trace import TraceLog
 from ..run_dir.trackers.registry import Trackers
-from .checks import MismatchGuard, node_seconds
+from .checks import node_seconds
 from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import stage_evaluator
 from .export import combined_sha256, export_roles, files_sha256
-from .headline import Headline
 from .job import Job
 from .measuring import Evaluates, Measuring
-from .samples import SampleTables, newest_sample, sample_watch
+from .samples import SampleTables, sample_watch
 from .stages import Stage
 from .streaming import stage_flow, stage_schedule
+from .telling import TimedEvaluator, told
 from .worker_specs import Results, exporting_specs, worker_specs
 
 __all__ = ["MODELS", "Outcome", "check_stage_models", "run_stage", "steps_taken"]
@@ -109,7 +105,12 @@ class Outcome:
 
 
 def run_stage(
-    job: Job, stage: Stage, home: RunFolder, results: Results, trackers: Trackers
+    job: Job,
+    stage: Stage,
+    home: RunFolder,
+    results: Results,
+    trackers: Trackers,
+    progress: RunProgress,
 ) -> Outcome:
     """Train one stage to its end, from its newest checkpoint if there is one.
 
@@ -119,26 +120,44 @@ def run_stage(
         home: Its folder: the run's own for the main stage.
         results: Stages that have finished.
         trackers: Where its metrics go.
+        progress: Whoever watches.
 
     Raises:
         WorkerError: If user code fails, or nothing comes back within the deadline.
         KeyboardInterrupt: If SIGINT ended it early.
         Terminated: If SIGTERM did.
     """
-    started_s = time.monotonic()
-    run = job.run
-    specs = worker_specs(stage, run, job.data, results)
-    evaluator = _evaluator(job, stage, home)
-    store = CheckpointStore(home.checkpoints, keep=run.keep_checkpoints)
+    specs = worker_specs(stage, job.run, job.data, results)
+    store = CheckpointStore(home.checkpoints, keep=job.run.keep_checkpoints)
     point = read_resume_point(store, stage.graph, stage.seed)
     first_step = point.state.step if point else 0
+    with progress.stage(stage.name, first_step) as shown:
+        return _carried_out(job, stage, home, results, trackers, shown, specs, store, first_step)
+
+
+def _carried_out(
+    job: Job,
+    stage: Stage,
+    home: RunFolder,
+    results: Results,
+    trackers: Trackers,
+    shown: StageProgress,
+    specs: dict[str, WorkerSpec | Role],
+    store: CheckpointStore,
+    first_step: int,
+) -> Outcome:
+    """The stage's steps and evaluations from its first step on, and what is left of them."""
+    started_s = time.monotonic()
+    run, evaluator = job.run, _evaluator(job, stage, home, shown)
     engine = _engine(job, stage, specs, evaluator, home)
     outcome = Outcome(first_step=first_step)
     config, num_steps, kept = run.evaluation, stage.config.num_steps, Evaluations(home.path)
     tables = SampleTables(stage.name, home.path, first_step, run.samples.track_every, trackers)
     measuring = Measuring(evaluator, config, kept, first_step, num_steps, store)
-    with engine, _logs(stage, home, first_step, trackers, config.every is not None) as logs:
-        measuring.begin(engine, logs.note)
+    shown.working = engine.working
+    took = (lambda: evaluator.took_s) if evaluator else (lambda: None)
+    with engine, told(job, stage, home, shown, trackers, first_step, took) as all_told:
+        measuring.begin(engine, all_told.evaluated)
         with stoppable(run.schedule.deadline_s) as stop:
             steps = engine.run(
                 job.sources[stage.name],
@@ -148,15 +167,12 @@ def run_stage(
                 stop=stop,
                 pauses=measuring.pauses(engine),
             )
-            guard = MismatchGuard(run.mismatch)
             left = steps if measuring.stopped is None else ()
             for result in _timed(left, stage, outcome, measuring):
-                logs.write(result, outcome)
-                guard.check(result)
+                samples, env_steps = num_samples(stage, result), num_env_steps(result)
+                took_s = outcome.step_times_s[-1]
+                all_told.step(result, took_s, samples, env_steps, outcome.env_unit)
                 tables.send(result.step)
-                every = run.samples.show_every
-                if every is not None and not (result.step + 1) % every:
-                    logs.show(newest_sample(home.path, result.step))
         outcome.num_steps = first_step + len(outcome.step_times_s)
         stop.end(f"after {outcome.num_steps} of {num_steps} steps, with a checkpoint")
         unmeasured = measuring.end(engine)
@@ -170,15 +186,18 @@ def run_stage(
     return outcome
 
 
-def _evaluator(job: Job, stage: Stage, home: RunFolder) -> Evaluates | None:
+def _evaluator(
+    job: Job, stage: Stage, home: RunFolder, shown: StageProgress
+) -> TimedEvaluator | None:
     """Who measures the stage, if there is anything to measure."""
     if stage is not job.main:
         return None
+    found: Evaluates | None = None
     if job.suites:
-        return stage_evaluator(stage, job.suites, job.run.evaluation.num_examples, home.path)
-    if job.run.evaluation.num_episodes and env_actors(stage):
-        return EnvEvaluator(stage, job.run.evaluation, job.sources[stage.name], job.data.spec)
-    return None
+        found = stage_evaluator(stage, job.suites, job.run.evaluation.num_examples, home.path)
+    elif job.run.evaluation.num_episodes and env_actors(stage):
+        found = EnvEvaluator(stage, job.run.evaluation, job.sources[stage.name], job.data.spec)
+    return TimedEvaluator(found, shown) if found else None
 
 
 def _engine(
@@ -243,78 +262,6 @@ def _unit_of(metrics: Mapping[str, float]) -> str:
     """What `num_env_steps` counts."""
     is_game = any(name.endswith(f"/{_MOVES}") for name in metrics)
     return "moves" if is_game else "environment steps"
-
-
-class _Logs:
-    """Where a step is written, and who shows it."""
-
-    def __init__(
-        self,
-        stage: Stage,
-        display: ProgressDisplay,
-        trace: TraceLog,
-        trackers: Trackers,
-        curves: bool,
-    ) -> None:
-        self._curves = curves
-        self._stage = stage
-        self._display = display
-        self._trace = trace
-        self._trackers = trackers
-        self._headline = Headline(stage)
-
-    def show(self, text: Text | None) -> None:
-        """Print something between the lines about steps."""
-        if text is not None:
-            self._display.console.print(text, soft_wrap=True, highlight=False)
-
-    def note(self, step: int, found: Mapping[str, Measured]) -> None:
-        """Write what was measured after so many steps, where steps need not follow each other."""
-        values = {
-            f"evaluation/{logged_name(suite, name)}": value
-            for suite, measured in found.items()
-            for name, value in measured.values.items()
-        }
-        self._trackers.note(step, self._stage.name, values, recorded=self._curves)
-
-    def write(self, result: StepResult, outcome: Outcome) -> None:
-        """Write one step everywhere."""
-        samples, env_steps = num_samples(self._stage, result), num_env_steps(result)
-        took_s = outcome.step_times_s[-1]
-        values = {
-            **result.metrics,
-            "run/step_time_s": took_s,
-            "run/samples_per_s": samples / took_s if took_s else 0.0,
-            "run/controller_bytes": float(result.controller_bytes),
-            "run/lag_max": float(max((lag for lag, _ in result.lag), default=0)),
-        }
-        if env_steps:
-            values["run/env_steps_per_s"] = env_steps / took_s if took_s else 0.0
-        self._trackers.log(result.step, self._stage.name, values)
-        shown = self._headline.shown(values)
-        self._trace.write(result.spans)
-        # What conversations wait for is apart from what they generate.
-        waits = {name: value for name, value in values.items() if name.endswith("/waiting_s")}
-        self._trace.write_counters(result.step, time.time(), {**shown, **waits})
-        self._display.update(
-            result.step,
-            num_samples=env_steps or samples,
-            values=shown,
-            unit=outcome.env_unit if env_steps else "samples",
-        )
-
-
-@contextmanager
-def _logs(
-    stage: Stage, home: RunFolder, first_step: int, trackers: Trackers, curves: bool
-) -> Generator[_Logs]:
-    trackers.rewind(first_step, stage.name)
-    total = stage.config.num_steps
-    with (
-        TraceLog(home.trace, first_step=first_step) as trace,
-        ProgressDisplay(stage.name, num_steps=total, first_step=first_step) as display,
-    ):
-        yield _Logs(stage, display, trace, trackers, curves)
 
 
 def _export(

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from ...dataflow.errors import ConfigError
 from ..run_dir.evaluations import Evaluations
+from ..run_dir.events import stage_events
 from ..run_dir.run_folder import RunFolder, RunRecord
 from ..run_dir.run_state import state_of
 from .curve_points import last_values
@@ -20,6 +21,7 @@ from .known_runs import load_object
 __all__ = ["memory", "overview"]
 
 _MOST_EVALUATIONS = 50
+_MOST_WARNINGS = 50
 _LAG = re.compile(r"lag|stale|version", re.IGNORECASE)
 _RESTARTS = re.compile(r"restart|error|timeout|dropped|skipped|truncated", re.IGNORECASE)
 _OF_SUMMARY = frozenset({"examples_after", "examples_before", "nodes", "suites"})
@@ -44,6 +46,7 @@ def overview(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
         "results": lambda: _results(record),
         "suites": lambda: _suites(record),
         "memory": lambda: memory(folder, record),
+        "warnings": lambda: _warnings(folder),
         "events": lambda: _events(record),
     }
     return {name: _part(read) for name, read in parts.items()}
@@ -153,6 +156,19 @@ def _group_memory(group: Mapping[str, Any]) -> dict[str, Any]:
         "peak_bytes": sum(resident.values()) + max(transient.values(), default=0),
         "capacity_bytes": group["capacity_bytes"],
     }
+
+
+def _warnings(folder: RunFolder) -> dict[str, Any]:
+    """The newest warnings of signs that it goes wrong, stage by stage."""
+    found = stage_events(folder.path)
+    if not found:
+        return {"absent": "it has warned of nothing"}
+    shown = [
+        {name: str(event.get(name, "")) for name in ("stage", "seen", "means", "remedy", "node")}
+        | {"step": event["step"], "first_step": event.get("first_step", event["step"])}
+        for event in found[-_MOST_WARNINGS:]
+    ]
+    return {"rows": shown, "num_warnings": len(found)}
 
 
 def _events(record: RunRecord) -> dict[str, Any]:

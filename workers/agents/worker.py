@@ -14,6 +14,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ...algorithms.roles.agents import (
@@ -31,6 +32,7 @@ from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.chat import ChatOptions, PromptEncoder
 from ..data.task import Converses, Message, Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
+from ..rollout.reports import score_metrics
 from ..rollout.sampling import turn_seed, turn_uniforms
 from .conversation import Conversation, Exchange, as_table
 from .environment import ClosesEnvironments, HasEnvironments, Reply
@@ -248,8 +250,6 @@ class AgentWorker(Agent):
         endings = [one.ending for one in first]
         sums = {
             "turns": float(sum(len(one.turns) for one in held)),
-            "reward/mean": sum(scores),
-            "reward/mean_square": sum(score * score for score in scores),
             "reward/positive": float(sum(score > 0 for score in scores)),
             "reward/correct": float(right),
             **{f"ended/{e.replace(' ', '_')}": float(endings.count(e)) for e in ENDINGS},
@@ -258,6 +258,8 @@ class AgentWorker(Agent):
             for name, count in one.counts.items():
                 sums[name] = sums.get(name, 0.0) + count
         add_metrics(self.metrics, {name: Metric.mean(sums[name], rows) for name in sums})
+        problems = torch.tensor([one.problem for one in first], dtype=torch.int64)
+        add_metrics(self.metrics, score_metrics(torch.tensor(scores).double(), problems))
         sampled = float(sum(len(turn.token) for one in held for _, turn in one.turns))
         add_metrics(self.metrics, {"new_tokens": Metric.sum(sampled)})
         self._show_first_error(held)

@@ -30,7 +30,7 @@ from ...algorithms.roles.language import (
     ValueOutput,
 )
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.role import Loss, Metric, add_metrics
+from ...dataflow.graph.role import Loss, add_metrics
 from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import Streamed, WorkerContext
 from ..models.heads import Head
@@ -38,6 +38,7 @@ from ..models.spec import ModelSpec
 from ..rollout.converse import converse
 from ..rollout.generate_calls import sample, sample_segment, sample_streamed
 from ..rollout.generation_engine import GenerationEngine
+from ..rollout.reports import score_metrics
 from ..training.logprob_mismatch import MismatchLimits
 from ..training.model_worker import ModelWorker, check_columns
 from ..training.network import LanguageNetwork
@@ -365,14 +366,8 @@ class RewardWorker(LanguageWorker, RewardModel):
 
     def score(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Tensor:
         """See `Reward.score`; a learned score does not look at `prompt_id`."""
-        del prompt_id
         score = self._evaluate(tokens, mask, self._scores, per_token=False)
-        sums = {
-            "reward/mean": float(score.double().sum()),
-            "reward/mean_square": float(score.double().square().sum()),
-        }
-        rows = float(len(score))
-        add_metrics(self.metrics, {name: Metric.mean(sums[name], rows) for name in sums})
+        add_metrics(self.metrics, score_metrics(score, prompt_id))
         return score
 
     def train(

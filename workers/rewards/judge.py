@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
 from ...dataflow.errors import WorkerError, one_process
@@ -27,6 +26,7 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
+from ..rollout.reports import score_metrics
 from .answered_task import reward_answer
 from .chat_client import ChatClient, ChatError, ChatOptions, ChatRefused, ChatTimeout
 from .rule_reward import LARGEST
@@ -140,7 +140,7 @@ class Judge(Reward):
     """See `JudgeSpec`.
 
     Attributes:
-        metrics: Metrics of the last call: `reward/mean`, `reward/mean_square`; shares of rows
+        metrics: Metrics of the last call: those of `score_metrics`; shares of rows
             `reward/errors`, `reward/timeouts`, `reward/parse_errors`; `reward/retries` per row and
             `reward/judge_s`, the mean seconds a row took.
     """
@@ -180,7 +180,8 @@ class Judge(Reward):
         failed = self._spec.failed_score
         found = [failed if v.score is None else v.score for v in verdicts]
         scores = torch.tensor(found, dtype=torch.float32)
-        self._count(verdicts, scores, seconds, self._client.num_retries - retries)
+        add_metrics(self.metrics, score_metrics(scores, prompt_id))
+        self._count(verdicts, seconds, self._client.num_retries - retries)
         return scores.to(tokens.device)
 
     @one_process()
@@ -216,13 +217,8 @@ class Judge(Reward):
                 f"{failures[-1].reason}\n    see its address, model, template and pattern"
             )
 
-    def _count(
-        self, verdicts: Sequence[Verdict], scores: Tensor, seconds: float, retries: int
-    ) -> None:
-        exact = scores.double()
+    def _count(self, verdicts: Sequence[Verdict], seconds: float, retries: int) -> None:
         sums = {
-            "mean": float(exact.sum()),
-            "mean_square": float(exact.square().sum()),
             "retries": float(retries),
             "judge_s": seconds,
         }

@@ -29,6 +29,7 @@ from ..data.task import TaskSpec
 from ..engines.torch_engine.specs import TorchRewardModelSpec
 from ..models.spec import ModelSpec
 from ..models.tokenizer import TokenizerSpec
+from ..rollout.reports import score_metrics
 from ..verifiers.child import USER_ERRORS
 from ..verifiers.verifiers import blame, import_user_module, load_verifier
 from .kinds import PART_KINDS, RULES
@@ -217,7 +218,7 @@ class Mixture(Reward):
         violation_score: See `MixtureSpec`.
 
     Attributes:
-        metrics: Metrics of the last call: `reward/mean` and `reward/mean_square` of the result,
+        metrics: Metrics of the last call: those of `score_metrics` of the result,
             `reward/passed` (share of responses that violate nothing), per part NAME its mean score
             `reward/NAME/mean`, whatever else it reports under `reward/NAME/`, and for a constraint
             `reward/NAME/passed`.
@@ -267,15 +268,8 @@ class Mixture(Reward):
             weights = {n: part.weight for n, part in self._parts.items()}
             total = _finite("the weighted sum", weighted_sum(scores, weights))
             result = constrained_score(total, passed, violation_score=self._violation_score)
-        exact = result.double()
-        sums = {
-            "mean": float(exact.sum()),
-            "mean_square": float(exact.square().sum()),
-            "passed": float(passed.sum()),
-        }
-        add_metrics(
-            self.metrics, {f"reward/{n}": Metric.mean(total, rows) for n, total in sums.items()}
-        )
+        add_metrics(self.metrics, score_metrics(result, prompt_id))
+        add_metrics(self.metrics, {"reward/passed": Metric.mean(float(passed.sum()), rows)})
         return result
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
+from ..rollout.reports import score_metrics
 from ..verifiers.child import verdict
 from ..verifiers.pool import LONGEST_S, MOST_PROCESSES, SHORTEST_S, Outcome, VerifierPool
 from .answered_task import AnsweredTask
@@ -98,8 +99,7 @@ class RuleReward(Reward):
         scale: Factor on the score.
 
     Attributes:
-        metrics: Metrics of the last call, for `drain_metrics`. `reward/mean` and
-            `reward/mean_square` (the standard deviation is the root of mean_square - mean^2);
+        metrics: Metrics of the last call, for `drain_metrics`: those of `score_metrics`, and
             shares of rows: `reward/positive` (above 0), `reward/correct` (at least the task's
             `correct_score`), `reward/errors` and `reward/timeouts`, whose totals are the counts.
         first_error: The first failure of the verifier, and where; logged once as a warning.
@@ -157,7 +157,7 @@ class RuleReward(Reward):
             self._refuse_if_it_never_works(found)
             outcomes += found
         scores = torch.tensor([self._value(o) for o in outcomes], dtype=torch.float32)
-        self._count(outcomes, scores)
+        self._count(outcomes, scores, prompt_id)
         return scores.to(tokens.device)
 
     def close(self) -> None:
@@ -231,15 +231,13 @@ class RuleReward(Reward):
             f"{(self.first_error or '').rstrip()}"
         )
 
-    def _count(self, outcomes: Sequence[Outcome], scores: Tensor) -> None:
-        exact = scores.double()
+    def _count(self, outcomes: Sequence[Outcome], scores: Tensor, prompt_id: Tensor) -> None:
         sums = {
-            "reward/mean": float(exact.sum()),
-            "reward/mean_square": float(exact.square().sum()),
-            "reward/positive": float((exact > 0).sum()),
+            "reward/positive": float((scores > 0).sum()),
             "reward/correct": float(sum(o.score >= self._task.correct_score for o in outcomes)),
             "reward/errors": float(sum(o.error is not None for o in outcomes)),
             "reward/timeouts": float(sum(o.timed_out for o in outcomes)),
         }
         rows = float(len(outcomes))
+        add_metrics(self.metrics, score_metrics(scores, prompt_id))
         add_metrics(self.metrics, {name: Metric.mean(sums[name], rows) for name in sums})

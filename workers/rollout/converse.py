@@ -13,7 +13,8 @@ from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.runtime.call_context import current_step
 from ...dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
 from .generation_engine import GenerationEngine, SamplesTurns
-from .responses import check_prompts, report_lag
+from .reports import report_lag
+from .responses import check_prompts
 
 __all__ = ["converse"]
 

@@ -16,14 +16,8 @@ from ...dataflow.runtime.worker_protocol import Streamed, WorkerContext
 from .ended import Ended
 from .generation_engine import GenerationEngine
 from .ordered_answers import OrderedAnswers
-from .responses import (
-    Responses,
-    check_logprobs,
-    check_prompts,
-    report_lag,
-    report_responses,
-    to_rollout,
-)
+from .reports import report_lag, report_responses
+from .responses import Responses, check_logprobs, check_prompts, to_rollout
 from .sampling import SampleStreams
 from .segments import as_begun, as_rollout, grown, joined, new_groups, num_tokens, parted
 

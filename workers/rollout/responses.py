@@ -9,16 +9,13 @@ from torch import Tensor
 
 from ...algorithms.roles.language import Rollout, Sampling
 from ...dataflow.errors import WorkerError
-from ...dataflow.graph.role import Metric, add_metrics
-from ...dataflow.runtime.call_context import call_lag, call_version, current_step
+from ...dataflow.runtime.call_context import call_version, current_step
 
 __all__ = [
     "Responses",
     "check_logprobs",
     "check_prompts",
     "check_stop",
-    "report_lag",
-    "report_responses",
     "to_rollout",
 ]
 
@@ -133,43 +130,6 @@ def check_logprobs(responses: Responses, role: str) -> None:
             "responses\n    its weights have run away: go on from the last checkpoint with a lower "
             "optimizer.lr, or in dtype float32"
         )
-
-
-def report_responses(metrics: dict[str, Metric], responses: Responses, new_tokens: int) -> None:
-    """Add lengths and truncation to a worker's metrics.
-
-    Args:
-        metrics: The worker's.
-        responses: Those that it returns.
-        new_tokens: How many tokens it has sampled, of these and others.
-    """
-    rows = float(len(responses.length))
-    values: dict[str, Metric] = {}
-    if rows or new_tokens:
-        values["new_tokens"] = Metric.sum(float(new_tokens))
-    if rows:
-        values |= {
-            "response_length": Metric.mean(float(responses.length.sum()), rows),
-            "response_length_min": Metric(float(responses.length.min()), 1.0, "min"),
-            "response_length_max": Metric(float(responses.length.max()), 1.0, "max"),
-            "truncated": Metric.mean(rows - float(responses.finished.sum()), rows),
-        }
-    add_metrics(metrics, values)
-
-
-def report_lag(metrics: dict[str, Metric], roll: Rollout) -> None:
-    """Add by how many versions tokens are older than weights that had waited for nothing.
-
-    Those are the weights that are current at the call's own line of the step.
-    """
-    age = call_version() + call_lag() - roll.version[roll.mask]
-    if not len(age):
-        return
-    values = {
-        "token_lag": Metric.mean(float(age.sum()), float(len(age))),
-        "token_lag_max": Metric(float(age.max()), 1.0, "max"),
-    }
-    add_metrics(metrics, values)
 
 
 def to_rollout(prompt: Tensor, prompt_id: Tensor, responses: Responses) -> Rollout:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ....dataflow.errors import ConfigError, nearest
 from ...run_dir.environment import required
+from ...run_dir.events import stage_events
 from ...run_dir.run_folder import RunRecord, differences, list_runs
 from ...run_dir.stop import visible
 from ...runs.series import History, sparkline
@@ -67,6 +68,7 @@ def show_run(arguments: Sequence[str]) -> int:
         if not key.startswith(_LEFT_OUT) and value is not None
     }
     _section("what came out", came_out)
+    _print_warnings(record)
     rows = [["metric", "first", "last", ""]]
     history = History(record.folder.path)
     for name in history.metrics:
@@ -77,6 +79,20 @@ def show_run(arguments: Sequence[str]) -> int:
         print()
         print_table(rows)
     return 0
+
+
+def _print_warnings(record: RunRecord) -> None:
+    """What it warned of, in the words of the run."""
+    found = stage_events(record.folder.path)
+    if found:
+        print("\nwarnings")
+    for event in found:
+        stage = f"stage {event['stage']}, " if event["stage"] else ""
+        said = {name: str(event.get(name, "")) for name in ("node", "seen", "means", "remedy")}
+        first, last = event.get("first_step", event["step"]), event["step"]
+        steps = f"steps {first} to {last}" if first != last else f"step {last}"
+        print(visible(f"  {stage}{steps}, {said['node']}: {said['seen']}"))
+        print(visible(f"      {said['means']}\n      remedy: {said['remedy']}"))
 
 
 def _about(record: RunRecord) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import { ask, el, fill, mebibytes, number, table } from "./dom.js";
 
 const TITLES = {
-  about: "This run", last_step: "Last step", evaluations: "Evaluations",
+  about: "This run", warnings: "Warnings", last_step: "Last step", evaluations: "Evaluations",
   suites: "Suites, before and after", memory: "Memory", placement: "Placement",
   events: "Resumed, stopped, restarted", results: "Results",
 };
@@ -49,7 +49,18 @@ export class Overview {
     if (name === "evaluations") return this.evaluations(part);
     if (name === "memory") return this.memory(part);
     if (name === "placement") return this.placement(part);
+    if (name === "warnings") return this.warnings(part);
     return pairs(part);
+  }
+
+  warnings(part) {
+    const rows = part.rows.map((row) => [
+      [row.stage, row.first_step < row.step ? `${row.first_step} to ${row.step}` : row.step]
+        .filter((word) => word !== "").join(" "),
+      row.node, row.seen, row.means, row.remedy]);
+    const left = part.num_warnings - rows.length;
+    return el("div", {}, table(["steps", "node", "seen", "what it usually means", "remedy"], rows),
+      left ? el("p", {}, `${left} older ones are not shown`) : null);
   }
 
   evaluations(part) {

@@ -119,3 +119,17 @@ def test_a_closed_dispatcher_takes_no_work(dispatcher: Dispatcher) -> None:
     ):
         with pytest.raises(StateError, match="its engine has been closed"):
             refused()
+
+
+def test_the_oldest_work_is_what_everything_waits_for(dispatcher: Dispatcher) -> None:
+    assert dispatcher.oldest() is None
+    with dispatcher.run("main"):
+        dispatcher.submit(FIRST, "main", "all", EXPORT)
+        dispatcher.submit(SECOND, "main", "all", COUNTED)
+        for task in (FIRST, SECOND):
+            oldest = dispatcher.oldest()
+            assert oldest is not None
+            assert oldest[0] == task
+            assert 0 <= oldest[1] < 60
+            done(dispatcher)
+        assert dispatcher.oldest() is None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 from penstock.dataflow.errors import StateError
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine, StepResult
-from penstock.dataflow.runtime.executor import Program
+from penstock.dataflow.runtime.executor import Completion, Program, Restart
+from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import Placement, one_group
 from penstock.dataflow.scheduler.schedule import Schedule
 
@@ -162,3 +165,46 @@ def test_a_run_ends_with_its_engine() -> None:
     with pytest.raises(StateError) as raised:
         next(steps)
     assert str(raised.value) == "this run cannot go on: its engine has been closed"
+
+
+def test_a_step_says_when_weights_were_brought_to_copies() -> None:
+    with engine(APART) as one:
+        steps = list(one.run(SOURCES, 3))
+    # Published and loaded once between two steps; nothing reads those of the last step.
+    assert [len(step.weights_s) for step in steps][1] == 2
+    assert all(start <= end for step in steps for start, end in step.weights_s)
+    with engine() as one:
+        assert [step.weights_s for step in one.run(SOURCES, 2)] == [(), ()]
+
+
+class Listening(InProcess):
+    """Asks what workers do whenever they are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        self.ask: Callable[[], tuple[str, float] | None] = lambda: None
+
+    def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
+        working = self.ask()
+        if working is not None:
+            self.said.append(working[0])
+        return super().wait(timeout_s)
+
+
+def test_what_workers_do_now_is_said_in_words() -> None:
+    listening = Listening()
+    one = Engine(COUNT, APART, workers={"model": CounterSpec()}, executor=listening)
+    with one:
+        listening.ask = one.working
+        assert one.working() is None
+        list(one.run(SOURCES, 2))
+        assert one.working() is None
+    assert listening.said == [
+        "step 1: model.sample",
+        "step 1: model.train",
+        "weights of model",
+        "weights of model",
+        "step 2: model.sample",
+        "step 2: model.train",
+    ]

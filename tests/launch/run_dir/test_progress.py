@@ -1,14 +1,21 @@
-"""The progress display: plain lines in a log, a live line on a terminal, one line at the end."""
+"""What is told of a run while it goes on: to a log, on a terminal, to a program, and in quiet."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
+from typing import Any
 
 import pytest
-from penstock.launch.run_dir.progress import ProgressDisplay, format_duration, format_values
+from penstock.launch.run_dir.progress import ProgressMode, RunProgress
+from penstock.launch.run_dir.progress_events import format_duration, format_values
+from penstock.launch.run_dir.time_left import StagePlan
 from rich.console import Console
+from rich.text import Text
+
+SIGN = "steps 0 to 2, a.b: bad\n    it means no good\n    remedy: lower x"
 
 
 class Clock:
@@ -23,64 +30,162 @@ class Clock:
 
 def _console(is_terminal: bool) -> tuple[Console, io.StringIO]:
     file = io.StringIO()
-    return Console(file=file, force_terminal=is_terminal, width=120, color_system=None), file
+    return Console(file=file, force_terminal=is_terminal, width=200, color_system=None), file
 
 
-def test_a_log_gets_occasional_plain_lines_and_the_last_step() -> None:
-    console, file = _console(is_terminal=False)
+def two_stages(mode: ProgressMode, console: Console) -> None:
+    """A run of two stages with an evaluation and a warning."""
     clock = Clock()
-    with ProgressDisplay("grpo", num_steps=8, console=console, every_s=5.0, clock=clock) as display:
-        for step in range(8):
+    plans = [StagePlan("sft", 4), StagePlan("grpo", 3, evaluated_after=(0, 3))]
+    progress = RunProgress(plans, mode, console=console, every_s=5.0, clock=clock)
+    progress.note("model: random [red] weights")
+    with progress.stage("sft") as stage:
+        for step in range(4):
             clock.now_s += 2.0
-            display.update(step, num_samples=128, values={"reward": step / 8, "loss": 0.125})
-        display.summarize({"accuracy": "0.12 -> 0.61", "samples/s": 64.0})
-    assert file.getvalue() == (
-        "grpo 1/8  64 samples/s  reward 0  loss 0.125  14.0 s left\n"
-        "grpo 4/8  64 samples/s  reward 0.375  loss 0.125  8.0 s left\n"
-        "grpo 7/8  64 samples/s  reward 0.75  loss 0.125  2.0 s left\n"
-        "grpo 8/8  64 samples/s  reward 0.875  loss 0.125\n"
-        "grpo: 8 steps in 16.0 s  accuracy 0.12 -> 0.61  samples/s 64\n"
-    )
+            stage.step(step, took_s=2.0, amount=128, values={"loss": 0.125})
+    with progress.stage("grpo") as stage:
+        stage.evaluated(0, 1.5, {"accuracy": 0.25})
+        for step in range(3):
+            clock.now_s += 4.0
+            waits = {"training": 1.0, "generation": 2.5, "ops": 0.1}
+            values = {"reward": step / 4}
+            stage.step(step, took_s=4.0, amount=64, values=values, waits_s=waits)
+        stage.warn("cut_off", 2, SIGN, {"node": "a.b"})
+        stage.show(Text("a response"))
+    progress.end("20261121-grpo: 3 steps", "runs/x", {"num_steps": 3, "accuracy": float("nan")})
 
 
-def test_a_line_is_one_line_however_long_and_brackets_stay() -> None:
-    console, file = _console(is_terminal=False)
-    with ProgressDisplay("run [red]", num_steps=1, console=console) as display:
-        display.update(0, num_samples=1, values={f"metric {i}": 1 / 3 for i in range(20)})
-    assert file.getvalue().count("\n") == 1
-    assert file.getvalue().startswith("run [red] 1/1")
+PLAIN = """\
+model: random [red] weights
+stage 1 of 2: sft, 4 steps, 57% of the run's steps
+sft (1 of 2) 1/4  64 samples/s  loss 0.125  6.0 s left (run: at least 6.0 s)
+sft (1 of 2) 4/4  64 samples/s  loss 0.125
+stage 2 of 2: grpo, 3 steps, 43% of the run's steps
+evaluation before the first step, 1.5 s: accuracy 0.25
+grpo (2 of 2) 2/3  16 samples/s  reward 0.25  waits for generation 62%, training 25%  5.5 s left
+grpo (2 of 2) 3/3  16 samples/s  reward 0.5  waits for generation 62%, training 25%  1.5 s left
+a response
+20261121-grpo: 3 steps
+"""
+
+
+@pytest.mark.parametrize("mode", ["auto", "plain"])
+def test_a_log_gets_occasional_plain_lines(
+    mode: ProgressMode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console, file = _console(is_terminal=mode == "plain")  # also where there is a terminal
+    two_stages(mode, console)
+    assert file.getvalue() == PLAIN
+    assert capsys.readouterr().err == f"penstock: warning: {SIGN}\n"
+
+
+def test_quiet_leaves_warnings_and_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    console, file = _console(is_terminal=True)
+    two_stages("quiet", console)
+    assert file.getvalue() == "20261121-grpo: 3 steps\n"
+    assert capsys.readouterr() == ("", f"penstock: warning: {SIGN}\n")
+
+
+def test_a_program_gets_an_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+    console, file = _console(is_terminal=True)
+    two_stages("json", console)
+    said = capsys.readouterr()
+    assert (file.getvalue(), said.err) == ("", "")
+    found: list[dict[str, Any]] = [json.loads(line) for line in said.out.splitlines()]
+    kinds = [one.pop("event") for one in found]
+    assert kinds == ["note", "stage", *["step"] * 4, "stage", "evaluation", *["step"] * 3] + [
+        "warning",
+        "end",
+    ]
+    assert found[1] == {
+        "stage": "sft",
+        "number": 1,
+        "num_stages": 2,
+        "first_step": 0,
+        "num_steps": 4,
+        "share": 4 / 7,
+        "share_of": "steps",
+    }
+    assert found[8] == {
+        "stage": "grpo",
+        "number": 2,
+        "num_stages": 2,
+        "step": 0,
+        "num_steps": 3,
+        "took_s": 4.0,
+        "rate": 16.0,
+        "unit": "samples",
+        "values": {"reward": 0.0},
+        "waits": {"generation": 0.625, "training": 0.25, "ops": 0.025},
+        "stage_left_s": 9.5,
+        "run_left_s": 9.5,
+        "run_left_is_least": False,
+    }
+    assert found[-2] == {
+        "stage": "grpo",
+        "kind": "cut_off",
+        "step": 2,
+        "text": SIGN,
+        "node": "a.b",
+    }
+    assert found[-1] == {
+        "text": "20261121-grpo: 3 steps",
+        "run": "runs/x",
+        "summary": {"num_steps": 3, "accuracy": None},
+    }
 
 
 def test_a_terminal_shows_where_the_run_is_and_what_is_left() -> None:
     console, file = _console(is_terminal=True)
-    clock = Clock()
-    with ProgressDisplay("grpo", num_steps=4, console=console, clock=clock) as display:
-        clock.now_s += 2.0
-        display.update(0, num_samples=10, values={"reward": 0.5})
+    progress = RunProgress([StagePlan("grpo", 4)], console=console, clock=Clock())
+    with progress.stage("grpo") as stage:
+        stage.step(0, took_s=2.0, amount=10, values={"reward": 0.5})
+        assert stage.is_live
     shown = file.getvalue().splitlines()[-2]
     assert "grpo" in shown
-    assert "1/4 5 samples/s  reward 0.5  6.0 s left" in shown
+    assert "1/4 6.0 s left  5 samples/s  reward 0.5" in shown
+
+
+def test_on_a_narrow_terminal_the_end_of_the_line_goes_and_nothing_else() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=60, height=25, color_system=None)
+    progress = RunProgress([StagePlan("grpo", 200)], console=console, clock=Clock())
+    with progress.stage("grpo") as stage:
+        stage.step(0, took_s=2.0, amount=10, values={f"metric {i}": 0.5 for i in range(9)})
+    shown = file.getvalue().splitlines()[-2]
+    assert shown.startswith("grpo ")
+    assert "1/200 6 min 38 s left  5 samples/s" in shown
+    assert len(shown.rstrip()) <= 60
+    assert shown.rstrip().endswith("…")
+
+
+def test_a_terminal_says_what_a_long_step_is_at() -> None:
+    console, file = _console(is_terminal=True)
+    clock = Clock()
+    progress = RunProgress([StagePlan("grpo", 4)], console=console, clock=clock)
+    elapsed = [35.2]
+    with progress.stage("grpo") as stage:
+        stage.working = lambda: ("step 4: actor.generate", elapsed[0])
+        stage.step(2, took_s=2.0, amount=10, values={})
+    assert "3/4 step 4: actor.generate for 35.2 s  2.0 s left" in file.getvalue()
+    elapsed[0] = 0.3
+    with progress.stage("grpo") as stage:
+        stage.working = lambda: ("step 4: actor.generate", elapsed[0])
+        evaluation = stage.evaluation()
+        evaluation.__enter__()  # and it is not over when the line is drawn for the last time
+        clock.now_s += 12.0
+        stage.step(2, took_s=2.0, amount=10, values={})
+    assert "evaluation for 12.0 s" in file.getvalue()
 
 
 def test_rates_follow_the_latest_steps() -> None:
-    clock = Clock()
-    display = ProgressDisplay("grpo", num_steps=100, clock=clock)
-    assert (display.rate, display.time_left) == ("", "")
-    for step in range(60):
-        clock.now_s += 10.0 if step < 40 else 1.0
-        display.update(step, num_samples=5, values={})
-    assert (display.rate, display.time_left) == ("5 samples/s", "40.0 s left")
-
-
-def test_a_resumed_run_starts_where_it_was() -> None:
-    console, file = _console(is_terminal=False)
-    clock = Clock()
-    with ProgressDisplay(
-        "grpo", num_steps=10, first_step=8, console=console, clock=clock
-    ) as display:
-        clock.now_s += 1.0
-        display.update(8, num_samples=4, values={})
-    assert file.getvalue() == "grpo 9/10  4 samples/s  1.0 s left\n"
+    progress = RunProgress([StagePlan("grpo", 100)], console=_console(is_terminal=False)[0])
+    with progress.stage("grpo") as stage:
+        assert progress.time.rate("grpo") is None
+        for step in range(60):
+            stage.step(step, took_s=10.0 if step < 40 else 1.0, amount=5, values={})
+        assert progress.time.rate("grpo") == 5.0
+        assert progress.time.left("grpo").stage_s == 40.0
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -90,12 +195,23 @@ def test_nobody_needs_to_look(monkeypatch: pytest.MonkeyPatch, is_terminal: bool
     monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
     with open(writer, "w", buffering=1) as gone:
         monkeypatch.setattr(sys, "stderr", gone)
-        with ProgressDisplay("grpo", num_steps=2, every_s=0.0) as display:
-            assert display.console.is_terminal == is_terminal
+        progress = RunProgress([StagePlan("grpo", 2)], every_s=0.0)
+        with progress.stage("grpo") as stage:
+            assert stage.is_live == is_terminal
             for step in range(2):
-                display.update(step, num_samples=1, values={})
-            display.summarize({})
-        assert display.num_done == 2
+                stage.step(step, took_s=1.0, amount=1, values={})
+        progress.end("over")
+
+
+def test_a_program_may_go_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        progress = RunProgress([StagePlan("grpo", 1)], "json")
+        with progress.stage("grpo") as stage:
+            stage.step(0, took_s=1.0, amount=1, values={})
+        progress.end("over")
 
 
 @pytest.mark.parametrize(

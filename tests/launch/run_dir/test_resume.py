@@ -19,7 +19,7 @@ from ..conftest import Penstock
 
 NOW = datetime(2026, 11, 21, 3, 14, 54, tzinfo=UTC)
 MAY_CHANGE = (
-    "engine, rollout, executor, placement, task.max_restarts, task.step_limit_s, "
+    "engine, rollout, executor, placement, task.max_restarts, task.step_limit_s, progress, "
     "algorithm.num_steps, algorithm.optimizer.lr, algorithm.roles.ROLE.optimizer.lr"
 )
 

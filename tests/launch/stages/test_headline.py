@@ -69,6 +69,54 @@ def test_one_reward_is_called_the_reward() -> None:
     assert alone.curve(values) == CurveMetric("reward.score/reward/mean", "mean reward")
 
 
+COST = """\
+from penstock.algorithms.grpo import GRPO, grpo_step
+from penstock.algorithms.roles import Policy, Prompts, Reward, TrainMetrics
+
+
+def cheap_step(prompts: Prompts, actor: Policy, cost: Reward, cfg: GRPO) -> TrainMetrics:
+    return grpo_step(prompts, actor, cost, cfg)
+"""
+
+
+def test_a_cost_is_not_called_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cheap.py").write_text(COST)
+    monkeypatch.syspath_prepend(tmp_path)
+    step = "algorithm.step=cheap:cheap_step"
+    headline = Headline(stage(step, "algorithm.roles.cost.worker=rule"))
+    values = {"cost.score/reward/mean": 0.5, "actor.train/loss": 1.0}
+    assert headline.shown(values) == {"cost": 0.5, "loss": 1.0}
+    assert headline.curve(values) == CurveMetric("cost.score/reward/mean", "mean reward of 'cost'")
+
+
+@pytest.mark.parametrize(
+    ("words", "values", "shown"),
+    [
+        # The score as it came, not less its KL: what is taken off is shown nowhere as a reward.
+        (
+            ["algorithm=ppo"],
+            {"reward.score/reward/mean": 0.5, "response_kl/mean": 3.0, "actor.train/entropy": 1.0},
+            {"reward": 0.5, "entropy": 1.0},
+        ),
+        (
+            ["algorithm=dpo"],
+            {"actor.train/accuracy": 0.75, "actor.train/margin": 0.1, "actor.train/loss": 0.5},
+            {"accuracy": 0.75, "loss": 0.5},
+        ),
+        (
+            ["algorithm=env_ppo", "task=cartpole", "model=mlp"],
+            {"env.rollout/episode_return": 200.0, "env.rollout/reward_scale": 2.0},
+            {"episode_return": 200.0},
+        ),
+        (["algorithm=cost_modelling"], {"cost.train/accuracy": 0.5}, {"accuracy": 0.5}),
+    ],
+)
+def test_a_reward_has_its_right_name(
+    words: list[str], values: dict[str, float], shown: dict[str, float]
+) -> None:
+    assert Headline(stage(*words)).shown(values) == shown
+
+
 def test_trouble_comes_first_and_only_where_there_is_some(safe: Headline) -> None:
     values = {"a.b/reward/mean": 0.5, "a.b/cut_off": 0.0, "a.b/env_restarts": 2.0}
     assert list(safe.shown(values).items()) == [("env_restarts", 2.0), ("reward", 0.5)]

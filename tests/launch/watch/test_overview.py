@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from penstock.launch.run_dir.evaluations import Evaluations, Measured
+from penstock.launch.run_dir.events import EVENTS, EventLog
 
 from .conftest import Ask
 from .folders import add_steps, new_run
@@ -24,6 +25,7 @@ def test_a_run_that_has_not_begun_says_what_is_missing(runs: Path, ask: Ask) -> 
         "evaluations": "nothing has been evaluated yet, or evaluation is switched off",
         "results": "there is no summary.json: it is written at the end",
         "suites": "they are compared at the end",
+        "warnings": "it has warned of nothing",
         "memory": "its plan was not predicted, and what was used is written at the end",
     }
 
@@ -90,3 +92,25 @@ def test_a_damaged_evaluation_leaves_the_others(runs: Path, ask: Ask) -> None:
     first, second = ask("overview", run=run.id)["evaluations"]["rows"]
     assert "cannot be read" in first["absent"]
     assert second["suites"] == {"": {"accuracy": 0.75}}
+
+
+def test_what_a_run_warned_of_comes_with_what_to_do(runs: Path, ask: Ask) -> None:
+    run = new_run(runs)
+    assert ask("overview", run=run.id)["warnings"] == {"absent": "it has warned of nothing"}
+    sign = {"kind": "cut_off", "node": "a.b", "seen": "all", "means": "bad", "remedy": "more"}
+    log = EventLog(run.path / EVENTS)
+    for step in range(60):
+        log.write({**sign, "first_step": step - 2, "step": step})
+    said = ask("overview", run=run.id)["warnings"]
+    assert (len(said["rows"]), said["num_warnings"]) == (50, 60)
+    assert said["rows"][-1] == {
+        "stage": "",
+        "node": "a.b",
+        "seen": "all",
+        "means": "bad",
+        "remedy": "more",
+        "first_step": 57,
+        "step": 59,
+    }
+    (run.path / EVENTS).write_text("{\n")
+    assert "expected a JSON object" in ask("overview", run=run.id)["warnings"]["absent"]

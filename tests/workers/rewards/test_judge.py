@@ -164,6 +164,7 @@ def test_a_verdict_is_a_score_from_0_to_1(server: Server, task: FileTaskSpec) ->
         {
             "mean": 1.4 / 3,
             "mean_square": 1.16 / 3,
+            "equal_groups": 0.0,
             "retries": 0,
             "errors": 0,
             "timeouts": 0,

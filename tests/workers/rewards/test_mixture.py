@@ -87,6 +87,7 @@ def test_the_sum_is_weighted_and_constraints_gate_it() -> None:
             "reward/safe/passed": 2 / 3,
             "reward/mean": 11 / 3,
             "reward/mean_square": 91 / 3,
+            "reward/equal_groups": 0.0,
             "reward/passed": 2 / 3,
         }
     )

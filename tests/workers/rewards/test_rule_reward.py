@@ -97,6 +97,7 @@ def test_metrics_and_partial_credit() -> None:
         {
             "reward/mean": (1 + part) / 4,
             "reward/mean_square": (1 + part**2) / 4,
+            "reward/equal_groups": 0.0,
             "reward/positive": 0.5,
             "reward/correct": 0.25,
             "reward/errors": 0.0,

@@ -1,0 +1,393 @@
+"""What counts as a sign that a run goes wrong: thresholds with their reasons, and what to do.
+
+A false alarm costs more trust than silence, so every threshold is far from what a healthy run
+shows; where a low entropy or a large KL is the price of a better policy, which `Progress` judges,
+none is told of.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["RULES", "SHORT", "Past", "Progress", "Row", "Rule", "SignFacts"]
+
+Row = Mapping[str, float]
+"""A step's metrics, `node/name` -> number."""
+
+SHORT = 3
+"""Steps in a row that show a sign before it is told of, and without it before it has gone away: one
+step may be luck."""
+LONG = 5
+"""The same of equal groups, of which there are many whenever a task is nearly solved."""
+FEWEST_RESPONSES = 256
+"""Responses in those steps: where one in 100 is right, as many are all wrong in 8 of 100 cases."""
+EQUAL_GROUPS = 0.95
+"""Share of groups with equal scores. With 16 responses a problem that is solved 98 times in 100 is
+in such a group 7 times in 10, so that a healthy run that is nearly done stays below."""
+CUT_OFF = 0.95
+"""Share of responses that were cut off."""
+LOW_ENTROPY_SHARE, LOW_ENTROPY_NATS = 0.1, 0.1
+"""Of the entropy in the first steps, and nats per token. A policy at 0.1 nats takes its likeliest
+token 98 times in 100. Cui et al., "The Entropy Mechanism of RL for Reasoning Language Models",
+2025, see training end where the entropy is used up."""
+MOST_UPDATE_KL = 0.2
+"""Nats per token between the policy before and after a train call. PPO is usually stopped at 0.01
+to 0.03 (Schulman; Huang et al., "The 37 Implementation Details of PPO", 2022)."""
+MOST_REFERENCE_KL, MOST_UNPAID_KL = 2.0, 0.3
+"""Nats per token to the reference: always a sign, and where the reward does not rise. Gao et al.,
+"Scaling Laws for Reward Model Overoptimization", 2022, see rewards hacked from about 10 nats per
+response on, which for a response of 50 tokens is 0.2 per token."""
+MOST_CLIPPED = 0.3
+"""Share of tokens whose update the clip stops. It is 0.1 to 0.2 in a healthy PPO run, counting also
+those that the clip would not have stopped (Huang et al., 2022)."""
+GROWTH, GROWN_SHARE = 4.0, 0.1
+"""How many times as large a mismatch must have become, and the share of `mismatch.warn_above` below
+which it is rounding, whatever it does."""
+WINDOW = 10
+"""Steps whose rewards are compared, the first with the latest."""
+SOLVED = 0.9
+"""Share of right responses from which on a low entropy is what was wanted."""
+
+
+@dataclass(frozen=True)
+class SignFacts:
+    """What is known of a stage before its first step.
+
+    Attributes:
+        at: The key under which it is configured: "algorithm".
+        options: Name of an option of its own config -> its whole key, for those it has.
+        order: Its nodes, those first on which the policy's training depends most.
+        needed: Those of them on which it depends at all; empty if that is not known.
+        compares_groups: Whether the responses of a group are compared with each other.
+        judges_clip: Whether the clip bounds the ratio of single tokens; that of whole responses is
+            bounded so narrowly that it is meant to act.
+        fixed_length: Whether every response is sampled to the same length.
+        mismatch_above: `mismatch.warn_above`.
+    """
+
+    at: str = "algorithm"
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    order: tuple[str, ...] = ()
+    needed: frozenset[str] = frozenset()
+    compares_groups: bool = True
+    judges_clip: bool = True
+    fixed_length: bool = False
+    mismatch_above: float | None = 0.01
+
+    def needs(self, node: str) -> bool:
+        """Whether the policy's training depends on a node, as far as that is known."""
+        return node in self.needed or not self.needed
+
+    def advice(self, *parts: str) -> str:
+        """The parts whose keys exist, as one sentence; `{lr}` stands for an option's key."""
+        keys = {"at": self.at, "lr": f"{self.at}.optimizer.lr", **self.options}
+        said = [part.format_map(keys) for part in parts if _names(part) <= set(keys)]
+        return "; ".join(said)
+
+
+def _names(text: str) -> set[str]:
+    """The options that a piece of advice names."""
+    return {part.partition("}")[0] for part in text.split("{")[1:]}
+
+
+class Progress:
+    """Whether the policy gets better: by its reward, or by its episodes' return.
+
+    Args:
+        order: Nodes, those first whose metrics count more.
+    """
+
+    def __init__(self, order: tuple[str, ...]) -> None:
+        self._rank = {node: rank for rank, node in enumerate(order)}
+        self._first: list[float] = []
+        self._latest: deque[float] = deque(maxlen=WINDOW)
+        self._solved = False
+
+    def add(self, values: Row) -> None:
+        """Note a step."""
+        found = [
+            (self._rank.get(node, len(self._rank)), node, value)
+            for (node, _, metric), value in ((n.partition("/"), v) for n, v in values.items())
+            if metric in ("reward/mean", "episode_return") and not math.isnan(value)
+        ]
+        if not found:
+            return
+        _, node, value = min(found)
+        self._latest.append(value)
+        if len(self._first) < WINDOW:
+            self._first.append(value)
+        self._solved = values.get(f"{node}/reward/correct", 0.0) >= SOLVED
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is solved, or the latest steps are clearly better than the first ones."""
+        half = len(self._first) if len(self._first) == WINDOW else len(self._first) // 2
+        if self._solved or half < 2:
+            return self._solved
+        early, late = self._first[:half], list(self._latest)[-half:]
+        error = math.sqrt((statistics.variance(early) + statistics.variance(late)) / half)
+        return statistics.fmean(late) - statistics.fmean(early) > 2 * error
+
+
+@dataclass
+class Past:
+    """What looks need to know of earlier steps.
+
+    Attributes:
+        facts: What is known of the stage.
+        progress: Whether the policy gets better.
+        first: Metric -> its values in the first steps.
+        latest: Metric -> its values in the latest.
+    """
+
+    facts: SignFacts
+    progress: Progress
+    first: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    latest: dict[str, deque[float]] = field(default_factory=dict[str, "deque[float]"])
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one kind of sign is found, and what is told of it.
+
+    Attributes:
+        kind: Its name.
+        metrics: Those that show it, without their node.
+        look: What is seen in one step; None if nothing is.
+        means: What it usually means.
+        parts: What to change; those that name an option are left out where there is none.
+        num_steps: Steps in a row that must show it.
+        num_responses: Responses that must have been made in them.
+        unless: A kind that says more of the same node; while that is there this is not told of.
+    """
+
+    kind: str
+    metrics: tuple[str, ...]
+    look: Callable[[Past, str, Row, str], str | None]
+    means: str
+    parts: tuple[str, ...]
+    num_steps: int = SHORT
+    num_responses: float = 0.0
+    unless: str = ""
+
+    def remedy(self, facts: SignFacts) -> str:
+        """What to change, with the keys that the stage has."""
+        return facts.advice(*self.parts)
+
+
+def _constant(past: Past, node: str, values: Row, metric: str) -> str | None:
+    """All scores of a step are the same."""
+    if past.facts.needs(node) and _all_equal(node, values):
+        return f"every response has the same score, {values[f'{node}/{metric}']:.4g}"
+    return None
+
+
+def _all_equal(node: str, values: Row) -> bool:
+    mean, square = (values.get(f"{node}/reward/{n}", math.nan) for n in ("mean", "mean_square"))
+    # The variance of equal numbers is not 0 but a rounding error of their square.
+    return square - mean * mean <= 1e-12 * square
+
+
+def _equal_groups(past: Past, node: str, values: Row, metric: str) -> str | None:
+    """Hardly a group has responses with different scores."""
+    share = values[f"{node}/{metric}"]
+    judged = past.facts.compares_groups and past.facts.needs(node)
+    if not judged or not share >= EQUAL_GROUPS:
+        return None
+    mean = values.get(f"{node}/reward/mean", math.nan)
+    return f"in {share:.0%} of the groups all scores are equal (mean of all scores {mean:.4g})"
+
+
+def _cut_off(past: Past, node: str, values: Row, metric: str) -> str | None:
+    """Hardly a response ended by itself."""
+    share = values[f"{node}/{metric}"]
+    if past.facts.fixed_length or not share >= CUT_OFF:
+        return None
+    length = values.get(f"{node}/response_length")
+    after = "" if length is None else f", after {length:.4g} tokens on average"
+    return f"{share:.0%} of the responses were cut off{after}"
+
+
+def _entropy(past: Past, node: str, values: Row, metric: str) -> str | None:
+    """The policy has become certain, and is not better for it.
+
+    Of language models: that of continuous actions is of densities, and has no such lower end.
+    """
+    if not any(other.endswith("/response_length") for other in values):
+        return None
+    name = f"{node}/{metric}"
+    value, first = values[name], past.first.setdefault(name, [])
+    if len(first) < SHORT:
+        first.append(value)
+        return None
+    before = statistics.fmean(first)
+    if before < LOW_ENTROPY_NATS or not value <= min(LOW_ENTROPY_NATS, LOW_ENTROPY_SHARE * before):
+        return None
+    if past.progress.pays:
+        return None
+    return f"the entropy is {value:.3g} nats per token, and was {before:.3g} in the first steps"
+
+
+def _update_kl(past: Past, node: str, values: Row, metric: str) -> str | None:
+    """A train call moves the policy far from what sampled."""
+    value = values[f"{node}/{metric}"]
+    if not value > MOST_UPDATE_KL:
+        return None
+    return f"a step moves the policy by {value:.3g} nats per token from what sampled"
+
+
+def _reference_kl(past: Past, node: str, values: Row, metric: str) -> str | None:
+    """The policy is far from the reference."""
+    value = values[f"{node}/{metric}"]
+    if metric == "mean":
+        lengths = [v for name, v in values.items() if name.endswith("/response_length")]
+        if not node.startswith("response_kl") or len(lengths) != 1 or not lengths[0] > 0:
+            return None
+        value /= lengths[0]
+    if value > MOST_REFERENCE_KL or (value > MOST_UNPAID_KL and not past.progress.pays):
+        return f"the policy is {value:.3g} nats per token from the reference"
+    return None
+
+
+def _clipped(past: Past, node: str, values: Row, metric: str) -> str | None:
+    """Most of what would be learned is clipped away."""
+    share = values[f"{node}/{metric}"] + values.get(f"{node}/clip_fraction_high", 0.0)
+    if not past.facts.judges_clip or not share > MOST_CLIPPED:
+        return None
+    return f"the clip stops the update of {share:.0%} of the tokens"
+
+
+def _mismatch(past: Past, node: str, values: Row, metric: str) -> str | None:
+    """What samples and what trains disagree on the same weights, or ever more."""
+    limit = past.facts.mismatch_above
+    if limit is None or values.get("run/lag_max", 0.0) > 0:
+        return None  # staleness is in it
+    name = f"{node}/{metric}"
+    value = values[name]
+    first, latest = past.first.setdefault(name, []), past.latest.setdefault(name, deque())
+    (first if len(first) < LONG else latest).append(value)
+    if len(latest) > LONG:
+        latest.popleft()
+    if not value <= limit:
+        return (
+            f"what sampled for it disagrees by {value:.3g} nats per token on the same weights; "
+            f"mismatch.warn_above is {limit:g}"
+        )
+    if len(latest) < LONG:
+        return None
+    was, now = statistics.median(first), statistics.median(latest)
+    if not now >= max(GROWTH * was, GROWN_SHARE * limit):
+        return None
+    return (
+        f"what sampled for it disagrees by {now:.3g} nats per token on the same weights, and "
+        f"did by {was:.3g} in the first steps"
+    )
+
+
+_LOWER_LR = "lower {lr}"
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "reward_constant",
+        ("reward/mean",),
+        _constant,
+        "scores that do not differ teach nothing: all responses are wrong, or all are right, or "
+        "the reward does not see what they say",
+        (
+            "read some responses (penstock samples)",
+            "if all are wrong, warm up longer or take easier problems (task.pass_rates)",
+            "if all are right, take harder ones",
+            "if they are all the same, raise {temperature}",
+        ),
+        num_responses=FEWEST_RESPONSES,
+    ),
+    Rule(
+        "groups_equal",
+        ("reward/equal_groups",),
+        _equal_groups,
+        "a group teaches by the differences in it: most of what is sampled teaches nothing",
+        (
+            "take problems that are solved now and then (task.pass_rates)",
+            "raise {num_samples}",
+            "raise {temperature}",
+            "let algorithm=dapo sample until groups differ",
+        ),
+        num_steps=LONG,
+        num_responses=FEWEST_RESPONSES,
+        unless="reward_constant",
+    ),
+    Rule(
+        "cut_off",
+        ("truncated", "ended/out_of_tokens"),
+        _cut_off,
+        "they have no room to end, or the model does not know how: its end-of-sequence token or "
+        "its chat template is not the one it was trained with",
+        (
+            "raise task.max_response_tokens",
+            "set task.chat=true for a model that was trained on conversations",
+            "name what ends a response in {stop}",
+        ),
+        num_responses=FEWEST_RESPONSES / 8,
+    ),
+    Rule(
+        "entropy_collapse",
+        ("entropy",),
+        _entropy,
+        "the policy always says the same, so nothing else is tried, and its reward does not rise "
+        "for it",
+        (
+            _LOWER_LR,
+            "set {entropy_coef} above 0 (0.001 to 0.01)",
+            "raise {eps_high} above {eps_low} (0.28)",
+            "raise {temperature}",
+        ),
+    ),
+    Rule(
+        "kl_blow_up",
+        ("approx_kl_k3",),
+        _update_kl,
+        "updates are so large that what is learned from a step's responses is not true of the "
+        "policy it makes",
+        (
+            _LOWER_LR,
+            "lower {epochs}",
+            "lower {num_minibatches}",
+            "lower {at}.optimizer.max_grad_norm",
+        ),
+    ),
+    Rule(
+        "kl_blow_up",
+        ("ref_kl_k3_per_token", "mean"),
+        _reference_kl,
+        "the policy has left the language it started from, usually to please the reward in ways "
+        "that were not meant",
+        (
+            _LOWER_LR,
+            "raise {kl_coef}",
+            "read the responses with the highest reward (penstock samples)",
+        ),
+    ),
+    Rule(
+        "clip_fraction_high",
+        ("clip_fraction_low",),
+        _clipped,
+        "updates run into the clip: most of what would be learned is thrown away",
+        (_LOWER_LR, "lower {epochs}", "lower {num_minibatches}", "lower {max_lag}"),
+    ),
+    Rule(
+        "mismatch",
+        ("rollout_k3",),
+        _mismatch,
+        "the gradient is that of another policy than the one that sampled: kernels or precisions "
+        "differ, or the copy that samples is not what is trained",
+        (
+            "set {correction}.mode=token_truncate",
+            "set model.dtype=float32",
+            "end such runs with mismatch.stop_above",
+        ),
+        num_steps=1,
+    ),
+)

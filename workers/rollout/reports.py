@@ -1,0 +1,79 @@
+"""What workers report of responses: how long they are, how old their weights, how they score."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...algorithms.roles.language import Rollout
+from ...dataflow.graph.role import Metric, add_metrics
+from ...dataflow.runtime.call_context import call_lag, call_version
+from .responses import Responses
+
+__all__ = ["report_lag", "report_responses", "score_metrics"]
+
+
+def report_responses(metrics: dict[str, Metric], responses: Responses, new_tokens: int) -> None:
+    """Add lengths and truncation to a worker's metrics.
+
+    Args:
+        metrics: The worker's.
+        responses: Those that it returns.
+        new_tokens: How many tokens it has sampled, of these and others.
+    """
+    rows = float(len(responses.length))
+    values: dict[str, Metric] = {}
+    if rows or new_tokens:
+        values["new_tokens"] = Metric.sum(float(new_tokens))
+    if rows:
+        values |= {
+            "response_length": Metric.mean(float(responses.length.sum()), rows),
+            "response_length_min": Metric(float(responses.length.min()), 1.0, "min"),
+            "response_length_max": Metric(float(responses.length.max()), 1.0, "max"),
+            "truncated": Metric.mean(rows - float(responses.finished.sum()), rows),
+        }
+    add_metrics(metrics, values)
+
+
+def report_lag(metrics: dict[str, Metric], roll: Rollout) -> None:
+    """Add by how many versions tokens are older than weights that had waited for nothing.
+
+    Those are the weights that are current at the call's own line of the step.
+    """
+    age = call_version() + call_lag() - roll.version[roll.mask]
+    if not len(age):
+        return
+    values = {
+        "token_lag": Metric.mean(float(age.sum()), float(len(age))),
+        "token_lag_max": Metric(float(age.max()), 1.0, "max"),
+    }
+    add_metrics(metrics, values)
+
+
+def score_metrics(scores: Tensor, prompt_id: Tensor) -> dict[str, Metric]:
+    """Metrics of a call's scores, to be added over chunks and ranks.
+
+    - `reward/mean`, `reward/mean_square`: the standard deviation is the root of mean_square -
+      mean^2.
+    - `reward/equal_groups`: of the groups with at least two responses, the share in which all have
+      the same score, so that comparing them says nothing; absent if there is no such group.
+
+    Args:
+        scores: f32[rows]; a score that is nan is equal to none.
+        prompt_id: i64[rows], the group of each row; a group's rows are in one call.
+    """
+    exact, rows = scores.double(), float(len(scores))
+    found = {
+        "reward/mean": Metric.mean(float(exact.sum()), rows),
+        "reward/mean_square": Metric.mean(float(exact.square().sum()), rows),
+    }
+    ids = prompt_id.to(exact.device)
+    group, sizes = torch.unique(ids, return_inverse=True, return_counts=True)[1:]
+    compared = sizes > 1
+    if bool(compared.any()):
+        empty = exact.new_zeros(len(sizes))
+        lowest = empty.scatter_reduce(0, group, exact, "amin", include_self=False)
+        highest = empty.scatter_reduce(0, group, exact, "amax", include_self=False)
+        num_equal = float((lowest == highest)[compared].sum())
+        found["reward/equal_groups"] = Metric.mean(num_equal, float(compared.sum()))
+    return found

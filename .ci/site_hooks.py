@@ -34,7 +34,7 @@ SHOWN = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", "": "docker"}
 
 _LINK = re.compile(r"^```.*?^```$|^    .*?$|\]\(([^)\s]+)\)", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"^<!--.*?-->$", re.MULTILINE | re.DOTALL)
-_SEVERAL = "/*.md"
+_SEVERAL = "*.md"
 """Ends an entry of the navigation that stands for all pages of a folder not named elsewhere."""
 
 

@@ -36,7 +36,7 @@ DRY_RUN = "--dry-run"
 SAFE = ("graph", "plan")
 """Commands that take seconds, and change nothing but the file that they are told to write."""
 
-BY = {
+BY: dict[tuple[str, ...], str] = {
     ("penstock", "doctor"): "tests/launch/cli/test_doctor.py",
     ("penstock", "eval"): "tests/launch/cli/test_eval.py",
     ("penstock", "export"): "tests/launch/cli/test_export.py",
@@ -79,7 +79,7 @@ def _usual(command: Command) -> str:
     """What is said of a command whose page says nothing."""
     if any(word.startswith("resume=") for word in command.words):
         return RUN_BY + RESUMED_BY
-    path = BY.get(command.words[:2])
+    path = BY.get((command.words[0], *command.words[1:2]))
     return "" if path is None or "--help" in command.words else RUN_BY + path
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import gymnasium
 import pytest
 from datasets import Dataset
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
@@ -130,19 +131,22 @@ def few_problems() -> Iterator[None]:
 def reader(few_problems: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working directory of somebody who has done what the pages say.
 
-    It is on the path of modules until the end, when those that came from it are forgotten.
+    It is on the path of modules until the end, when those that came from it are forgotten, and the
+    environments that these registered.
     """
     del few_problems
     folder = tmp_path_factory.mktemp("reader")
     _rows(folder)
     _model(folder / "my-model")
     _modules(folder)
-    before = set(sys.modules)
+    before, environments = set(sys.modules), set(gymnasium.registry)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
         assert main(PLAN) == 0
         yield folder
+    for name in set(gymnasium.registry) - environments:
+        del gymnasium.registry[name]
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
             del sys.modules[name]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from ..launch.watch.browser import started
 from .pages import DOCS, ROOT
 
 pytestmark = pytest.mark.slow
@@ -135,3 +139,36 @@ def test_a_link_to_nothing_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text('<a href="b.html#x">1</a><a href="b.html#y"><img src="c.png">')
     (tmp_path / "b.html").write_text('<h1 id="x">')
     assert list(broken(tmp_path, tmp_path / "a.html")) == ["b.html#y", "c.png"]
+
+
+@contextmanager
+def served(folder: Path) -> Generator[str]:
+    """The address of a folder's files on the loopback device."""
+    handler = partial(QuietHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Serves files and says nothing."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+
+def test_a_search_in_a_browser_asks_nobody_else(site: Path, tmp_path: Path) -> None:
+    with served(site) as url, started(tmp_path) as browser:
+        browser.open(f"{url}index.html?q=debugging+a+bad+run")
+        browser.until("document.querySelectorAll('.md-search-result__item').length > 0")
+        found = "[...document.querySelectorAll('.md-search-result__link')].map(one => one.href)"
+        results: list[str] = browser.value(found)
+        requests = browser.requests()
+    assert any(result.startswith(f"{url}debugging.html") for result in results)
+    assert len(requests) > 5
+    assert [asked for asked in requests if not asked.startswith((url, "data:", "blob:"))] == []

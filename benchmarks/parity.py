@@ -68,6 +68,7 @@ def page(result: dict[str, Any]) -> str:
         "For readers who switch from another package, or doubt a formula: each is computed with",
         "theirs and with ours.",
         "",
+        "<!-- not run: it installs the other libraries, and takes minutes -->",
         "    python benchmarks/parity.py               # compare again",
         "    python benchmarks/parity.py --page FILE   # and write this page",
         "",

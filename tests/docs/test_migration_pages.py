@@ -16,7 +16,7 @@ from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
 PAGES = ("from_trl.md", "from_verl.md")
 

@@ -9,11 +9,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...configs.schema import RunConfig
-from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, nearest
 from ...dataflow.graph.graph import Graph
 from ...planner.plan.plan import Plan
+from ..inputs.compose import run_config
 from ..inputs.record import recorded
 from ..run_dir.resume import stored_config
 from ..run_dir.run_folder import RunFolder, RunRecord, record_of
@@ -158,7 +157,7 @@ class RunHandle:
         Raises:
             ConfigError: If the step cannot be found any more; `graph.svg` in the folder shows it.
         """
-        config = validated(RunConfig, self.config)
+        config = run_config(self.config)
         return recorded(config.algorithm, config.seed)[-1].graph
 
     @property

@@ -39,7 +39,7 @@ from .time_left import StagePlan, TimeLeft
 __all__ = ["LastingConsole", "ProgressMode", "RunProgress", "StageProgress", "Working"]
 
 ProgressMode = Literal["auto", "plain", "quiet", "json"]
-"""How it is told; see `RunConfig.progress`."""
+"""How it is told; see the key `progress`."""
 
 Working = Callable[[], tuple[str, float] | None]
 """What workers are doing now, in words, and for how many seconds; None if nothing."""

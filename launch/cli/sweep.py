@@ -49,7 +49,7 @@ def sweep_command(arguments: Sequence[str], carry_out: CarryOut) -> int:
     _check_optuna()
     sweep, options, home = _read(arguments)
     most, minutes = whole_number("sweep.trials", options.get("trials", "20")), _minutes(options)
-    folder = home / "sweeps" / options.get("name", sweep.name)
+    folder = _folder(home, options.get("name", sweep.name))
     folder.mkdir(parents=True, exist_ok=True)
     with RunFolder(folder).locked(), _said_where(sweep, folder, most):
         sweep.load(folder)
@@ -108,6 +108,13 @@ def _read(arguments: Sequence[str]) -> tuple[Sweep, dict[str, str], Path]:
         keys=tuple(keys),
     )
     return sweep, options, home
+
+
+def _folder(home: Path, name: str) -> Path:
+    """Where the sweep of a name is, below the folder of runs."""
+    if Path(name).name != name or name in ("", ".."):
+        raise ConfigError(f"'sweep.name': expected a name without folders, got '{name:.80}'")
+    return home / "sweeps" / name
 
 
 def _own(name: str) -> str:
@@ -214,7 +221,7 @@ def _try(sweep: Sweep, trial: Trial, folder: Path, carry_out: CarryOut) -> None:
         if number == 1 and isinstance(error, NOT_STARTED):
             sweep.trials.remove(trial)
             raise
-        trial.failed = str(error)
+        trial.failed = str(error) or type(error).__name__
         sweep.find_run(trial, folder)
         last = sweep.trials[number - _MOST_FAILED : number]
         if number >= _MOST_FAILED and all(one.failed for one in last):
@@ -246,7 +253,7 @@ def _report(sweep: Sweep, folder: Path) -> None:
     lines = ["\t".join(row) for row in rows]
     write_text(folder / "trials.tsv", "".join(f"{line}\n" for line in lines))
     drawn = replace(sweep, trials=[one for one in sweep.trials if one.objective is not None])
+    print(visible(f"table: {folder / 'trials.tsv'}"))
     if drawn.trials:
         draw_sweep(folder / "trials.svg", drawn)
-    print(visible(f"table: {folder / 'trials.tsv'}"))
-    print(visible(f"picture: {folder / 'trials.svg'}"))
+        print(visible(f"picture: {folder / 'trials.svg'}"))

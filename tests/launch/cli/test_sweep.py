@@ -102,6 +102,12 @@ REFUSED = {
         "'lr=tag(log,interval(0,1))': expected two ascending numbers, the first of them above 0"
     ),
     "-m sweep.seed=1 lr=range(3,3)": ("'lr': expected a range of at least two ascending numbers"),
+    **{
+        f"-m sweep.name={name} max_lag=0,1": (
+            f"'sweep.name': expected a name without folders, got '{name}'"
+        )
+        for name in ("../../x", "/tmp/x", "..", ".", "")
+    },
     "-m sweep.seed=1 max_lag=0,1 --cfg": (
         "penstock run --multirun: expected KEY=VALUE, got '--cfg'"
     ),

@@ -280,8 +280,8 @@ def _mismatch(past: Past, node: str, values: Row, metric: str) -> str | None:
     if len(latest) < LONG:
         return None
     was, now = statistics.median(first), statistics.median(latest)
-    if not now >= max(GROWTH * was, GROWN_SHARE * limit):
-        return None
+    if not now > was or not now >= max(GROWTH * was, GROWN_SHARE * limit):
+        return None  # also where both are 0, and so is the limit
     return (
         f"what sampled for it disagrees by {now:.3g} nats per token on the same weights, and "
         f"did by {was:.3g} in the first steps"

@@ -221,6 +221,12 @@ def test_a_mismatch_that_grows_is_told_of_below_its_limit() -> None:
     assert told(tiny) == [], "rounding"
 
 
+def test_engines_that_agree_to_the_bit_are_no_sign() -> None:
+    exact = SignFacts(mismatch_above=0.0)
+    assert told([{"actor.train/rollout_k3": 0.0}] * 20, exact) == []
+    assert len(told([{"actor.train/rollout_k3": 1e-9}] * 20, exact)) == 1
+
+
 def test_a_mismatch_with_staleness_in_it_is_not_judged() -> None:
     assert told([{"actor.train/rollout_k3": 0.5, "run/lag_max": 1.0}] * 3) == []
     assert told([{"actor.train/rollout_k3": 0.5}], SignFacts(mismatch_above=None)) == []

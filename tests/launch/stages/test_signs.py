@@ -172,7 +172,7 @@ def test_what_the_policy_does_not_learn_from_is_not_judged() -> None:
     assert told(rows, SignFacts(needed=frozenset({"task.score"}))) == []
 
 
-def test_a_low_entropy_that_is_paid_for_is_no_sign() -> None:
+def test_a_low_entropy_of_a_better_policy_is_no_sign() -> None:
     low = {"actor.train/entropy": 0.01}
     better = [*[{}] * 10, *[scores(0.6, 0.9, 0.4)] * 10, *[{**low, **scores(0.6, 0.9, 0.4)}] * 9]
     assert told(better) == []

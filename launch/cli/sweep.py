@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import OverrideParseException
 
 from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, nearest, no_exit
@@ -92,6 +92,8 @@ def _read(arguments: Sequence[str]) -> tuple[Sweep, dict[str, str], Path]:
         elif name == "runs":
             home = Path(value)
         elif (key := _varied(word)) is not None:
+            if any(other.name == key.name for other in keys):
+                raise ConfigError(f"'{key.name}' is varied twice\n    leave one of them out")
             keys.append(key)
         else:
             fixed.append(word)
@@ -134,6 +136,8 @@ def _varied(word: str) -> Key | None:
     except OverrideParseException as error:
         raise ConfigError(f"'{word:.80}' cannot be read: {error}".splitlines()[0]) from error
     name, value = override.get_key_element(), override.value()
+    if isinstance(value, Glob):
+        raise ConfigError(f"'{word:.80}': expected values, got a pattern\n    name each of them")
     if isinstance(value, IntervalSweep):
         low, high = value.start or 0.0, value.end or 0.0
         log = "log" in value.tags

@@ -1,4 +1,4 @@
-"""Every command of docs/runs.md works on runs as the page has them, but for those that run something.
+"""Every command of docs/runs.md works on runs as the page has them, but for what runs something.
 
 These have tests of their own: `reproduce`, and `regress checkout=`.
 """
@@ -59,7 +59,17 @@ def test_the_commands_of_the_page(penstock: Penstock, runs: list[RunFolder]) -> 
     actions = [words[1] for words in found]
     assert actions == [
         *("list", "list", "show", "tag", "list", "diff", "compare", "compare", "plot", "plot"),
-        *("regress", "regress", "regress", "reproduce", "export", "import", "import", "archive", "delete"),
+        *(
+            "regress",
+            "regress",
+            "regress",
+            "reproduce",
+            "export",
+            "import",
+            "import",
+            "archive",
+            "delete",
+        ),
     ]
     for words in found:
         if words[1] == "reproduce" or any(word.startswith("checkout=") for word in words):

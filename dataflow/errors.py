@@ -176,7 +176,7 @@ def _is_cell(name: str) -> bool:
 
     Sources that a library has generated are in angle brackets.
     """
-    known = name in linecache.cache and not Path(name).exists()
+    known = name in linecache.cache and not os.path.exists(name)
     return known and (not name.startswith("<") or name.startswith("<ipython-input"))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import OverrideParseException
 
 from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, nearest, no_exit
@@ -49,7 +49,7 @@ def sweep_command(arguments: Sequence[str], carry_out: CarryOut) -> int:
     _check_optuna()
     sweep, options, home = _read(arguments)
     most, minutes = whole_number("sweep.trials", options.get("trials", "20")), _minutes(options)
-    folder = home / "sweeps" / options.get("name", sweep.name)
+    folder = _folder(home, options.get("name", sweep.name))
     folder.mkdir(parents=True, exist_ok=True)
     with RunFolder(folder).locked(), _said_where(sweep, folder, most):
         sweep.load(folder)
@@ -92,6 +92,8 @@ def _read(arguments: Sequence[str]) -> tuple[Sweep, dict[str, str], Path]:
         elif name == "runs":
             home = Path(value)
         elif (key := _varied(word)) is not None:
+            if any(other.name == key.name for other in keys):
+                raise ConfigError(f"'{key.name}' is varied twice\n    leave one of them out")
             keys.append(key)
         else:
             fixed.append(word)
@@ -108,6 +110,13 @@ def _read(arguments: Sequence[str]) -> tuple[Sweep, dict[str, str], Path]:
         keys=tuple(keys),
     )
     return sweep, options, home
+
+
+def _folder(home: Path, name: str) -> Path:
+    """Where the sweep of a name is, below the folder of runs."""
+    if Path(name).name != name or name in ("", ".."):
+        raise ConfigError(f"'sweep.name': expected a name without folders, got '{name:.80}'")
+    return home / "sweeps" / name
 
 
 def _own(name: str) -> str:
@@ -127,6 +136,8 @@ def _varied(word: str) -> Key | None:
     except OverrideParseException as error:
         raise ConfigError(f"'{word:.80}' cannot be read: {error}".splitlines()[0]) from error
     name, value = override.get_key_element(), override.value()
+    if isinstance(value, Glob):
+        raise ConfigError(f"'{word:.80}': expected values, got a pattern\n    name each of them")
     if isinstance(value, IntervalSweep):
         low, high = value.start or 0.0, value.end or 0.0
         log = "log" in value.tags
@@ -214,7 +225,7 @@ def _try(sweep: Sweep, trial: Trial, folder: Path, carry_out: CarryOut) -> None:
         if number == 1 and isinstance(error, NOT_STARTED):
             sweep.trials.remove(trial)
             raise
-        trial.failed = str(error)
+        trial.failed = str(error) or type(error).__name__
         sweep.find_run(trial, folder)
         last = sweep.trials[number - _MOST_FAILED : number]
         if number >= _MOST_FAILED and all(one.failed for one in last):
@@ -246,7 +257,7 @@ def _report(sweep: Sweep, folder: Path) -> None:
     lines = ["\t".join(row) for row in rows]
     write_text(folder / "trials.tsv", "".join(f"{line}\n" for line in lines))
     drawn = replace(sweep, trials=[one for one in sweep.trials if one.objective is not None])
+    print(visible(f"table: {folder / 'trials.tsv'}"))
     if drawn.trials:
         draw_sweep(folder / "trials.svg", drawn)
-    print(visible(f"table: {folder / 'trials.tsv'}"))
-    print(visible(f"picture: {folder / 'trials.svg'}"))
+        print(visible(f"picture: {folder / 'trials.svg'}"))

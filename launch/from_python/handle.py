@@ -143,7 +143,9 @@ class RunHandle:
         Raises:
             ConfigError: If there is no such metric.
         """
-        history = History(self.folder)
+        return self._curve(History(self.folder), metric, over)
+
+    def _curve(self, history: History, metric: str = "", over: Over = "steps") -> Curve:
         found = Headline(None).curve(history.metrics) if not metric else None
         name = metric or (found.name if found else next(iter(history.metrics), ""))
         series = history.series(name, over)
@@ -174,7 +176,7 @@ class RunHandle:
 
     def _repr_html_(self) -> str:
         """A few facts and the curve, for Jupyter."""
-        summary = self.summary
+        summary, history = self.summary, History(self.folder)
         facts = [(key, summary.get(key)) for key in _FACTS]
         rows = "".join(
             f'<tr><th style="text-align: left">{escape(key)}</th>'
@@ -182,7 +184,7 @@ class RunHandle:
             for key, value in facts
             if value is not None
         )
-        curve = str(self.curve()) if self._files.metrics.is_file() else ""
+        curve = str(self._curve(history)) if history.metrics else ""
         head = f"<p><b>{escape(self.id)}</b>: {escape(self.state)}</p>"
         return f"<div>{head}<table>{rows}</table>{curve}</div>"
 

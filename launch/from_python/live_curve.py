@@ -13,7 +13,7 @@ from typing import Any
 from ..run_dir.curve import draw_curve
 from ..run_dir.progress_events import format_values
 from ..run_dir.trackers.tracker import RunInfo
-from ..stages.headline import Headline
+from ..stages.headline import CURVE_ENDS, Headline
 
 __all__ = ["Curve", "LiveCurve", "in_notebook"]
 
@@ -73,7 +73,8 @@ class LiveCurve:
         self._every_s = every_s
         self._run: RunInfo | None = None
         self._stage = ""
-        self._lines: list[tuple[int, Mapping[str, float]]] = []
+        self._lines: list[tuple[int, Mapping[str, float]]] = []  # of what a curve may be of
+        self._last: Mapping[str, float] = {}
         self._shown_s = -math.inf
         self._display: Any = None
 
@@ -95,7 +96,9 @@ class LiveCurve:
         own = {name: value for name, value in metrics.items() if not name.startswith(_MEASURED)}
         if not own:
             return  # an evaluation between two steps
-        self._lines.append((step, own))
+        kept = {name: value for name, value in own.items() if name.endswith(CURVE_ENDS)}
+        self._lines.append((step, kept))
+        self._last = own
         if time.monotonic() - self._shown_s >= self._every_s:
             self._show()
 
@@ -122,7 +125,7 @@ class LiveCurve:
 
     def html(self) -> str:
         """A line on the last step, and below it the curve if there is a metric to judge by."""
-        step, last = self._lines[-1]
+        step, last = self._lines[-1][0], self._last
         headline = Headline(None)
         run = self._run.id if self._run is not None else ""
         said = f"{self._stage}: {step + 1} steps  {format_values(headline.shown(last))}"

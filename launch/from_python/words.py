@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -12,6 +13,10 @@ __all__ = ["as_words"]
 
 _OPTIONS = ("--config-dir", "-cd")
 """Those of the command line that mean something here."""
+
+
+_PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_]\w*", re.ASCII | re.IGNORECASE)
+"""A name that is read as a text without quotes."""
 
 
 def as_words(command: str, words: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
@@ -73,7 +78,8 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, str):
         return _quoted(value)
     if isinstance(value, Mapping):
-        return "{}"
+        inner = cast("Mapping[Any, Any]", value).items()
+        return f"{{{','.join(f'{_inner_key(key, n)}:{_text(key, one)}' for n, one in inner)}}}"
     if isinstance(value, list | tuple):
         return f"[{','.join(_text(key, one) for one in cast('Sequence[Any]', value))}]"
     if callable(value):
@@ -83,6 +89,20 @@ def _text(key: str, value: Any) -> str:
     raise ConfigError(
         f"'{key}': expected a number, a text, a list, a mapping, a function or a class, got a "
         f"{type(value).__name__}"
+    )
+
+
+def _inner_key(key: str, name: Any) -> str:
+    """A key of a mapping inside a list, which Hydra reads without quotes.
+
+    Raises:
+        ConfigError: If it would be read as something else.
+    """
+    if isinstance(name, str) and _PLAIN.fullmatch(name):
+        return name
+    raise ConfigError(
+        f"'{key}': expected names of letters, digits and '_' in a mapping inside a list, got "
+        f"{name!r:.80}"
     )
 
 

@@ -18,7 +18,7 @@ from ...algorithms.roles.language import Reward
 from ...dataflow.graph.graph import NodeKind
 from .stages import Stage
 
-__all__ = ["CurveMetric", "Headline", "needed_nodes", "ranked_nodes"]
+__all__ = ["CURVE_ENDS", "CurveMetric", "Headline", "needed_nodes", "ranked_nodes"]
 
 _SCORE = "reward/mean"
 """What every reward reports of what it scored."""
@@ -51,6 +51,9 @@ _CURVES = (
     ("loss", "loss"),
 )
 """Metrics a run can be judged by, best first, and what to write beside the axis."""
+
+CURVE_ENDS = tuple(f"/{wanted}" for wanted, _ in _CURVES)
+"""How the names of all metrics end that a curve may be of."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ token 98 times in 100. Cui et al., "The Entropy Mechanism of RL for Reasoning La
 MOST_UPDATE_KL = 0.2
 """Nats per token between the policy before and after a train call. PPO is usually stopped at 0.01
 to 0.03 (Schulman; Huang et al., "The 37 Implementation Details of PPO", 2022)."""
-MOST_REFERENCE_KL, MOST_UNPAID_KL = 2.0, 0.3
+MOST_REFERENCE_KL, MOST_KL_WITHOUT_GAIN = 2.0, 0.3
 """Nats per token to the reference: always a sign, and where the reward does not rise. Gao et al.,
 "Scaling Laws for Reward Model Overoptimization", 2022, see rewards hacked from about 10 nats per
 response on, which for a response of 50 tokens is 0.2 per token."""
@@ -123,7 +123,7 @@ class Progress:
         self._solved = values.get(f"{node}/reward/correct", 0.0) >= SOLVED
 
     @property
-    def pays(self) -> bool:
+    def improves(self) -> bool:
         """Whether it is solved, or the latest steps are clearly better than the first ones."""
         half = len(self._first) if len(self._first) == WINDOW else len(self._first) // 2
         if self._solved or half < 2:
@@ -227,7 +227,7 @@ def _entropy(past: Past, node: str, values: Row, metric: str) -> str | None:
     before = statistics.fmean(first)
     if before < LOW_ENTROPY_NATS or not value <= min(LOW_ENTROPY_NATS, LOW_ENTROPY_SHARE * before):
         return None
-    if past.progress.pays:
+    if past.progress.improves:
         return None
     return f"the entropy is {value:.3g} nats per token, and was {before:.3g} in the first steps"
 
@@ -248,7 +248,7 @@ def _reference_kl(past: Past, node: str, values: Row, metric: str) -> str | None
         if not node.startswith("response_kl") or len(lengths) != 1 or not lengths[0] > 0:
             return None
         value /= lengths[0]
-    if value > MOST_REFERENCE_KL or (value > MOST_UNPAID_KL and not past.progress.pays):
+    if value > MOST_REFERENCE_KL or (value > MOST_KL_WITHOUT_GAIN and not past.progress.improves):
         return f"the policy is {value:.3g} nats per token from the reference"
     return None
 
@@ -280,8 +280,8 @@ def _mismatch(past: Past, node: str, values: Row, metric: str) -> str | None:
     if len(latest) < LONG:
         return None
     was, now = statistics.median(first), statistics.median(latest)
-    if not now >= max(GROWTH * was, GROWN_SHARE * limit):
-        return None
+    if not now > was or not now >= max(GROWTH * was, GROWN_SHARE * limit):
+        return None  # also where both are 0, and so is the limit
     return (
         f"what sampled for it disagrees by {now:.3g} nats per token on the same weights, and "
         f"did by {was:.3g} in the first steps"

@@ -156,6 +156,7 @@ class Told:
             env_steps: Steps of environments it took.
             env_unit: What these are.
         """
+        now_s = time.time()  # trackers may take their time
         values = {
             **result.metrics,
             "run/step_time_s": took_s,
@@ -166,7 +167,7 @@ class Told:
         if env_steps:
             values["run/env_steps_per_s"] = env_steps / took_s if took_s else 0.0
         self._trackers.log(result.step, self._stage.name, values)
-        shown, now_s = self._headline.shown(values), time.time()
+        shown = self._headline.shown(values)
         self._trace.write(result.spans)
         # What conversations wait for is apart from what they generate.
         waits = {name: value for name, value in values.items() if name.endswith("/waiting_s")}

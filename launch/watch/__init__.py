@@ -1,4 +1,4 @@
-"""The page of `penstock watch`: a local server, what it reads of runs, and the files of the page.
+"""The page of `penstock watch`: what it reads of runs, and its files; `run_dir` has the server.
 
 Everything is read from the folders of runs, as they are at that moment; nothing is ever written.
 """

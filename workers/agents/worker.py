@@ -259,7 +259,8 @@ class AgentWorker(Agent):
                 sums[name] = sums.get(name, 0.0) + count
         add_metrics(self.metrics, {name: Metric.mean(sums[name], rows) for name in sums})
         problems = torch.tensor([one.problem for one in first], dtype=torch.int64)
-        add_metrics(self.metrics, score_metrics(torch.tensor(scores).double(), problems))
+        exact = torch.tensor(scores, dtype=torch.float64)  # float32 would round them
+        add_metrics(self.metrics, score_metrics(exact, problems))
         sampled = float(sum(len(turn.token) for one in held for _, turn in one.turns))
         add_metrics(self.metrics, {"new_tokens": Metric.sum(sampled)})
         self._show_first_error(held)

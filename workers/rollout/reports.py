@@ -59,7 +59,7 @@ def score_metrics(scores: Tensor, prompt_id: Tensor) -> dict[str, Metric]:
       the same score, so that comparing them says nothing; absent if there is no such group.
 
     Args:
-        scores: f32[rows]; a score that is nan is equal to none.
+        scores: f32[rows] or f64[rows]; a score that is nan is equal to none.
         prompt_id: i64[rows], the group of each row; a group's rows are in one call.
     """
     exact, rows = scores.double(), float(len(scores))

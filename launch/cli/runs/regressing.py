@@ -34,6 +34,11 @@ def regress_runs(arguments: Sequence[str]) -> int:
             "penstock runs regress: give reference=FILE to hold runs against, write=FILE to make "
             "one of them, or checkout=FOLDER to run one in turns with another source tree"
         )
+    stray = ("without", *_DIRECTIONS) if "checkout" in words.options else _RACE
+    for key in stray:
+        if key in words.options:
+            way = next(way for way in _WAYS if way in words.options)
+            raise ConfigError(f"penstock runs regress: '{key}' says nothing with '{way}'")
     if "checkout" in words.options:
         return _race(words)
     sets = sets_by(words.names, words.where, "", words.home)

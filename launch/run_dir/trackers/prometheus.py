@@ -45,9 +45,10 @@ class PrometheusTracker:
     """
 
     def __init__(self, port: int = 0, token_file: str | None = None) -> None:
-        if isinstance(port, bool) or not 0 <= port < 65536:
+        if type(port) is not int or not 0 <= port < 65536:
             raise ConfigError(
-                f"'tracker.options.port': expected a whole number from 0 to 65535, got {port!r}"
+                "'port' of tracker 'prometheus': expected a whole number from 0 to 65535, "
+                f"got {port!r}"
             )
         self._port = port
         self._token = "" if token_file is None else _token(Path(token_file))
@@ -60,12 +61,17 @@ class PrometheusTracker:
     def start(self, run: RunInfo) -> None:
         """Listen, and say where."""
         self._run = run.id
-        self._server = PageServer(self._answer, self._port, self._token)
+        server = PageServer(self._answer, self._port, self._token)
         self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True
+            target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True
         )
-        self._thread.start()
-        say(f"metrics for Prometheus: {self._server.url}{_TARGET}")
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads: shutdown would wait for this one for ever
+            server.server_close()
+            raise
+        self._server = server
+        say(f"metrics for Prometheus: {server.url}{_TARGET}")
 
     def rewind(self, step: int, stage: str) -> None:
         """Forget the stage's numbers."""
@@ -111,11 +117,11 @@ def _token(path: Path) -> str:
     try:
         token = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"'tracker.options.token_file': {error}") from error
+        raise ConfigError(f"'token_file' of tracker 'prometheus': {error}") from error
     if len(token) < _LEAST_CHARACTERS or not token.replace("-", "").replace("_", "").isalnum():
         raise ConfigError(
-            f"'tracker.options.token_file': expected at least {_LEAST_CHARACTERS} letters and "
-            f"digits in '{path}', got {len(token)} characters\n"
+            f"'token_file' of tracker 'prometheus': expected at least {_LEAST_CHARACTERS} letters "
+            f"and digits in '{path}', got {len(token)} characters\n"
             f"    openssl rand -hex 32 > {path}"
         )
     return token

@@ -54,7 +54,9 @@ class Trackers:
 
     def __init__(self, config: TrackerConfig, *, tables: bool = False) -> None:
         self._record = JsonlTracker()
-        self._others = {kind: _made(kind, options) for kind, options in config.all.items()}
+        self._others = {
+            kind: _made(kind, options, *_keys(config, kind)) for kind, options in config.all.items()
+        }
         if tables and not any(isinstance(one, TakesSamples) for one in self._others.values()):
             having = ", ".join(kind for kind, made in TRACKERS.items() if hasattr(made, _TABLES))
             raise ConfigError(
@@ -140,8 +142,15 @@ class Trackers:
         warnings.warn("\n    ".join(said), stacklevel=2)
 
 
-def _made(kind: str, options: Mapping[str, Any]) -> Tracker:
-    factory = entry_or_own(kind, TRACKERS, "tracker.kind", "tracker")
+def _keys(config: TrackerConfig, kind: str) -> tuple[str, str]:
+    """The key that names a tracker, and the one that holds its options."""
+    if kind == config.kind:
+        return "tracker.kind", "tracker.options"
+    return "tracker.also", f"tracker.also.{kind}"
+
+
+def _made(kind: str, options: Mapping[str, Any], at: str, options_at: str) -> Tracker:
+    factory = entry_or_own(kind, TRACKERS, at, "tracker")
     try:
         with one_process():
             made = factory(**options)
@@ -150,13 +159,13 @@ def _made(kind: str, options: Mapping[str, Any]) -> Tracker:
     except _FAILURES as error:
         described = "\n    ".join(_described(error))
         raise ConfigError(
-            f"'tracker.kind': tracker '{kind}' cannot be made\n    {described}\n"
-            "    tracker.options are the keyword arguments of what makes it"
+            f"'{at}': tracker '{kind}' cannot be made\n    {described}\n"
+            f"    {options_at} are the keyword arguments of what makes it"
         ) from error
     if isinstance(made, Tracker):
         return made
     raise ConfigError(
-        f"'tracker.kind': '{kind}' made a {type(made).__name__}, which is no tracker\n"
+        f"'{at}': '{kind}' made a {type(made).__name__}, which is no tracker\n"
         "    it must have the methods start, rewind, log and finish"
     )
 

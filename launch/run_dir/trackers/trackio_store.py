@@ -8,6 +8,7 @@ step that a resumed run does again replaces what was there.
 
 from __future__ import annotations
 
+import shlex
 import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -63,7 +64,7 @@ class TrackioTracker:
         self._run = run
         SQLiteStorage.validate_project_name(self._project)
         SQLiteStorage.init_db(self._project)
-        return f"trackio show --project {self._project}"
+        return f"trackio show --project {shlex.quote(self._project)}"
 
     def rewind(self, step: int, stage: str) -> None:
         """Delete what is there of the stage from the step on."""

@@ -215,6 +215,15 @@ def test_a_response_full_of_html_stays_text(tmp_path: Path) -> None:
     assert made.summary == {}
 
 
+def test_a_run_before_its_first_step_has_no_curve(tmp_path: Path) -> None:
+    made = RunHandle(create_run(tmp_path, name="grpo", seed=0, config="{}", data="none"))
+    (made.folder / "metrics.jsonl").write_text("")
+    shown = displayed(made)[HTML_MIME]
+    assert made.id in shown
+    assert "svg" not in tags(shown)
+    assert made.metrics.empty
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         package.open_run(tmp_path)

@@ -47,6 +47,14 @@ def test_a_mapping_gives_the_keys_below() -> None:
     ]
 
 
+def test_a_mapping_in_a_list_is_read_back() -> None:
+    value = [{"role": "user", "parts": [{"text": "a, 'b'"}, {}], "of": {"n": 1, "no": None}}]
+    assert read_back(*as_words("run", [], {"a": value})) == ("a", value)
+    for name in ("true", "NULL", "a b", 3):
+        with pytest.raises(ConfigError, match="in a mapping inside a list, got"):
+            as_words("run", [], {"a": [{name: 1}]})
+
+
 def own_step() -> None:
     """A function at the top of a module."""
 

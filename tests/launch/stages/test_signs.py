@@ -172,7 +172,7 @@ def test_what_the_policy_does_not_learn_from_is_not_judged() -> None:
     assert told(rows, SignFacts(needed=frozenset({"task.score"}))) == []
 
 
-def test_a_low_entropy_that_is_paid_for_is_no_sign() -> None:
+def test_a_low_entropy_of_a_better_policy_is_no_sign() -> None:
     low = {"actor.train/entropy": 0.01}
     better = [*[{}] * 10, *[scores(0.6, 0.9, 0.4)] * 10, *[{**low, **scores(0.6, 0.9, 0.4)}] * 9]
     assert told(better) == []
@@ -219,6 +219,12 @@ def test_a_mismatch_that_grows_is_told_of_below_its_limit() -> None:
     )
     tiny = [{"actor.train/rollout_k3": 1e-6 * (1 + step)} for step in range(20)]
     assert told(tiny) == [], "rounding"
+
+
+def test_engines_that_agree_to_the_bit_are_no_sign() -> None:
+    exact = SignFacts(mismatch_above=0.0)
+    assert told([{"actor.train/rollout_k3": 0.0}] * 20, exact) == []
+    assert len(told([{"actor.train/rollout_k3": 1e-9}] * 20, exact)) == 1
 
 
 def test_a_mismatch_with_staleness_in_it_is_not_judged() -> None:

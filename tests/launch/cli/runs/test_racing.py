@@ -44,6 +44,11 @@ def test_the_slower_of_two_checkouts(
         (["checkout=it", "pairs=1"], "'pairs': expected at least 2, got 1"),
         (["checkout=it", "slower=x"], "'slower': expected a tolerance such as 0.02 or 5%, got 'x'"),
         (
+            ["checkout=it", "without=num_steps"],
+            "penstock runs regress: 'without' says nothing with 'checkout'",
+        ),
+        (["write=it", "pairs=3"], "penstock runs regress: 'pairs' says nothing with 'write'"),
+        (
             ["checkout=it", "seed=0"],
             "penstock runs regress: checkout=FOLDER takes one run, which is run again and again, "
             "got 1 and 1 keys",

@@ -122,6 +122,12 @@ def test_what_makes_no_tracker_is_refused_before_the_run(
         "    trackers are: tensorboard, wandb, mlflow, trackio, prometheus, "
         "or module:name for your own"
     )
+    assert refusal(TrackerConfig(also={"tensorbord": {}})).startswith(
+        "'tracker.also': there is no tracker 'tensorbord'"
+    )
+    assert refusal(TrackerConfig(also={"prometheus": {"prt": 1}})).endswith(
+        "\n    tracker.also.prometheus are the keyword arguments of what makes it"
+    )
     with pytest.raises(ConfigError) as error:
         Trackers(TrackerConfig(also={"prometheus": {}}), tables=True)
     assert str(error.value) == (

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
@@ -83,12 +84,14 @@ def test_a_chosen_token_is_read_from_a_file(
     file = tmp_path / "token"
     file.write_text("short\n")
     assert refusal(lambda: PrometheusTracker(token_file=str(file))) == (
-        "'tracker.options.token_file': expected at least 16 letters and digits in "
+        "'token_file' of tracker 'prometheus': expected at least 16 letters and digits in "
         f"'{file}', got 5 characters\n    openssl rand -hex 32 > {file}"
     )
     assert refusal(lambda: PrometheusTracker(port=70000)) == (
-        "'tracker.options.port': expected a whole number from 0 to 65535, got 70000"
+        "'port' of tracker 'prometheus': expected a whole number from 0 to 65535, got 70000"
     )
+    port: Any = 9400.0
+    assert refusal(lambda: PrometheusTracker(port=port)).endswith("65535, got 9400.0")
     file.write_text("0123456789abcdef\n")
     tracker = PrometheusTracker(token_file=str(file))
     tracker.start(info(tmp_path))

@@ -68,6 +68,7 @@ class WandbTracker:
             "tags": [*tags],
         }
         self._main = ""
+        self._has_axis: set[str] = set()
         self._run: Any = None
 
     def start(self, run: RunInfo) -> str:
@@ -102,10 +103,6 @@ class WandbTracker:
             resume="allow" if self._mode == "online" else None,
             settings=settings,
         )
-        for stage in run.folders:
-            axis = self._name(stage, _STEP)
-            # Of several patterns the longest counts, so a stage's own axis goes before the main's.
-            self._run.define_metric(self._name(stage, "*"), step_metric=axis)
         written = Path(home, _FOLDER)
         return self._run.url if self._mode == "online" else f"wandb sync {written}/offline-run-*"
 
@@ -114,16 +111,14 @@ class WandbTracker:
 
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Write a row with the step beside the metrics."""
-        row = {self._name(stage, name): value for name, value in metrics.items()}
-        self._run.log({**row, self._name(stage, _STEP): step})
+        self._write(step, stage, metrics)
 
     def log_samples(self, step: int, stage: str, samples: Sequence[Sample]) -> None:
         """Write them as a table."""
         import wandb  # as above
 
         columns, rows = sample_rows(samples)
-        table = wandb.Table([*columns], [*rows])
-        self._run.log({self._name(stage, SAMPLES): table, self._name(stage, _STEP): step})
+        self._write(step, stage, {SAMPLES: wandb.Table([*columns], [*rows])})
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Write what came out, and end the package's own process."""
@@ -139,6 +134,15 @@ class WandbTracker:
             run.finish(exit_code=0 if summary is not None else 1)
         finally:
             wandb.teardown()
+
+    def _write(self, step: int, stage: str, values: Mapping[str, Any]) -> None:
+        axis = self._name(stage, _STEP)
+        row = {self._name(stage, name): value for name, value in values.items()}
+        # One by one: of patterns that overlap, as `*` and `sft/*` do, the package may take either.
+        for name in [name for name in row if name not in self._has_axis]:
+            self._run.define_metric(name, step_metric=axis)
+            self._has_axis.add(name)
+        self._run.log({**row, axis: step})
 
     def _name(self, stage: str, name: str) -> str:
         return name if stage == self._main else f"{stage}/{name}"

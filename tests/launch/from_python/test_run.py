@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -162,8 +163,11 @@ print("steps", len(run.metrics))
 def test_a_breakpoint_in_a_worker_of_the_program_stops_there(here: Path) -> None:
     script = here / "stops.py"
     script.write_text(STOPS.format(words=(*GRPO, "evaluation.num_prompts=0")))
+    # Ray, which other tests import here, has `breakpoint` of all further processes ask its workers.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONBREAKPOINT"}
     ran = subprocess.run(
         [sys.executable, str(script)],
+        env=environment,
         input="p number\nc\n",
         capture_output=True,
         text=True,

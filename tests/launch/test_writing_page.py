@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,15 @@ def test_the_page_has_files_and_commands() -> None:
     assert len(commands()) >= 12
 
 
-@pytest.mark.parametrize("command", commands())
+def chosen() -> list[Any]:
+    """Every fourth command for each run of the tests, the others for the longest one."""
+    return [
+        pytest.param(command, id=command[:60], marks=[pytest.mark.nightly] if number % 4 else [])
+        for number, command in enumerate(commands())
+    ]
+
+
+@pytest.mark.parametrize("command", chosen())
 def test_a_command_of_the_page_does_what_it_is_for(
     penstock: Penstock, folder: Path, command: str
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_hash(penstock: Penstock) -> N
     assert "8 held-out problems" in measured.out or "accuracy" in measured.out
 
 
+@pytest.mark.nightly
 def test_on_ray_apart_and_with_a_lag_too(penstock: Penstock) -> None:
     folder, here = run(penstock, "here", "schedule.max_lag=1")
     _, there = run(penstock, "there", "schedule.max_lag=1", "executor=ray_split")

@@ -159,7 +159,7 @@ print("steps", len(run.metrics))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_breakpoint_in_a_worker_of_the_program_stops_there(here: Path) -> None:
     script = here / "stops.py"
     script.write_text(STOPS.format(words=(*GRPO, "evaluation.num_prompts=0")))

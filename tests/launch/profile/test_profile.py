@@ -63,7 +63,7 @@ def test_one_file_says_all_a_plan_needs(penstock: Penstock, tmp_path: Path) -> N
     assert "wrote runs/calibration.json after " in said.out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_single_rank_has_no_links_to_measure() -> None:
     config = ProfileConfig(
         widths=[16, 32],

@@ -37,7 +37,8 @@ def run(folder: Path, num_ranks: int, split: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [2, 6])  # with 6 the second rank holds no rows at all
+# With 6 the second rank holds no rows at all.
+@pytest.mark.parametrize("split", [pytest.param(2, marks=pytest.mark.nightly), 6])
 def test_two_ranks_train_as_one(tmp_path: Path, split: int):
     (alone,) = run(tmp_path, 1, 0)
     ranks = run(tmp_path, 2, split)

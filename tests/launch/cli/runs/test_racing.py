@@ -16,7 +16,7 @@ from .conftest import Make
 BENCHMARKS = str(Path(__file__).parents[4] / "benchmarks")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_slower_of_two_checkouts(
     penstock: Penstock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

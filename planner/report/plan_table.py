@@ -46,7 +46,7 @@ def _rows(plan: Plan, group: GroupPlan) -> str:
     """A row for each call that the plan names on a group; one that says so if it names none."""
     default = plan.default_group or plan.groups[0].name
     named = [name for name, where in plan.nodes.items() if where == group.name]
-    rest = "every other call" if group.name == default else "no call"
+    rest = f"every {'other ' if plan.nodes else ''}call" if group.name == default else "no call"
     devices = ranges_text(group.devices) or f"{group.num_ranks} {group.device}"
     memory = plan.prediction.memory.get(group.name) if plan.prediction else None
     if memory is not None:

@@ -213,7 +213,7 @@ def steps() -> list[str]:
 
 
 def left_out(folder: str, names: list[str]) -> set[str]:
-    """What is no part of the image; at the top alone, for there are packages called like outputs."""
+    """What is no part of the image: at the top alone, as there are packages called like outputs."""
     tops = (".venv", ".git", "runs", "build", "site", "*.egg-info")
     ignored = ("__pycache__", *(tops if Path(folder) == ROOT else ()))
     return shutil.ignore_patterns(*ignored)(folder, names)

@@ -35,13 +35,15 @@ def _dry_run(composed: dict[str, Any]) -> None:
 
     from ..inputs.compose import AUTO, resolve, run_config
     from ..placement.reported import joined
-    from ..run_dir.trackers.registry import Trackers
+    from ..run_dir.trackers.registry import TRACKERS, Trackers
     from ..stages.job import prepare
 
     refuse_resume(composed, "run --dry-run")
     cluster = _described(composed.pop("cluster", None))
     config = run_config(composed)
-    Trackers(config.tracker, tables=config.samples.track_every is not None)  # refuses what it lacks
+    # Refuses what a tracker lacks. One of the user's own may open files as soon as it is made.
+    if config.tracker.all.keys() <= TRACKERS.keys():
+        Trackers(config.tracker, tables=config.samples.track_every is not None)
     run = resolve(config, None if cluster is None else cluster.device_type)
     if cluster is not None or run.placement.placement != AUTO:
         run = replace(run, placement=replace(run.placement, cluster=cluster))

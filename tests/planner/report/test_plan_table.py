@@ -41,7 +41,7 @@ def test_the_longest_call_has_the_longest_bar() -> None:
 
 
 def test_a_plan_of_one_group_says_where_every_call_runs() -> None:
-    assert rows(plan_table(one_group_plan(2))) == [["all", "2 cpu", "every other call", "", "", ""]]
+    assert rows(plan_table(one_group_plan(2))) == [["all", "2 cpu", "every call", "", "", ""]]
 
 
 def test_names_are_text() -> None:

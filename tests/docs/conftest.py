@@ -139,6 +139,7 @@ def reader(few_problems: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     _rows(folder)
     _model(folder / "my-model")
     _modules(folder)
+    (folder / "token").write_text("0123456789abcdef" * 4)  # as `openssl rand -hex 32` writes it
     before, environments = set(sys.modules), set(gymnasium.registry)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

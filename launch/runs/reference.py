@@ -26,7 +26,7 @@ from ..run_dir.environment import Environment, changed_versions, versions_text
 from .figures import Figures
 from .values import RunValues, value_text
 
-__all__ = ["RULES", "Finding", "Reference", "Rule", "no_worse"]
+__all__ = ["RULES", "Finding", "Reference", "Rule"]
 
 Direction = Literal["not_lower", "not_higher", "same"]
 
@@ -138,7 +138,7 @@ class Reference:
             if rule.direction == "same":
                 findings.append(_same(key, before, now, bool(pairs), elsewhere))
             else:
-                findings.append(no_worse(key, rule, before, now, paired=bool(pairs)))
+                findings.append(_no_worse(key, rule, before, now, bool(pairs)))
         return findings
 
     def _pairs(self, figures: Sequence[Figures]) -> list[int]:
@@ -191,18 +191,10 @@ class Reference:
         return cls(rules, values, found["runs"], found["seeds"], environment)
 
 
-def no_worse(
-    key: str, rule: Rule, before: Sequence[float], now: Sequence[float], *, paired: bool
+def _no_worse(
+    key: str, rule: Rule, before: Sequence[float], now: Sequence[float], paired: bool
 ) -> Finding:
-    """The means, and whether that of now is worse by more than is allowed.
-
-    Args:
-        key: Of the figure.
-        rule: What it may not do.
-        before: What it was, a value per run.
-        now: What it is.
-        paired: Whether the values belong together in their order, and are then as many.
-    """
+    """The means, and whether that of now is worse by more than is allowed."""
     mean, mean_now = statistics.fmean(before), statistics.fmean(now)
     if paired:
         noise = _half_width([b - a for a, b in zip(before, now, strict=True)])

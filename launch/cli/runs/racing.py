@@ -1,27 +1,29 @@
 """Whether this checkout is slower than another one: both run what a run was, in turns.
 
 A shared machine's speed changes from minute to minute, so a time that was written down says little
-later. Here a run of each checkout makes a pair, the one that goes first changes from pair to pair,
-and the pairs' differences are what is looked at.
+later. Here a run of each checkout makes a pair, and the one that goes first changes from pair to
+pair. Every run takes the same steps, so of each step the fastest run counts: whatever else the
+machine does makes a step slower, never faster.
 """
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from ....dataflow.errors import ConfigError, WorkerError
 from ...run_dir.run_folder import RunRecord, list_runs
-from ...runs.figures import Figures
-from ...runs.reference import Finding, Rule, no_worse
-from ...runs.values import flat_values
+from ...runs.reference import Finding, Rule
+from ...runs.series import History
 
 __all__ = ["STEP_TIME", "raced"]
 
-STEP_TIME = "step_time_s"
-"""What is compared: the median over a run's steps, without its start, evaluations and files."""
+STEP_TIME = "run/step_time_s"
+"""What is compared, a metric of the steps: without a run's start, evaluations and files."""
 
 _PYTHON = Path(".venv", "bin", "python")
 _START_S = 120.0
@@ -41,8 +43,8 @@ def raced(run: RunRecord, checkout: Path, num_pairs: int, rule: Rule) -> tuple[F
         rule: By how much this checkout's steps may take longer.
 
     Returns:
-        The seconds per step of the other and of this checkout, and whether this one is slower; and
-        whether all runs came to the same weights.
+        The seconds per step of the other and of this checkout, each step's fastest, and whether
+        this one is slower; and whether all runs came to the same weights.
 
     Raises:
         ConfigError: If the checkout has not been set up.
@@ -54,18 +56,23 @@ def raced(run: RunRecord, checkout: Path, num_pairs: int, rule: Rule) -> tuple[F
             f"'checkout': '{checkout}' has no {_PYTHON}\n    set it up: make -C {checkout} setup"
         )
     pythons = (str(python), sys.executable)
-    took_s: tuple[list[float], list[float]] = ([], [])
-    weights: set[object] = set()
+    took_s: tuple[list[Sequence[float]], list[Sequence[float]]] = ([], [])
+    weights: set[str] = set()
     for pair in range(num_pairs):
         for side in (0, 1) if pair % 2 == 0 else (1, 0):
-            figures = _run_again(run, pythons[side])
-            took_s[side].append(figures.number(STEP_TIME))
-            weights.add(figures.of("weights_sha256"))
-    return no_worse(STEP_TIME, rule, *took_s, paired=True), len(weights) == 1
+            steps_s, sha256 = _run_again(run, pythons[side])
+            took_s[side].append(steps_s)
+            weights.add(sha256)
+    before, now = (statistics.fmean(map(min, zip(*runs, strict=True))) for runs in took_s)
+    allowed = rule.tolerance * (before if rule.relative else 1.0)
+    return Finding(STEP_TIME, before, now, allowed, now - before > allowed), len(weights) == 1
 
 
-def _run_again(run: RunRecord, python: str) -> Figures:
-    """One run, by the checkout to which the interpreter belongs; its folder is gone afterwards."""
+def _run_again(run: RunRecord, python: str) -> tuple[Sequence[float], str]:
+    """Seconds of each step of one run, by the checkout of the interpreter, and its weights' hash.
+
+    Its folder is gone afterwards.
+    """
     took_s = (run.summary or {}).get("wall_time_s") or 0.0
     folder = run.folder.path.absolute()
     command = [python, "-m", "penstock.launch.main", "runs", "reproduce", str(folder)]
@@ -90,4 +97,5 @@ def _run_again(run: RunRecord, python: str) -> Figures:
             raise WorkerError(
                 f"run '{run.folder.id}' failed when {python} ran it again\n    {said}"
             )
-        return Figures((records[0], flat_values(records[0])))
+        steps_s = History(records[0].folder.path).series(STEP_TIME).ys
+        return steps_s, str((records[0].summary or {}).get("weights_sha256"))

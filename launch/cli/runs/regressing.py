@@ -20,7 +20,7 @@ _DIRECTIONS = ("not_lower", "not_higher", "same")
 _WAYS = ("reference", "write", "checkout")
 _RACE = ("pairs", "slower")
 _FEWEST_PAIRS = 2
-"""One difference says nothing of the noise."""
+"""Of a single run every disturbance counts."""
 
 _HEADER = ["figure", "reference", "now", "allowed", ""]
 

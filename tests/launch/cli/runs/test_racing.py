@@ -30,7 +30,7 @@ def test_the_slower_of_two_checkouts(
     assert said.code == 0, said.err
     assert "different weights" not in said.out
     assert "not slower: 0." in said.out
-    assert said.out.endswith(" times the other checkout's step_time_s, 2 pairs\n")
+    assert said.out.endswith(" times the other checkout's run/step_time_s, 2 pairs\n")
     assert [*(tmp_path / "runs").iterdir()] == [tmp_path / only_run()]
 
 

@@ -8,7 +8,9 @@ the same name, with a file of its own; the steps that come again stand in both.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -92,17 +94,18 @@ class WandbTracker:
             finish_timeout_raises=True,
             x_service_wait=_DEADLINE_S,
         )
-        self._run = wandb.init(
-            **self._where,
-            id=run.id,
-            name=run.id,
-            dir=str(home),
-            config=dict(run.config),
-            notes=f"not reproducible: {run.not_reproducible}" if run.not_reproducible else None,
-            mode=cast(Any, self._mode),
-            resume="allow" if self._mode == "online" else None,
-            settings=settings,
-        )
+        with _process_hooks_kept():
+            self._run = wandb.init(
+                **self._where,
+                id=run.id,
+                name=run.id,
+                dir=str(home),
+                config=dict(run.config),
+                notes=f"not reproducible: {run.not_reproducible}" if run.not_reproducible else None,
+                mode=cast(Any, self._mode),
+                resume="allow" if self._mode == "online" else None,
+                settings=settings,
+            )
         written = Path(home, _FOLDER)
         return self._run.url if self._mode == "online" else f"wandb sync {written}/offline-run-*"
 
@@ -146,3 +149,16 @@ class WandbTracker:
 
     def _name(self, stage: str, name: str) -> str:
         return name if stage == self._main else f"{stage}/{name}"
+
+
+@contextmanager
+def _process_hooks_kept() -> Generator[None]:
+    """Undo what the package does to the whole process, and never takes back.
+
+    It puts itself between a program and `sys.exit`, to learn how the run ends, which `finish` says.
+    """
+    exit_before, hook_before = sys.exit, sys.excepthook
+    try:
+        yield
+    finally:
+        sys.exit, sys.excepthook = exit_before, hook_before

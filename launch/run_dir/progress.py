@@ -34,7 +34,7 @@ from .progress_events import (
     titled,
 )
 from .stop import drop_output, say, visible
-from .time_left import StagePlan, TimeLeft
+from .time_left import WINDOW_STEPS, StagePlan, TimeLeft
 
 __all__ = ["LastingConsole", "ProgressMode", "RunProgress", "StageProgress", "Working"]
 
@@ -44,8 +44,6 @@ ProgressMode = Literal["auto", "plain", "quiet", "json"]
 Working = Callable[[], tuple[str, float] | None]
 """What workers are doing now, in words, and for how many seconds; None if nothing."""
 
-_WINDOW_STEPS = 20
-"""What steps wait for is said of so many of the latest."""
 _BAR, _SPACES = 12, 3
 """Characters of a live line's bar, and between its columns."""
 _LONG_S = 2.0
@@ -180,7 +178,7 @@ class StageProgress:
     def __init__(self, run: RunProgress, name: str, first_step: int = 0) -> None:
         self._run, self._name = run, name
         self._started_s = run.clock()
-        self._waited: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_WINDOW_STEPS)
+        self._waited: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=WINDOW_STEPS)
         self._evaluates_s: float | None = None
         self._live: Progress | None = None
         self.working: Working = lambda: None

@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Left", "Share", "StagePlan", "TimeLeft"]
+__all__ = ["WINDOW_STEPS", "Left", "Share", "StagePlan", "TimeLeft"]
 
-_WINDOW_STEPS = 20
-"""Rates and the time left come from this many of the latest steps: a run's pace changes."""
+WINDOW_STEPS = 20
+"""Rates, the time left and what is waited for come from this many of the latest steps: a run's pace
+changes."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class _Stage:
     is_over: bool = False
     evaluations_s: dict[int, float] = field(default_factory=dict[int, float])
     recent: deque[tuple[float, float]] = field(
-        default_factory=lambda: deque[tuple[float, float]](maxlen=_WINDOW_STEPS)
+        default_factory=lambda: deque[tuple[float, float]](maxlen=WINDOW_STEPS)
     )
 
     @property

@@ -63,7 +63,12 @@ def raced(run: RunRecord, checkout: Path, num_pairs: int, rule: Rule) -> tuple[F
             steps_s, sha256 = _run_again(run, pythons[side])
             took_s[side].append(steps_s)
             weights.add(sha256)
-    before, now = (statistics.fmean(map(min, zip(*runs, strict=True))) for runs in took_s)
+    # A run may end early, when it no longer improves; then the weights differ as well.
+    num_steps = min(len(steps_s) for runs in took_s for steps_s in runs)
+    before, now = (
+        statistics.fmean(min(steps_s[step] for steps_s in runs) for step in range(num_steps))
+        for runs in took_s
+    )
     allowed = rule.tolerance * (before if rule.relative else 1.0)
     return Finding(STEP_TIME, before, now, allowed, now - before > allowed), len(weights) == 1
 

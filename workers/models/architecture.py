@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig
-from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...dataflow.errors import ConfigError, nearest
@@ -45,6 +43,8 @@ be none; of all others there is at least 1."""
 
 _FILE = "config.json"
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+_COMMON_ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
+"""Known without a look at the list of transformers, which takes seconds to import."""
 
 _ALSO = frozenset(
     {
@@ -137,15 +137,16 @@ def _called(key: str, folder: Path | None) -> str:
 
 
 def _family(given: Mapping[str, Any], folder: Path | None) -> Any:
+    families: Any = transformers.CONFIG_MAPPING  # here, so that it is imported when it is needed
     kind = given.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        typo = nearest(kind, list(CONFIG_MAPPING.keys())) if isinstance(kind, str) else ""
+    if not isinstance(kind, str) or kind not in families:
+        typo = nearest(kind, list(families)) if isinstance(kind, str) else ""
         raise ConfigError(
             f"{_called('model_type', folder)} is {kind!r}, which transformers does not know{typo}\n"
             "    give the model_type of a causal language model, such as qwen2 or llama; code of a "
             "folder's own is never run"
         )
-    return CONFIG_MAPPING[kind]
+    return families[kind]
 
 
 def _check_known(fields: _Fields) -> None:
@@ -220,11 +221,15 @@ def _check_numbers(fields: _Fields) -> None:
 def _check_activations(fields: _Fields) -> None:
     for name in _ACTIVATIONS:
         value = fields.value(name)
-        if isinstance(value, str) and value not in ACT2FN:
+        if not isinstance(value, str) or value in _COMMON_ACTIVATIONS:
+            continue
+        from transformers.activations import ACT2FN
+
+        if value not in ACT2FN:
             raise fields.refusal(
                 name,
                 f"an activation that transformers has{nearest(value, list(ACT2FN))}",
-                "common ones are: silu, gelu, gelu_new, relu",
+                f"common ones are: {', '.join(_COMMON_ACTIVATIONS)}",
             )
 
 
@@ -232,13 +237,12 @@ def _made(fields: _Fields) -> Any:
     """The config object; transformers checks the types of what it declares."""
     kinds = copy.deepcopy(dict(fields.given))  # transformers writes to what it is given
     kind, folder = kinds.pop("model_type"), fields.folder
+    auto: Any = transformers.AutoConfig
     try:
         with quiet_transformers():
             if folder is None:
-                return AutoConfig.for_model(kind, **kinds)
-            return AutoConfig.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+                return auto.for_model(kind, **kinds)
+            return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many kinds, its own among them
         fault = _TYPE_FAULT.search(str(error))
         if fault is not None:

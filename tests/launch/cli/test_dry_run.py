@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -248,3 +249,22 @@ def test_a_run_cannot_be_continued_dry(penstock: Penstock) -> None:
         "penstock: penstock run --dry-run has no key 'resume'\n"
         "    give the keys of the run, which are in its config.yaml\n"
     )
+
+
+FRESH = """
+import subprocess
+import sys
+from penstock.launch.main import main
+assert main(["run", "--dry-run", "algorithm=env_ppo", "task=cartpole", "model=mlp"]) == 0
+assert main(["run", "there_is_no_such_key=1"]) == 2
+heavy = sorted({"ray", "vllm", "transformers.modeling_utils", "torch._dynamo"} & set(sys.modules))
+assert not heavy, f"a run without a language model imported {heavy}"
+"""
+
+
+@pytest.mark.slow
+def test_what_a_language_model_needs_is_not_imported_without_one() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr

@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 
 from ....dataflow.runtime.call_context import call_in_flight
 from ...models.architecture import quiet_transformers
@@ -117,6 +115,9 @@ def _rows_alike(module: Any) -> Generator[int | None]:
     if module.device.type != "cpu":
         yield None
         return
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_utils import AttentionInterface
+
     AttentionInterface.register(_ROWS_ALIKE, _attend)
     AttentionMaskInterface.register(_ROWS_ALIKE, sdpa_mask)
     before = module.config._attn_implementation

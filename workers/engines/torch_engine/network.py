@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
@@ -212,6 +211,8 @@ class PlainNetwork(TorchNetwork):
         Raises:
             ConfigError: If the architecture cannot.
         """
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         module: Any = self.module
         if not module.supports_gradient_checkpointing:
             raise ConfigError(

@@ -18,6 +18,7 @@ from ..scheduler.events import (
     AdmitStep,
     CheckpointSaved,
     DropSnapshot,
+    Event,
     Finished,
     Instruction,
     Load,
@@ -192,12 +193,12 @@ class Run:
                     return
                 else:
                     todo.extend(self._carry_out(instruction))
-            for answer in self._dispatcher.wait(min(POLL_S, self._deadline_s)):
-                todo.extend(self._answered(answer))
+            answers = self._dispatcher.wait(min(POLL_S, self._deadline_s))
+            events = [event for answer in answers for event in self._answered(answer)]
             if self._stop is not None and self._stop():
                 self._stop = None
-                todo.extend(self.scheduler.handle(Stop(self._waited_s)))
-            todo.extend(self.scheduler.handle(Tick(self._waited_s)))
+                events.append(Stop(self._waited_s))
+            todo.extend(self.scheduler.handle(*events, Tick(self._waited_s)))
 
     @property
     def _waited_s(self) -> float:
@@ -370,10 +371,10 @@ class Run:
 
     # --- answers
 
-    def _answered(self, submission: Submission | Restart) -> Sequence[Instruction]:
+    def _answered(self, submission: Submission | Restart) -> Sequence[Event]:
         now = self._waited_s
         if isinstance(submission, Restart):
-            return self.scheduler.handle(Restarted(submission.group, now))
+            return (Restarted(submission.group, now),)
         task = submission.task
         assert task is not None, "a dispatcher keeps other answers from its run"
         if isinstance(task, NodeTask) and task in self._streams:
@@ -383,9 +384,10 @@ class Run:
             if task is None:
                 return ()
         if submission.failed is not None:
-            self._failed = (task, submission.failed.error)
+            # The run ends with the first; others may have been heard of at the same time.
+            self._failed = self._failed or (task, submission.failed.error)
             text = describe(submission.failed)
-            return self.scheduler.handle(TaskFailed(task, submission.failed.rank, text, now))
+            return (TaskFailed(task, submission.failed.rank, text, now),)
         if isinstance(task, Publish):
             self._snapshots[task.role, task.version] = submission.first.weights
         elif isinstance(task, NodeTask):
@@ -396,7 +398,7 @@ class Run:
         rows, size = (report.num_rows, report.size) if report else ((), 0)
         if report is not None and report.chunk is not None:
             rows = rows[:1]  # without what is unfinished
-        return self.scheduler.handle(TaskDone(task, now, rows or None, size))
+        return (TaskDone(task, now, rows or None, size),)
 
     def _keep(self, task: NodeTask, submission: Submission) -> None:
         done = self._done_by_step.setdefault(task.step, [])

@@ -107,7 +107,7 @@ class Checkpoints:
         """
         trains = {node.name for node in self._index.flow.nodes if node.trains is not None}
         begun = [task for task in running if isinstance(task, NodeTask)]
-        begun += [task for state in steps.values() for task in state.done]
+        begun += [task for state in steps.values() for task in state.done()]
         trained = [task.step + 1 for task in begun if task.node in trains]
         self.stopping = True
         self.boundary = max(trained, default=completed)
@@ -152,10 +152,10 @@ class Checkpoints:
             step = boundary + distance
             if step >= self._num_steps:
                 break
-            done: set[NodeTask] = steps[step].done if step in steps else set()
+            state = steps.get(step)
             for name in sorted(names):
                 tasks = self._index.tasks(self._index.index[name], step)
-                undone += [task for task in tasks if task not in done]
+                undone += [task for task in tasks if state is None or not state.is_done(task)]
         return undone
 
 

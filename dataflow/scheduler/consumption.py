@@ -43,6 +43,7 @@ class Consumption:
         self._unplaced: list[_Key] = []
         self._left = [len(range(rank, num_chunks, num_ranks)) for rank in range(num_ranks)]
         self._last: list[_Key] = [_FIRST] * num_ranks
+        self._slowest = [(_FIRST, rank) for rank, left in enumerate(self._left) if left]
 
     def answered(self, chunk: int, size: int) -> None:
         """Note that a chunk has been sampled.
@@ -64,7 +65,17 @@ class Consumption:
         self._last[rank] = key
         self._left[rank] -= 1
         heapq.heappush(self._unplaced, key)
-        open_ranks = [last for last, left in zip(self._last, self._left, strict=True) if left]
-        known = min(open_ranks, default=None)
+        if self._left[rank]:
+            heapq.heappush(self._slowest, (key, rank))
+        known = self._known()
         while self._unplaced and (known is None or self._unplaced[0] <= known):
             self.order.append(heapq.heappop(self._unplaced)[1])
+
+    def _known(self) -> _Key | None:
+        """The last answer of the rank that is furthest behind; None if all chunks are answered."""
+        while self._slowest:
+            last, rank = self._slowest[0]
+            if self._left[rank] and last == self._last[rank]:
+                return last
+            heapq.heappop(self._slowest)  # it has answered since
+        return None

@@ -26,7 +26,7 @@ def state_of(scheduler: SchedulerState, task: Task) -> str:
         return f"not a task of flow '{scheduler.flow.name}'"
     if task.step >= scheduler.admitted:
         return "of a step not admitted yet"
-    if task.step < scheduler.completed or task in scheduler.steps[task.step].done:
+    if task.step < scheduler.completed or scheduler.steps[task.step].is_done(task):
         return "done already"
     return _why_not_started(scheduler, task)
 
@@ -64,7 +64,7 @@ def _blocked(scheduler: SchedulerState) -> list[str]:
             reasons: Counter[str] = Counter(
                 _why_not_started(scheduler, task)
                 for task in scheduler.index.tasks(i, step)
-                if task not in state.done and task not in scheduler.running
+                if not state.is_done(task) and task not in scheduler.running
             )
             for reason, count in reasons.items():
                 lines.append(f"{node.name} step {step}: {count} task(s) {reason}")
@@ -163,7 +163,7 @@ def _missing(scheduler: SchedulerState, task: NodeTask) -> str:
     if task.chunk is None or i in state.parts:
         return ""
     tasks = scheduler.index.tasks(i, task.step)
-    chunks = tuple(t.chunk for t in tasks if t not in state.done and t.chunk is not None)
+    chunks = tuple(t.chunk for t in tasks if not state.is_done(t) and t.chunk is not None)
     rows = _rows(scheduler, task, chunks)
     text = f"chunk(s) {', '.join(map(str, chunks))} of {len(tasks)}"
     return text if rows is None else f"{text} ({rows} rows)"

@@ -105,7 +105,7 @@ def _counts(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
         yield f"step {state.step}: {state.remaining} tasks remain, but nodes count {state.left}"
     for i, node in enumerate(scheduler.flow.nodes):
         tasks = index.tasks(i, state.step)
-        left = sum(task not in state.done for task in tasks)
+        left = sum(not state.is_done(task) for task in tasks)
         if state.left[i] != left:
             yield f"step {state.step}: {node.name} counts {state.left[i]} tasks left, not {left}"
         if i in state.parts:
@@ -114,7 +114,7 @@ def _counts(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
             missing = sum(not made for made in _inputs_made(scheduler, state, i, task))
             if state.missing[i][slot] != missing:
                 yield f"{task} counts {state.missing[i][slot]} missing inputs, not {missing}"
-            if missing and (task in state.done or task in scheduler.running):
+            if missing and (state.is_done(task) or task in scheduler.running):
                 yield f"{task} ran without all its inputs"
         frontier = scheduler.weights.frontier[i]
         if left == 0 and frontier == state.step:
@@ -143,7 +143,7 @@ def _parts(scheduler: SchedulerState, state: StepState, i: int) -> Iterator[str]
         before = number == 0 or number <= state.parts[i]
         if (number < state.parts[i]) != (full and made and before):
             yield f"{task} takes chunks {list(chunks)}, but {state.parts[i]} parts may run"
-        if number >= state.parts[i] and (task in state.done or task in scheduler.running):
+        if number >= state.parts[i] and (state.is_done(task) or task in scheduler.running):
             yield f"{task} ran without its inputs"
 
 
@@ -159,11 +159,11 @@ def _inputs_made(
 def _made(scheduler: SchedulerState, state: StepState, producer: int, chunk: int) -> bool:
     name = scheduler.flow.nodes[producer].name
     own = chunk if scheduler.index.chunked[producer] else None
-    return NodeTask(name, state.step, own) in state.done
+    return state.is_done(NodeTask(name, state.step, own))
 
 
 def _outputs(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
-    index = scheduler.index
+    index, kept = scheduler.index, set(state.stored())
     for i, node in enumerate(scheduler.flow.nodes):
         for chunk in index.chunks:
             users = index.consumers[i]
@@ -172,7 +172,7 @@ def _outputs(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
                 yield f"{node.name} chunk {chunk} counts {state.refs[i][chunk]} users"
             made = node.kind != "train" and _made(scheduler, state, i, chunk)
             needed = bool(open_users) or not users
-            stored = Output(node.name, state.step, chunk) in state.stored
+            stored = Output(node.name, state.step, chunk) in kept
             if stored != (made and needed):
                 yield f"{node.name} step {state.step} chunk {chunk}: stored is {stored}"
 
@@ -180,7 +180,7 @@ def _outputs(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
 def _has_taken(scheduler: SchedulerState, state: StepState, i: int, chunk: int) -> bool:
     """Whether node `i` is done with a chunk of its inputs."""
     return any(
-        task in state.done and chunk in state.chunks_of(i, task)
+        state.is_done(task) and chunk in state.chunks_of(i, task)
         for task in scheduler.index.tasks(i, state.step)
     )
 
@@ -200,7 +200,7 @@ def _every_task_in_one_place(scheduler: SchedulerState) -> Iterator[str]:
                 waits = state.waits(i, task)
                 places = (
                     int(waits) + queued[task] + blocked[task]
-                    + (task in scheduler.running) + (task in state.done)
+                    + (task in scheduler.running) + state.is_done(task)
                 )  # fmt: skip
                 if places != 1:
                     yield f"{task} is in {places} places at once"

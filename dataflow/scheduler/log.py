@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from .events import NodeTask, Task, Versions
+from .rank_queues import Running
 
 __all__ = ["EventLog", "LogEntry", "chain_sha256", "rank_names", "versions_text"]
 
@@ -53,34 +55,57 @@ def versions_text(versions: Versions) -> str:
     return ", ".join(f"{role}@{version}" for role, version in versions)
 
 
+_Noted: TypeAlias = tuple[float, str, Task | str, int | None, Running | None]
+"""A transition as it is noted, three times for every task: making a `LogEntry` costs more."""
+
+
 class EventLog:
     """The last `max_entries` transitions, and the last one of every rank."""
 
     def __init__(self, groups: Mapping[str, int], max_entries: int) -> None:
-        self.entries: deque[LogEntry] = deque(maxlen=max_entries)
-        self.last_of_rank: dict[tuple[str, int], LogEntry | None] = {
-            (group, rank): None for group, num_ranks in groups.items() for rank in range(num_ranks)
+        self._noted: deque[_Noted] = deque(maxlen=max_entries)
+        self._last_of_rank: dict[str, list[_Noted | None]] = {
+            group: [None] * num_ranks for group, num_ranks in groups.items()
         }
 
-    def add(self, entry: LogEntry) -> None:
-        """Append a transition."""
-        self.entries.append(entry)
-        for rank in entry.ranks:
-            self.last_of_rank[entry.group, rank] = entry
+    def __len__(self) -> int:
+        return len(self._noted)
+
+    def add(
+        self, at_s: float, what: str, subject: Task | str, step: int | None, run: Running | None
+    ) -> None:
+        """Append a transition; see `LogEntry`."""
+        noted = (at_s, what, subject, step, run)
+        self._noted.append(noted)
+        if run is not None:
+            last = self._last_of_rank[run.group]
+            for rank in run.ranks:
+                last[rank] = noted
+
+    def __iter__(self) -> Iterator[LogEntry]:
+        return map(_entry, self._noted)
 
     def story(self, node: str | None = None, step: int | None = None) -> tuple[str, ...]:
         """The transitions of a node, of a step, or of both; all of them if neither is given.
 
         A node's story includes what happened to its step as a whole.
         """
-        return tuple(str(entry) for entry in self.entries if _concerns(entry, node, step))
+        return tuple(str(entry) for entry in self if _concerns(entry, node, step))
 
     def rank_lines(self) -> tuple[str, ...]:
         """The last event of every rank, one line each."""
         return tuple(
-            f"{group}[{rank}]  {entry if entry else 'nothing yet'}"
-            for (group, rank), entry in self.last_of_rank.items()
+            f"{group}[{rank}]  {_entry(noted) if noted else 'nothing yet'}"
+            for group, last in self._last_of_rank.items()
+            for rank, noted in enumerate(last)
         )
+
+
+def _entry(noted: _Noted) -> LogEntry:
+    at_s, what, subject, step, run = noted
+    if run is None:
+        return LogEntry(at_s, what, subject, step)
+    return LogEntry(at_s, what, subject, step, run.group, run.ranks, run.versions)
 
 
 def _concerns(entry: LogEntry, node: str | None, step: int | None) -> bool:

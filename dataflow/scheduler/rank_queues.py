@@ -127,7 +127,9 @@ class RankPool:
 
     def waits_for_turn(self, group: str) -> bool:
         """Whether a group that shares its devices is at work on them."""
-        others = (self.groups[name] for name in self._sharing.get(group, ()))
+        if group not in self._sharing:
+            return False
+        others = (self.groups[name] for name in self._sharing[group])
         return any(other.num_free < len(other.running) for other in others)
 
     def _by_turn(self, names: Iterable[str]) -> list[str]:

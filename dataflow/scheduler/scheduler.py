@@ -55,7 +55,7 @@ from .events import (
 )
 from .flow import Flow
 from .invariants import violations
-from .log import LogEntry, chain_sha256
+from .log import chain_sha256
 from .rank_queues import Priority, Running
 from .report import FailureReport, HangReport
 from .schedule import Schedule
@@ -127,19 +127,28 @@ class Scheduler(SchedulerState):
         self._settle()
         return self._take()
 
-    def handle(self, event: Event) -> list[Instruction]:
-        """Take one event and say what is to be done about it.
+    def handle(self, *events: Event) -> list[Instruction]:
+        """Take what has happened, in order, and say what is to be done about it.
+
+        Whoever has heard of several things tells them together: what may start is looked for once.
 
         Raises:
-            StateError: The event cannot happen here: an unknown task, one that does not run, ...
+            StateError: An event cannot happen here: an unknown task, one that does not run, ...
         """
-        if self.aborted:
-            return []
-        if not self._started:
-            raise StateError(f"{type(event).__name__} came before start()")
-        self._now = event.at_s
-        if not isinstance(event, Tick):
-            self._progress_s = event.at_s
+        for event in events:
+            if self.aborted:
+                break
+            if not self._started:
+                raise StateError(f"{type(event).__name__} came before start()")
+            self._now = event.at_s
+            if not isinstance(event, Tick):
+                self._progress_s = event.at_s
+            self._take_in(event)
+        if not self.aborted:
+            self._settle()
+        return self._take()
+
+    def _take_in(self, event: Event) -> None:
         match event:
             case TaskDone():
                 self._task_done(event)
@@ -155,9 +164,6 @@ class Scheduler(SchedulerState):
                 self._stop()
             case Tick():
                 self._tick()
-        if not self.aborted:
-            self._settle()
-        return self._take()
 
     def story(self, node: str | None = None, step: int | None = None) -> tuple[str, ...]:
         """What happened to a node, in a step, or to a node in a step; one line per transition."""
@@ -362,7 +368,7 @@ class Scheduler(SchedulerState):
         if self.done:
             return
         for state in self.steps.values():
-            self._release(state.stored)
+            self._release(state.stored())
         self._out += self.weights.drop_rest()
         self._out.append(Finished())
         self.done = True
@@ -386,7 +392,7 @@ class Scheduler(SchedulerState):
         self.lag_counts.update(state.lag)
         self._note("complete", "step", step=state.step)
         self._out.append(StepCompleted(state.step, tuple(sorted(state.lag.items()))))
-        self._release(state.stored)
+        self._release(state.stored())
         if self.checkpoints.step_completed(self.completed):
             self._note("drain", "step", step=state.step)
             self.ranks.reconsider()
@@ -403,27 +409,27 @@ class Scheduler(SchedulerState):
 
     def _start(self, tasks: list[Task], group: str, ranks: tuple[int, ...]) -> None:
         """Start a task, or those of a node that a rank runs together."""
-        task, versions = tasks[0], _NO_VERSIONS
-        match task:
-            case NodeTask():
-                i = self.index.index[task.node]
-                versions = self.weights.versions(i)
-                self._out.append(self._run(i, [t for t in tasks if isinstance(t, NodeTask)], ranks))
-                for one in tasks:
-                    if isinstance(one, NodeTask):
-                        rules = self.weights.rules_of[i]
-                        self.steps[one.step].note_reads(one, rules, versions)
-            case _:
-                self._out.append(task)
+        task, versions, step = tasks[0], _NO_VERSIONS, None
+        if isinstance(task, NodeTask):
+            i, step = self.index.index[task.node], task.step
+            versions, rules = self.weights.versions(i), self.weights.rules_of[i]
+            mine = [one for one in tasks if isinstance(one, NodeTask)]
+            self._out.append(self._run(i, mine, ranks, versions))
+            state = self.steps[step]
+            for one in mine:
+                state.note_reads(i, one, rules, versions)
+        else:
+            self._out.append(task)
+        run = Running(group, ranks, self._now, versions)
         for one in tasks:
-            run = self.running[one] = Running(group, ranks, self._now, versions)
-            self._note("start", one, run)
+            self.running[one] = run
+            self.log.add(self._now, "start", one, step, run)
 
     def _run(
-        self, i: int, tasks: list[NodeTask], ranks: tuple[int, ...]
+        self, i: int, tasks: list[NodeTask], ranks: tuple[int, ...], versions: Versions
     ) -> RunCall | RunStream | RunTrain:
         """The instruction to run tasks of node `i`: one, unless it streams."""
-        node, task, versions = self.flow.nodes[i], tasks[0], self.weights.versions(i)
+        node, task = self.flow.nodes[i], tasks[0]
         if node.streams:
             chunks = tuple(one.chunk or 0 for one in tasks)
             return RunStream(task.node, task.step, chunks, ranks[0], versions)
@@ -457,8 +463,8 @@ class Scheduler(SchedulerState):
     def _place(self) -> SaveCheckpoint:
         """Where the run stands, with all that is in flight."""
         step, states = self.completed, [self.steps[s] for s in sorted(self.steps)]
-        live = tuple(output for state in states for output in state.stored)
-        done = frozenset(task for state in states for task in state.done)
+        live = tuple(output for state in states for output in state.stored())
+        done = frozenset(task for state in states for task in state.done())
         sizes = tuple(pair for state in states for pair in state.sizes())
         rows = tuple(pair for state in states for pair in state.num_rows())
         return SaveCheckpoint(step, live, ResumeState(step, done, self._history, sizes, rows))
@@ -484,9 +490,4 @@ class Scheduler(SchedulerState):
     ) -> None:
         if isinstance(subject, NodeTask):
             step = subject.step
-        if run is None:
-            self.log.add(LogEntry(self._now, what, subject, step))
-        else:
-            self.log.add(
-                LogEntry(self._now, what, subject, step, run.group, run.ranks, run.versions)
-            )
+        self.log.add(self._now, what, subject, step, run)

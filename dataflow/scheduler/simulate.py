@@ -81,6 +81,7 @@ def dry_run(
     after_event: Callable[[Scheduler, Event], None] | None = None,
     replace: Callable[[Event], Event] = lambda event: event,
     size: Callable[[NodeTask], int] = lambda task: 0,
+    within_s: float = 0.0,
 ) -> Simulation:
     """Run `scheduler` to its end with every piece of work taking `duration_s(work)` seconds.
 
@@ -91,6 +92,8 @@ def dry_run(
         after_event: Called after every event, for checks.
         replace: May turn an event into another: a `TaskDone` into a `TaskFailed`.
         size: Length of the longest row of a task of a node that streams.
+        within_s: Above 0, what happens within so many seconds is told together, as it is to a
+            controller that was busy meanwhile; by default each event is told alone.
 
     Raises:
         StateError: The scheduler waits for nothing and is not finished.
@@ -111,15 +114,18 @@ def dry_run(
             return simulation
         if not pending:
             raise StateError(f"nothing is pending\n{scheduler.describe()}", scheduler.story())
-        end_s, _, work, start_s = heapq.heappop(pending)
-        simulation.end_s = end_s
-        event = replace(_event(work, end_s, size))
-        if isinstance(event, TaskDone):
-            versions = work.versions if isinstance(work, RunCall | RunTrain) else ()
-            simulation.spans.append(Span(event.task, start_s, end_s, versions))
-        instructions = scheduler.handle(event)
+        events, until_s = list[Event](), pending[0][0] + within_s
+        while pending and (not events or (within_s and pending[0][0] <= until_s)):
+            end_s, _, work, start_s = heapq.heappop(pending)
+            simulation.end_s = end_s
+            event = replace(_event(work, end_s, size))
+            events.append(event)
+            if isinstance(event, TaskDone):
+                versions = work.versions if isinstance(work, RunCall | RunTrain) else ()
+                simulation.spans.append(Span(event.task, start_s, end_s, versions))
+        instructions = scheduler.handle(*events)
         if after_event is not None:
-            after_event(scheduler, event)
+            after_event(scheduler, events[-1])
 
 
 def _one_by_one(work: _Work, size: Callable[[NodeTask], int]) -> list[_Work]:

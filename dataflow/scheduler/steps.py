@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..errors import StateError
 from .consumption import Consumption
@@ -29,7 +29,9 @@ class FlowIndex:
         consumers: Per node, the indices of the nodes that take its output.
         chunked: Per node, whether it runs once per chunk.
         order_of: Per node, the one in whose order it takes chunks one by one; None for others.
+        by_chunk: Per node, whether its input is complete chunk by chunk.
         per_part: Per node of that kind, how many at a time: one for each rank.
+        stores: Per node, whether it makes an output.
         num_tasks: Per node, its tasks per step (a source counts as one).
         chunks: All chunk numbers.
         runnable: Names of the nodes that run on ranks: all but the sources.
@@ -45,7 +47,12 @@ class FlowIndex:
         )
         self.chunked = tuple(node.chunked and node.kind != "source" for node in flow.nodes)
         self.order_of = tuple(self.index.get(node.order_of) for node in flow.nodes)
+        self.by_chunk = tuple(
+            chunked or order is not None
+            for chunked, order in zip(self.chunked, self.order_of, strict=True)
+        )
         self.per_part = tuple(flow.groups.get(node.group, 1) for node in flow.nodes)
+        self.stores = tuple(node.kind != "train" for node in flow.nodes)
         self.num_tasks = tuple(self._num_tasks(i) for i in range(len(flow.nodes)))
         self.chunks = tuple(range(flow.num_chunks))
         self.runnable = frozenset(node.name for node in flow.nodes if node.kind != "source")
@@ -55,10 +62,6 @@ class FlowIndex:
             return self.flow.num_chunks // self.per_part[index]
         return self.flow.num_chunks if self.chunked[index] else 1
 
-    def takes_chunks(self, index: int) -> bool:
-        """Whether a node's input is complete chunk by chunk."""
-        return self.chunked[index] or self.order_of[index] is not None
-
     def is_last(self, index: int, task: NodeTask) -> bool:
         """Whether a task of a node is the one that ends it: the only one, or the last in order."""
         return self.order_of[index] is None or task.chunk == self.num_tasks[index] - 1
@@ -66,7 +69,7 @@ class FlowIndex:
     def tasks(self, index: int, step: int) -> list[NodeTask]:
         """All tasks of a node in a step."""
         name = self.flow.nodes[index].name
-        if not self.takes_chunks(index):
+        if not self.by_chunk[index]:
             return [NodeTask(name, step, None)]
         return [NodeTask(name, step, number) for number in range(self.num_tasks[index])]
 
@@ -75,13 +78,16 @@ class FlowIndex:
         i = self.index.get(task.node)
         if i is None:
             return False
-        if not self.takes_chunks(i):
+        if not self.by_chunk[i]:
             return task.chunk is None
         return task.chunk in range(self.num_tasks[i])
 
 
 class StepState:
     """Progress of one step.
+
+    There may be tens of thousands of tasks, so nothing is kept of each of them but its places in
+    lists: objects that live as long as the step are what the garbage collector looks at.
 
     Attributes:
         step: The step's index.
@@ -91,10 +97,7 @@ class StepState:
         parts: Node that takes chunks in such an order -> how many of its tasks may run.
         left: Per node, tasks not done.
         remaining: Tasks not done in the whole step.
-        done: The tasks done.
         refs: Per node and chunk, consumer tasks of that output part that are not done.
-        stored: Output parts stored and not released.
-        reads: Versions each started task reads.
         lag: How many rollout reads were how many versions behind.
         rows: Rows of an output part `(node index, chunk)`, where the shell told.
     """
@@ -105,7 +108,7 @@ class StepState:
         self.has_source = False
         num_chunks = len(index.chunks)
         self.missing = [
-            [len(inputs)] * num_chunks if index.takes_chunks(i) else [len(inputs) * num_chunks]
+            [len(inputs)] * num_chunks if index.by_chunk[i] else [len(inputs) * num_chunks]
             for i, inputs in enumerate(index.inputs)
         ]
         nodes = list(enumerate(index.flow.nodes))
@@ -117,10 +120,10 @@ class StepState:
         self.parts = dict.fromkeys((i for i, node in nodes if node.order_of), 0)
         self.left = list(index.num_tasks)
         self.remaining = sum(self.left)
-        self.done: set[NodeTask] = set()
+        self._done = [bytearray(count) for count in index.num_tasks]
+        self._reads: list[list[Versions | None]] = [[None] * count for count in index.num_tasks]
+        self._stored: dict[int, None] = {}  # node index * num_chunks + chunk, in order
         self.refs = [[len(consumers)] * num_chunks for consumers in index.consumers]
-        self.stored: dict[Output, None] = {}
-        self.reads: dict[NodeTask, Versions] = {}
         self.lag: Counter[int] = Counter()
         self.rows: dict[tuple[int, int], int] = {}
 
@@ -134,6 +137,24 @@ class StepState:
             elif not self._index.inputs[i] and i not in self.parts:
                 ready += self._index.tasks(i, self.step)
         return ready, []
+
+    def is_done(self, task: NodeTask) -> bool:
+        """Whether a task of this step is done."""
+        return bool(self._done[self._index.index[task.node]][task.chunk or 0])
+
+    def done(self) -> Iterator[NodeTask]:
+        """The tasks done, by node."""
+        for i, slots in enumerate(self._done):
+            if any(slots):
+                tasks = self._index.tasks(i, self.step)
+                yield from (task for task, done in zip(tasks, slots, strict=True) if done)
+
+    def stored(self) -> Iterator[Output]:
+        """Output parts stored and not released, in the order in which they were made."""
+        nodes, num_chunks = self._index.flow.nodes, len(self._index.chunks)
+        for key in self._stored:
+            i, chunk = divmod(key, num_chunks)
+            yield Output(nodes[i].name, self.step, chunk)
 
     def chunks_of(self, i: int, task: NodeTask) -> Sequence[int]:
         """Which chunks a task of node `i` takes."""
@@ -156,14 +177,14 @@ class StepState:
         Returns:
             Tasks that now have all their inputs, and input parts nobody needs any more.
         """
-        nodes = self._index.flow.nodes
-        self.done.add(task)
+        self._done[i][task.chunk or 0] = 1
         self.left[i] -= 1
         self.remaining -= 1
         chunks = self.chunks_of(i, task)
-        if nodes[i].kind != "train":
+        if self._index.stores[i]:
+            first = i * len(self._index.chunks)
             for chunk in chunks:
-                self.stored[Output(task.node, self.step, chunk)] = None
+                self._stored[first + chunk] = None
         if i in self.consumption:
             self.consumption[i].answered(chunks[0], size)
         ready = self._newly_ready(i, chunks)
@@ -187,7 +208,7 @@ class StepState:
         index, ready = self._index, list[NodeTask]()
         for consumer in index.consumers[i]:
             missing = self.missing[consumer]
-            chunked = index.takes_chunks(consumer)
+            chunked = index.by_chunk[consumer]
             for chunk in chunks:
                 slot = chunk if chunked else 0
                 missing[slot] -= 1
@@ -199,13 +220,12 @@ class StepState:
     def _newly_free(self, i: int, chunks: Iterable[int]) -> list[Output]:
         freed: list[Output] = []
         for producer in self._index.inputs[i]:
-            refs = self.refs[producer]
+            refs, first = self.refs[producer], producer * len(self._index.chunks)
             for chunk in chunks:
                 refs[chunk] -= 1
                 if refs[chunk] == 0:
+                    del self._stored[first + chunk]
                     freed.append(Output(self._index.flow.nodes[producer].name, self.step, chunk))
-        for output in freed:
-            del self.stored[output]
         return freed
 
     def restore(self, done: Iterable[NodeTask], sizes: Mapping[NodeTask, int]) -> None:
@@ -233,7 +253,7 @@ class StepState:
                 raise ValueError(f"'{task}' is said to be done, but not all of its inputs are")
             self.finish(i, task, sizes.get(task, 0))
         sources = [n.name for n in index.flow.nodes if n.kind == "source"]
-        self.has_source = all(NodeTask(name, self.step) in self.done for name in sources)
+        self.has_source = all(self.is_done(NodeTask(name, self.step)) for name in sources)
         if not self.has_source:
             raise ValueError(f"step {self.step} has tasks done, but its sources are not")
 
@@ -245,7 +265,7 @@ class StepState:
             task
             for i in range(len(self.missing))
             for task in self._index.tasks(i, self.step)
-            if not self.waits(i, task) and task not in self.done
+            if not self.waits(i, task) and not self.is_done(task)
         ]
 
     def sizes(self) -> list[tuple[NodeTask, int]]:
@@ -262,9 +282,11 @@ class StepState:
         nodes = self._index.flow.nodes
         return [(Output(nodes[i].name, self.step, chunk), n) for (i, chunk), n in self.rows.items()]
 
-    def note_reads(self, task: NodeTask, rules: Sequence[ReadRule], versions: Versions) -> None:
-        """`task` starts and reads `versions`, one for each of its rules."""
-        self.reads[task] = versions
+    def note_reads(
+        self, i: int, task: NodeTask, rules: Sequence[ReadRule], versions: Versions
+    ) -> None:
+        """`task` of node `i` starts and reads `versions`, one for each of its rules."""
+        self._reads[i][task.chunk or 0] = versions
         for rule, (_, version) in zip(rules, versions, strict=True):
             if rule.lagged:
                 self.lag[rule.current(self.step) - version] += 1
@@ -283,10 +305,20 @@ class StepState:
 
     def lines(self) -> list[str]:
         """What each started task reads, one sorted line per task: the step's part of the hash."""
-        return sorted(
-            f"{task} {' '.join(f'{role}@{version}' for role, version in versions)}"
-            for task, versions in self.reads.items()
-        )
+        found: list[str] = []
+        for i, reads in enumerate(self._reads):
+            text = {versions: _text(versions) for versions in set(reads) if versions is not None}
+            tasks = self._index.tasks(i, self.step)
+            found += [
+                f"{task} {text[versions]}"
+                for task, versions in zip(tasks, reads, strict=True)
+                if versions is not None
+            ]
+        return sorted(found)
+
+
+def _text(versions: Versions) -> str:
+    return " ".join(f"{role}@{version}" for role, version in versions)
 
 
 def restored_steps(
@@ -314,11 +346,11 @@ def restored_steps(
     for step in expected:
         state = states[step] = StepState(index, step)
         state.restore(by_step[step], sizes)
-        for task in state.done:
+        for task in state.done():
             if task.node in index.runnable:
-                rules = rules_of[index.index[task.node]]
-                reads = tuple((rule.role, rule.lowest(step)) for rule in rules)
-                state.note_reads(task, rules, reads)
+                i = index.index[task.node]
+                reads = tuple((rule.role, rule.lowest(step)) for rule in rules_of[i])
+                state.note_reads(i, task, rules_of[i], reads)
     for output, num_rows in resume.rows:
         if output.step in states and output.node in index.index:
             states[output.step].rows[index.index[output.node], output.chunk] = num_rows

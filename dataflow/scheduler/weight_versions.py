@@ -97,6 +97,7 @@ class Weights:
         self.publishing: dict[str, int] = {}
         self.snapshots: dict[str, dict[int, set[str]]] = {role: {} for role in flow.homes}
         self.rules_of = read_rules(flow, schedule)
+        self._versions: list[Versions] = [()] * len(flow.nodes)
         for rules in self.rules_of:
             for rule in rules:
                 self._register(rule, first_step)
@@ -140,8 +141,11 @@ class Weights:
         return True
 
     def versions(self, index: int) -> Versions:
-        """What node `index` would read now."""
-        return tuple((r.role, self.instances[r.role, r.group].holds) for r in self.rules_of[index])
+        """What node `index` would read now; the same object as long as it is the same."""
+        found = tuple((r.role, self.instances[r.role, r.group].holds) for r in self.rules_of[index])
+        if found != self._versions[index]:
+            self._versions[index] = found
+        return self._versions[index]
 
     def frontier_moved(self, index: int) -> list[Task]:
         """`frontier[index]` grew: some versions may have lost their last reader."""

@@ -48,9 +48,9 @@ class Recorded(Scheduler):
         self.validate()
         return list(self.trace)  # pyright: ignore[reportReturnType] - only instructions so far
 
-    def handle(self, event: Event) -> list[Instruction]:
-        instructions = super().handle(event)
-        self.trace += [event, *instructions]
+    def handle(self, *events: Event) -> list[Instruction]:
+        instructions = super().handle(*events)
+        self.trace += [*events, *instructions]
         self.validate()
         return instructions
 
@@ -256,7 +256,8 @@ def run(
 ) -> tuple[Recorded, dict[NodeTask, Versions]]:
     """Rehearse a whole run and act it out; returns what was read."""
     scheduler = Recorded(flow, schedule, num_steps, checkpoint_every=checkpoint_every)
-    simulation = dry_run(scheduler, timing(seed), size=size)
+    # Of every other history several events are told together.
+    simulation = dry_run(scheduler, timing(seed), size=size, within_s=0.5 * (seed % 2))
     shell = Shell(flow, schedule)
     for message in scheduler.trace:
         shell.take(message)

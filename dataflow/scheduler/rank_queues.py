@@ -97,6 +97,10 @@ class RankPool:
                 state.num_free += 1
                 touched.add(rank)
 
+    def running_on(self, group: str, rank: int) -> tuple[Task, ...]:
+        """What a rank runs, in the order in which it began."""
+        return tuple(self.groups[group].running[rank])
+
     def reconsider(self) -> None:
         """What may start has changed: look at every rank again, at the tasks held back too."""
         for name, state in self.groups.items():

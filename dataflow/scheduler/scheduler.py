@@ -20,7 +20,6 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 
 from ..errors import StateError
 from .describe import describe, hang_report, state_of
@@ -287,14 +286,13 @@ class Scheduler(SchedulerState):
 
     def _since_now(self, task: Task, run: Running) -> Running:
         del self.running[task]
-        again = self.running[task] = replace(run, since_s=self._now)
+        again = self.running[task] = Running(run.group, run.ranks, self._now, run.versions)
         return again
 
     def _begin_again(self, answered: Running) -> None:
         """A rank has answered one of the tasks that it runs together: it is alive."""
-        for task, run in list(self.running.items()):
-            if (run.group, run.ranks) == (answered.group, answered.ranks):
-                self._since_now(task, run)
+        for task in self.ranks.running_on(answered.group, answered.ranks[0]):
+            self._since_now(task, self.running[task])
 
     def _stop(self) -> None:
         if self.done or self.checkpoints.stopping:

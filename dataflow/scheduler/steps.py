@@ -118,6 +118,7 @@ class StepState:
             if node.streams
         }
         self.parts = dict.fromkeys((i for i, node in nodes if node.order_of), 0)
+        self._complete = dict(self.parts)  # the first chunks in order that have all their inputs
         self.left = list(index.num_tasks)
         self.remaining = sum(self.left)
         self._done = [bytearray(count) for count in index.num_tasks]
@@ -194,15 +195,14 @@ class StepState:
 
     def _next_parts(self, i: int) -> list[NodeTask]:
         """Tasks of a node that takes chunks in order which now may run, one after another."""
-        ready: list[NodeTask] = []
-        for number in range(self.parts[i], self._index.num_tasks[i]):
-            task = NodeTask(self._index.flow.nodes[i].name, self.step, number)
-            chunks = self.chunks_of(i, task)
-            if len(chunks) < self._index.per_part[i] or any(self.missing[i][c] for c in chunks):
-                break
-            ready.append(task)
-        self.parts[i] += len(ready)
-        return ready
+        order = self.consumption[self._index.order_of[i] or 0].order
+        missing, complete = self.missing[i], self._complete[i]
+        while complete < len(order) and not missing[order[complete]]:
+            complete += 1
+        self._complete[i] = complete
+        name, first = self._index.flow.nodes[i].name, self.parts[i]
+        self.parts[i] = complete // self._index.per_part[i]
+        return [NodeTask(name, self.step, number) for number in range(first, self.parts[i])]
 
     def _newly_ready(self, i: int, chunks: Iterable[int]) -> list[NodeTask]:
         index, ready = self._index, list[NodeTask]()

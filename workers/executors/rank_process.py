@@ -121,7 +121,7 @@ class RankProcess:
         self._home = home
         self._group, self._process = group, process
         self._traffic = SliceTraffic(process, group.processes(0))
-        self._end = ChannelEnd(group.name, process, home.host, deadline_s, home.put, self._got)
+        self._end = ChannelEnd(group.name, process, home.host, deadline_s, home.put, home.get)
         self._channel = CHANNELS[DEFAULT_TRANSPORT](self._end)  # until `build` knows which
         self._deadline_s, self._start_s = deadline_s, start_s
         self._hosts: dict[str, Host] = {}
@@ -304,7 +304,9 @@ class RankProcess:
             case LayoutWork():
                 answer = traffic.layout(host.roles[work.role])
             case ExportSlicesWork():
-                packets = traffic.export(host.roles[work.role], work.receivers, work.version)
+                packets = traffic.export(
+                    host.roles[work.role], work.receivers, work.version, self._channel.room
+                )
                 offer = self._channel.publish(packets)
             case ImportSlicesWork():
                 worker = host.roles[work.role]

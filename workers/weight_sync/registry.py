@@ -1,4 +1,9 @@
-"""The weight channels there are; see `channel.py` for what one must do."""
+"""The weight channels there are; see `channel.py` for what one must do.
+
+- `object_store`: packets lie in the executor's object store, a bucket once.
+- `point_to_point`: packets stay with the process that made them, and travel over TCP.
+- `cuda_ipc`: buckets stay in the memory of a GPU that both groups take turns on.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +23,7 @@ Transport = Literal["object_store", "point_to_point", "cuda_ipc"]
 """How the configuration calls them."""
 
 DEFAULT_TRANSPORT: Transport = "object_store"
+"""What a run takes that names none."""
 
 CHANNELS: Mapping[Transport, Callable[[ChannelEnd], WeightChannel]] = {
     "object_store": ObjectStoreChannel,
@@ -45,8 +51,10 @@ def check_transport(
         ConfigError: If they cannot; says between which groups, and why.
     """
     why_not = _WHY_NOT.get(transport)
-    for sender, receiver in routes if why_not is not None else ():
-        reason = why_not(sender, receiver) if why_not is not None else None
+    if why_not is None:
+        return
+    for sender, receiver in routes:
+        reason = why_not(sender, receiver)
         if reason is not None:
             raise ConfigError(
                 f"'executor.transport' is '{transport}', which carries weights from "

@@ -372,7 +372,6 @@ def test_lengths_of_a_run_are_those_of_the_engine():
 
 
 ON_PURPOSE = {
-    "model": "the policy's own",
     "dtype": "what the trainer computes with, whatever the folder's config says",
     "max_model_len": "the run's longest sequence: memory that longer ones would need is rows",
     "skip_tokenizer_init": "prompts and responses are token ids",
@@ -391,7 +390,7 @@ def _others(arguments: Any) -> set[str]:
     """The fields that are not as vLLM would have them."""
     from vllm.engine.arg_utils import EngineArgs
 
-    defaults = EngineArgs()
+    defaults = EngineArgs(model=arguments.model)
     return {f.name for f in fields(EngineArgs) if _at(arguments, f.name) != _at(defaults, f.name)}
 
 
@@ -442,5 +441,5 @@ def test_a_folder_is_looked_at_before_vllm_loads_it(tmp_path: Path):
 
 def test_specs_that_contradict_themselves_are_refused():
     model = model_spec("llama")
-    with pytest.raises(ValueError, match=r"memory_fraction is 0; expected more than 0"):
+    with pytest.raises(ValueError, match=r"memory_fraction is 0; expected above 0 and at most 1"):
         VllmPolicySpec(model=model, eos_token_id=EOS, memory_fraction=0)

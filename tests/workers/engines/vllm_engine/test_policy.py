@@ -400,8 +400,10 @@ def _at(arguments: Any, name: str) -> Any:
 
 
 @pytest.mark.usefixtures("policy")  # whose start makes vLLM read its environment
-def test_what_is_not_set_is_left_to_vllm_on_gpus(tmp_path: Path):
+def test_what_is_not_set_is_left_to_vllm_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Rows at once, prefill tokens and its share of memory among it: its defaults know the GPU."""
+    # The engine of the other tests has; in a rank of one process nobody has before vLLM does.
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     context = WorkerContext("actor", device="cuda")
 
     def arguments(**options: Any) -> Any:

@@ -243,8 +243,9 @@ class ExecutorConfig(Section):
     """The most memory that all processes of a run may need together, such as `6GiB`: one that is
     predicted to need more is refused before it starts. For language models on CPUs."""
     transport: Transport = DEFAULT_TRANSPORT
-    """How slices of new weights get from group to group: through the executor's object store, or
-    from process to process over TCP."""
+    """How slices of new weights get from group to group: through the executor's object store, from
+    process to process over TCP (`point_to_point`), or in the memory of a GPU that both are on
+    (`cuda_ipc`)."""
 
     @field_validator("kind")
     @classmethod

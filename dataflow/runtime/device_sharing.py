@@ -21,6 +21,7 @@ __all__ = [
     "DeviceSharing",
     "HandOff",
     "Offloaded",
+    "Refilled",
     "Sleeper",
     "needs_device",
     "on_device",
@@ -43,6 +44,19 @@ class Sleeper(Protocol):
 
     def wake(self) -> None:
         """Be as before `sleep`."""
+        ...
+
+
+@runtime_checkable
+class Refilled(Sleeper, Protocol):
+    """A sleeper that need not keep weights which it can be given again. Optional."""
+
+    def sleep_empty(self) -> bool:
+        """As `sleep`, and keep no weights: they will be received after `wake`, before any call.
+
+        Returns:
+            False if it cannot, and is as awake as it was.
+        """
         ...
 
 

@@ -22,6 +22,7 @@ from ...dataflow.errors import PenstockError, WorkerError
 from ...dataflow.file_errors import file_error
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.device_sharing import (
+    Refilled,
     needs_device,
     on_device,
     sleep_offloaded,
@@ -121,7 +122,7 @@ class RankProcess:
         self._home = home
         self._group, self._process = group, process
         self._traffic = SliceTraffic(process, group.processes(0))
-        self._end = ChannelEnd(group.name, process, home.host, deadline_s, home.put, self._got)
+        self._end = ChannelEnd(group.name, process, home.host, deadline_s, home.put, home.get)
         self._channel = CHANNELS[DEFAULT_TRANSPORT](self._end)  # until `build` knows which
         self._deadline_s, self._start_s = deadline_s, start_s
         self._hosts: dict[str, Host] = {}
@@ -131,6 +132,8 @@ class RankProcess:
         self._clients: dict[str, InferenceClient] = {}
         self._server: InferenceServer | None = None
         self._sleeps = ""
+        self._imported: dict[str, tuple[str, ImportSlicesWork]] = {}
+        self._emptied = set[str]()
 
     def listen(self) -> Address:
         """Open the socket at which this process is met next."""
@@ -226,9 +229,17 @@ class RankProcess:
         )
 
     def sleep(self) -> None:
-        """Give up the device; whatever needs it is refused until `wake`."""
+        """Give up the device; whatever needs it is refused until `wake`.
+
+        Weights that came from another group are not kept, if the worker can do without: they come
+        again, or newer ones. Their last offer stands until they have come from the next.
+        """
         self._sleeps = "nobody has woken it"
-        sleep_workers(self._roles.values())
+        for name, role in self._roles.items():
+            if name in self._imported and isinstance(role, Refilled) and role.sleep_empty():
+                self._emptied.add(name)
+            else:
+                sleep_workers([role])
 
     def wake(self, asleep: Sequence[Ref]) -> None:
         """Take the device back once others have given it up.
@@ -293,8 +304,23 @@ class RankProcess:
                 f"process {self._process} of group '{self._group.name}' sleeps; {self._sleeps}"
             )
         host = self._hosts[program]
+        if needs_device(work):
+            self._refill(work)
         with on_device(host.workers_of(work)):
-            return self._work(host, work)
+            result = self._work(host, work)
+        if isinstance(work, ImportSlicesWork):
+            self._imported[work.role] = program, work
+            self._emptied.discard(work.role)
+        return result
+
+    def _refill(self, work: Work) -> None:
+        """Receive again what sleeping workers did not keep, but for what `work` brings anew."""
+        brought = work.role if isinstance(work, ImportSlicesWork) else None
+        for role in sorted(self._emptied - {brought}):
+            program, last = self._imported[role]
+            with on_device(self._hosts[program].workers_of(last)):
+                self._work(self._hosts[program], last)
+            self._emptied.discard(role)
 
     def _work(self, host: Host, work: Work) -> Result:
         start_s, traffic = time.time(), self._traffic
@@ -304,7 +330,9 @@ class RankProcess:
             case LayoutWork():
                 answer = traffic.layout(host.roles[work.role])
             case ExportSlicesWork():
-                packets = traffic.export(host.roles[work.role], work.receivers, work.version)
+                packets = traffic.export(
+                    host.roles[work.role], work.receivers, work.version, self._channel.room
+                )
                 offer = self._channel.publish(packets)
             case ImportSlicesWork():
                 worker = host.roles[work.role]

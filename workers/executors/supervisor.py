@@ -16,7 +16,7 @@ import logging
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +36,10 @@ from ...dataflow.runtime.messages import (
     Part,
     Work,
 )
+from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
-from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport
+from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport
 from .process_backend import BackendError, Process, ProcessBackend, ProcessDied, Ref
 from .rank_group import (
     LEAST_START_S,
@@ -190,6 +191,7 @@ class Supervisor:
                     f"role '{name}' is given as a live {type(worker).__name__}; on {self._where} "
                     "it must be built where it runs: give a WorkerSpec"
                 )
+        check_transport(self._transport, _routes(programs))
         self._programs, groups = programs, groups_of(programs)
         self._deadline_s, self._start_s = deadline_s, max(deadline_s, LEAST_START_S)
         backend = self._connect()
@@ -434,6 +436,17 @@ def _hosted(
         role for one in programs.values() for role in one.placement.hosted_roles(one.graph, group)
     }
     return pickle.dumps([(role, workers.get(role)) for role in sorted(roles)])
+
+
+def _routes(programs: Mapping[str, Program]) -> Iterator[tuple[DeviceGroup, DeviceGroup]]:
+    """Each group that trains a role, with each other one that has a copy."""
+    for one in programs.values():
+        for role in one.graph.trains_per_step:
+            home = one.placement.home(one.graph, role)
+            for group in one.placement.groups:
+                hosted = one.placement.hosted_roles(one.graph, group.name)
+                if home is not None and group.name != home and role in hosted:
+                    yield one.placement.group(home), group
 
 
 def _restartable(programs: Mapping[str, Program]) -> set[str]:

@@ -111,6 +111,24 @@ class GenerationEngine(Protocol):
 
 
 @runtime_checkable
+class DropsWeights(Protocol):
+    """A `GenerationEngine` that can sleep without its weights. Optional."""
+
+    @property
+    def drops_weights(self) -> bool:
+        """Whether it can on the device that it is on."""
+        ...
+
+    def sleep_empty(self) -> int:
+        """As `sleep`; after `wake` it has no weights until `load`.
+
+        Returns:
+            Bytes given back.
+        """
+        ...
+
+
+@runtime_checkable
 class SamplesTurns(Protocol):
     """A `GenerationEngine` for conversations. Optional."""
 

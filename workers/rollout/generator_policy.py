@@ -31,7 +31,7 @@ from ...planner.resharding.sharding import Sharding, whole
 from ..weight_sync.weight_buffer import ReceivedWeights
 from .converse import converse
 from .generate_calls import sample, sample_segment, sample_streamed
-from .generation_engine import GenerationEngine
+from .generation_engine import DropsWeights, GenerationEngine
 
 __all__ = ["GeneratorPolicy", "SplitPolicySpec"]
 
@@ -217,9 +217,19 @@ class GeneratorPolicy(Policy):
         The next call reports the metrics `slept_bytes`, which were free meanwhile in all processes
         that report, and `wake_s`.
         """
-        freed = self.engine.sleep()
-        if freed:
-            add_metrics(self.metrics, {"slept_bytes": Metric.sum(float(freed))})
+        self._gave_back(self.engine.sleep())
+
+    def sleep_empty(self) -> bool:
+        """See `Refilled`; until they have come again, no call is served."""
+        if not isinstance(self.engine, DropsWeights) or not self.engine.drops_weights:
+            return False
+        self._gave_back(self.engine.sleep_empty())
+        self._weights.drop()
+        return True
+
+    def _gave_back(self, num_bytes: int) -> None:
+        if num_bytes:
+            add_metrics(self.metrics, {"slept_bytes": Metric.sum(float(num_bytes))})
 
     def wake(self) -> None:
         """Take the memory back."""

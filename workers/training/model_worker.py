@@ -204,12 +204,17 @@ class ModelWorker:
     def sleep(self) -> None:
         """Move them to host memory; nothing to do if they are there.
 
+        A gradient that no piece of a batch waits in is zeroed before it is added to, so it is not
+        copied.
+
         On a CPU there is no other memory to move to, and nothing is done, unless it is told to wait
         there: then what a GPU would do is done.
         """
         if self._host_copy is None:
             device = self.device.type if self.offload else "cuda"
-            self._host_copy = HostCopy(self.device_tensors(), device)
+            waits = self._trainer is not None and self._trainer.has_pieces
+            void = [] if waits else self._network.gradients()
+            self._host_copy = HostCopy(self.device_tensors(), device, void=void)
 
     def wake(self) -> None:
         """Move them back; nothing to do if they are on the device."""

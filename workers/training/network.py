@@ -60,6 +60,10 @@ class Network(Protocol):
         """All that lies on the device between calls: weights and gradients."""
         ...
 
+    def gradients(self) -> list[Tensor]:
+        """Those of `held_tensors` that `start_gradient` zeroes, as far as they exist."""
+        ...
+
     def weights_changed(self) -> None:
         """Weights were written from outside."""
         ...

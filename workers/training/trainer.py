@@ -131,6 +131,11 @@ class Trainer(Generic[O]):
                 norms.append(self._step(grad, [local], sums, key))
         return self._end(sums, norms, agreed, epochs, key)
 
+    @property
+    def has_pieces(self) -> bool:
+        """Whether pieces of a batch wait for its last one: then their gradient is needed."""
+        return self._pieces is not None
+
     def refuse_pieces(self, what: str) -> None:
         """Require that no pieces of a batch wait for its last one.
 

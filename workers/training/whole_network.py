@@ -71,7 +71,11 @@ class WholeNetwork:
 
     def held_tensors(self) -> list[Tensor]:
         """See `Network.held_tensors`."""
-        return [self.flat.data, *([] if self.flat.grad is None else [self.flat.grad])]
+        return [self.flat.data, *self.gradients()]
+
+    def gradients(self) -> list[Tensor]:
+        """See `Network.gradients`."""
+        return [] if self.flat.grad is None else [self.flat.grad]
 
     def weights_changed(self) -> None:
         """See `Network.weights_changed`: nothing here is derived from them."""

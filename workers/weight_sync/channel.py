@@ -8,9 +8,12 @@ started again. A channel moves packets and judges nothing in them: `unpack` does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from .packets import Packet
 
@@ -50,15 +53,15 @@ class ChannelEnd:
         host: The address on which it may listen; the other processes can connect to it there.
         deadline_s: How long a packet may take, from the moment somebody asks for it.
         put: Stores an object in the executor's object store, and gives a reference to it.
-        get: What a reference stands for; raises if that is not there within `deadline_s`.
+        get: What references stand for; raises if that is not there within some seconds.
     """
 
     group: str
     process: int
     host: str
     deadline_s: float
-    put: Callable[[Packet], Any]
-    get: Callable[[Any], Packet]
+    put: Callable[[Any], Any]
+    get: Callable[[Sequence[Any], float], list[Any]]
 
     @property
     def name(self) -> Receiver:
@@ -73,6 +76,18 @@ class WeightChannel(Protocol):
     packet other than the one that was published; bytes that are damaged on the way are found by
     their checksums later.
     """
+
+    def room(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Where a bucket of the next offer is to be packed.
+
+        Args:
+            num_bytes: Of the bucket.
+            device: Where that lies that goes into it.
+
+        Returns:
+            u8[num_bytes], in host memory or, if the channel leaves it there, on the device.
+        """
+        ...
 
     def publish(self, packets: Mapping[Receiver, Packet]) -> Offer:
         """Have packets ready for their receivers; comes back without waiting for any of them."""

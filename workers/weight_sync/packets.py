@@ -1,26 +1,29 @@
 """A transfer plan carried out by packets, which a weight channel carries to their receivers.
 
 `pack` runs where the source's tensors are and `unpack` where the destination's are; a `Packet` is
-plain arrays. Nothing is written before everything is checked.
+plain arrays, and tensors on a device if its channel leaves them there. Nothing is written before
+everything is checked.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...planner.resharding.box import Box, whole
 from ...planner.resharding.plan import TransferPlan
+from .checksums import checksums
 from .device_slices import (
     Message,
     Part,
     Tensors,
-    checksum,
     dtype_of,
     messages_of,
     plan_stamp,
@@ -29,7 +32,22 @@ from .device_slices import (
 )
 from .version_tracker import HeldWeights, WeightsError
 
-__all__ = ["Packet", "pack", "unpack"]
+__all__ = ["Bucket", "Packed", "Packet", "Room", "host_room", "pack", "unpack", "unpack_whole"]
+
+Bucket = Any
+"""u8[bytes]: a numpy array in host memory, or a tensor on a device."""
+
+Room = Callable[[int, torch.device], Tensor]
+"""Where a bucket is packed: from its bytes and the device of what goes into it to u8[bytes]."""
+
+Packed = dict[tuple[str, tuple[tuple[str, Box], ...]], tuple[Bucket, list[int]]]
+"""Buckets with their checksums, by dtype and by parameters and boxes in them."""
+
+
+def host_room(num_bytes: int, device: torch.device) -> Tensor:
+    """A `Room` in host memory, whatever the device."""
+    del device
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -53,7 +71,7 @@ class Packet:
     version: int
     params: NDArray[np.int64]
     checksums: NDArray[np.int64]
-    buckets: tuple[NDArray[np.uint8], ...]
+    buckets: tuple[Bucket, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -61,7 +79,15 @@ class Packet:
         return sum(len(bucket) for bucket in self.buckets)
 
 
-def pack(plan: TransferPlan, device: int, tensors: Tensors, version: int) -> dict[int, Packet]:
+def pack(
+    plan: TransferPlan,
+    device: int,
+    tensors: Tensors,
+    version: int,
+    *,
+    room: Room = host_room,
+    packed: Packed | None = None,
+) -> dict[int, Packet]:
     """Read what a device has to send out of its engine's tensors.
 
     Elements are converted to the plan's dtype here, so that what travels is what is stored.
@@ -71,6 +97,9 @@ def pack(plan: TransferPlan, device: int, tensors: Tensors, version: int) -> dic
         device: Who sends.
         tensors: The source engine's tensors on it.
         version: Of these weights.
+        room: Where buckets are packed.
+        packed: What has been packed of these weights for others, and will be for the next: what
+            goes to both alike is packed once. Nothing by default.
 
     Returns:
         Destination -> its packet; nothing for devices that need nothing of this one.
@@ -78,18 +107,17 @@ def pack(plan: TransferPlan, device: int, tensors: Tensors, version: int) -> dic
     Raises:
         WeightsError: If the plan does not fit the tensors.
     """
-    dtype, index = dtype_of(plan), _param_index(plan)
-    sent: dict[int, list[tuple[Message, NDArray[np.uint8], list[int]]]] = {}
+    index = _param_index(plan)
+    packed = {} if packed is None else packed
+    sent: dict[int, list[tuple[Message, Bucket, list[int]]]] = {}
     for message in messages_of(plan, [device])[device]:
         if message.source != device:
             continue
-        payload = torch.empty(message.num_bytes, dtype=torch.uint8)
-        checksums: list[int] = []
-        for part, data in zip(message.parts, message.slices(payload), strict=True):
-            data.view(dtype).view(part.shape).copy_(read_view(part, tensors))
-            checksums.append(checksum(part, data, version))
+        key = plan.dtype, tuple((part.param.name, part.move.box) for part in message.parts)
+        if key not in packed:
+            packed[key] = _packed(message, tensors, dtype_of(plan), version, room)
         for destination in message.destinations:
-            sent.setdefault(destination, []).append((message, payload.numpy(), checksums))
+            sent.setdefault(destination, []).append((message, *packed[key]))
     stamp = plan_stamp(plan)
     return {
         destination: Packet(
@@ -99,10 +127,22 @@ def pack(plan: TransferPlan, device: int, tensors: Tensors, version: int) -> dic
             version=version,
             params=np.array([index[p.param.name] for m, _, _ in given for p in m.parts], np.int64),
             checksums=np.array([c for _, _, values in given for c in values], np.int64),
-            buckets=tuple(payload for _, payload, _ in given),
+            buckets=tuple(bucket for _, bucket, _ in given),
         )
         for destination, given in sorted(sent.items())
     }
+
+
+def _packed(
+    message: Message, tensors: Tensors, dtype: torch.dtype, version: int, room: Room
+) -> tuple[Bucket, list[int]]:
+    """A message's bytes, and the checksum of each part."""
+    read = [read_view(part, tensors) for part in message.parts]
+    payload = room(message.num_bytes, read[0].device)
+    for part, data, values in zip(message.parts, message.slices(payload), read, strict=True):
+        data.view(dtype).view(part.shape).copy_(values)
+    bucket = payload.numpy() if payload.device.type == "cpu" else payload
+    return bucket, checksums(message, payload, version)
 
 
 def unpack(
@@ -130,28 +170,48 @@ def unpack(
         WeightsError: Names the parameter and what is wrong with it: a slice that is missing or
             damaged, another version, another plan. Nothing has been written then.
     """
-    dtype, index, stamp = dtype_of(plan), _param_index(plan), plan_stamp(plan)
-    expected: dict[int, list[Message]] = {}
-    for message in messages_of(plan, [device])[device]:
-        if message.source != device:
-            expected.setdefault(message.source, []).append(message)
-    given = _by_source(packets, device, expected)
-    ready: list[tuple[Part, Tensor, Tensor]] = []
-    for source, messages in expected.items():
-        parts = [part for message in messages for part in message.parts]
-        packet = given.get(source)
-        if packet is None:
-            raise WeightsError(
-                f"device {device} lacks {parts[0]}: no packet has come from device {source}. "
-                "Unpack when all packets are there"
-            )
-        _check_packet(packet, device, parts, index, stamp, version)
-        ready += _checked(packet, messages, tensors, dtype)
+    ready = [
+        (part, data, write_view(part, tensors, dtype_of(plan)))
+        for part, data in _checked(plan, device, packets, version)
+    ]
     for part, data, place in ready:
         held.writing(part.param.name, part.move.box, version)
         place.copy_(data)
         held.wrote(part.param.name, part.move.box, version)
-    return sum(packet.num_bytes for packet in given.values())
+    return sum(packet.num_bytes for packet in packets)
+
+
+def unpack_whole(
+    plan: TransferPlan, device: int, packets: Sequence[Packet], version: int, held: HeldWeights
+) -> dict[str, Tensor]:
+    """What a device receives, as tensors of their own: all of it or nothing.
+
+    Args:
+        plan: As at the sources; the device is to have whole parameters.
+        device: Who receives.
+        packets: One from every device that has something for it, in any order.
+        version: That is expected.
+        held: Is told of every slice.
+
+    Returns:
+        Tensors by the receiver's names, on the device of the packets. A parameter that has come in
+        one piece is a view of its packet, which must not be written to; others are put together.
+
+    Raises:
+        WeightsError: As `unpack` does.
+    """
+    found: dict[str, Tensor] = {}
+    for part, data in _checked(plan, device, packets, version):
+        param = part.param
+        held.writing(param.name, part.move.box, version)
+        if part.move.box == whole(param.shape):
+            found[param.destination_tensor] = data
+        else:
+            if param.destination_tensor not in found:
+                found[param.destination_tensor] = data.new_empty(param.shape)
+            write_view(part, found, data.dtype).copy_(data)
+        held.wrote(param.name, part.move.box, version)
+    return found
 
 
 def _param_index(plan: TransferPlan) -> Mapping[str, int]:
@@ -208,16 +268,44 @@ def _check_packet(
 
 
 def _checked(
-    packet: Packet, messages: Sequence[Message], tensors: Tensors, dtype: torch.dtype
-) -> list[tuple[Part, Tensor, Tensor]]:
-    """Every slice with its values and the place that they go to.
+    plan: TransferPlan, device: int, packets: Sequence[Packet], version: int
+) -> list[tuple[Part, Tensor]]:
+    """Every slice that a device is to receive, with its values.
 
     Raises:
-        WeightsError: If bytes are missing or damaged, or there is no such place.
+        WeightsError: If one is missing or damaged, or of another version or plan.
+    """
+    index, stamp = _param_index(plan), plan_stamp(plan)
+    expected: dict[int, list[Message]] = {}
+    for message in messages_of(plan, [device])[device]:
+        if message.source != device:
+            expected.setdefault(message.source, []).append(message)
+    given = _by_source(packets, device, expected)
+    ready: list[tuple[Part, Tensor]] = []
+    for source, messages in expected.items():
+        parts = [part for message in messages for part in message.parts]
+        packet = given.get(source)
+        if packet is None:
+            raise WeightsError(
+                f"device {device} lacks {parts[0]}: no packet has come from device {source}. "
+                "Unpack when all packets are there"
+            )
+        _check_packet(packet, device, parts, index, stamp, version)
+        ready += _slices(packet, messages, dtype_of(plan))
+    return ready
+
+
+def _slices(
+    packet: Packet, messages: Sequence[Message], dtype: torch.dtype
+) -> list[tuple[Part, Tensor]]:
+    """Every slice of a packet with its values.
+
+    Raises:
+        WeightsError: If bytes are missing or damaged.
     """
     where = f"packet from device {packet.source} to device {packet.destination}"
-    checksums = iter(packet.checksums.tolist())
-    ready: list[tuple[Part, Tensor, Tensor]] = []
+    given = iter(packet.checksums.tolist())
+    ready: list[tuple[Part, Tensor]] = []
     for at, message in enumerate(messages):
         payload = _tensor(packet.buckets[at]) if at < len(packet.buckets) else torch.empty(0)
         if len(payload) != message.num_bytes:
@@ -227,15 +315,17 @@ def _checked(
                 f"{where}: {part} is not whole: its bucket has {len(payload)} bytes and should "
                 f"have {message.num_bytes}"
             )
-        for part, data in zip(message.parts, message.slices(payload), strict=True):
-            if checksum(part, data, packet.version) != next(checksums):
+        found = checksums(message, payload, packet.version)
+        for part, data, one in zip(message.parts, message.slices(payload), found, strict=True):
+            if one != next(given):
                 raise WeightsError(f"{where}: {part} has the wrong checksum; send it again")
-            values = data.view(dtype).view(part.shape)
-            ready.append((part, values, write_view(part, tensors, dtype)))
+            ready.append((part, data.view(dtype).view(part.shape)))
     return ready
 
 
-def _tensor(bucket: NDArray[np.uint8]) -> Tensor:
+def _tensor(bucket: Bucket) -> Tensor:
+    if isinstance(bucket, Tensor):
+        return bucket
     with warnings.catch_warnings():
         # Arrays out of an object store are read-only, which torch warns of; they are only read.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

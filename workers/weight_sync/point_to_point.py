@@ -26,10 +26,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from .channel import ChannelEnd, Offer, Receiver
-from .packets import Packet
+from .packets import Packet, host_room
 from .version_tracker import WeightsError
 
 __all__ = ["PointToPointChannel"]
@@ -85,6 +87,10 @@ class PointToPointChannel:
         self._numbers = itertools.count()
         self._packets: dict[int, Sequence[Packet]] = {}
         self._server: _Server | None = None
+
+    def room(self, num_bytes: int, device: torch.device) -> Tensor:
+        """See `WeightChannel.room`."""
+        return host_room(num_bytes, device)
 
     def publish(self, packets: Mapping[Receiver, Packet]) -> Offer:
         """See `WeightChannel.publish`."""

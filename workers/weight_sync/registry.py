@@ -1,64 +1,64 @@
 """The weight channels there are; see `channel.py` for what one must do.
 
-The default, through the executor's object store, is so short that it stands here.
+- `object_store`: packets lie in the executor's object store, a bucket once.
+- `point_to_point`: packets stay with the process that made them, and travel over TCP.
+- `cuda_ipc`: buckets stay in the memory of a GPU that both groups take turns on.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from .channel import ChannelEnd, Offer, Receiver, WeightChannel
-from .packets import Packet
+from ...dataflow.errors import ConfigError
+from ...dataflow.runtime.placement import DeviceGroup
+from .channel import ChannelEnd, WeightChannel
+from .object_store import ObjectStoreChannel
 from .point_to_point import PointToPointChannel
-from .version_tracker import WeightsError
+from .shared_device import SharedDeviceChannel, why_not_shared
 
-__all__ = ["CHANNELS", "DEFAULT_TRANSPORT", "ObjectStoreChannel", "Transport"]
+__all__ = ["CHANNELS", "DEFAULT_TRANSPORT", "Transport", "check_transport"]
 
-
-class ObjectStoreChannel:
-    """Packets stay in the executor's object store for as long as anybody has their offer.
-
-    Args:
-        end: The process that it is in.
-    """
-
-    def __init__(self, end: ChannelEnd) -> None:
-        self._end = end
-        self._numbers = itertools.count()
-
-    def publish(self, packets: Mapping[Receiver, Packet]) -> Offer:
-        """See `WeightChannel.publish`."""
-        places = {receiver: self._end.put(packet) for receiver, packet in packets.items()}
-        return Offer(*self._end.name, next(self._numbers), places)
-
-    def obtain(self, offer: Offer) -> Packet | None:
-        """See `WeightChannel.obtain`."""
-        place = offer.places.get(self._end.name)
-        if place is None:
-            return None
-        try:
-            return self._end.get(place)
-        except Exception as error:  # what a store raises depends on the executor
-            raise WeightsError(
-                f"{offer} cannot be had from the object store: {type(error).__name__}: {error}"
-            ) from error
-
-    def forget(self, number: int) -> None:
-        """Nothing to do: the store forgets what nobody has a reference to."""
-
-    def close(self, timeout_s: float) -> None:
-        """Nothing to do: nothing runs."""
-
-
-Transport = Literal["object_store", "point_to_point"]
+Transport = Literal["object_store", "point_to_point", "cuda_ipc"]
 """How the configuration calls them."""
 
 DEFAULT_TRANSPORT: Transport = "object_store"
+"""What a run takes that names none."""
 
 CHANNELS: Mapping[Transport, Callable[[ChannelEnd], WeightChannel]] = {
     "object_store": ObjectStoreChannel,
     "point_to_point": PointToPointChannel,
+    "cuda_ipc": SharedDeviceChannel,
 }
 """Name -> what makes a process's end of one."""
+
+_WHY_NOT: Mapping[Transport, Callable[[DeviceGroup, DeviceGroup], str | None]] = {
+    "cuda_ipc": why_not_shared,
+}
+"""Name -> why one group's weights cannot get to another by it; of those that not all groups can."""
+
+
+def check_transport(
+    transport: Transport, routes: Iterable[tuple[DeviceGroup, DeviceGroup]]
+) -> None:
+    """Require that weights can get by a channel wherever they go.
+
+    Args:
+        transport: Which channel.
+        routes: The groups that train a role, each with one that reads copies of it.
+
+    Raises:
+        ConfigError: If they cannot; says between which groups, and why.
+    """
+    why_not = _WHY_NOT.get(transport)
+    if why_not is None:
+        return
+    for sender, receiver in routes:
+        reason = why_not(sender, receiver)
+        if reason is not None:
+            raise ConfigError(
+                f"'executor.transport' is '{transport}', which carries weights from "
+                f"'{sender.name}' to '{receiver.name}' in the memory of the GPU that both are on, "
+                f"but {reason}\n    put them on one GPU, to take turns there, or leave "
+                "executor.transport out"
+            )

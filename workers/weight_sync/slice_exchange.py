@@ -19,7 +19,7 @@ from ...dataflow.runtime.messages import HeldLayout
 from ...planner.resharding.plan import TransferPlan
 from ...planner.resharding.plan_transfer import plan_transfer
 from ...planner.resharding.sharding import Sharding
-from .packets import Packet, pack, unpack
+from .packets import Packed, Packet, Room, host_room, pack, unpack, unpack_whole
 from .version_tracker import HeldWeights
 
 __all__ = ["SliceHolder", "SliceReceiver", "SliceTraffic"]
@@ -51,7 +51,11 @@ class SliceReceiver(Protocol):
         ...
 
     def receive(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Use these weights from now on."""
+        """Use these weights from now on.
+
+        They may be views of what others read too: they are not to be written to, nor kept once they
+        are in use.
+        """
         ...
 
     def expect(self, version: int) -> None:
@@ -80,9 +84,16 @@ class SliceTraffic:
         return HeldLayout(_only(layout, self._senders).to_json(), layout.to_json())
 
     def export(
-        self, worker: object, receivers: Mapping[str, str], version: int
+        self,
+        worker: object,
+        receivers: Mapping[str, str],
+        version: int,
+        room: Room = host_room,
     ) -> dict[tuple[str, int], Packet]:
-        """What each process of the receivers gets from this one: (group, process) -> packet."""
+        """What each process of the receivers gets from this one: (group, process) -> packet.
+
+        What goes to several of them alike is one bucket in all their packets.
+        """
         if not isinstance(worker, SliceHolder):
             raise WorkerError(
                 f"a {type(worker).__name__} cannot export its weights in slices; it needs "
@@ -91,10 +102,11 @@ class SliceTraffic:
         source = _only(worker.weights_layout(), self._senders).to_json()
         tensors = worker.local_tensors()
         found: dict[tuple[str, int], Packet] = {}
+        packed: Packed = {}
         for group, layout in receivers.items():
             plan, first = _plan(source, layout)
-            for device, packet in pack(plan, self._process, tensors, version).items():
-                found[group, device - first] = packet
+            made = pack(plan, self._process, tensors, version, room=room, packed=packed)
+            found |= {(group, device - first): packet for device, packet in made.items()}
         return found
 
     def expect(self, role: str, worker: object) -> None:
@@ -123,12 +135,12 @@ class SliceTraffic:
         if isinstance(worker, SliceHolder):
             unpack(plan, device, packets, worker.local_tensors(), version, held)
             worker.weights_changed()
+            _await(packets)
             return
-        dtype: torch.dtype = getattr(torch, layout.dtype)
-        room = {param.tensor: torch.empty(param.shape, dtype=dtype) for param in layout.params}
-        unpack(plan, device, packets, room, version, held)
+        whole = unpack_whole(plan, device, packets, version, held)
         worker.expect(version)
-        worker.receive(room, version)
+        worker.receive({param.tensor: whole[param.tensor] for param in layout.params}, version)
+        _await(packets)
 
     def check(self, role: str, version: int) -> None:
         """Refuse a call that must see a version which this copy does not wholly have.
@@ -139,6 +151,14 @@ class SliceTraffic:
         held = self._held.get(role)
         if held is not None:
             held.check(version)
+
+
+def _await(packets: Sequence[Packet]) -> None:
+    """Until a device has read what has come: then whoever sent it may write there again."""
+    buckets = (bucket for packet in packets for bucket in packet.buckets)
+    for device in {bucket.device for bucket in buckets if isinstance(bucket, Tensor)}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 @lru_cache(maxsize=16)

@@ -51,6 +51,10 @@ class ReceivedWeights:
             self._arrived.clear()
             self.expected = version
 
+    def drop(self) -> None:
+        """The engine has given up what it held; the expected version is to come again."""
+        self._held = self._nothing()
+
     def check(self) -> None:
         """Refuse weights that are partial or not of the expected version.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from penstock.planner.inputs.layout import Layout
@@ -69,15 +68,11 @@ class Peer:
     def __init__(
         self, home: ProcessHome, group: str, process: int, transport: Transport, deadline_s: float
     ) -> None:
-        def get(ref: Any) -> Packet:
-            (found,) = home.get([ref], deadline_s)
-            return found
-
         self._process, self._layout = process, LAYOUTS[group]
         begin = engine(self._layout) if group == "train" else empty(self._layout)
         self._worker = Holder(self._layout, begin[process])
         self._traffic = SliceTraffic(process, (0, 1))
-        end = ChannelEnd(group, process, home.host, deadline_s, home.put, get)
+        end = ChannelEnd(group, process, home.host, deadline_s, home.put, home.get)
         self._channel = CHANNELS[transport](end)
 
     def pid(self) -> int:
@@ -97,7 +92,7 @@ class Peer:
     def _packets(self, version: int) -> Packets:
         self._worker.tensors = engine(self._layout, version=version)[self._process]
         receivers = {"rollout": LAYOUTS["rollout"].to_json()}
-        return self._traffic.export(self._worker, receivers, version)
+        return self._traffic.export(self._worker, receivers, version, self._channel.room)
 
     def receive(self, offers: Sequence[Offer], version: int) -> None:
         """As a rank process does: obtain all packets, and write them."""

@@ -8,6 +8,7 @@ new version. A new channel is run through all of this by its line in the registr
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from penstock.workers.weight_sync.version_tracker import WeightsError
 
 from ..executors.backends import OnRay, OnSpawned
 from .channel_peer import FAULTS, Peer
+from .whole_peer import MODEL_BYTES, RECEIVERS, WholePeer
 
 pytestmark = pytest.mark.slow
 
@@ -245,6 +247,40 @@ def test_nor_is_one_whose_store_forgets_what_it_put_there(mortals_on_ray: Peers)
     mortals_on_ray.signal(mortals_on_ray.senders[0], signal.SIGKILL)
     call = mortals_on_ray.call(first, "receive", offers, 1)
     right_or_refused(mortals_on_ray, first, call, 1)
+
+
+def stored_mib() -> int:
+    """What Ray's object store holds, by its own account."""
+    import ray
+    from ray._private.internal_api import memory_summary
+
+    said = memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
+    found = re.search(r"Plasma memory usage (\d+) MiB", said)
+    assert found is not None, said
+    return int(found[1])
+
+
+def test_ray_stores_a_model_once_for_all_who_take_it(on_ray: ProcessBackend) -> None:
+    """Two processes of one engine and one of another read the same memory."""
+    groups = [DeviceGroup("train"), *(DeviceGroup(n, num_ranks=k) for n, k in RECEIVERS.items())]
+    devices = on_ray.reserve(groups, START_S)
+    started = [
+        on_ray.spawn(WholePeer, (group.name, process, "object_store"), group, process, devices)
+        for group in groups
+        for process in range(group.num_processes)
+    ]
+    try:
+        on_ray.get([on_ray.call(one, "taken", ())[0] for one in started], START_S)
+        before = stored_mib()
+        (offer,) = on_ray.get(on_ray.call(started[0], "publish", (1,)), START_S)
+        taken = [on_ray.call(one, "take", ([offer], 1))[0] for one in started[1:]]
+        assert on_ray.get(taken, START_S) == [True] * 3
+        assert stored_mib() - before <= MODEL_BYTES / 2**20 + 1
+    finally:
+        for one in started:
+            on_ray.kill(one)
+        for group in groups:
+            devices.release(group.name)
 
 
 def test_a_sender_may_die_while_its_weights_are_on_their_way(mortals: Peers) -> None:

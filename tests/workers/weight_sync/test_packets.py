@@ -15,8 +15,9 @@ from penstock.planner.resharding.plan import TransferPlan
 from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.planner.resharding.sharding import Sharding, shard
 from penstock.planner.resharding.storage import concatenate, transpose
-from penstock.workers.weight_sync.device_slices import Part, checksum, messages_of
-from penstock.workers.weight_sync.packets import Packet, pack, unpack
+from penstock.workers.weight_sync.checksums import checksum
+from penstock.workers.weight_sync.device_slices import Part, messages_of
+from penstock.workers.weight_sync.packets import Packed, Packet, pack, unpack, unpack_whole
 from penstock.workers.weight_sync.version_tracker import HeldWeights, WeightsError
 
 from ...planner.transfers import LLAMA_7B, LLAMA_70B, TINY, strided_generation, transfers
@@ -259,6 +260,47 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(WeightsError, match=r"from \[0\] over \[6\]; the tensor is only \[5\]"):
         pack(plan_of(shard(TINY, Layout(), [0]), shard(TINY, Layout(), [1])), 0,
              {**engine(shard(TINY, Layout(), [0]))[0], name: narrow[name]}, VERSION)  # fmt: skip
+
+
+def test_what_several_groups_need_alike_is_packed_once() -> None:
+    source = shard(TINY, Layout(), [0])
+    alike, divided = (shard(TINY, layout, [2, 3]) for layout in (Layout(dp=2), Layout(tp=2)))
+    packed: Packed = {}
+    before = engine(source, version=VERSION)
+    first, again, other = (
+        pack(plan_of(source, there), 0, before[0], VERSION, packed=packed)
+        for there in (alike, alike, divided)
+    )
+    for packet in (first[3], again[2], again[3]):
+        assert all(one is made for one, made in zip(packet.buckets, first[2].buckets, strict=True))
+    after = empty(divided)
+    for device in (2, 3):
+        held = HeldWeights.of(divided, device)
+        unpack(plan_of(source, divided), device, [other[device]], after[device], VERSION, held)
+    assert is_same(after, expected(divided, source.dtype, version=VERSION))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+def test_whole_parameters_are_views_of_their_packets_and_others_put_together(
+    bucket_bytes: int,
+) -> None:
+    """From tensor parallelism, where norms are whole and matrices are not."""
+    source, destination = shard(TINY, Layout(tp=2), [0, 1]), shard(TINY, Layout(), [2])
+    plan = plan_transfer(source, destination, bucket_bytes=bucket_bytes)  # small parts are whole
+    packets = packed(plan, engine(source, version=VERSION))[2]
+    held = HeldWeights.of(destination, 2)
+    found = unpack_whole(plan, 2, packets, VERSION, held)
+    held.check(VERSION)
+    assert is_same({2: found}, expected(destination, source.dtype, version=VERSION))
+    spans = [(b.ctypes.data, b.ctypes.data + len(b)) for p in packets for b in p.buckets]
+    views = {n for n, t in found.items() if any(a <= t.data_ptr() < z for a, z in spans)}
+    assert views == {name for name in found if name.endswith(("norm.weight", "layernorm.weight"))}
+    damaged = [altered(packets[0], 0, packets[0].buckets[0] ^ 1), packets[1]]
+    fresh = HeldWeights.of(destination, 2)
+    with pytest.raises(WeightsError, match="has the wrong checksum"):
+        unpack_whole(plan, 2, damaged, VERSION, fresh)
+    with pytest.raises(WeightsError, match="was never received"):
+        fresh.check(VERSION)
 
 
 @given(

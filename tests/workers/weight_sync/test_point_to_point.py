@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ HOST = "127.0.0.1"
 
 
 def channel(group: str, process: int, deadline_s: float = 20.0) -> PointToPointChannel:
-    def no_store(_: object) -> Packet:
+    def no_store(*_: object) -> Any:
         raise AssertionError("nothing goes through the store")
 
     return PointToPointChannel(ChannelEnd(group, process, HOST, deadline_s, no_store, no_store))

@@ -97,9 +97,12 @@ class FsdpNetwork(DividedNetwork):
     def held_tensors(self) -> list[Tensor]:
         """See `Network.held_tensors`; the module's buffers are among them."""
         self.weights_changed()
-        grad = [] if self._grad is None else [self._grad]
         frozen = [] if self.frozen is None else self.frozen.tensors().values()
-        return [*self.tensors().values(), *frozen, *self._model.buffers(), *grad]
+        return [*self.tensors().values(), *frozen, *self._model.buffers(), *self.gradients()]
+
+    def gradients(self) -> list[Tensor]:
+        """See `Network.gradients`."""
+        return [] if self._grad is None else [self._grad]
 
     def make_optimizer(self, spec: OptimizerSpec) -> FsdpAdamW:
         """See `Network.make_optimizer`."""

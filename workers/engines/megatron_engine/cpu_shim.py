@@ -1,9 +1,10 @@
-"""What megatron-core 0.16.1 assumes about CUDA, adapted where there is no GPU.
+"""What megatron-core 0.16.1 assumes about CUDA, adapted where a model is on the CPU.
 
-`prepare_megatron` is called before anything else of the engine imports megatron-core. With a GPU it
-changes nothing. Without one it gives a few of megatron-core's own modules another `torch` to look
-names up in: torch itself, except for what `_CpuTorch` and `_CpuCuda` list. torch stays as it is for
-everyone else, so `torch.cuda.is_available()` tells nobody a lie.
+`prepare_megatron` is called before anything else of the engine imports megatron-core. For a GPU it
+changes nothing. For the CPU, be there a GPU beside it or not, it gives a few of megatron-core's own
+modules another `torch` to look names up in: torch itself, except for what `_CpuTorch` and
+`_CpuCuda` list. torch stays as it is for everyone else, so `torch.cuda.is_available()` tells nobody
+a lie.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import types
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ....dataflow.errors import ConfigError
 
 __all__ = ["prepare_megatron"]
 
@@ -66,15 +68,37 @@ class _CpuTorch(types.ModuleType):
         return getattr(torch, name)
 
 
-@lru_cache(maxsize=1)
-def prepare_megatron() -> None:
-    """Import megatron-core, without its notes on optional CUDA packages, and adapt it to a CPU."""
-    with warnings.catch_warnings(), _not_compiled():
+_PREPARED_FOR: list[str] = []
+"""The kind of device, once it has been done."""
+
+
+def prepare_megatron(device: str) -> None:
+    """Import megatron-core, without its notes on optional CUDA packages, for a kind of device.
+
+    Args:
+        device: Where this process computes: "cpu" or "cuda:0".
+
+    Raises:
+        ConfigError: If megatron-core was prepared for the other kind in this process.
+    """
+    kind = torch.device(device).type
+    if not _PREPARED_FOR:
+        _prepare(kind)
+        _PREPARED_FOR.append(kind)
+    if [kind] != _PREPARED_FOR:
+        raise ConfigError(
+            f"a Megatron role is on '{device}', and another of this process on "
+            f"'{_PREPARED_FOR[0]}'\n    put all Megatron roles of a group on one kind of device"
+        )
+
+
+def _prepare(kind: str) -> None:
+    with warnings.catch_warnings(), _not_compiled(kind):
         # Apex, Transformer Engine and others are absent: the layers built here use none of them.
         warnings.simplefilter("ignore")
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
         modules: dict[str, Any] = {name: importlib.import_module(name) for name in _ADAPTED}
-    if torch.cuda.is_available():
+    if kind != "cpu":
         return
     for module in modules.values():
         module.torch = _CpuTorch("torch")
@@ -88,14 +112,14 @@ def _as_written(function: Any, **_: object) -> Any:
 
 
 @contextmanager
-def _not_compiled() -> Generator[None]:
-    """Without a GPU, what is imported meanwhile leaves its small functions as they are written.
+def _not_compiled(kind: str) -> Generator[None]:
+    """On the CPU, what is imported meanwhile leaves its small functions as they are written.
 
     megatron-core decorates them with `torch.compile`. That loads torch's compiler, a quarter of the
     time that the import takes, and would run a C++ compiler for each that is called.
     """
     compiler = torch.compile
-    if not torch.cuda.is_available():
+    if kind == "cpu":
         torch.compile = _as_written
     try:
         yield

@@ -30,7 +30,6 @@ __all__ = ["expert_ranks", "join_groups", "model_group", "parallel_state"]
 
 def parallel_state() -> Any:
     """megatron-core's module of process groups."""
-    prepare_megatron()
     from megatron.core import parallel_state as found
 
     module: ModuleType = found
@@ -53,9 +52,10 @@ def join_groups(context: WorkerContext, expert_parallel: int = 1) -> WorkerConte
 
     Raises:
         ConfigError: If the group's processes cannot be divided so, or torch.distributed or
-            megatron-core was set up for other sizes.
+            megatron-core was set up for other sizes or another kind of device.
     """
     beside = _beside(context, expert_parallel)
+    prepare_megatron(context.device)
     state = parallel_state()
     join_processes(context)
     size, place = dist.get_world_size(), dist.get_rank()

@@ -114,8 +114,11 @@ class MegatronNetwork(DividedNetwork):
 
     def held_tensors(self) -> list[Tensor]:
         """See `Network.held_tensors`: weights, gradients, their sum in float32."""
-        made = (self.flat.data, self.flat.grad, self._exact)
-        return [buffer for buffer in made if buffer is not None]
+        return [self.flat.data, *self.gradients()]
+
+    def gradients(self) -> list[Tensor]:
+        """See `Network.gradients`."""
+        return [buffer for buffer in (self.flat.grad, self._exact) if buffer is not None]
 
     def weights_changed(self) -> None:
         """See `Network.weights_changed`: nothing here is derived from them."""

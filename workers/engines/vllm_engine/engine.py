@@ -63,7 +63,9 @@ class EngineOptions:
         max_model_len: Longest sequence, prompt and response.
         max_rows: Sequences decoded at once; None for as many as vLLM takes by default.
         kv_cache_bytes: Size of the key-value cache; None for `memory_fraction` of a GPU.
-        memory_fraction: Share of a GPU's memory, for weights, activations and cache together.
+        memory_fraction: Share of a GPU's memory, for weights, activations and cache together; None
+            for vLLM's default.
+        quantization: How vLLM quantizes weights as it loads them; None for not at all.
         enforce_eager: Whether to do without compiled graphs.
         device: "cpu" or "cuda:0".
         tensor_parallel: Processes that share the model.
@@ -74,7 +76,8 @@ class EngineOptions:
     max_model_len: int
     max_rows: int | None
     kv_cache_bytes: int | None
-    memory_fraction: float
+    memory_fraction: float | None
+    quantization: str | None
     enforce_eager: bool
     device: str
     tensor_parallel: int
@@ -217,12 +220,20 @@ class VllmEngine:
         """What `load` was last given; "default" before."""
         return self._engine.get_weight_version()
 
-    def sleep(self) -> int:
+    @property
+    def drops_weights(self) -> bool:
+        """Whether it can sleep without its weights."""
+        return not self._on_cpu
+
+    def sleep(self, *, keep_weights: bool = True) -> int:
         """Give device memory to others until `wake`; nothing to do if it sleeps.
 
         On a GPU weights move to host memory and the key-value cache is dropped, by vLLM's own sleep
         mode. vLLM's CPU build has none: there the cache's memory is given back to the system, and
         the weights stay, because their packed form cannot be taken out of its kernels.
+
+        Args:
+            keep_weights: Otherwise they are dropped on a GPU, and `load` is called after `wake`.
 
         Returns:
             Bytes given back.
@@ -239,7 +250,7 @@ class VllmEngine:
             (self._freed_bytes,) = self._engine.collective_rpc(_free_kv_cache)
             return sum(self._freed_bytes)
         free = torch.cuda.mem_get_info()[0]
-        self._engine.sleep(level=1)
+        self._engine.sleep(level=1 if keep_weights else 2)
         return max(torch.cuda.mem_get_info()[0] - free, 0)
 
     def wake(self) -> None:
@@ -285,35 +296,39 @@ def _start(folder: Path, options: EngineOptions) -> Any:
 
 
 def engine_arguments(folder: Path, options: EngineOptions) -> Any:
-    """VLLM's `EngineArgs`."""
+    """VLLM's `EngineArgs`: its own defaults, but for what is listed here or asked for."""
     from vllm.engine.arg_utils import EngineArgs
 
     from .weights import weight_transfer_config
 
     device = torch.device(options.device).type
-    cpu: dict[str, Any] = {}
+    asked: dict[str, Any] = {
+        "max_num_seqs": options.max_rows,
+        "kv_cache_memory_bytes": options.kv_cache_bytes,
+        "gpu_memory_utilization": options.memory_fraction,
+        # Quantized as they are loaded, the first time and by every layerwise reload.
+        "quantization": options.quantization,
+    }
     if device == "cpu":
         # On CPUs vLLM cannot take back the random number of a prompt that it computed in part, so
         # seeded prompts must not be cut into chunks. Blocks of 32 tokens (of 128 by default) let
         # short prompts share theirs.
         batch = max(options.max_model_len, 2048)
-        cpu = {"enable_chunked_prefill": False, "max_num_batched_tokens": batch, "block_size": 32}
-    backend = "external_launcher" if torch.distributed.is_initialized() else None
-    if backend and device == "cpu":
-        from .cpu_worker import agree_on_name
+        asked |= {"enable_chunked_prefill": False, "max_num_batched_tokens": batch}
+        asked["block_size"] = 32
+    if torch.distributed.is_initialized():
+        asked["distributed_executor_backend"] = "external_launcher"
+        if device == "cpu":
+            from .cpu_worker import agree_on_name
 
-        cpu["worker_cls"] = agree_on_name()
+            asked["worker_cls"] = agree_on_name()
     return EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
         dtype=options.dtype,  # pyright: ignore[reportArgumentType]
         max_model_len=options.max_model_len,
-        max_num_seqs=options.max_rows,
-        kv_cache_memory_bytes=options.kv_cache_bytes,
-        gpu_memory_utilization=options.memory_fraction,
         enforce_eager=options.enforce_eager,
         tensor_parallel_size=options.tensor_parallel,
-        distributed_executor_backend=backend,
         enable_prefix_caching=True,
         enable_sleep_mode=device != "cpu",
         generation_config="vllm",  # nothing but what a request says decides how it is sampled
@@ -322,7 +337,7 @@ def engine_arguments(folder: Path, options: EngineOptions) -> Any:
         use_tqdm_on_load=False,
         disable_log_stats=True,
         seed=0,  # unused: every request has its own
-        **cpu,
+        **{name: value for name, value in asked.items() if value is not None},
     )
 
 

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal, get_args
 
 import psutil
 import torch
 from torch import Tensor
 
 from ....algorithms.roles.language import Sampling
+from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.architecture import empty_model
@@ -42,6 +43,9 @@ __all__ = [
     "longest_sequence",
 ]
 
+Quantization = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
+"""As vLLM calls its ways to quantize weights that are not; its "fp8" is for files that are."""
+
 _LEAST_TEMPERATURE = 0.01
 """vLLM silently raises lower ones, but 0, to this."""
 _LENGTH_STEP = 64
@@ -70,8 +74,12 @@ class VllmPolicySpec:
     kv_cache_bytes: int | None = None
     """Key-value cache of one process. None: on CPUs room for that many longest sequences, on GPUs
     what `memory_fraction` leaves."""
-    memory_fraction: float = 0.9
-    """Share of a GPU's memory, for weights, activations and cache together."""
+    memory_fraction: float | None = None
+    """Share of a GPU's memory, for weights, activations and cache together. None: vLLM's own."""
+    quantization: Quantization | None = None
+    """Has vLLM compute matrix products in FP8 on GPUs, with weights that it quantizes as they are
+    loaded, each time: what is sent stays as it is trained. `fp8_per_block` has a scale for each
+    block of 128 x 128 weights, `fp8_per_channel` for each output, `fp8_per_tensor` one."""
     enforce_eager: bool | None = None
     """Whether to do without compiled graphs; None: only on CPUs."""
     lora: LoraSpec = LoraSpec()
@@ -81,9 +89,11 @@ class VllmPolicySpec:
 
     def __post_init__(self) -> None:
         check_range(self, "max_decode_rows", "longest_sequence", at_least=1)
-        if not 0 < self.memory_fraction <= 1:
+        check_range(self, "memory_fraction", above=0, at_most=1)
+        if self.quantization not in (None, *get_args(Quantization)):
             raise ValueError(
-                f"memory_fraction is {self.memory_fraction}; expected more than 0 and at most 1"
+                f"quantization is '{self.quantization}'; expected one of "
+                f"{', '.join(get_args(Quantization))}, or none"
             )
 
     def build(self, context: WorkerContext) -> VllmPolicy:
@@ -137,6 +147,7 @@ class VllmGenerator:
 
     def __init__(self, spec: VllmPolicySpec, context: WorkerContext) -> None:
         check_stages(context)
+        _check_quantization(spec, context)
         self._spec = spec
         _check_folder(spec.model, context)
         config, self.shapes = _skeleton(spec.model)
@@ -226,6 +237,15 @@ class VllmGenerator:
         """See `VllmEngine.sleep`."""
         return self.vllm.sleep()
 
+    @property
+    def drops_weights(self) -> bool:
+        """See `DropsWeights.drops_weights`."""
+        return self.vllm.drops_weights
+
+    def sleep_empty(self) -> int:
+        """See `DropsWeights.sleep_empty`."""
+        return self.vllm.sleep(keep_weights=False)
+
     def wake(self) -> None:
         """See `GenerationEngine.wake`."""
         self.vllm.wake()
@@ -245,6 +265,15 @@ def check_stages(context: WorkerContext) -> None:
         raise ValueError(
             f"'{context.role}' generates with vLLM on {context.pipeline_parallel} pipeline "
             "stages; this engine divides a model by tensor parallelism only, set pp=1"
+        )
+
+
+def _check_quantization(spec: VllmPolicySpec, context: WorkerContext) -> None:
+    if spec.quantization is not None and torch.device(context.device).type == "cpu":
+        raise ConfigError(
+            f"'{context.role}' is to generate with quantization={spec.quantization}, which vLLM "
+            "computes on GPUs only, and it is placed on the CPU\n    set executor.device=cuda, or "
+            "leave rollout.options.quantization out"
         )
 
 
@@ -271,6 +300,7 @@ def engine_options(
         max_rows=rows,
         kv_cache_bytes=cache,
         memory_fraction=spec.memory_fraction,
+        quantization=spec.quantization,
         enforce_eager=on_cpu if spec.enforce_eager is None else spec.enforce_eager,
         device=context.device,
         tensor_parallel=context.tensor_parallel,

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -371,15 +371,60 @@ def test_lengths_of_a_run_are_those_of_the_engine():
     assert longest(longest_sequence=65, max_model_len=100) == 100
 
 
+ON_PURPOSE = {
+    "dtype": "what the trainer computes with, whatever the folder's config says",
+    "max_model_len": "the run's longest sequence: memory that longer ones would need is rows",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "generation_config": "nothing but what a request says decides how it is sampled",
+    "logprobs_mode": "log-probabilities of the distribution that is sampled from",
+    "enable_prefix_caching": "prompts are sampled from several times",
+    "enable_sleep_mode": "devices are shared",
+    "weight_transfer_config": "weights come from the trainer",
+    "use_tqdm_on_load": "it would write over what a run prints",
+    "disable_log_stats": "the run has its own",
+}
+"""What is not vLLM's default on a GPU, and why."""
+
+
+def _others(arguments: Any) -> set[str]:
+    """The fields that are not as vLLM would have them."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    defaults = EngineArgs(model=arguments.model)
+    return {f.name for f in fields(EngineArgs) if _at(arguments, f.name) != _at(defaults, f.name)}
+
+
+def _at(arguments: Any, name: str) -> Any:
+    value = getattr(arguments, name)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
 @pytest.mark.usefixtures("policy")  # whose start makes vLLM read its environment
-def test_what_is_not_set_is_left_to_vllm_on_gpus(tmp_path: Path):
-    spec = VllmPolicySpec(model=model_spec("llama"), eos_token_id=EOS)
-    made = engine_options(spec, spec.model.config, 256, WorkerContext("actor", device="cuda"))
-    assert made.device == "cuda:0"
-    arguments = engine_arguments(tmp_path, made)
-    left = (arguments.max_num_seqs, arguments.max_num_batched_tokens)
-    assert (*left, arguments.kv_cache_memory_bytes) == (None, None, None)
-    assert arguments.enable_sleep_mode
+def test_what_is_not_set_is_left_to_vllm_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rows at once, prefill tokens and its share of memory among it: its defaults know the GPU."""
+    # The engine of the other tests has; in a rank of one process nobody has before vLLM does.
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    context = WorkerContext("actor", device="cuda")
+
+    def arguments(**options: Any) -> Any:
+        spec = VllmPolicySpec(model=model_spec("llama"), eos_token_id=EOS, **options)
+        made = engine_options(spec, spec.model.config, 256, context)
+        assert made.device == "cuda:0"
+        return engine_arguments(tmp_path, made)
+
+    plain = arguments()
+    assert _others(plain) == set(ON_PURPOSE)
+    for option, field, value in (
+        ("max_decode_rows", "max_num_seqs", 48),
+        ("kv_cache_bytes", "kv_cache_memory_bytes", 1 << 30),
+        ("memory_fraction", "gpu_memory_utilization", 0.5),
+        ("quantization", "quantization", "fp8_per_block"),
+        ("enforce_eager", "enforce_eager", True),
+    ):
+        asked = arguments(**{option: value})
+        assert getattr(asked, field) == value
+        # vLLM makes a configuration of its own of the name.
+        assert _others(asked) - {"quantization_config"} == {*ON_PURPOSE, field}
 
 
 def test_a_folder_is_looked_at_before_vllm_loads_it(tmp_path: Path):
@@ -398,5 +443,5 @@ def test_a_folder_is_looked_at_before_vllm_loads_it(tmp_path: Path):
 
 def test_specs_that_contradict_themselves_are_refused():
     model = model_spec("llama")
-    with pytest.raises(ValueError, match=r"memory_fraction is 0; expected more than 0"):
+    with pytest.raises(ValueError, match=r"memory_fraction is 0; expected above 0 and at most 1"):
         VllmPolicySpec(model=model, eos_token_id=EOS, memory_fraction=0)

@@ -1,0 +1,271 @@
+"""The channel between processes on one GPU: buckets stay in its memory, and are read there.
+
+A sender packs into memory that receivers open by CUDA IPC, so nothing goes through the host but a
+few numbers per slice, which lie in the executor's object store. The memory is used again once an
+offer is forgotten: in a run there are two pieces for each bucket, of the version that copies have
+and of the next. They stay when the worker sleeps; whoever wakes reads them.
+
+    sender:    room -> pack -> publish ........................... forget -> room for the next
+    receiver:                           obtain -> check -> copy
+
+Before a receiver looks at a bucket it reads in the sender's ledger whether the offer still stands.
+The ledger lies in memory of the host that is gone with the sender, so nobody reads what a dead
+process had. Tensors in host memory are shared in the same way; that is for tests without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ...dataflow.runtime.placement import DeviceGroup
+from .channel import ChannelEnd, Offer, Receiver
+from .object_store import ObjectStoreChannel
+from .packets import Bucket, Packet
+from .shared_memory import Memory, SharedFile, open_memory, share_memory
+from .version_tracker import WeightsError
+
+__all__ = ["SharedDeviceChannel", "why_not_shared"]
+
+_WORD = 8
+"""Bytes of a number in the ledger."""
+_NOBODY = -1
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A piece of memory for a bucket.
+
+    Attributes:
+        data: u8[bytes].
+        memory: What others open it by.
+        file: What it lies in, if anything.
+        slot: Its place in the ledger.
+    """
+
+    data: Tensor
+    memory: Memory
+    file: SharedFile | None
+    slot: int
+
+    @property
+    def kind(self) -> tuple[torch.device, int]:
+        """What pieces have in common that can stand for each other."""
+        return self.data.device, len(self.data)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a bucket is.
+
+    Attributes:
+        memory: Which begins with it; opened once by each receiver.
+        num_bytes: Of the bucket.
+        slot: Of the piece, in the sender's ledger.
+        machine: The sender's.
+        ledger: Path of its ledger there.
+        mark: What the ledger begins with.
+    """
+
+    memory: Memory
+    num_bytes: int
+    slot: int
+    machine: str
+    ledger: str
+    mark: int
+
+
+class _Ledger:
+    """Of a sender: for each piece of its memory the number of the offer that it is for."""
+
+    def __init__(self) -> None:
+        self._file = SharedFile(_WORD)
+        self.path = self._file.path
+        self.mark = int.from_bytes(os.urandom(_WORD - 1), "little")
+        self.write(0, self.mark)
+
+    def write(self, slot: int, number: int) -> None:
+        """Note a number; the mark has slot 0."""
+        os.pwrite(self._file.number, number.to_bytes(_WORD, "little", signed=True), _WORD * slot)
+
+    def close(self) -> None:
+        """No offer stands any more."""
+        os.ftruncate(self._file.number, 0)
+        self._file.close()
+
+
+def _ledger_says(place: _Place) -> int:
+    """Which offer a sender's piece is for.
+
+    Raises:
+        OSError: If the sender has ended.
+    """
+    file = os.open(place.ledger, os.O_RDONLY)
+    try:
+        mark, number = (os.pread(file, _WORD, _WORD * slot) for slot in (0, place.slot))
+    finally:
+        os.close(file)
+    if int.from_bytes(mark, "little") != place.mark:
+        raise FileNotFoundError("the process that had them has ended")
+    return int.from_bytes(number, "little", signed=True)
+
+
+@dataclass
+class _Opened:
+    """What a receiver has open of one sender.
+
+    Attributes:
+        mark: Of its ledger: a process that was started again has another.
+        pieces: Slot -> memory.
+    """
+
+    mark: int
+    pieces: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+
+class SharedDeviceChannel:
+    """See `WeightChannel`.
+
+    Args:
+        end: The process that it is in.
+    """
+
+    def __init__(self, end: ChannelEnd) -> None:
+        self._store = ObjectStoreChannel(end)
+        self._ledger: _Ledger | None = None
+        self._num_pieces = 0
+        self._free: list[_Piece] = []
+        self._handed: list[_Piece] = []
+        self._offered: dict[int, list[_Piece]] = {}
+        self._opened: dict[Receiver, _Opened] = {}
+
+    def room(self, num_bytes: int, device: torch.device) -> Tensor:
+        """See `WeightChannel.room`."""
+        return self._piece(num_bytes, device).data[:num_bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        """That this process shares, whether anybody is to read them or not."""
+        offered = (piece for pieces in self._offered.values() for piece in pieces)
+        return sum(len(piece.data) for piece in (*self._free, *self._handed, *offered))
+
+    def _piece(self, num_bytes: int, device: torch.device) -> _Piece:
+        """One that is free, or a new one; the next `publish` may use it."""
+        kind = device, max(num_bytes, 1)
+        piece = next((piece for piece in self._free if piece.kind == kind), None)
+        if piece is None:
+            self._num_pieces += 1
+            piece = _Piece(*share_memory(kind[1], device), self._num_pieces)
+        else:
+            self._free.remove(piece)
+        self._handed.append(piece)
+        return piece
+
+    def publish(self, packets: Mapping[Receiver, Packet]) -> Offer:
+        """See `WeightChannel.publish`."""
+        ledger = self._ledger = self._ledger or _Ledger()
+        places: dict[int, _Place] = {}
+        used: list[_Piece] = []
+        for bucket in (bucket for packet in packets.values() for bucket in packet.buckets):
+            if id(bucket) not in places:
+                piece = self._packed_in(bucket)
+                places[id(bucket)] = _Place(
+                    piece.memory, len(bucket), piece.slot, platform.node(), ledger.path, ledger.mark
+                )
+                used.append(piece)
+        for device in {piece.data.device for piece in used}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # what is offered has been written
+        offer = self._store.publish(
+            {
+                receiver: replace(packet, buckets=tuple(places[id(b)] for b in packet.buckets))
+                for receiver, packet in packets.items()
+            }
+        )
+        self._offered[offer.number] = used
+        for piece in used:
+            ledger.write(piece.slot, offer.number)
+        kinds = {piece.kind for piece in used}
+        left = [piece for piece in (*self._free, *self._handed) if piece not in used]
+        self._free = [piece for piece in left if piece.kind in kinds]
+        self._handed = []
+        _close([piece for piece in left if piece.kind not in kinds])
+        return offer
+
+    def _packed_in(self, bucket: Bucket) -> _Piece:
+        """The piece that a bucket lies in; a copy, if it was not packed in this channel's room."""
+        data = bucket if isinstance(bucket, Tensor) else torch.from_numpy(bucket)  # pyright: ignore[reportUnknownMemberType]
+        for piece in self._handed:
+            if piece.data.data_ptr() == data.data_ptr() and len(data) <= len(piece.data):
+                return piece
+        piece = self._piece(len(data), data.device)
+        piece.data[: len(data)].copy_(data)
+        return piece
+
+    def obtain(self, offer: Offer) -> Packet | None:
+        """See `WeightChannel.obtain`."""
+        packet = self._store.obtain(offer)
+        if packet is None:
+            return None
+        try:
+            buckets = tuple(self._open(offer, place) for place in packet.buckets)
+        except (OSError, RuntimeError) as error:
+            raise WeightsError(f"{offer} cannot be read where they are: {error}") from error
+        return replace(packet, buckets=buckets)
+
+    def _open(self, offer: Offer, place: _Place) -> Tensor:
+        if place.machine != platform.node():
+            raise RuntimeError(
+                f"they are in memory of machine '{place.machine}', and this process is on "
+                f"'{platform.node()}'; leave executor.transport out"
+            )
+        if _ledger_says(place) != offer.number:
+            raise RuntimeError("they are no longer there")
+        sender = offer.group, offer.process
+        opened = self._opened.get(sender)
+        if opened is None or opened.mark != place.mark:
+            opened = self._opened[sender] = _Opened(place.mark)
+        if place.slot not in opened.pieces:
+            opened.pieces[place.slot] = open_memory(place.memory)
+        return opened.pieces[place.slot][: place.num_bytes]
+
+    def forget(self, number: int) -> None:
+        """See `WeightChannel.forget`: what is packed next may be written there."""
+        pieces = self._offered.pop(number, [])
+        for piece in pieces:
+            assert self._ledger is not None, "there are offers"
+            self._ledger.write(piece.slot, _NOBODY)
+        self._free += pieces
+
+    def close(self, timeout_s: float) -> None:
+        """See `WeightChannel.close`: nothing runs, and nothing is offered any more."""
+        del timeout_s
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            ledger.close()
+        _close([*self._free, *self._handed, *(p for some in self._offered.values() for p in some)])
+        self._free, self._handed = [], []
+        self._offered.clear()
+        self._opened.clear()
+
+
+def _close(pieces: Sequence[_Piece]) -> None:
+    for piece in pieces:
+        if piece.file is not None:
+            piece.file.close()
+
+
+def why_not_shared(sender: DeviceGroup, receiver: DeviceGroup) -> str | None:
+    """Why one group's weights cannot get to another by this channel; None if they can."""
+    for group in (sender, receiver):
+        if not group.device.startswith("cuda"):
+            return f"group '{group.name}' is on '{group.device}'"
+    giving = {sender.devices[process] for process in sender.processes(0)} if sender.devices else {}
+    if len(giving) != 1 or set(receiver.devices) != giving:
+        return "they are not on one GPU together"
+    return None

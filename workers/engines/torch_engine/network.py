@@ -7,11 +7,11 @@ the same module, whose weights lie in `flat`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,11 @@ from ...models.lora import LoraSpec, merged, save_adapter
 from ...training.flat_parameters import FlatParameters
 from ...training.network import Outputs
 from ...training.token_logprob import token_logprob, top_words
+from ...training.transfers import on_host
 from ...training.whole_network import WholeNetwork
 from .adapters import FrozenWeights
 from .backbone import LeanBackbone, fused_names, is_lean
+from .determinism import same_bits
 from .packing import pack_rows
 
 __all__ = [
@@ -38,6 +40,9 @@ __all__ = [
     "lean_names",
     "make_network",
 ]
+
+M = TypeVar("M")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ class TorchNetwork(WholeNetwork):
     """What both have in common: a `LanguageNetwork` but for the forward pass."""
 
     engine = "the torch engine"
+    same_bits = False
+    """Whether a CUDA device is to give the same bits each time."""
     _linear: Any
     """The head."""
 
@@ -71,6 +78,18 @@ class TorchNetwork(WholeNetwork):
     ) -> None:
         super().__init__(module, context, own)
         self._split = split
+
+    def run(
+        self,
+        parts: Sequence[M],
+        load: Callable[[M], R],
+        compute: Callable[[R], Tensor],
+        *,
+        backward: bool,
+    ) -> None:
+        """See `Network.run`."""
+        with same_bits(self.same_bits and self.device.type == "cuda"):
+            super().run(parts, load, compute, backward=backward)
 
     def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
         """See `LanguageNetwork.whole_module`."""
@@ -85,7 +104,7 @@ class TorchNetwork(WholeNetwork):
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         """See `LanguageNetwork.outputs`."""
-        if not bool(reads.any()):
+        if not bool(on_host(reads).any()):
             anchor = self.flat.parameter(self.flat.names[0]).reshape(-1)[0].float() * 0
             return Outputs(anchor.new_zeros(0, 1), anchor=anchor)
         return self._outputs(tokens, reads, shared)

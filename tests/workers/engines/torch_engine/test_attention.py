@@ -1,4 +1,4 @@
-"""Attention over packed rows: what scaled_dot_product_attention gives, however it is cut."""
+"""Attention over packed rows: what torch's gives sequence by sequence, however it is cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.workers.engines.torch_engine import attention
 from penstock.workers.engines.torch_engine.packing import pack_rows
+from penstock.workers.engines.torch_engine.varlen import attend_sequences
 from torch import Tensor
+from varlen_reference import use_reference
 
 
 @settings(max_examples=40, deadline=None)
@@ -58,7 +60,9 @@ def test_outputs_and_gradients_are_those_of_torch(
         patch.setattr(attention, "MOST_SCORES", at_once)
         patch.setattr(attention, "_LEAST_QUERIES", 2)
         ours = found(attention.attend_packed(query, key, value, pack, 0.5))
-    torchs = found(attention._attend_sdpa(query, key, value, pack, 0.5))  # pyright: ignore[reportPrivateUsage]
+    with pytest.MonkeyPatch.context() as patch:
+        use_reference(patch)
+        torchs = found(attend_sequences(query, key, value, pack.places, 0.5))
     for one, other in zip(ours, torchs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 

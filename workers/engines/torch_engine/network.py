@@ -7,6 +7,7 @@ the same module, whose weights lie in `flat`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+import torch.utils.deterministic as _memory
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -29,7 +31,6 @@ from ...training.transfers import on_host
 from ...training.whole_network import WholeNetwork
 from .adapters import FrozenWeights
 from .backbone import LeanBackbone, fused_names, is_lean
-from .determinism import same_bits
 from .packing import pack_rows
 
 __all__ = [
@@ -39,10 +40,13 @@ __all__ = [
     "TorchNetwork",
     "lean_names",
     "make_network",
+    "prepare_same_bits",
 ]
 
 M = TypeVar("M")
 R = TypeVar("R")
+
+_MEMORY: Any = _memory
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class TorchNetwork(WholeNetwork):
         backward: bool,
     ) -> None:
         """See `Network.run`."""
-        with same_bits(self.same_bits and self.device.type == "cuda"):
+        with _same_bits(self.same_bits and self.device.type == "cuda"):
             super().run(parts, load, compute, backward=backward)
 
     def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
@@ -280,6 +284,43 @@ def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
     finally:
         hook.remove()
     return len(seen) == 2 and torch.equal(seen[0], states) and torch.equal(seen[1], logits)
+
+
+def prepare_same_bits() -> None:
+    """Have cuBLAS use workspaces that give the same bits; whoever has set the variable is obeyed.
+
+    It must be set before the first matrix product of a process.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def _same_bits(on: bool) -> Generator[None]:
+    """Where only operations run that give the same bits each time; others raise, by name.
+
+    Without it two runs of a step differ by rounding on a CUDA device: the gradient of attention's
+    queries is added up in whatever order blocks end, and so are sums by index. The rest of what
+    this engine does to train or evaluate is ordered.
+
+    Args:
+        on: False changes nothing.
+
+    Raises:
+        RuntimeError: From an operation, in here, that has no such kernel.
+    """
+    if not on:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = _MEMORY.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    _MEMORY.fill_uninitialized_memory = False  # nothing reads what was not written
+    try:
+        yield
+    finally:
+        _MEMORY.fill_uninitialized_memory = fills
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
 
 def make_network(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...training.transfers import on_host, sent
 from .rectangles import Block, HeadRows, find_head_rows, rectangles
-from .sequences import Sequences
+from .sequences import Sequences, shared_prompts
 from .varlen import Places, find_places
 
 __all__ = ["Pack", "pack_rows", "padded_tokens"]
@@ -102,7 +102,7 @@ def pack_rows(
     zero = torch.zeros_like(length)
     prompt, owner = zero, torch.zeros_like(length)
     if shared is not None and len(tokens):
-        prompt, owner = _shared_prompts(tokens, torch.minimum(on_host(shared), length), length)
+        prompt, owner = shared_prompts(tokens, torch.minimum(on_host(shared), length), length)
     first = torch.zeros(len(tokens), dtype=torch.bool)
     if bool(prompt.any()):
         first[0] = True
@@ -119,20 +119,6 @@ def padded_tokens(count: int) -> int:
     """
     unit = 16 if count <= 256 else 32 if count <= 512 else 64
     return -(-count // unit) * unit
-
-
-def _shared_prompts(tokens: Tensor, prompt: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompt length per row (0 throughout if sharing saves nothing) and index of the prompt."""
-    width = int(prompt.max())
-    inside = torch.arange(width) < prompt[:, None]
-    text = tokens[:, :width].where(inside, -1)
-    new = (text[1:] != text[:-1]).any(1) | (prompt[1:] != prompt[:-1])
-    owner = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
-    first = torch.cat([torch.ones(1, dtype=torch.bool), new])
-    saved = int(prompt.sum() - prompt[first].sum())
-    if saved * 5 < int(length.sum()):
-        return torch.zeros_like(prompt), torch.zeros_like(owner)
-    return prompt, owner
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Sequences"]
+__all__ = ["Sequences", "shared_prompts"]
 
 
 @dataclass(frozen=True)
@@ -48,3 +48,27 @@ class Sequences:
     def num_prompt_tokens(self) -> int:
         """Tokens of the shared prompts, which are the first ones."""
         return int(self.length[: self.num_prompts].sum())
+
+
+def shared_prompts(tokens: Tensor, prompt: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Which prompts are worth packing once: equal ones of consecutive rows.
+
+    Args:
+        tokens: i64[rows, T].
+        prompt: i64[rows]; lengths of prompts.
+        length: i64[rows]; what is computed of each row.
+
+    Returns:
+        i64[rows] each: the lengths, 0 throughout unless a fifth of the tokens is saved; and the
+        number of the prompt.
+    """
+    width = int(prompt.max())
+    inside = torch.arange(width) < prompt[:, None]
+    text = tokens[:, :width].where(inside, -1)
+    new = (text[1:] != text[:-1]).any(1) | (prompt[1:] != prompt[:-1])
+    owner = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
+    first = torch.cat([torch.ones(1, dtype=torch.bool), new])
+    saved = int(prompt.sum() - prompt[first].sum())
+    if saved * 5 < int(length.sum()):
+        return torch.zeros_like(prompt), torch.zeros_like(owner)
+    return prompt, owner

@@ -19,9 +19,8 @@ from ...training.host_memory import keep_few_kernels
 from ...training.network import LanguageNetwork
 from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
 from .adapters import frozen_weights
-from .determinism import prepare_same_bits
 from .generator import TorchGenerator
-from .network import SplitWeights, TorchNetwork, lean_names, make_network
+from .network import SplitWeights, TorchNetwork, lean_names, make_network, prepare_same_bits
 
 __all__ = [
     "TorchGeneratorPolicy",

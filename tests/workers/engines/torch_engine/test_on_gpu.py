@@ -54,7 +54,7 @@ def test_attention_in_16_bits_is_that_of_float32_on_the_cpu(
     def results(pack: Pack, *tensors: Tensor) -> list[Tensor]:
         leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
         mixed = attention.attend_packed(leaves[0], leaves[1], leaves[2], pack, size**-0.5)
-        return [mixed, *torch.autograd.grad(mixed, leaves, tensors[3])]
+        return [mixed.detach(), *torch.autograd.grad(mixed, leaves, tensors[3])]
 
     expected = results(here, *(tensor.float() for tensor in (*given, upstream)))
     tensors = [tensor.to(CUDA) for tensor in (*given, upstream)]

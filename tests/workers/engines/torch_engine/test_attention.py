@@ -43,7 +43,10 @@ def test_outputs_and_gradients_are_those_of_torch(
     place = torch.arange(tokens.shape[1])
     tokens[place >= lengths[:, None]] = -1
     reads = (place >= prompt_length - 1) & (place < lengths[:, None])
-    pack = pack_rows(tokens, reads, torch.full((rows,), prompt_length) if shared else None)
+    if num_samples > 1:  # the last prompt has one less
+        tokens, reads = tokens[:-1], reads[:-1]
+    prompt = torch.full((len(tokens),), prompt_length)
+    pack = pack_rows(tokens, reads, prompt if shared else None)
 
     def numbers(heads: int) -> Tensor:
         return torch.randn(len(pack.tokens), heads, 4, generator=random).requires_grad_()

@@ -44,6 +44,7 @@ from ..training.model_worker import ModelWorker, check_columns
 from ..training.network import LanguageNetwork
 from ..training.optimizer import OptimizerSpec
 from ..training.trainer import Forward
+from ..training.transfers import derived, masked, on_host, spread
 
 __all__ = [
     "LanguageWorker",
@@ -247,10 +248,10 @@ class PolicyWorker(LanguageWorker, Policy):
         def top(tokens: Tensor, mask: Tensor) -> Tensor:
             outputs = self.network.outputs(tokens, _before(mask), _prompt_lengths(mask))
             found = outputs.zeros((*mask.shape, 2 * num_words))
-            if not mask.any():
+            if not on_host(mask).any():
                 return found
             both = self.network.top_words(outputs, num_words, temperature)
-            return found.masked_scatter(mask[..., None], torch.cat(both, dim=-1))
+            return spread(torch.cat(both, dim=-1), mask, found)
 
         # Words travel as float32, which is exact for vocabularies of up to 2^24.
         found = self._evaluate(
@@ -299,9 +300,9 @@ class PolicyWorker(LanguageWorker, Policy):
             entropy: Whether entropies are wanted.
         """
         outputs = self.network.outputs(tokens, _before(mask), _prompt_lengths(mask))
-        target = tokens[mask]
+        target = masked(tokens, mask)
         if words is not None:
-            target = torch.cat([target[:, None], words[mask]], dim=1)
+            target = torch.cat([target[:, None], masked(words, mask)], dim=1)
         logprob, entropies = outputs.zeros(target.shape), outputs.zeros(target.shape[:1])
         if len(target):
             logprob, found = self.network.token_logprob(
@@ -309,14 +310,13 @@ class PolicyWorker(LanguageWorker, Policy):
             )
             entropies = entropies if found is None else found
 
-        def spread(column: Tensor) -> Tensor:
-            zero = outputs.zeros((*mask.shape, *column.shape[1:]))
-            return zero.masked_scatter(mask.view(*mask.shape, *[1] * (column.ndim - 1)), column)
+        def table(column: Tensor) -> Tensor:
+            return spread(column, mask, outputs.zeros((*mask.shape, *column.shape[1:])))
 
         return PolicyOutput(
-            spread(logprob if words is None else logprob[:, 0]),
-            spread(entropies) if entropy else None,
-            None if words is None else spread(logprob[:, 1:]),
+            table(logprob if words is None else logprob[:, 0]),
+            table(entropies) if entropy else None,
+            None if words is None else table(logprob[:, 1:]),
         )
 
 
@@ -349,7 +349,7 @@ class ValueWorker(LanguageWorker, ValueModel):
     def _values(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """f32[rows, T]: what the backbone says before each masked token."""
         outputs = self.network.outputs(tokens, _before(mask), _prompt_lengths(mask))
-        return outputs.zeros(mask.shape).masked_scatter(mask, outputs.column())
+        return spread(outputs.column(), mask, outputs.zeros(mask.shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,28 +381,38 @@ class RewardWorker(LanguageWorker, RewardModel):
         """f32[rows]: the head's output at each row's last masked token."""
         reads = last_masked(mask)
         outputs = self.network.outputs(tokens, reads, _prompt_lengths(mask))
-        zero = outputs.zeros(mask.shape[:1])
-        return zero.masked_scatter(reads.any(1), outputs.column())
+        found = derived(reads, lambda reads: reads.any(1))
+        return spread(outputs.column(), found, outputs.zeros(mask.shape[:1]))
 
 
 def _before(mask: Tensor) -> Tensor:
     """bool[rows, T]: the tokens after which each masked token is predicted."""
-    reads = torch.zeros_like(mask)
-    reads[:, :-1] = mask[:, 1:]
-    return reads
+
+    def shifted(mask: Tensor) -> Tensor:
+        reads = torch.zeros_like(mask)
+        reads[:, :-1] = mask[:, 1:]
+        return reads
+
+    return derived(mask, shifted)
 
 
 def last_masked(mask: Tensor) -> Tensor:
     """bool[rows, T]: each row's last masked token, if it has any."""
     if not mask.shape[1]:
         return mask
-    place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return (place == (mask * place).amax(1)[:, None]) & mask
+
+    def last(mask: Tensor) -> Tensor:
+        place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        return (place == (mask * place).amax(1)[:, None]) & mask
+
+    return derived(mask, last)
 
 
 def _prompt_lengths(mask: Tensor) -> Tensor:
     """Index of each row's first masked token, i64[rows]; 0 if none."""
-    return mask.long().argmax(1) if mask.shape[1] else torch.zeros(len(mask), dtype=torch.int64)
+    if not mask.shape[1]:
+        return torch.zeros(len(mask), dtype=torch.int64)
+    return derived(mask, lambda mask: mask.long().argmax(1))
 
 
 def _column_forward(
@@ -429,7 +439,7 @@ def _check_words(words: Tensor, vocab_size: int) -> None:
     Raises:
         ValueError: If whoever chose them has a larger vocabulary.
     """
-    largest = int(words.max()) if words.numel() else 0
+    largest = int(on_host(words).max()) if words.numel() else 0
     if largest >= vocab_size:
         raise ValueError(
             f"the batch asks for word {largest}, and the model knows {vocab_size}; student and "

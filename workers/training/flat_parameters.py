@@ -24,7 +24,7 @@ __all__ = ["ADDED_AT_ONCE", "FlatParameters", "read_tensors", "tensors_sha256", 
 
 _ALIGN = 16  # elements; keeps every parameter on a 64-byte boundary in float32
 ADDED_AT_ONCE = 1 << 20
-"""Elements of a gradient that are converted to float32 at once."""
+"""Elements of a gradient that are converted to float32 at once on a CPU."""
 
 
 class FlatParameters:
@@ -159,7 +159,10 @@ class FlatParameters:
 def _hand_over(total: Tensor, leaf: Tensor) -> None:
     assert leaf.grad is not None
     found, leaf.grad = leaf.grad, None
-    # In parts: an addition of two dtypes first converts all of what it is given.
+    if total.device.type != "cpu":
+        total.add_(found)
+        return
+    # In parts: on a CPU an addition of two dtypes first converts all of what it is given.
     for own, part in zip(
         total.view(-1).split(ADDED_AT_ONCE), found.reshape(-1).split(ADDED_AT_ONCE), strict=True
     ):

@@ -19,6 +19,7 @@ from ...dataflow.graph.role import Metric
 from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from .data_parallel import RankGroup
+from .transfers import masked
 
 __all__ = ["ROLLOUT_K3", "Mismatch", "MismatchLimits", "MismatchError", "check_mismatch"]
 
@@ -75,7 +76,7 @@ class Mismatch:
         if logprob is None or behavior is None or not self._context.answers:
             return
         found: Tensor = logprob
-        ratio = (found.detach() - behavior)[columns.mask].double()
+        ratio = masked(found.detach() - behavior, columns.mask).double()
         if not len(ratio):
             return
         bounded = ratio.clamp(-_MOST, _MOST)

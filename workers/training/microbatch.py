@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...dataflow.graph.axes import GroupId, has_mark, spec_of
 from .data_parallel import RankGroup
+from .transfers import sent
 
 __all__ = ["Minibatches", "columns", "micro_batches", "on_device", "row_sizes", "take_rows"]
 
@@ -83,7 +84,7 @@ def on_device(batch: T, device: torch.device) -> T:
     if all(column.device == device for column in found.values()):
         return batch
     whole: Any = batch
-    return dataclasses.replace(whole, **{name: part.to(device) for name, part in found.items()})
+    return dataclasses.replace(whole, **{name: sent(part, device) for name, part in found.items()})
 
 
 def _group_ids(batch: object) -> Tensor:

@@ -31,6 +31,7 @@ from .network import Network
 from .optimizer import OptimizerSpec
 from .stored_pieces import fill_weights, gather_weights, pieces_on, stored_view
 from .trainer import Forward, Trainer
+from .transfers import on_host, sent
 from .weight_checks import check_outputs, refuse_faults, unusable
 
 __all__ = ["ModelWorker", "check_columns"]
@@ -329,7 +330,7 @@ class ModelWorker:
         def load(rows: Tensor) -> _Rows:
             width = max(int(lengths[rows].max()), 1)
             part, allowed = tokens[rows, :width], mask[rows, :width]
-            return _Rows(rows.to(device), part.to(device), allowed.to(device))
+            return _Rows(*(sent(column, device) for column in (rows, part, allowed)))
 
         def step(rows: _Rows) -> Tensor:
             found = compute(rows.tokens, rows.mask)
@@ -390,7 +391,7 @@ def check_columns(tokens: Tensor, mask: Tensor) -> None:
             f"expected tokens i64[rows, T] and mask bool of the same shape, got "
             f"{tokens.dtype}{list(tokens.shape)} and {mask.dtype}{list(mask.shape)}"
         )
-    if mask.shape[1] and bool(mask[:, 0].any()):
+    if mask.shape[1] and bool(on_host(mask)[:, 0].any()):
         raise ValueError(
             "mask is True at a row's first token, which nothing precedes and so no model can "
             "predict; every row must begin with at least one prompt token"

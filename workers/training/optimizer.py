@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ __all__ = [
 ]
 
 
-_AT_ONCE = 1 << 18
-"""Weights stepped together: what is read and written of them fits into the cache."""
+_AT_ONCE, _AT_ONCE_ON_GPU = 1 << 18, 1 << 28
+"""Weights stepped together. On a CPU what is read and written of them fits into the cache; on a GPU
+each part is a launch or two, and the kernel counts with 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,21 +138,56 @@ def update_weights(
         lr: Learning rate of this step.
         step: Counted from 1.
     """
-    beta1, beta2 = spec.betas
-    scale = math.sqrt(1 - beta2**step)
+    on_gpu = data.device.type == "cuda"
+    at_once = _AT_ONCE_ON_GPU if on_gpu else _AT_ONCE
+    rule = _fused_step if on_gpu else _plain_step
     with torch.no_grad():
-        for begin in range(0, len(data), _AT_ONCE):
-            part = slice(begin, begin + _AT_ONCE)
+        for begin in range(0, len(data), at_once):
+            part = slice(begin, begin + at_once)
             first, second = buffers["first"][part], buffers["second"][part]
             master = buffers.get("master", data)[part]
-            first.lerp_(grad[part], 1 - beta1)
-            second.mul_(beta2).addcmul_(grad[part], grad[part], value=1 - beta2)
-            denominator = second.sqrt().div_(scale).add_(spec.eps)
-            if spec.weight_decay:
-                master.mul_(1 - lr * spec.weight_decay)
-            master.addcdiv_(first, denominator, value=-lr / (1 - beta1**step))
+            rule(master, grad[part], first, second, spec, lr, step)
             if "master" in buffers:
                 data[part].copy_(master)
+
+
+def _plain_step(
+    master: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    spec: OptimizerSpec,
+    lr: float,
+    step: int,
+) -> None:
+    """AdamW on float32 tensors of one shape, in place, with one temporary."""
+    beta1, beta2 = spec.betas
+    first.lerp_(grad, 1 - beta1)
+    second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(spec.eps)
+    if spec.weight_decay:
+        master.mul_(1 - lr * spec.weight_decay)
+    master.addcdiv_(first, denominator, value=-lr / (1 - beta1**step))
+
+
+def _fused_step(
+    master: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    spec: OptimizerSpec,
+    lr: float,
+    step: int,
+) -> None:
+    """The same to float32 rounding by one kernel of torch, with no temporary."""
+    beta1, beta2 = spec.betas
+    fused: Any = torch.ops.aten._fused_adamw_  # pyright: ignore[reportPrivateUsage]
+    steps = torch.full((), float(step), dtype=torch.float32, device=master.device)
+    fused(
+        [master], [grad], [first], [second], [], [steps],
+        lr=lr, beta1=beta1, beta2=beta2, weight_decay=spec.weight_decay, eps=spec.eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
 
 
 class AdamW:

@@ -2,7 +2,8 @@
 
 A head of 49,152 words over a thousand tokens is 190 MiB of logits in float32, and plain autograd
 keeps five such tensors. Here logits are made for some rows at a time, in the precision of the
-weights; `MOST_IN_FLOAT32` of them exist in float32; and the backward pass makes them again.
+weights; fewer of them exist in float32; and the backward pass makes them again. On a CPU the bounds
+are what its cache holds, elsewhere what makes products large and launches few.
 
 Shapes: U hidden states, D hidden size, V words, n tokens asked for.
 """
@@ -16,12 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .transfers import on_host, sent
+
 __all__ = ["MOST_IN_FLOAT32", "MOST_LOGITS", "token_logprob", "top_words"]
 
 MOST_LOGITS = 1 << 23
-"""Logits that exist at once, in the precision of the weights: 16 MiB in bfloat16."""
+"""Logits that exist at once on a CPU, in the precision of the weights: 16 MiB in bfloat16."""
 MOST_IN_FLOAT32 = 1 << 21
-"""Logits that exist at once in float32: 8 MiB, about what the cache holds."""
+"""Logits that exist at once in float32 on a CPU: 8 MiB, about what the cache holds."""
+_ON_DEVICE, _ON_DEVICE_IN_FLOAT32 = 1 << 28, 1 << 27
+"""The same on other devices, half a gigabyte each: 1,766 states of 151,936 words, and half that."""
 
 
 def token_logprob(
@@ -49,14 +54,15 @@ def token_logprob(
         Of the shape of `target`, f32 and differentiable; and entropies, f32[n], or None if they are
         not wanted.
     """
-    if entry is None:
-        entry = torch.arange(len(target), device=target.device)
-    of_target = entry if target.ndim == 1 else entry.repeat_interleave(target.shape[1])
+    places = torch.arange(len(target)) if entry is None else on_host(entry)
+    of_target = places if target.ndim == 1 else places.repeat_interleave(target.shape[1])
     found: Any = _TokenLogprob.apply(
         states, weight, bias, target.flatten(), of_target, temperature, needs_entropy
     )
     logprob, entropy = found
-    return logprob.view(target.shape), entropy[entry] if needs_entropy else None
+    if not needs_entropy:
+        return logprob.view(target.shape), None
+    return logprob.view(target.shape), entropy if entry is None else entropy[entry]
 
 
 def top_words(
@@ -76,9 +82,10 @@ def top_words(
     """
     logprob = torch.empty(len(states), num_words, dtype=torch.float32, device=states.device)
     words = torch.empty_like(logprob, dtype=torch.int64)
-    for rows in _chunks(len(states), MOST_LOGITS // len(weight)):
+    at_once, in_float32 = _bounds(weight)
+    for rows in _chunks(len(states), at_once):
         logits = F.linear(states[rows], weight, bias)
-        for part in _chunks(len(logits), MOST_IN_FLOAT32 // len(weight)):
+        for part in _chunks(len(logits), in_float32):
             at = slice(rows.start + part.start, rows.start + part.stop)
             z = logits[part].float().div_(temperature)
             best, words[at] = z.topk(num_words)
@@ -105,14 +112,16 @@ class _TokenLogprob(torch.autograd.Function):
         temperature: float,
         needs_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        order = torch.argsort(entry, stable=True)
-        lines = _Lines(entry[order], target[order])
+        by_state = torch.argsort(entry, stable=True)
+        order = sent(by_state, states.device)
+        lines = _Lines(entry[by_state], target[order])
+        at_once, in_float32 = _bounds(weight)
         total = torch.empty(len(states), dtype=torch.float32, device=states.device)
         entropy = torch.zeros_like(total) if needs_entropy else total.new_zeros(0)
         logprob = torch.empty(len(target), dtype=torch.float32, device=states.device)
-        for rows in _chunks(len(states), MOST_LOGITS // len(weight)):
+        for rows in _chunks(len(states), at_once):
             logits = F.linear(states[rows], weight, bias)
-            for part in _chunks(len(logits), MOST_IN_FLOAT32 // len(weight)):
+            for part in _chunks(len(logits), in_float32):
                 at = slice(rows.start + part.start, rows.start + part.stop)
                 z = logits[part].float().div_(temperature)
                 sums = z.logsumexp(-1)
@@ -135,9 +144,10 @@ class _TokenLogprob(torch.autograd.Function):
         to_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         to_bias = total.new_zeros(len(weight)) if ctx.needs_input_grad[2] else None
-        for rows in _chunks(len(states), MOST_LOGITS // len(weight)):
+        at_once, in_float32 = _bounds(weight)
+        for rows in _chunks(len(states), at_once):
             change = F.linear(states[rows], weight, bias)
-            for part in _chunks(len(change), MOST_IN_FLOAT32 // len(weight)):
+            for part in _chunks(len(change), in_float32):
                 at = slice(rows.start + part.start, rows.start + part.stop)
                 z = change[part].float().div_(ctx.temperature).sub_(total[at, None])
                 asked, line, word = lines.of(at)
@@ -166,19 +176,27 @@ class _Lines:
     """Which tokens are asked for of which states.
 
     Args:
-        entry: i64[n], ascending.
-        target: i64[n].
+        entry: i64[n], ascending, on the CPU.
+        target: i64[n], on the device.
     """
 
     def __init__(self, entry: Tensor, target: Tensor) -> None:
         self._entry, self._target = entry, target
+        self._there = sent(entry, target.device)
 
     def of(self, rows: slice) -> tuple[slice, Tensor, Tensor]:
         """Of some states: which places of `entry`, and for each the state, from 0, and the word."""
-        edges = torch.tensor([rows.start, rows.stop], device=self._entry.device)
+        edges = torch.tensor([rows.start, rows.stop])
         begin, end = torch.searchsorted(self._entry, edges).tolist()
         asked = slice(begin, end)
-        return asked, self._entry[asked] - rows.start, self._target[asked]
+        return asked, self._there[asked] - rows.start, self._target[asked]
+
+
+def _bounds(weight: Tensor) -> tuple[int, int]:
+    """States whose logits exist at once, and in float32, under a head [V, D]."""
+    on_cpu = weight.device.type == "cpu"
+    most = (MOST_LOGITS, MOST_IN_FLOAT32) if on_cpu else (_ON_DEVICE, _ON_DEVICE_IN_FLOAT32)
+    return most[0] // len(weight), most[1] // len(weight)
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:

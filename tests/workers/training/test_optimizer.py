@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from penstock.workers.training import optimizer as adamw
 from penstock.workers.training.flat_parameters import FlatParameters
-from penstock.workers.training.optimizer import AdamW, OptimizerSpec
+from penstock.workers.training.optimizer import (
+    AdamW,
+    OptimizerSpec,
+    optimizer_buffers,
+    update_weights,
+)
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def test_steps_equal_torch_adamw():
@@ -117,3 +124,66 @@ def test_an_optimizer_that_takes_no_step_holds_nothing(dtype: torch.dtype):
     kinds = {"first", "second"} if dtype == torch.float32 else {"first", "second", "master"}
     assert optimizer.state().keys() == kinds
     assert all(state.shape == flat.data.shape for state in optimizer.state().values())
+
+
+def _stepped(
+    rule: Any, dtype: torch.dtype, spec: OptimizerSpec, monkeypatch: pytest.MonkeyPatch
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Three steps of 1,000 weights by a rule, in two parts each."""
+    monkeypatch.setattr(adamw, "_plain_step", rule)
+    monkeypatch.setattr(adamw, "_AT_ONCE", 600)
+    random = torch.Generator().manual_seed(0)
+    data = torch.randn(1000, generator=random).to(dtype)
+    buffers = optimizer_buffers(data)
+    for step in (1, 2, 3):
+        grad = torch.randn(1000, generator=random) * 10.0 ** (step - 2)
+        update_weights(data, grad, buffers, spec, 1e-2, step)
+    return data, buffers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_fused_kernel_of_gpus_takes_the_same_step(
+    dtype: torch.dtype, decay: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a few roundings in float32: they are of sizes up to 4, and move by up to 0.03."""
+    spec = OptimizerSpec(betas=(0.8, 0.95), eps=1e-6, weight_decay=decay)
+    rules = (adamw._plain_step, adamw._fused_step)  # pyright: ignore[reportPrivateUsage]
+    (ours, state), (fused, other) = (_stepped(r, dtype, spec, monkeypatch) for r in rules)
+    for kind, buffer in state.items():
+        torch.testing.assert_close(buffer, other[kind], rtol=2e-6, atol=1e-6)
+    # Of 16 bits: a rounding of the float32 master may end on either side of a half.
+    one = 1e-6 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(ours, fused, rtol=0, atol=one)
+    assert not torch.equal(ours, torch.randn(1000, generator=torch.Generator().manual_seed(0)))
+
+
+def test_a_fused_step_makes_nothing_the_size_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """18 bytes a weight of 16 bits are all there is: weight, gradient, moments and master."""
+    size = 10_000
+    made = 0
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal made
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and not func.is_view:
+                is_new = all(
+                    found.untyped_storage()._cdata != x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+                    for x in args
+                    if isinstance(x, torch.Tensor)
+                )
+                made += found.nbytes if is_new else 0
+            return found
+
+    monkeypatch.setattr(adamw, "_plain_step", adamw._fused_step)  # pyright: ignore[reportPrivateUsage]
+    data = torch.zeros(size, dtype=torch.bfloat16)
+    optimizer, grad = AdamW(data, OptimizerSpec()), torch.ones(size)
+    optimizer.step(grad, 0.1)
+    with Made():
+        optimizer.step(grad, 0.1)
+    assert made <= 64
+    held = [data, grad, *optimizer.buffers]
+    assert sum(tensor.nbytes for tensor in held) == 18 * size

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.workers.training import token_logprob as chunked
+from penstock.workers.training.transfers import sent
 from torch import Tensor
 
 WORDS, SIZE = 23, 5
@@ -122,3 +123,21 @@ def test_no_float32_tensor_has_rows_times_words(monkeypatch: pytest.MonkeyPatch)
         assert entropy is not None
         (logprob.sum() + entropy.sum()).backward()
     assert 0 < largest <= words * 4
+
+
+def test_elsewhere_products_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 151,936 words, those of a device are of 1,766 states; of the CPU, of 55."""
+    states = torch.empty(8192, 64, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(151_936, 64, dtype=torch.bfloat16, device="meta")
+    products: list[int] = []
+
+    def product(states: Tensor, *more: Any) -> Tensor:
+        products.append(len(states))
+        return linear(states, *more)
+
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", product)
+    places = sent(torch.arange(8192), states.device)
+    target = torch.empty(8192, dtype=torch.int64, device="meta")
+    chunked.token_logprob(states, weight, None, target, places, 1.0, needs_entropy=True)
+    assert products == [1766, 1766, 1766, 1766, 1128]

@@ -1,10 +1,10 @@
 """Attention over packed tokens (training, evaluation, prompts) and over a cache (decoding).
 
-On the CPU it is two batched matrix products and a softmax, in pieces that stay in the cache, and
-nothing but queries, keys, values and the result is kept for the backward pass, which computes the
-rest again. `F.scaled_dot_product_attention` is several times slower there at the lengths of
-responses, and differs in the last bit with the rows that share its batch. On other devices it is
-what runs while training.
+On CUDA devices in 16 bits it is a kernel for sequences of any length (`varlen.py`). Elsewhere it is
+two batched matrix products and a softmax, in pieces, and nothing but queries, keys, values and the
+result is kept for the backward pass, which computes the rest again. On the CPU the pieces stay in
+the cache; `F.scaled_dot_product_attention` is several times slower there at the lengths of
+responses, and differs in the last bit with the rows that share its batch.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .packing import Block, Pack
+from .packing import Pack
+from .rectangles import Block
+from .varlen import attend_sequences, has_kernel
 
 __all__ = ["MOST_SCORES", "attend_cache", "attend_packed"]
 
 MOST_SCORES = 1 << 20
-"""Scores computed at once, which are 4 MiB: about what a core's cache holds."""
+"""Scores computed at once on a CPU, which are 4 MiB: about what a core's cache holds."""
+_MOST_ON_DEVICE = 1 << 27
+"""The same on other devices, half a gigabyte: a launch costs more there than memory."""
 _ADDED_AT_ONCE, _ADDED_AT_ONCE_16_BITS = 128, 1024
 """Positions of a cache whose values one product on the CPU adds up. Of more, it adds up parts whose
 bounds depend on their number: a row's result would depend on how far the longest row goes."""
@@ -46,52 +49,10 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: 
     Returns:
         [N, H * E].
     """
-    if query.device.type != "cpu" and torch.is_grad_enabled():
-        return _attend_sdpa(query, key, value, pack, scale)
+    if has_kernel(query):
+        return attend_sequences(query, key, value, pack.places, scale)
     mixed: Tensor = _Attend.apply(query, key, value, pack, scale)  # type: ignore[assignment]
     return mixed
-
-
-class _Repack(torch.autograd.Function):
-    """Rows gathered by `index`, whose gradient is a gather by `inverse` instead of a scatter-add.
-
-    Every row of `x` must be gathered at `inverse[row]`; further copies must have zero gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grads[0].index_select(0, inverse), None, None
-
-
-def _attend_sdpa(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: float) -> Tensor:
-    slots: Tensor = _Repack.apply(query.flatten(1), pack.query, pack.slot)  # type: ignore[assignment]
-    outputs: list[Tensor] = []
-    begin = 0
-    both = torch.cat([key, value], dim=1).flatten(1)
-    for block in pack.blocks:
-        size = block.query.numel()
-        q = slots[begin : begin + size].view(*block.query.shape, -1, query.shape[-1])
-        kv = F.embedding(block.key, both).view(*block.key.shape, 2, key.shape[1], key.shape[2])
-        k, v = kv.unbind(2)
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=block.mask,
-            is_causal=block.causal,
-            scale=scale,
-            enable_gqa=True,
-        )
-        outputs.append(mixed.transpose(1, 2).reshape(size, -1))
-        begin += size
-    back: Tensor = _Repack.apply(torch.cat(outputs), pack.slot, pack.query)  # type: ignore[assignment]
-    return back
 
 
 class _Attend(torch.autograd.Function):
@@ -167,16 +128,17 @@ class _Piece:
 
 
 def _pieces(block: Block, heads: int) -> Iterator[_Piece]:
-    """A block in pieces of about `MOST_SCORES`: several rows, or some queries of one row.
+    """A block in pieces of about as many scores as there may be: rows, or some queries of one.
 
     How a row is cut depends on its own length alone.
     """
     count, num_queries = block.query.shape
     num_keys = block.key.shape[1]
+    limit = MOST_SCORES if block.query.device.type == "cpu" else _MOST_ON_DEVICE
     each = heads * num_queries * num_keys
-    at_once = max(1, MOST_SCORES // each)
-    most = max(_LEAST_QUERIES, MOST_SCORES // (heads * num_keys))
-    step = num_queries if each <= MOST_SCORES else most
+    at_once = max(1, limit // each)
+    most = max(_LEAST_QUERIES, limit // (heads * num_keys))
+    step = num_queries if each <= limit else most
     every = slice(None)
     for first in range(0, count, at_once):
         rows = slice(first, first + at_once)

@@ -131,7 +131,7 @@ class LeanBackbone:
             pack: What to compute; positions must be within the model's reach.
             caches: If given, a pair of [N, K, E] tensors per layer which receive keys and values.
         """
-        cos, sin = (table[pack.position] for table in self.rope(int(pack.position.max()) + 1))
+        cos, sin = (table[pack.position] for table in self.rope(pack.longest))
         x = F.embedding(pack.tokens, self.embedding)
         last = len(self.layers) - 1
         again = self.checkpointing and caches is None and torch.is_grad_enabled()

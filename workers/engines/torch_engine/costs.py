@@ -14,8 +14,8 @@ tensor alive at the peak of real calls on a CPU:
   layer's old and smaller cache then exist together.
 
 Not modeled: of architectures that run through the Hugging Face forward anything but a mixture's
-experts, buffers inside libraries, and devices other than CPUs where training's attention is a
-library's.
+experts, buffers inside libraries, and devices other than CPUs, where attention is a library's and
+half a gigabyte of logits exists at once.
 
 Shapes: N packed tokens, U positions that are read, M rows decoded at once.
 """

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from ....planner.inputs.calls import Call
 from ....planner.inputs.workload import Lengths
-from .packing import joins_next, padded_tokens, padded_width
+from .packing import padded_tokens
+from .rectangles import joins_next, padded_width
 
 __all__ = ["ALIGN", "PackSizes", "aligned", "expected_packs", "prompt_pack", "spread"]
 

@@ -7,14 +7,16 @@ the same module, whose weights lie in `flat`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import os
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+import torch.utils.deterministic as _memory
 from torch import Tensor, nn
 
 from ....dataflow.errors import ConfigError
@@ -24,6 +26,7 @@ from ...models.lora import LoraSpec, merged, save_adapter
 from ...training.flat_parameters import FlatParameters
 from ...training.network import Outputs
 from ...training.token_logprob import token_logprob, top_words
+from ...training.transfers import on_host
 from ...training.whole_network import WholeNetwork
 from .adapters import FrozenWeights
 from .backbone import LeanBackbone, fused_names, is_lean
@@ -36,7 +39,13 @@ __all__ = [
     "TorchNetwork",
     "lean_names",
     "make_network",
+    "prepare_same_bits",
 ]
+
+M = TypeVar("M")
+R = TypeVar("R")
+
+_MEMORY: Any = _memory
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class TorchNetwork(WholeNetwork):
     """What both have in common: a `LanguageNetwork` but for the forward pass."""
 
     engine = "the torch engine"
+    same_bits = False
+    """Whether a CUDA device is to give the same bits each time."""
     _linear: Any
     """The head."""
 
@@ -70,6 +81,18 @@ class TorchNetwork(WholeNetwork):
     ) -> None:
         super().__init__(module, context, own)
         self._split = split
+
+    def run(
+        self,
+        parts: Sequence[M],
+        load: Callable[[M], R],
+        compute: Callable[[R], Tensor],
+        *,
+        backward: bool,
+    ) -> None:
+        """See `Network.run`."""
+        with _same_bits(self.same_bits and self.device.type == "cuda"):
+            super().run(parts, load, compute, backward=backward)
 
     def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
         """See `LanguageNetwork.whole_module`."""
@@ -84,7 +107,7 @@ class TorchNetwork(WholeNetwork):
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         """See `LanguageNetwork.outputs`."""
-        if not bool(reads.any()):
+        if not bool(on_host(reads).any()):
             anchor = self.flat.parameter(self.flat.names[0]).reshape(-1)[0].float() * 0
             return Outputs(anchor.new_zeros(0, 1), anchor=anchor)
         return self._outputs(tokens, reads, shared)
@@ -262,6 +285,43 @@ def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
     finally:
         hook.remove()
     return len(seen) == 2 and torch.equal(seen[0], states) and torch.equal(seen[1], logits)
+
+
+def prepare_same_bits() -> None:
+    """Have cuBLAS use workspaces that give the same bits; whoever has set the variable is obeyed.
+
+    It must be set before the first matrix product of a process.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def _same_bits(on: bool) -> Generator[None]:
+    """Where only operations run that give the same bits each time; others raise, by name.
+
+    Without it two runs of a step differ by rounding on a CUDA device: the gradient of attention's
+    queries is added up in whatever order blocks end, and so are sums by index. The rest of what
+    this engine does to train or evaluate is ordered.
+
+    Args:
+        on: False changes nothing.
+
+    Raises:
+        RuntimeError: From an operation, in here, that has no such kernel.
+    """
+    if not on:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = _MEMORY.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    _MEMORY.fill_uninitialized_memory = False  # nothing reads what was not written
+    try:
+        yield
+    finally:
+        _MEMORY.fill_uninitialized_memory = fills
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
 
 def make_network(

@@ -20,7 +20,7 @@ from ...training.network import LanguageNetwork
 from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
 from .adapters import frozen_weights
 from .generator import TorchGenerator
-from .network import SplitWeights, TorchNetwork, lean_names, make_network
+from .network import SplitWeights, TorchNetwork, lean_names, make_network, prepare_same_bits
 
 __all__ = [
     "TorchGeneratorPolicy",
@@ -56,6 +56,9 @@ class TorchModel:
     activation_checkpointing: bool = False
     """Keep only each layer's input while training, and compute the rest again: a third more work
     for a fraction of the memory."""
+    deterministic: bool = False
+    """Use kernels that give the same bits each time on a CUDA device, or refuse if there are none;
+    on a CPU all do."""
     lora: LoraSpec = LoraSpec()
     """Adapters to train instead of the weights."""
     shares_weights: bool = False
@@ -69,7 +72,10 @@ class TorchModel:
         """
         check_whole(context)
         keep_few_kernels()
+        if self.deterministic:
+            prepare_same_bits()
         network = self._network(model, context, head)
+        network.same_bits = self.deterministic
         if self.activation_checkpointing:
             network.checkpoint_activations()
         return network

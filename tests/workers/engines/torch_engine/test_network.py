@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
+from penstock.workers.engines.torch_engine import network
 from penstock.workers.engines.torch_engine.network import LeanNetwork, PlainNetwork
 from penstock.workers.engines.torch_engine.packing import pack_rows
 from torch import Tensor
@@ -109,3 +111,16 @@ def test_a_sliding_window_is_not_taken_for_full_attention():
 
     sliding = {**BASE, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}
     assert not is_lean(ModelSpec(architecture={**sliding, "sliding_window": 8}).backbone("cpu"))
+
+
+def test_the_same_bits_are_asked_for_during_a_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    network.prepare_same_bits()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    made = make_policy(deterministic=True).network
+    assert isinstance(made, LeanNetwork)
+    assert made.same_bits
+    for asked in (False, True):
+        with network._same_bits(asked):  # pyright: ignore[reportPrivateUsage]
+            assert torch.are_deterministic_algorithms_enabled() == asked
+        assert not torch.are_deterministic_algorithms_enabled()

@@ -37,21 +37,38 @@ class Spelled(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OPERATORS:
             return _OPERATORS[func](*args)
-        if func is not Tensor.__getitem__:
-            return func(*args, **(kwargs or {}))
-        tensor, index = args
-        dim = 0
-        for one in index if isinstance(index, tuple) else (index,):
-            if one is None:
-                tensor = tensor.unsqueeze(dim)
-            elif isinstance(one, slice):
-                assert one.step is None
-                tensor = torch.ops.aten.slice(tensor, dim, one.start, one.stop)
-            else:
-                assert isinstance(one, int), "a look, or an index that is a tensor"
-                tensor, dim = tensor.select(dim, one), dim - 1
-            dim += 1
-        return tensor
+        if func is Tensor.__getitem__:
+            part, indices = _part(*args)
+            return torch.ops.aten.index(part, indices) if indices else part
+        if func is Tensor.__setitem__:
+            part, indices = _part(*args[:2])
+            value = args[2]
+            if not isinstance(value, Tensor):
+                value = torch.full((), value, dtype=part.dtype, device=part.device)
+            if indices:
+                return torch.ops.aten.index_put_(part, indices, value)
+            return torch.ops.aten.copy_(part, value)
+        return func(*args, **(kwargs or {}))
+
+
+def _part(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """The view that an index names, and the tensors that are left of the index."""
+    dim = 0
+    indices: list[Tensor | None] = []
+    for one in index if isinstance(index, tuple) else (index,):
+        if one is None:
+            tensor = tensor.unsqueeze(dim)
+        elif isinstance(one, slice):
+            assert one.step is None
+            tensor = torch.ops.aten.slice(tensor, dim, one.start, one.stop)
+        elif isinstance(one, int):
+            tensor, dim = tensor.select(dim, one), dim - 1
+        else:
+            assert isinstance(one, Tensor)
+            assert one.dtype != torch.bool, "to read by a mask the host waits for its sum"
+            indices += [None] * (dim - len(indices)) + [one]
+        dim += 1
+    return tensor, indices
 
 
 class CountedOps(TorchDispatchMode):
@@ -108,7 +125,7 @@ def fake_batch(
             limit=length,
             seen=torch.empty(num_rows, vocab_size, dtype=torch.bool, device="cuda"),
         )
-        sampler: Any = SimpleNamespace(tokens=tokens)
+        sampler: Any = SimpleNamespace(tokens=tokens, record_later=list)
         with mock.patch.object(device_decode, "StepGraphs"):  # which asks for a driver
             batch: Any = DeviceBatch(own, sampler, num_rows, positions)
         batch._reserve(positions)

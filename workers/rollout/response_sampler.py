@@ -37,7 +37,7 @@ class ResponseSampler:
     Attributes:
         num_samples: Responses per prompt; rows of one prompt are adjacent.
         open: bool[rows], on the CPU; the responses that a token is still to be added to.
-        tokens: Samples the next tokens. A decoder that asks it directly records what it gets.
+        tokens: Samples the next tokens; see `record_later`.
         reads_text: Whether responses may end with a string, so that each token must be recorded
             before the next is sampled.
     """
@@ -84,6 +84,9 @@ class ResponseSampler:
             limit=self._limit,
             seen=self._seen(vocab_size, uniform) if sampling.repetition_penalty != 1 else None,
         )
+        # On the CPU lengths that are recorded are noted as well; more is to be noted otherwise.
+        self._length = self.tokens.length[:-1].cpu()
+        self._notes = uniform.device.type != "cpu" or sampling.repetition_penalty != 1
 
     def _seen(self, vocab_size: int, uniform: Tensor) -> Tensor:
         """bool[rows, V], on the device of `uniform`: which tokens each text has."""
@@ -151,9 +154,19 @@ class ResponseSampler:
             they may be.
         """
         device = logits.device
-        token, logprob, _ = self.tokens.sample(logits, row, live, waits=device.type == "cpu")
-        goes_on = self.record(row.cpu(), live[None].cpu(), token[None].cpu(), logprob[None].cpu())
-        return token, goes_on.to(device)
+        sampled = self.tokens.sample(logits, row, waits=device.type == "cpu")
+        token, logprob = sampled.token[None].cpu(), sampled.logprob[None].cpu()
+        goes_on = self.record(row.cpu(), live[None].cpu(), token, logprob)
+        if self._notes:
+            self.tokens.note(sampled, row, live)
+        return sampled.token, goes_on.to(device)
+
+    def record_later(self) -> None:
+        """Have tokens that are noted in `tokens` count here when they are recorded, and not before.
+
+        For a decoder that asks `tokens` for several before it records them.
+        """
+        self._length = self._length.clone()
 
     def record(self, row: Tensor, live: Tensor, token: Tensor, logprob: Tensor) -> Tensor:
         """Add tokens that `tokens` has sampled to responses; all given is on the CPU.
@@ -168,10 +181,11 @@ class ResponseSampler:
             bool[M]; rows that the last token counts for and that are to go on.
         """
         self._note_version()
-        place = self._length[row] + live.cumsum(0) - 1
-        at, place, taken = row.expand_as(live)[live], place[live], token[live]
+        step, slot = torch.nonzero(live, as_tuple=True)
+        at, taken = row[slot], token[step, slot]
+        place = self._length[at] + step
         self._token[at, place] = taken
-        self._logprob[at, place] = logprob[live]
+        self._logprob[at, place] = logprob[step, slot]
         self._length.index_add_(0, at, torch.ones_like(at))
         ended = (taken[:, None] == self._ends).any(1)
         if self._stops is not None:

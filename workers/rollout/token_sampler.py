@@ -26,8 +26,8 @@ class Sampled(NamedTuple):
     """i64[M]."""
     logprob: Tensor
     """f32[M]."""
-    goes_on: Tensor
-    """bool[M]; whether the row was live and is to have more. Stop strings are not looked for."""
+    place: Tensor
+    """i64[M]; of the token in its response."""
 
 
 class TokenSampler:
@@ -41,6 +41,9 @@ class TokenSampler:
         length: i64[rows]; tokens that there are of each response.
         limit: i64[rows]; and how many there may be.
         seen: bool[rows, V]; which tokens each text has. None without a penalty for repetition.
+
+    Attributes:
+        length: i64[rows + 1], on the device; tokens that have been noted, of nobody at the end.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class TokenSampler:
         device = uniform.device
         # One row more than there are: rows that count for nothing write theirs.
         self._nobody = len(uniform)
-        self._length = torch.cat([length, length.new_zeros(1)]).to(device)
+        self.length = torch.cat([length, length.new_zeros(1)]).to(device)
         self._seen = None if seen is None else torch.cat([seen, seen.new_zeros(1, vocab_size)])
         self._limit = limit.to(device)
         self._uniform = uniform
@@ -66,6 +69,7 @@ class TokenSampler:
         self._ends = ends.to(device)
         self._may_end = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self._may_end.index_fill_(0, self._ends, True)
+        self._true = torch.ones((), dtype=torch.bool, device=device)
 
     def begin(self, row: int, uniform: Tensor, limit: int, text: Tensor) -> None:
         """Begin another response in a row.
@@ -77,21 +81,20 @@ class TokenSampler:
             text: i64[T]; what it answers.
         """
         self._uniform[row, : len(uniform)] = uniform.to(self._uniform.device)
-        self._length[row], self._limit[row] = 0, limit
+        self.length[row], self._limit[row] = 0, limit
         if self._seen is not None:
             self._seen[row] = tokens_of(text[None].to(self._seen.device), len(self._may_end))[0]
 
-    def sample(self, logits: Tensor, row: Tensor, live: Tensor, *, waits: bool) -> Sampled:
-        """Sample the next token of some rows.
+    def sample(self, logits: Tensor, row: Tensor, *, waits: bool) -> Sampled:
+        """Sample the next token of some rows; `note` what has been sampled before the next.
 
         Args:
             logits: [M, V], any float dtype.
             row: i64[M]; which response each of them is of.
-            live: bool[M]; False for rows that fill a batch and count for nothing.
             waits: Whether the host may look at what was computed, which is faster on the CPU.
         """
         max_new = self._uniform.shape[1]
-        place = self._length.index_select(0, row).clamp(max=max_new - 1)
+        place = self.length.index_select(0, row).clamp(max=max_new - 1)
         temperature = self._sampling.temperature
         uniform = self._uniform.take(row * max_new + place)
         if self._filters:
@@ -100,12 +103,25 @@ class TokenSampler:
             logits = filtered_logits(logits, self._sampling, seen=seen, barred=barred, waits=waits)
             temperature = 1.0 if temperature else 0.0  # they are divided by it
         token, logprob = sample_token(logits, uniform, temperature, waits=waits)
+        return Sampled(token, logprob, place)
+
+    def note(self, sampled: Sampled, row: Tensor, live: Tensor) -> None:
+        """Have the next tokens follow these.
+
+        Args:
+            sampled: From `sample`.
+            row: i64[M]; which response each row is of.
+            live: bool[M]; False for rows that fill a batch and count for nothing.
+        """
         at = row.masked_fill(~live, self._nobody)
-        self._length.index_put_((at,), place + 1)
+        self.length.index_put_((at,), sampled.place + 1)
         if self._seen is not None:
-            self._seen.view(-1).index_fill_(0, at * self._seen.shape[1] + token, True)
-        ended, limit = (token[:, None] == self._ends).any(1), self._limit.index_select(0, row)
-        return Sampled(token, logprob, live & ~ended & (limit > place + 1))
+            self._seen.index_put_((at, sampled.token), self._true)
+
+    def goes_on(self, sampled: Sampled, row: Tensor, live: Tensor) -> Tensor:
+        """Which of the live rows are to have more, bool[M]; stop strings are not looked for."""
+        ended = (sampled.token[:, None] == self._ends).any(1)
+        return live & ~ended & (self._limit.index_select(0, row) > sampled.place + 1)
 
     def _barred(self, place: Tensor, *, waits: bool) -> Tensor | None:
         """bool[M, V]: the tokens that would end a response too early; None if surely none would."""

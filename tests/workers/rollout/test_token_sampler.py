@@ -39,11 +39,13 @@ def test_waiting_or_not_the_tokens_are_the_same(options: dict[str, Any]):
     row, live = torch.tensor([2, 0, 1, 3, 0]), torch.tensor([True, True, True, True, False])
     for _ in range(4):
         logits = torch.randn(5, VOCAB, generator=generator) * 2
-        ours = patient.sample(logits, row, live, waits=False)
-        theirs = plain.sample(logits, row, live, waits=True)
+        ours = patient.sample(logits, row, waits=False)
+        theirs = plain.sample(logits, row, waits=True)
         for mine, other in zip(ours, theirs, strict=True):
             assert torch.equal(mine, other)
-        live = ours.goes_on
+        patient.note(ours, row, live)
+        plain.note(theirs, row, live)
+        live = patient.goes_on(ours, row, live)
 
 
 def test_rows_that_count_for_nothing_change_nothing():
@@ -51,19 +53,22 @@ def test_rows_that_count_for_nothing_change_nothing():
     logits = torch.zeros(2, VOCAB)
     logits[0, 7], logits[1, 11] = 9.0, 9.0
     sampler, row = sampler_of(repetition_penalty=1e6), torch.tensor([0, 0])
-    options: Any = {"live": torch.tensor([True, False]), "waits": False}
-    first = sampler.sample(logits, row, **options)
-    assert first.token[0] == 7
-    assert first.goes_on.tolist() == [True, False]
-    second = sampler.sample(logits.flip(0), row, **options)
-    assert second.token[0] == 11  # so 11 was not seen
-    assert sampler.sample(logits, row, **options).token[0] not in (7, 11)
+    live = torch.tensor([True, False])
+    first = sampler.sample(logits, row, waits=False)
+    sampler.note(first, row, live)
+    assert first.token.tolist() == [7, 11]
+    assert sampler.goes_on(first, row, live).tolist() == [True, False]
+    second = sampler.sample(logits.flip(0), row, waits=False)
+    assert second.place.tolist() == [1, 1]
+    assert second.token[0] == 11  # it has not been seen
+    assert sampler.sample(logits, row, waits=False).token[0] != 7
 
 
 def test_a_row_goes_on_until_a_token_ends_it_or_its_limit():
     logits = torch.zeros(4, VOCAB)
     logits[0, 30], logits[1, EOS], logits[2, 7], logits[3, 7] = 99.0, 99.0, 99.0, 99.0
     every = torch.ones(4, dtype=torch.bool)
-    found = sampler_of().sample(logits, torch.arange(4), every, waits=False)
+    sampler, row = sampler_of(), torch.arange(4)
+    found = sampler.sample(logits, row, waits=False)
     assert found.token.tolist() == [30, EOS, 7, 7]
-    assert found.goes_on.tolist() == [False, False, True, False]
+    assert sampler.goes_on(found, row, every).tolist() == [False, False, True, False]

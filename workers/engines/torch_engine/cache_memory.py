@@ -12,7 +12,7 @@ __all__ = ["bytes_per_row", "rows_in_memory", "rows_that_fit"]
 
 _RESERVED = 0.1
 """The share of a device's memory that is left for reading texts and to other processes."""
-_BYTES_PER_WORD = 24
+_BYTES_PER_WORD = 32
 """Of a row, for each token of the vocabulary: logits, float32 and float64 numbers of the sample."""
 _BYTES_PER_SCORE = 12
 """Of a row, for each position and head: the scores of one layer's attention."""

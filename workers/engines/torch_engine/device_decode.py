@@ -98,6 +98,7 @@ class DeviceBatch(Batch):
         self, network: LeanNetwork, sampler: ResponseSampler, most: int, longest: int
     ) -> None:
         super().__init__(network, sampler, most)
+        sampler.record_later()
         self._positions = self._span(longest - 1)
         self._tables = self._backbone.rope(self._positions + 1)
         self._token = torch.zeros_like(self.row)
@@ -105,8 +106,7 @@ class DeviceBatch(Batch):
         self._window = self._new_window()
         self._known = torch.zeros(len(self.row), dtype=torch.bool)
         self._response = torch.zeros(len(self.row), dtype=torch.int64)
-        is_cuda = self._device.type == "cuda"
-        self.graphs = StepGraphs(self.sample_next, self._device) if is_cuda else None
+        self.graphs = StepGraphs(self._device) if self._device.type == "cuda" else None
 
     # --- tokens
 
@@ -145,7 +145,7 @@ class DeviceBatch(Batch):
             if self.graphs is None:
                 self.sample_next(span)
             else:
-                self.graphs.run(span, self._network.flat.data.data_ptr())
+                self.graphs.run(self.sample_next, span, self._network.flat.data.data_ptr())
 
     def sample_next(self, span: int) -> None:
         """Append the last token of every row to its cache, and sample the next; without a look.
@@ -159,12 +159,14 @@ class DeviceBatch(Batch):
 
     def _take(self, logits: Tensor, live: Tensor) -> None:
         """Sample a token of some of the rows, and note it: bool[M]."""
-        sampled = self._sampler.tokens.sample(logits, self.row, live, waits=False)
+        tokens = self._sampler.tokens
+        sampled = tokens.sample(logits, self.row, waits=False)
+        tokens.note(sampled, self.row, live)
         note = [sampled.token, sampled.logprob.view(torch.int32).long(), live.long()]
         self._window.index_copy_(0, self._next, torch.stack(note)[None])
         self._next.add_(1)
         self._token.copy_(torch.where(live, sampled.token, self._token))
-        self.live.copy_(sampled.goes_on | (self.live & ~live))
+        self.live.copy_(tokens.goes_on(sampled, self.row, live) | (self.live & ~live))
         self._position.masked_fill_(~self.live, 0)
 
     def _looked(self, count: int) -> Tensor:

@@ -11,11 +11,18 @@ A step must not look at the device: it may not ask for a number, nor copy from o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
-__all__ = ["StepGraphs"]
+__all__ = ["StepGraphs", "capture_stream"]
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device on which steps are captured: one, as cuBLAS keeps memory for each."""
+    return torch.cuda.Stream(device)
 
 
 class StepGraphs:
@@ -24,27 +31,28 @@ class StepGraphs:
     All graphs share one pool of memory, for no two of them run at once and nothing is left in it
     from one to the next.
 
+    It does not hold on to the step: what that writes into would live until Python looks for cycles.
+
     Args:
-        step: Does something on the device, given the number of positions.
         device: A CUDA device.
 
     Attributes:
         num_captured: Graphs captured so far, dropped ones as well.
     """
 
-    def __init__(self, step: Callable[[int], None], device: torch.device) -> None:
-        self._step = step
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._weights_at = 0
-        self._stream = torch.cuda.Stream(device)
+        self._stream = capture_stream(device)
         self.num_captured = 0
 
-    def run(self, span: int, weights_at: int) -> None:
+    def run(self, step: Callable[[int], None], span: int, weights_at: int) -> None:
         """Do the step once.
 
         Args:
+            step: Does something on the device, given the number of positions; always the same.
             span: Positions.
             weights_at: Address of the weights.
         """
@@ -56,20 +64,19 @@ class StepGraphs:
             graph.replay()
             return
         with torch.cuda.device(self._device):
-            # Libraries set themselves up in their first call, which a graph must not record. On the
-            # stream of the capture, for what cuBLAS keeps belongs to a stream.
+            # Libraries set themselves up in their first call, which a graph must not record.
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                self._step(span)
+                step(span)
             torch.cuda.current_stream().wait_stream(self._stream)
-            self._graphs[span] = self._captured(span)
+            self._graphs[span] = self._captured(step, span)
 
     def clear(self) -> None:
         """Drop all graphs, and their memory."""
         self._graphs.clear()
         self._pool = None
 
-    def _captured(self, span: int) -> torch.cuda.CUDAGraph:
+    def _captured(self, step: Callable[[int], None], span: int) -> torch.cuda.CUDAGraph:
         """The step as a graph; nothing is computed."""
         if self._pool is None:  # not again one whose graphs are gone
             self._pool = torch.cuda.graph_pool_handle()
@@ -78,6 +85,6 @@ class StepGraphs:
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
-            self._step(span)
+            step(span)
         self.num_captured += 1
         return graph

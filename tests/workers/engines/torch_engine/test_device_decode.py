@@ -6,8 +6,10 @@ pretended CUDA device, where a look raises. What only a real one can show is mar
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ from penstock.workers.rollout.response_sampler import ResponseSampler
 from penstock.workers.rollout.responses import Responses
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
-from torch_models import EOS, make_policy, make_prompts
+from torch_models import EOS, VOCAB, make_policy, make_prompts
 
 TOKENIZER = TokenizerSpec(alphabet="".join(map(chr, range(65, 65 + 57))))  # ids 4 to 60
 FILTERS: dict[str, Any] = {
@@ -229,6 +231,25 @@ def test_a_look_would_be_noticed():
             torch.ops.aten._to_copy(batch.live, device=torch.device("cpu"))
 
 
+def test_rows_enter_without_a_look_once_their_texts_are_computed():
+    """Three texts of up to 9 tokens, the second of two responses."""
+    network = network_of("qwen3")
+    backbone = network.backbone
+    with fake_batch(network, Sampling(), num_rows=16, positions=64) as batch, CountedOps() as ops:
+        shape = (32, backbone.num_key_heads, backbone.head_dim)
+        computed = SimpleNamespace(
+            packed=[(torch.empty(shape, device="cuda"),) * 2 for _ in backbone.layers],
+            place=torch.empty(3, 9, dtype=torch.int64, device="cuda"),
+            logits=torch.empty(16, VOCAB, device="cuda"),
+            entry=torch.empty(3, dtype=torch.int64, device="cuda"),
+        )
+        text, slots = (torch.empty(4, dtype=torch.int64, device="cuda") for _ in range(2))
+        batch._fill(computed, text, slots)
+        entered = torch.zeros_like(batch.live).index_fill(0, slots, True)
+        batch._take(batch.logits, entered)
+    assert ops.counts["index_copy_"] == 1
+
+
 @pytest.mark.parametrize("mixed", ["_token", "_tables", "live", "row"])
 def test_a_mix_of_devices_would_be_noticed(mixed: str):
     with fake_batch(network_of("qwen3"), Sampling(), num_rows=16, positions=64) as batch:
@@ -318,6 +339,20 @@ def test_weights_written_in_place_are_used_by_graphs():
     roll = streamed(policy, prompts, sampling, 5, lambda: policy.load_weights(second))
     check_parted(roll, before)
     check_versions(roll, torch.full((12,), 5))
+
+
+@pytest.mark.gpu
+def test_what_a_call_took_of_the_device_is_free_after_it():
+    """At once, not when Python looks for cycles; what a graph used as well."""
+    network, sampling = cuda_network("qwen3", "bfloat16"), Sampling(max_new_tokens=40)
+    sampled(network, sampling)  # what libraries keep is there from now on
+    before = torch.cuda.memory_allocated()
+    gc.disable()
+    try:
+        sampled(network, sampling)
+        assert torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from penstock.workers.engines.torch_engine import step_graphs
 from penstock.workers.engines.torch_engine.step_graphs import StepGraphs
 
 
@@ -45,7 +46,6 @@ class Driver:
             def wait_stream(self, other: Stream) -> None: ...
 
         fakes: dict[str, Callable[..., object]] = {
-            "Stream": Stream,
             "stream": context,
             "current_stream": Stream,
             "device": context,
@@ -55,6 +55,7 @@ class Driver:
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(step_graphs, "capture_stream", Stream)
 
     def step(self, span: int) -> None:
         if self._into is None:
@@ -67,9 +68,9 @@ def test_the_first_step_of_a_span_is_done_and_captured_and_others_replayed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     driver = Driver(monkeypatch)
-    graphs = StepGraphs(driver.step, torch.device("cuda"))
+    graphs = StepGraphs(torch.device("cuda"))
     for span in (64, 64, 128, 64, 128):
-        graphs.run(span, 7)
+        graphs.run(driver.step, span, 7)
     assert driver.log == [
         ("done", 64),
         ("replayed", 64),
@@ -87,12 +88,12 @@ def test_graphs_are_captured_again_in_a_pool_of_their_own(
     how: str, monkeypatch: pytest.MonkeyPatch
 ):
     driver = Driver(monkeypatch)
-    graphs = StepGraphs(driver.step, torch.device("cuda"))
-    graphs.run(64, 7)
+    graphs = StepGraphs(torch.device("cuda"))
+    graphs.run(driver.step, 64, 7)
     if how == "cleared":
         graphs.clear()
-    graphs.run(64, 8 if how == "other weights" else 7)
-    graphs.run(64, 8 if how == "other weights" else 7)
+    graphs.run(driver.step, 64, 8 if how == "other weights" else 7)
+    graphs.run(driver.step, 64, 8 if how == "other weights" else 7)
     assert driver.log == [("done", 64), ("done", 64), ("replayed", 64)]
     assert graphs.num_captured == 2
     assert len(set(driver.pools)) == 2
@@ -106,13 +107,13 @@ def test_a_real_graph_does_the_step_again_on_what_is_there_then():
     def step(span: int) -> None:
         state.copy_((state @ weights)[:, :span].sum(1, keepdim=True).expand(-1, 4) / 32)
 
-    graphs = StepGraphs(step, device)
+    graphs = StepGraphs(device)
     expected = torch.ones(3, 4, device=device)
     for turn in range(12):
         span = (4, 4, 2)[turn % 3]
         if turn == 6:
             weights.fill_(3.0)  # in place: graphs use it
-        graphs.run(span, weights.data_ptr())
+        graphs.run(step, span, weights.data_ptr())
         expected = (expected @ weights)[:, :span].sum(1, keepdim=True).expand(-1, 4) / 32
         assert torch.equal(state, expected)
     assert graphs.num_captured == 2

@@ -154,7 +154,9 @@ def turn_seed(
     return int(stream[0] >> np.uint64(1))
 
 
-def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def sample_token(
+    logits: Tensor, uniform: Tensor, temperature: float, *, waits: bool = True
+) -> tuple[Tensor, Tensor]:
     """Sample one token per row by inverting the cumulative distribution.
 
     Args:
@@ -162,6 +164,9 @@ def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[T
         uniform: f64[rows] in (0, 1), on the same device.
         temperature: Divides the logits; 0 takes the most likely token, whose log-probability
             is then 0.
+        waits: Whether the host may look at what was computed, which is faster on the CPU. Elsewhere
+            it never does: the tokens are the same unless a number falls within about 1e-12 of where
+            the share of a token of a large vocabulary begins or ends.
 
     Returns:
         Token i64[rows] and its log-probability f32[rows] at `temperature`; nan where logits are
@@ -171,10 +176,12 @@ def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[T
         token = logits.argmax(-1)
         top = logits.gather(-1, token[:, None])[:, 0].float()
         return token, torch.zeros_like(top).masked_fill(~top.isfinite(), torch.nan)
-    if logits.shape[1] < _LARGE_VOCABULARY or logits.device.type != "cpu":
+    if logits.shape[1] < _LARGE_VOCABULARY:
         logprob = torch.log_softmax(logits.float() / temperature, dim=-1)
         token = _inverted(logprob.exp(), uniform)
         return token, logprob.gather(1, token[:, None])[:, 0]
+    if logits.device.type != "cpu" or not waits:
+        return _sample_in_blocks(logits, uniform, temperature, exact=True)
     rows = max(1, _IN_CACHE // logits.shape[1])
     parts = zip(logits.split(rows), uniform.split(rows), strict=True)
     found = [_sample_in_blocks(*part, temperature) for part in parts]
@@ -182,15 +189,23 @@ def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[T
     return token, logprob
 
 
-def _sample_in_blocks(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The same for a few rows of a large vocabulary, whose float32 numbers stay in the cache."""
+def _sample_in_blocks(
+    logits: Tensor, uniform: Tensor, temperature: float, *, exact: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The same for a large vocabulary.
+
+    On the CPU it is given a few rows, whose float32 numbers stay in the cache, and sums blocks in
+    float32; then it must look which rows to do again. Exact sums cost a GPU, which is bound by
+    reading the numbers, next to nothing, and need no look.
+    """
     scaled = logits.to(torch.float32, copy=True).div_(temperature)
     top = scaled.amax(1, keepdim=True)
     share = scaled.sub_(top).exp_()  # of the likeliest token's probability
-    token, is_sure, total = _found_in_blocks(share, uniform)
-    unsure = torch.nonzero(~is_sure)[:, 0]
-    if len(unsure):
-        token[unsure] = _inverted(share[unsure], uniform[unsure])
+    token, is_sure, total = _found_in_blocks(share, uniform, exact=exact)
+    if not exact:
+        unsure = torch.nonzero(~is_sure)[:, 0]
+        if len(unsure):
+            token[unsure] = _inverted(share[unsure], uniform[unsure])
     taken = logits.gather(1, token[:, None]).float() / temperature
     return token, (taken - top - total.log().float())[:, 0]
 
@@ -205,22 +220,26 @@ def _inverted(probability: Tensor, uniform: Tensor) -> Tensor:
     return token.clamp(max=probability.shape[1] - 1)[:, 0]
 
 
-def _found_in_blocks(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _found_in_blocks(
+    probability: Tensor, uniform: Tensor, *, exact: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """What `_inverted` finds without a float64 sum over all tokens, and whether it is sure to.
 
-    Blocks of tokens are summed in float32, their sums added up in float64, and one block searched.
+    Blocks of tokens are summed, in float32 or, if `exact`, in float64; their sums are added up in
+    float64, and one block searched.
 
     Returns:
         Token i64[rows]; bool[rows]: whether `_inverted` is sure to find the same one, as it is if
-        the number falls further from both bounds of the token's share than the sums can be off;
+        the number falls further from both bounds of the token's share than float32 sums can be off;
         and the sum over all tokens, f64[rows, 1].
         A sum of n terms in any order is off by at most (n - 1) 2^-24 of itself (Higham, "Accuracy
         and Stability of Numerical Algorithms", 2002, section 4.2).
     """
     rows, vocab_size = probability.shape
     whole = vocab_size // _BLOCK * _BLOCK
-    sums = probability[:, :whole].view(rows, -1, _BLOCK).sum(-1)
-    rest = probability[:, whole:].sum(-1, keepdim=True)
+    dtype = torch.float64 if exact else torch.float32
+    sums = probability[:, :whole].view(rows, -1, _BLOCK).sum(-1, dtype=dtype)
+    rest = probability[:, whole:].sum(-1, keepdim=True, dtype=dtype)
     after = torch.cat([sums, rest], 1).double().cumsum(1)
     total = after[:, -1:]
     target = uniform[:, None] * total
@@ -229,6 +248,10 @@ def _found_in_blocks(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tens
     index = block * _BLOCK + torch.arange(_BLOCK, device=probability.device)
     inside = probability.gather(1, index.clamp(max=vocab_size - 1)).double() * (index < vocab_size)
     bounds = torch.cat([start, start + inside.cumsum(1)], 1)
+    if exact:
+        # A block's sum in another order may end a little further than its last bound; the number is
+        # then in the share of the last token that has one.
+        target = torch.minimum(target, torch.nextafter(bounds[:, -1:], start))
     place = torch.searchsorted(bounds[:, 1:].contiguous(), target, right=True)
     place = place.clamp(max=_BLOCK - 1)
     below, above = bounds.gather(1, place), bounds.gather(1, place + 1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...algorithms.roles.agents import Turn, TurnRequest
 from ...algorithms.roles.language import Sampling
-from .response_sampler import ResponseSampler, tokens_of
+from .response_sampler import ResponseSampler
 
 __all__ = ["TurnSampler"]
 
@@ -38,7 +38,7 @@ class TurnSampler(ResponseSampler):
         vocab_size: int,
         device: torch.device | str,
     ) -> None:
-        text = torch.full((num_rows, sampling.max_total_tokens), -1, device=device)
+        text = torch.full((num_rows, sampling.max_total_tokens), -1)
         super().__init__(
             text,
             torch.zeros(num_rows, sampling.max_new_tokens, dtype=torch.float64, device=device),
@@ -51,18 +51,15 @@ class TurnSampler(ResponseSampler):
 
     def begin(self, request: TurnRequest) -> None:
         """Begin a turn of a row."""
-        row, device = request.row, self._prompt.device
-        text = torch.tensor(request.text, device=device)
+        row, text = request.row, torch.tensor(request.text)
         self._prompt[row] = -1
         self._prompt[row, : len(text)] = text
-        self._uniform[row, : len(request.uniform)] = request.uniform.to(device)
         self._token[row], self._logprob[row] = -1, 0.0
         self._length[row], self._limit[row] = 0, request.max_new_tokens
         self._finished[row], self.open[row] = False, True
+        self.tokens.begin(row, request.uniform, request.max_new_tokens, text)
         self._note_version()
         self._version[row] = self._sampled_by
-        if self._seen is not None:
-            self._seen[row] = tokens_of(text[None], self._vocab_size)[0]
 
     def longest(self, row: Tensor) -> int:
         """See `ResponseSampler.longest`, with room for what is shown first after the turn."""
@@ -88,7 +85,7 @@ class TurnSampler(ResponseSampler):
 
     def turn(self, row: int) -> Turn:
         """What was sampled of a row's turn, on the CPU."""
-        said = self.responses(torch.tensor([row], device=self._token.device))
+        said = self.responses(torch.tensor([row]))
         own = slice(0, int(said.length[0]))
         return Turn(
             row,

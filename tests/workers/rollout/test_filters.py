@@ -156,3 +156,18 @@ def test_a_row_without_numbers_says_so_among_many_tokens():
     logits[1, 77] = math.nan
     _, logprob = sample_token(logits, torch.tensor([0.5, 0.5], dtype=torch.float64), 1.0)
     assert logprob.isnan().tolist() == [False, True]
+
+
+@given(SEEDS, VOCAB, st.floats(0.001, 0.9999), st.sampled_from([0.0, 0.3, 3.0, 20.0]))
+def test_the_nucleus_is_found_alike_without_a_look(
+    seed: int, vocab_size: int, top_p: float, spread: float
+):
+    """Also where tokens are equally likely, or left out before."""
+    logits = random_logits(seed, vocab_size, spread)
+    logits[1] = logits[1].round()
+    logits[2, 1::3] = -math.inf
+    ranked, bisected = keep_top_p(logits, top_p), keep_top_p(logits, top_p, waits=False)
+    if spread == 0:  # a sum of equal shares may be rounded to either side of top_p
+        assert bool((bisected > -math.inf).any(1).all())
+    else:
+        assert torch.equal(bisected, ranked)

@@ -116,3 +116,28 @@ def test_prompts_that_began_in_other_steps_keep_their_streams():
     again = SampleStreams(1, "actor", CallKey(3, 0), ids, 2, torch.full((4,), 3))
     assert torch.equal(now.uniforms(6), again.uniforms(6))
     assert now.seeds() == again.seeds()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 20.0])
+def test_a_large_vocabulary_is_searched_alike_without_a_look(dtype: torch.dtype, spread: float):
+    """Also at the ends of the unit interval, with tokens that are left out."""
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(300, 9001, generator=generator) * spread).to(dtype)
+    logits[:, 64:192] = -torch.inf  # two whole blocks
+    logits[100:200, -1:] = logits[:100, :1] = -torch.inf
+    uniform = torch.rand(300, dtype=torch.float64, generator=generator)
+    uniform[::7], uniform[1::7] = 0.5 * 2.0**-32, 1 - 0.5 * 2.0**-32
+    token, logprob = sample_token(logits, uniform, 0.9)
+    found, its = sample_token(logits, uniform, 0.9, waits=False)
+    assert torch.equal(found, token)
+    torch.testing.assert_close(its, logprob, atol=2e-6, rtol=0)
+    assert bool(its.isfinite().all())
+
+
+def test_logits_that_are_not_finite_are_told_without_a_look():
+    logits = torch.zeros(2, 5000)
+    logits[0, 7] = torch.nan
+    token, logprob = sample_token(logits, torch.full((2,), 0.5).double(), 1.0, waits=False)
+    assert logprob.isnan().tolist() == [True, False]
+    assert bool((token < 5000).all())

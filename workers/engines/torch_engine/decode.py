@@ -12,7 +12,8 @@ the products never fall below the size at which torch switches kernels, and long
 alike whatever the length (`attend_cache`); a text's attention is as wide as its own length demands;
 and every token has its own random number. On CUDA the same code runs, but cuBLAS may choose kernels
 by the number of rows, so there only equal batches are promised to give equal bits; other batches
-agree up to rounding, which can change a token whose sample lies on a boundary.
+agree up to rounding, which can change a token whose sample lies on a boundary. There
+`device_decode` has the same rows go several tokens at a time.
 """
 
 from __future__ import annotations
@@ -31,12 +32,11 @@ from .attention import attend_cache
 from .network import LeanNetwork
 from .packing import pack_rows
 
-__all__ = ["Batch", "decode"]
+__all__ = ["Batch", "decode", "entering", "padded"]
 
 _ALIGN = 16  # rows and cache positions; see the module's docstring
 _SMALL_PRODUCT = 400  # torch uses another kernel for batched products below this many multiplies
 _PREFILL_TOKENS = 1 << 14  # of texts that are computed at once, about; see costs.py
-_SHRINK = 0.8  # leave finished rows in the batch until it would shrink to this fraction
 
 
 def decode(network: LeanNetwork, sampler: ResponseSampler, max_rows: int) -> Iterator[Tensor]:
@@ -56,7 +56,7 @@ def decode(network: LeanNetwork, sampler: ResponseSampler, max_rows: int) -> Ite
         return
     batch = Batch(network, sampler, min(len(waiting), max_rows))
     while len(waiting) or batch.num_live:
-        count = _entering(waiting, max_rows - batch.num_live, max_rows, sampler.num_samples)
+        count = entering(waiting, max_rows - batch.num_live, max_rows, sampler.num_samples)
         batch.enter(waiting[:count])
         waiting = waiting[count:]
         sampled, live = sampler.sample(batch.logits, batch.row, batch.live)
@@ -70,8 +70,8 @@ def decode(network: LeanNetwork, sampler: ResponseSampler, max_rows: int) -> Ite
             batch.step(sampled if keep is None else sampled[keep])
 
 
-def _entering(waiting: Tensor, room: int, max_rows: int, num_samples: int) -> int:
-    """How many of the responses that wait are to enter now, in their order.
+def entering(waiting: Tensor, room: int, max_rows: int, num_samples: int) -> int:
+    """How many of the responses that wait, i64[n] on the CPU, are to enter now, in their order.
 
     They enter at least 16 at a time, or an eighth of the batch, so that the fixed cost of computing
     a few texts is divided; and a prompt's samples together where that can be.
@@ -86,7 +86,8 @@ def _entering(waiting: Tensor, room: int, max_rows: int, num_samples: int) -> in
     return int(apart[-1]) if len(apart) else room
 
 
-def _padded(count: int) -> int:
+def padded(count: int) -> int:
+    """Rows or positions, rounded up to what is computed at once."""
     return -(-count // _ALIGN) * _ALIGN
 
 
@@ -115,16 +116,19 @@ class Batch:
         row: i64[M]; which response each row is of; any for those that are not live.
         live: bool[M].
         num_live: How many.
+        shrinks_to: Rows that ended stay in the batch until it would shrink to this fraction.
         held: bool[M]; rows that keep their cache, live or not, until they are let go.
         logits: [M, V], of the next token; none while it is computed.
     """
+
+    shrinks_to = 0.8
 
     def __init__(self, network: LeanNetwork, sampler: ResponseSampler, most: int) -> None:
         self._network = network
         self._backbone = network.backbone
         self._sampler = sampler
         self._device = network.device
-        self.row = torch.zeros(_padded(most), dtype=torch.int64, device=self._device)
+        self.row = torch.zeros(padded(most), dtype=torch.int64, device=self._device)
         self.live = torch.zeros(len(self.row), dtype=torch.bool, device=self._device)
         self.num_live = 0
         self.held = torch.zeros_like(self.live)
@@ -138,25 +142,24 @@ class Batch:
     # --- rows that enter
 
     def enter(self, row: Tensor) -> Tensor:
-        """Compute the texts of responses, i64[n], and give each a row that is free: i64[n]."""
+        """Compute the texts of responses, i64[n] on the CPU, and give each a free row: i64[n]."""
         if not len(row):
             return row
-        row = row.to(self._device)
         texts, text = self._sampler.texts(row)
         length = (texts >= 0).sum(1)
         free = torch.nonzero(~(self.live | self.held))[: len(row), 0]
-        self.row[free] = row
+        self.row[free] = row.to(self._device)
         self.live[free] = True
-        self._position[free] = length[text]
+        self._position[free] = length[text].to(self._device)
         capacity = self._span(self._sampler.longest(row) - 1)
         part = (length.cumsum(0) - 1) // _PREFILL_TOKENS
         for number in part.unique().tolist():
             some = part == number
-            mine = some[text]
+            mine = torch.nonzero(some[text])[:, 0]
             index = (some.cumsum(0) - 1)[text[mine]]
             found = self._computed(texts[some], length[some])
             self._reserve(capacity)  # no earlier: computing texts takes memory as well
-            self._fill(found, index, free[mine])
+            self._fill(found, index.to(self._device), free[mine.to(self._device)])
         self._count()
         return free
 
@@ -182,17 +185,17 @@ class Batch:
         self._count()
 
     def _computed(self, texts: Tensor, length: Tensor) -> _Computed:
-        """What the model makes of texts, i64[n, T], right padded with -1."""
+        """What the model makes of texts, i64[n, T] on the CPU, right padded with -1."""
         backbone = self._backbone
-        column = torch.arange(int(length.max()), device=self._device)
+        column = torch.arange(int(length.max()))
         last = column == length[:, None] - 1
-        pack = pack_rows(texts[:, : len(column)], last, width_unit=_ALIGN)
+        pack = pack_rows(texts[:, : len(column)].to(self._device), last, width_unit=_ALIGN)
         shape = (len(pack.tokens), backbone.num_key_heads, backbone.head_dim)
         packed = [(self._new(*shape), self._new(*shape)) for _ in backbone.layers]
         logits = self._network.head(backbone.states(pack, packed))
         start = length.cumsum(0) - length
         place = (start[:, None] + column).where(column < length[:, None], len(pack.tokens) - 1)
-        return _Computed(packed, place, logits, pack.entry)
+        return _Computed(packed, place.to(self._device), logits, pack.entry)
 
     def _fill(self, found: _Computed, text: Tensor, into: Tensor) -> None:
         """Have some rows, i64[n], go on from texts."""
@@ -241,8 +244,8 @@ class Batch:
     def shrink(self) -> Tensor | None:
         """Have free rows leave if enough of them do; which stay, i64[M], None if all do."""
         free = ~(self.live | self.held)
-        size = _padded(len(free) - int(free.sum()))
-        if size > _SHRINK * len(self.row):
+        size = padded(len(free) - int(free.sum()))
+        if size > self.shrinks_to * len(self.row):
             return None
         keep = torch.argsort(free.to(torch.int8), stable=True)[:size]
         self.row, self.live, self.held = self.row[keep], self.live[keep], self.held[keep]
@@ -263,31 +266,43 @@ class Batch:
         backbone = self._backbone
         group = backbone.num_heads // backbone.num_key_heads
         least = math.ceil(_SMALL_PRODUCT / (group * backbone.head_dim))
-        return _padded(max(length, least))
+        return padded(max(length, least))
 
     def step(self, token: Tensor) -> None:
         """Append one token to every row; the logits after it are those of the next."""
-        backbone = self._backbone
         position = self._position
         self.logits = self._new(0)
         self._longest += 1
         self._farthest = max(self._farthest, self._longest)
-        span = self._span(self._longest)
+        tables = self._backbone.rope(self._farthest + 1)
+        self.logits = self._after(token, self._span(self._longest), tables)
+        self._position = torch.where(self.live, position + 1, position.where(self.held, 0))
+
+    def _after(self, token: Tensor, span: int, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """The logits after one more token of every row, whose keys and values join the cache.
+
+        Args:
+            token: i64[M].
+            span: Cache positions to attend over.
+            tables: See `LeanBackbone.rope`.
+        """
+        backbone = self._backbone
+        position, keys = self._position, backbone.num_key_heads
         bias = torch.zeros(len(token), 1, span, device=token.device).masked_fill_(
             torch.arange(span, device=token.device) > position[:, None, None], -math.inf
         )
-        cos, sin = (table[position] for table in backbone.rope(self._farthest + 1))
-        heads = torch.arange(len(token) * backbone.num_key_heads, device=token.device)
-        where = heads * self._capacity + position.repeat_interleave(backbone.num_key_heads)
+        cos, sin = (table.index_select(0, position) for table in tables)
+        heads = torch.arange(len(token) * keys, device=token.device).view(-1, keys)
+        where = (heads * self._capacity + position[:, None]).view(-1)
         x = F.embedding(token, backbone.embedding)
         for layer, (key_cache, value_cache) in zip(backbone.layers, self._cache, strict=True):
             query, key, value = backbone.project(x, layer, cos, sin)
-            key_cache.view(-1, backbone.head_dim)[where] = key.reshape(-1, backbone.head_dim)
-            value_cache.view(-1, backbone.head_dim)[where] = value.reshape(-1, backbone.head_dim)
+            for cache, new in ((key_cache, key), (value_cache, value)):
+                flat = cache.view(-1, backbone.head_dim)
+                flat.index_put_((where,), new.reshape(-1, backbone.head_dim))
             mixed = attend_cache(
                 query, key_cache[:, :, :span], value_cache[:, :, :span], bias, backbone.scale
             )
             x = backbone.finish(x, mixed, layer)
-        self._position = torch.where(self.live, position + 1, position.where(self.held, 0))
         states = F.rms_norm(x, (x.shape[-1],), backbone.final_norm, backbone.eps)
-        self.logits = self._network.head(states)
+        return self._network.head(states)

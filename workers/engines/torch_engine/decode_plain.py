@@ -59,7 +59,7 @@ def decode_plain(module: Any, sampler: ResponseSampler, max_rows: int) -> Iterat
 
     Rows whose texts have one length are sampled from beginning to end before any others.
     """
-    waiting = torch.nonzero(sampler.open)[:, 0].to(module.device)
+    waiting = torch.nonzero(sampler.open)[:, 0]
     if not len(waiting):
         return
     texts, text = sampler.texts(waiting)
@@ -73,8 +73,8 @@ def decode_plain(module: Any, sampler: ResponseSampler, max_rows: int) -> Iterat
 
 def _sample(module: Any, sampler: ResponseSampler, rows: Tensor) -> Iterator[None]:
     """Sample responses whose texts have one length: i64[n], ascending; pauses in flight."""
-    texts, text = sampler.texts(rows)
-    read = _read(module, texts)
+    texts, text = (given.to(module.device) for given in sampler.texts(rows))
+    read, rows = _read(module, texts), rows.to(module.device)
     with _rows_alike(module) as unit:
         for place, live in _batches(torch.arange(len(rows), device=rows.device), unit):
             cache, logits = read.of(text[place])

@@ -1,7 +1,7 @@
 """Our own generation as a `GenerationEngine`, over the network that the torch engine evaluates.
 
-Llama, Qwen2 and Qwen3 are decoded by `decode`; other architectures through the Hugging Face
-forward.
+Llama, Qwen2 and Qwen3 are decoded by `decode`, on GPUs by `decode_on_device`; other architectures
+through the Hugging Face forward.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ...rollout.turn_sampler import TurnSampler
 from ...training.host_memory import HostCopy, give_back_freed
 from .decode import decode
 from .decode_plain import decode_plain
+from .device_decode import decode_on_device
 from .network import LeanNetwork, TorchNetwork
 from .turns import TorchTurns
 
@@ -35,7 +36,8 @@ class TorchGenerator:
     Args:
         network: A language model.
         eos_token_id: The token that ends a response.
-        max_rows: Responses sampled at once; a bound on the memory of the key-value cache.
+        max_rows: Responses sampled at once; a bound on the memory of the key-value cache. On a GPU
+            there are fewer if it has no memory for so many.
         tokenizer: To look for stop strings.
     """
 
@@ -84,7 +86,7 @@ class TorchGenerator:
         """See `GenerationEngine.stream`: what this call adds nothing to comes first."""
         device = self.network.device
         sampler = ResponseSampler(
-            prompt.to(device),
+            prompt,
             streams.uniforms(sampling.max_new_tokens).to(device),
             sampling,
             eos_token_id=self._eos_token_id,
@@ -103,7 +105,8 @@ class TorchGenerator:
 
     def _decode(self, sampler: ResponseSampler) -> Iterator[Tensor]:
         if isinstance(self.network, LeanNetwork):
-            return decode(self.network, sampler, self._max_rows)
+            sampled = decode if self.network.device.type == "cpu" else decode_on_device
+            return sampled(self.network, sampler, self._max_rows)
         return decode_plain(self._module, sampler, self._max_rows)
 
     def turns(self, sampling: Sampling, num_rows: int) -> TorchTurns:

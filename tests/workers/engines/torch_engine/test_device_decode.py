@@ -1,0 +1,384 @@
+"""Several tokens without a look: the samples of the plain loop, few looks, bounded operations.
+
+The loop runs here on the CPU, where its samples are those of `decode` bit for bit, and on a
+pretended CUDA device, where a look raises. What only a real one can show is marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_device import CountedOps, fake_batch
+from in_flight_streams import alone, check_parted, check_versions, streamed
+from penstock.algorithms.roles import Sampling
+from penstock.dataflow.runtime.call_context import CallKey
+from penstock.workers.engines.torch_engine import device_decode, generator
+from penstock.workers.engines.torch_engine.device_decode import (
+    DeviceBatch,
+    decode_on_device,
+    span_bucket,
+)
+from penstock.workers.engines.torch_engine.generator import TorchGenerator
+from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.rollout.ended import Begun, Ended, collected
+from penstock.workers.rollout.response_sampler import ResponseSampler
+from penstock.workers.rollout.responses import Responses
+from penstock.workers.rollout.sampling import SampleStreams
+from torch import Tensor
+from torch_models import EOS, VOCAB, make_policy, make_prompts
+
+TOKENIZER = TokenizerSpec(alphabet="".join(map(chr, range(65, 65 + 57))))  # ids 4 to 60
+FILTERS: dict[str, Any] = {
+    "top_p": 0.9,
+    "top_k": 20,
+    "min_p": 0.01,
+    "repetition_penalty": 1.3,
+    "min_new_tokens": 5,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "plainly": {},
+    "filtered": FILTERS,
+    "greedily": {"temperature": 0.0},
+    "to a total": {"max_total_tokens": 50},
+    "to a string": {"stop": ("K", "LM", "AB", "PQ"), "stop_token_ids": (9,)},
+}
+
+
+@cache
+def network_of(name: str, dtype: str = "float32") -> Any:
+    policy: Any = make_policy(name, dtype=dtype)
+    return policy.network
+
+
+def stream(
+    network: Any, sampling: Sampling, max_rows: int, begun: Begun | None = None
+) -> Iterator[Ended]:
+    prompt, prompt_id = make_prompts(9, longest=40)
+    streams = SampleStreams(7, "actor", CallKey(4, 1), prompt_id, sampling.num_samples)
+    engine = TorchGenerator(network, EOS, max_rows, TOKENIZER)
+    return engine.stream(prompt, streams, sampling, begun)
+
+
+def sampled(
+    network: Any, sampling: Sampling, max_rows: int = 512, begun: Begun | None = None
+) -> Responses:
+    given = stream(network, sampling, max_rows, begun)
+    return collected(given, 9 * sampling.num_samples, sampling.max_new_tokens)
+
+
+def on_device(
+    monkeypatch: pytest.MonkeyPatch, network: Any, sampling: Sampling, *more: Any
+) -> Responses:
+    """What the loop for devices makes of the same."""
+    with monkeypatch.context() as patch:
+        patch.setattr(generator, "decode", decode_on_device)
+        return sampled(network, sampling, *more)
+
+
+def assert_same(left: Responses, right: Responses) -> None:
+    assert torch.equal(left.token, right.token)
+    assert torch.equal(left.logprob, right.logprob)
+    assert torch.equal(left.length, right.length)
+    assert torch.equal(left.finished, right.finished)
+    assert torch.equal(left.versions, right.versions)
+
+
+# --- the samples of the plain loop
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"), [*((way, "float32") for way in WAYS), ("plainly", "bfloat16")]
+)
+def test_samples_are_those_of_the_plain_loop(way: str, dtype: str, monkeypatch: pytest.MonkeyPatch):
+    """With rows that enter as others end, prompts of 1 to 40 tokens, and up to 60 sampled."""
+    network = network_of("qwen3", dtype)
+    sampling = Sampling(num_samples=3, max_new_tokens=60, **WAYS[way])
+    expected = sampled(network, sampling)
+    assert len(expected.length.unique()) > (5 if way != "greedily" else 0)
+    for max_rows in (512, 7):
+        assert_same(on_device(monkeypatch, network, sampling, max_rows), expected)
+
+
+@pytest.mark.parametrize("way", ["plainly", "filtered", "to a string"])
+def test_responses_go_on_as_in_the_plain_loop(way: str, monkeypatch: pytest.MonkeyPatch):
+    network = network_of("qwen2-tied")
+    sampling = Sampling(num_samples=2, max_new_tokens=40, **WAYS[way])
+    first = sampled(network, sampling)
+    kept = torch.arange(40) < torch.arange(18)[:, None]  # row n goes on after n tokens
+    token, logprob = first.token.where(kept, -1), first.logprob.where(kept, 0)
+    begun = Begun(token, logprob, (token >= 0).sum(1) == first.length, 19)
+    expected = sampled(network, sampling, 512, begun)
+    assert not torch.equal(expected.length, first.length)
+    for max_rows in (512, 5):
+        assert_same(on_device(monkeypatch, network, sampling, max_rows, begun), expected)
+
+
+def test_rows_are_given_once_each_and_none_is_shorter_than_was_promised(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(generator, "decode", decode_on_device)
+    network, sampling = network_of("qwen2-tied"), Sampling(num_samples=3, max_new_tokens=50)
+    given = list(stream(network, sampling, 8))
+    assert sorted(row for ended in given for row in ended.rows.tolist()) == list(range(27))
+    for place, ended in enumerate(given):
+        assert ended.rows.tolist() == sorted(ended.rows.tolist())
+        for later in given[place + 1 :]:
+            assert int(later.responses.length.min()) >= ended.at_least
+
+
+@pytest.mark.parametrize("rows", [512, 1])
+def test_tokens_after_new_weights_are_theirs(rows: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generator, "decode", decode_on_device)
+    policy: Any = make_policy("qwen2-tied", max_decode_rows=rows)
+    sampling, prompts = Sampling(num_samples=3, max_new_tokens=30), make_prompts(4)
+    first = {n: t.clone() for n, t in policy.export_weights().items()}
+    second = {n: t + 0.05 * torch.randn_like(t) for n, t in first.items()}
+    before = alone(policy, prompts, sampling)
+    roll = streamed(policy, prompts, sampling, 5, lambda: policy.load_weights(second))
+    check_parted(roll, before)
+    num_old = torch.full((12,), 5)
+    if rows == 1:  # one after another: those that the first five tokens were of
+        lengths = roll.mask.sum(1)
+        num_old = (5 - (lengths.cumsum(0) - lengths)).clamp(min=0)
+    check_versions(roll, num_old)
+
+
+# --- looks and operations
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Tokens at each look, and rows of the batch, from now on."""
+    looks: list[tuple[int, int]] = []
+    record = ResponseSampler.record
+
+    def spy(
+        self: ResponseSampler, row: Tensor, live: Tensor, token: Tensor, logprob: Tensor
+    ) -> Tensor:
+        looks.append((len(token), len(row)))
+        return record(self, row, live, token, logprob)
+
+    monkeypatch.setattr(ResponseSampler, "record", spy)
+    return looks
+
+
+def test_the_host_looks_at_every_16th_token(monkeypatch: pytest.MonkeyPatch):
+    """A window is the only thing that is copied to the host, in one piece."""
+    network, sampling = network_of("qwen2-tied"), Sampling(num_samples=3, max_new_tokens=77)
+    looks = spied(monkeypatch)
+    on_device(monkeypatch, network, sampling)
+    # The first token comes of reading the prompts, 64 in looks of 16, and 12 are left.
+    assert [count for count, _ in looks] == [1, 16, 16, 16, 16, 12]
+
+
+def test_the_host_looks_at_every_token_for_strings(monkeypatch: pytest.MonkeyPatch):
+    looks = spied(monkeypatch)
+    sampling = Sampling(num_samples=3, max_new_tokens=20, stop=("K",))
+    on_device(monkeypatch, network_of("qwen2-tied"), sampling)
+    assert {count for count, _ in looks} == {1}
+
+
+def test_rows_that_ended_leave_by_halves(monkeypatch: pytest.MonkeyPatch):
+    looks = spied(monkeypatch)
+    network, sampling = network_of("qwen2-tied"), Sampling(num_samples=12, max_new_tokens=90)
+    made = on_device(monkeypatch, network, sampling)
+    sizes = [rows for _, rows in looks]
+    assert sizes[0] == 112  # of 108
+    assert sizes == sorted(sizes, reverse=True)
+    distinct = sorted(set(sizes), reverse=True)
+    assert len(distinct) > 1
+    assert all(2 * less <= more for more, less in zip(distinct, distinct[1:], strict=False))
+    assert_same(made, sampled(network, sampling))
+
+
+_A_LAYER, _BESIDES, _FILTERS = 60, 63, 263
+"""Operations of a token: of a Qwen3 layer (40 of Qwen2's), besides layers, and of every filter at
+once, most of which are 30 halvings for the nucleus. A norm is six here, and one if it is fused."""
+VIEWS = {
+    *("detach", "device", "select", "slice", "split", "split_with_sizes", "t", "transpose"),
+    *("unsqueeze", "view", "_unsafe_view"),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "more"), [({}, 0), ({"temperature": 0.0}, 0), (FILTERS, _FILTERS)]
+)
+def test_a_token_needs_no_look_and_a_bounded_number_of_operations(
+    options: dict[str, Any], more: int
+):
+    """On a pretended device, where a look, a copy to the host or a mix of devices raises."""
+    network, sampling = network_of("qwen3", "bfloat16"), Sampling(**options)
+    num_layers = len(network.backbone.layers)
+    with fake_batch(network, sampling, num_rows=32, positions=128) as batch, CountedOps() as ops:
+        batch.sample_next(64)
+    launched = sum(n for name, n in ops.counts.items() if name not in VIEWS)
+    assert launched <= _A_LAYER * num_layers + _BESIDES + more
+    assert not {"_local_scalar_dense", "nonzero"} & ops.counts.keys()
+
+
+def test_a_look_would_be_noticed():
+    """What the plain loop does with every token raises on a pretended device."""
+    with fake_batch(network_of("qwen3"), Sampling(), num_rows=16, positions=64) as batch:
+        for look in (lambda: bool(batch.live.any()), lambda: torch.nonzero(batch.live)):
+            with pytest.raises(RuntimeError):
+                look()
+        with CountedOps(), pytest.raises(AssertionError):
+            torch.ops.aten._to_copy(batch.live, device=torch.device("cpu"))
+
+
+def test_rows_enter_without_a_look_once_their_texts_are_computed():
+    """Three texts of up to 9 tokens, the second of two responses."""
+    network = network_of("qwen3")
+    backbone = network.backbone
+    with fake_batch(network, Sampling(), num_rows=16, positions=64) as batch, CountedOps() as ops:
+        shape = (32, backbone.num_key_heads, backbone.head_dim)
+        computed = SimpleNamespace(
+            packed=[(torch.empty(shape, device="cuda"),) * 2 for _ in backbone.layers],
+            place=torch.empty(3, 9, dtype=torch.int64, device="cuda"),
+            logits=torch.empty(16, VOCAB, device="cuda"),
+            entry=torch.empty(3, dtype=torch.int64, device="cuda"),
+        )
+        text, slots = (torch.empty(4, dtype=torch.int64, device="cuda") for _ in range(2))
+        batch._fill(computed, text, slots)
+        entered = torch.zeros_like(batch.live).index_fill(0, slots, True)
+        batch._take(batch.logits, entered)
+    assert ops.counts["index_copy_"] == 1
+
+
+@pytest.mark.parametrize("mixed", ["_token", "_tables", "live", "row"])
+def test_a_mix_of_devices_would_be_noticed(mixed: str):
+    with fake_batch(network_of("qwen3"), Sampling(), num_rows=16, positions=64) as batch:
+        own = getattr(batch, mixed)
+        parts = own if isinstance(own, tuple) else (own,)
+        here = [torch.zeros(one.shape, dtype=one.dtype) for one in parts]
+        setattr(batch, mixed, tuple(here) if isinstance(own, tuple) else here[0])
+        with pytest.raises(RuntimeError, match="different devices|not on the same device|cuda"):
+            batch.sample_next(64)
+
+
+def test_spans_are_few_and_a_quarter_too_large_at_most():
+    spans = {span_bucket(length, 10_000) for length in range(1, 10_001)}
+    assert len(spans) == 25
+    for length in range(1, 10_001):
+        span = span_bucket(length, 10_000)
+        assert length <= span <= max(length + 63, 1.25 * length)
+    assert span_bucket(9_999, 10_000) == 10_000
+    assert span_bucket(1, 16) == 16
+
+
+# --- what only a device can show
+
+
+def cuda_network(name: str, dtype: str) -> Any:
+    from penstock.dataflow.runtime.worker_protocol import WorkerContext
+
+    context = WorkerContext("actor", seed=7, device="cuda")
+    policy: Any = make_policy(name, dtype=dtype, context=context)
+    return policy.network
+
+
+def no_graphs(*args: Any) -> None:
+    """Instead of `StepGraphs`."""
+
+
+def eagerly(monkeypatch: pytest.MonkeyPatch, network: Any, *given: Any) -> Responses:
+    with monkeypatch.context() as patch:
+        patch.setattr(device_decode, "StepGraphs", no_graphs)
+        return sampled(network, *given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_equals_eager(way: str, dtype: str, monkeypatch: pytest.MonkeyPatch):
+    network = cuda_network("qwen3", dtype)
+    sampling = Sampling(num_samples=3, max_new_tokens=100, **WAYS[way])
+    for max_rows in (512, 7):
+        assert_same(
+            sampled(network, sampling, max_rows), eagerly(monkeypatch, network, sampling, max_rows)
+        )
+
+
+@pytest.mark.gpu
+def test_graphs_are_captured_once_for_each_size(monkeypatch: pytest.MonkeyPatch):
+    batches: list[DeviceBatch] = []
+    sizes: set[tuple[int, int]] = set()
+    begin, step = DeviceBatch.__init__, DeviceBatch.sample_next
+
+    def begun(self: DeviceBatch, *args: Any) -> None:
+        begin(self, *args)
+        batches.append(self)
+
+    def stepped(self: DeviceBatch, span: int) -> None:
+        sizes.add((len(self.row), span))
+        step(self, span)
+
+    monkeypatch.setattr(DeviceBatch, "__init__", begun)
+    monkeypatch.setattr(DeviceBatch, "sample_next", stepped)
+    sampled(cuda_network("qwen3", "bfloat16"), Sampling(num_samples=12, max_new_tokens=150))
+    (batch,) = batches
+    assert batch.graphs is not None
+    assert batch.graphs.num_captured == len(sizes)
+    assert 1 < len(sizes) < 12
+
+
+@pytest.mark.gpu
+def test_weights_written_in_place_are_used_by_graphs():
+    from penstock.dataflow.runtime.worker_protocol import WorkerContext
+
+    policy: Any = make_policy("qwen3", context=WorkerContext("actor", seed=7, device="cuda"))
+    sampling, prompts = Sampling(num_samples=3, max_new_tokens=40), make_prompts(4)
+    first = {n: t.clone() for n, t in policy.export_weights().items()}
+    second = {n: t + 0.05 * torch.randn_like(t) for n, t in first.items()}
+    before = alone(policy, prompts, sampling)
+    roll = streamed(policy, prompts, sampling, 5, lambda: policy.load_weights(second))
+    check_parted(roll, before)
+    check_versions(roll, torch.full((12,), 5))
+
+
+@pytest.mark.gpu
+def test_what_a_call_took_of_the_device_is_free_after_it():
+    """At once, not when Python looks for cycles; what a graph used as well."""
+    network, sampling = cuda_network("qwen3", "bfloat16"), Sampling(max_new_tokens=40)
+    sampled(network, sampling)  # what libraries keep is there from now on
+    before = torch.cuda.memory_allocated()
+    gc.disable()
+    try:
+        sampled(network, sampling)
+        assert torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.gpu
+def test_a_device_waits_for_nobody_between_looks(monkeypatch: pytest.MonkeyPatch):
+    """Without graphs, so that each operation is seen; a capture refuses to wait by itself."""
+    run = DeviceBatch.run
+
+    def strictly(self: DeviceBatch, count: int) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(self, count)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(DeviceBatch, "run", strictly)
+    sampling = Sampling(num_samples=3, max_new_tokens=40, **FILTERS)
+    made = eagerly(monkeypatch, cuda_network("qwen3", "bfloat16"), sampling)
+    assert int(made.length.max()) == 40
+
+
+@pytest.mark.gpu
+def test_tokens_are_those_of_the_cpu():
+    """In float32, where rounding alone differs: few tokens can be others, and then all after."""
+    sampling = Sampling(num_samples=3, max_new_tokens=20)
+    here = sampled(network_of("qwen3"), sampling)
+    there = sampled(cuda_network("qwen3", "float32"), sampling)
+    same = (here.token == there.token).all(1)
+    assert float(same.double().mean()) > 0.9
+    torch.testing.assert_close(here.logprob[same], there.logprob[same], atol=1e-4, rtol=0)

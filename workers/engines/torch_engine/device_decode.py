@@ -1,0 +1,208 @@
+"""Generation on a device that the host should not wait for, with the rows and caches of `decode`.
+
+A token of every row is one step of fixed shape: the model's forward pass over a fixed number of
+cache positions, sampling, and noting what was sampled in a window. Everything that a step reads and
+writes lies in tensors that stay where they are, so on CUDA it is captured as a graph once for each
+number of rows and positions, and replayed (`step_graphs.py`). The host looks at every 16th token,
+at the window, in one copy: then it records the tokens, rows that ended are given, rows that wait
+enter, and the batch shrinks. A row that ends in between computes on until then, at position 0 of
+its own cache, and nothing of it is recorded.
+
+The host looks at every token where it must: where responses may end with a string, and where newer
+weights may come between two tokens. Newer weights are written where the old ones lie, so graphs
+stay valid; other rows, another cache or weights at another place need new graphs.
+
+On the CPU, where tests run it, every sample is that of `decode` bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ....dataflow.runtime.call_context import call_in_flight
+from ...rollout.response_sampler import ResponseSampler
+from .cache_memory import rows_in_memory
+from .decode import Batch, entering, padded
+from .network import LeanNetwork
+from .step_graphs import StepGraphs
+
+__all__ = ["DeviceBatch", "decode_on_device", "span_bucket"]
+
+TOKENS_PER_LOOK = 16
+_LEAST_SPAN = 64
+
+
+def decode_on_device(
+    network: LeanNetwork, sampler: ResponseSampler, max_rows: int
+) -> Iterator[Tensor]:
+    """Sample the responses that are open; see `decode.decode`.
+
+    Raises:
+        WorkerError: If the device has no memory for the cache of 16 of them.
+    """
+    waiting = torch.nonzero(sampler.open)[:, 0]
+    if not len(waiting):
+        return
+    longest = sampler.longest(waiting)
+    if network.device.type == "cuda":
+        max_rows = rows_in_memory(network.backbone, network.device, longest, max_rows)
+    batch = DeviceBatch(network, sampler, min(len(waiting), max_rows), longest)
+    while len(waiting) or batch.num_live:
+        count = entering(waiting, max_rows - batch.num_live, max_rows, sampler.num_samples)
+        if count:
+            ended = batch.begin(waiting[:count])
+            waiting = waiting[count:]
+            if len(ended) or call_in_flight():
+                yield ended
+        if batch.num_live:
+            ended = batch.advance()
+            if len(ended) or call_in_flight():
+                yield ended  # before anything is computed of the next tokens
+        if not len(waiting):
+            batch.shrink()
+
+
+def span_bucket(length: int, most: int) -> int:
+    """Cache positions to attend over for rows of `length`: few sizes, each at most 1/4 too large.
+
+    Args:
+        length: Positions that are needed, at least 1.
+        most: Those that the cache has.
+    """
+    unit = max(_LEAST_SPAN, (1 << (length - 1).bit_length()) // 8)
+    return min(-(-length // unit) * unit, most)
+
+
+class DeviceBatch(Batch):
+    """A `Batch` whose rows go several tokens at a time. M rows, W tokens of a window.
+
+    After a look the host knows what the device has: `_known` and `_response` are `live` and `row`.
+
+    Args:
+        network: The policy.
+        sampler: Knows the texts.
+        most: Responses that are live at once; there are rows for a multiple of 16.
+        longest: Tokens that the longest of all responses, with its prompt, may come to have: the
+            cache has room for it from the beginning, for a graph needs it where it is.
+
+    Attributes:
+        graphs: Of the step, on a CUDA device; None elsewhere. Without them it runs as it is.
+    """
+
+    shrinks_to = 0.5  # of other rows other graphs are captured
+
+    def __init__(
+        self, network: LeanNetwork, sampler: ResponseSampler, most: int, longest: int
+    ) -> None:
+        super().__init__(network, sampler, most)
+        sampler.record_later()
+        self._positions = self._span(longest - 1)
+        self._tables = self._backbone.rope(self._positions + 1)
+        self._token = torch.zeros_like(self.row)
+        self._next = torch.zeros(1, dtype=torch.int64, device=self._device)  # place in the window
+        self._window = self._new_window()
+        self._known = torch.zeros(len(self.row), dtype=torch.bool)
+        self._response = torch.zeros(len(self.row), dtype=torch.int64)
+        self.graphs = StepGraphs(self._device) if self._device.type == "cuda" else None
+
+    # --- tokens
+
+    def begin(self, row: Tensor) -> Tensor:
+        """Have responses, i64[n] on the CPU, enter, and sample the first token of each.
+
+        Returns:
+            Those that have ended, i64[m], ascending.
+        """
+        slots = self.enter(row)
+        entered = torch.zeros_like(self.live)
+        entered[slots] = True
+        self._next.zero_()
+        self._take(self.logits, entered)
+        self.logits = self._new(0)
+        self._response = self.row.cpu()
+        return self._looked(1)
+
+    def advance(self) -> Tensor:
+        """Sample some more tokens of every row, and look.
+
+        Returns:
+            The responses that have ended, i64[n], ascending.
+        """
+        ahead = 1 if self._sampler.reads_text or call_in_flight() else TOKENS_PER_LOOK
+        count = min(ahead, self._sampler.most_left(self._response[self._known]))
+        self.run(count)
+        return self._looked(count)
+
+    def run(self, count: int) -> None:
+        """Sample so many tokens, at most 16, of every row that does not end before."""
+        longest = self._sampler.longest_now(self._response[self._known])
+        span = span_bucket(longest - 1 + count, self._positions)
+        self._next.zero_()
+        for _ in range(count):
+            if self.graphs is None:
+                self.sample_next(span)
+            else:
+                self.graphs.run(self.sample_next, span, self._network.flat.data.data_ptr())
+
+    def sample_next(self, span: int) -> None:
+        """Append the last token of every row to its cache, and sample the next; without a look.
+
+        Args:
+            span: Cache positions to attend over, more than any live row has filled.
+        """
+        logits = self._after(self._token, span, self._tables)
+        self._position.add_(1)
+        self._take(logits, self.live)
+
+    def _take(self, logits: Tensor, live: Tensor) -> None:
+        """Sample a token of some of the rows, and note it: bool[M]."""
+        tokens = self._sampler.tokens
+        sampled = tokens.sample(logits, self.row, waits=False)
+        tokens.note(sampled, self.row, live)
+        note = [sampled.token, sampled.logprob.view(torch.int32).long(), live.long()]
+        self._window.index_copy_(0, self._next, torch.stack(note)[None])
+        self._next.add_(1)
+        self._token.copy_(torch.where(live, sampled.token, self._token))
+        self.live.copy_(tokens.goes_on(sampled, self.row, live) | (self.live & ~live))
+        self._position.masked_fill_(~self.live, 0)
+
+    def _looked(self, count: int) -> Tensor:
+        """Record the tokens of the window; which responses have ended: i64[n], ascending."""
+        token, bits, live = self._window[:count].cpu().unbind(1)  # the one wait for the device
+        live, logprob = live.bool(), bits.int().view(torch.float32)
+        goes_on = self._sampler.record(self._response, live, token, logprob)
+        self._known = goes_on | (self._known & ~live[0])
+        self.num_live = int(self._known.sum())
+        if self._sampler.reads_text:  # only the host knows of strings that have ended a row
+            self.live.copy_(self._known)
+            self._position.masked_fill_(~self.live, 0)
+        return self._response[live[0] & ~goes_on].sort().values
+
+    # --- rows
+
+    def _count(self) -> None:
+        """Nothing: the host counts what it knows."""
+
+    def _reserve(self, capacity: int) -> None:
+        super()._reserve(max(capacity, self._positions))
+
+    def _new_window(self) -> Tensor:
+        """i64[W, 3, M]: tokens, the bits of their log-probabilities, and which rows were live."""
+        shape = (TOKENS_PER_LOOK, 3, len(self.row))
+        return torch.zeros(shape, dtype=torch.int64, device=self._device)
+
+    def shrink(self) -> Tensor | None:
+        """See `Batch.shrink`; other rows need other graphs."""
+        if padded(self.num_live) > self.shrinks_to * len(self.row):
+            return None
+        keep = super().shrink()
+        if keep is not None:
+            if self.graphs is not None:
+                self.graphs.clear()
+            self._token, self._window = self._token[keep], self._new_window()
+            keep_here = keep.cpu()
+            self._known, self._response = self._known[keep_here], self._response[keep_here]
+        return keep

@@ -138,7 +138,8 @@ def run_stage(name: str, bench: Bench, results: Results) -> None:
 
 def run_apart(name: str, words: list[str], results: Results, limit_s: float) -> None:
     """Measure a stage in a process of its own; nothing of it is left when its time is over."""
-    command = [sys.executable, str(Path(__file__).resolve()), *words, "--stage", name, "--here"]
+    words = [*words, "--stage", name, "--here", "--again"]
+    command = [sys.executable, str(Path(__file__).resolve()), *words]
     child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
         child.wait(limit_s)

@@ -7,6 +7,7 @@ that is throttled or shared is compared with itself.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from penstock.algorithms.roles import PolicyBatch
 from penstock.configs.references import option_file
+from penstock.dataflow.runtime.executor import build_role
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.planner.inputs.model_shape import ModelShape, shape_of
 from penstock.workers.engines.roles import PolicyWorker
@@ -251,7 +253,11 @@ class Bench:
             optimizer=OptimizerSpec(lr=1e-6) if trained else None,
             **options,
         )
-        policy = spec.build(WorkerContext("actor", device=self.sizes.device))
+        gc.collect()
+        if self.sizes.is_cuda:
+            torch.cuda.empty_cache()  # of the model before, whose peak would count otherwise
+        context = WorkerContext("actor", device=self.sizes.device)
+        policy: Any = build_role("actor", spec, context)
         if spec.model.folder is None:
             part = self.folder / f"{name}.part"
             part.mkdir(parents=True, exist_ok=True)

@@ -123,3 +123,18 @@ def test_every_stage_runs_on_a_cpu(tmp_path: Path) -> None:
     plain = stages["weights"]["figures"][0]
     assert plain["value"] > 0
     assert plain["details"]["share_of_copying"] > 0
+
+
+@pytest.mark.slow
+def test_a_stage_has_a_process_of_its_own_and_no_longer_than_it_may(
+    script: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "gpu.json"
+    words = ["--tiny", "--json", str(file), "--folder", str(tmp_path)]
+    results = script.Results(file, tiny=True)
+    script.run_apart("inventory", words, results, 0.01)
+    assert results.data["stages"]["inventory"]["failed"] == "it took more than 0 s"
+    script.run_apart("inventory", words, results, 200.0)
+    assert results.has("inventory")
+    names = [one["name"] for one in results.data["stages"]["inventory"]["figures"]]
+    assert names == ["versions", "products in bfloat16", "copies in device memory"]

@@ -13,7 +13,7 @@
 #   make test-all      the same with the tests marked `nightly`, which take longest
 #   make lint          engines, then the linters alone
 #   make format        let ruff rewrite what it can
-#   make requirements  compile requirements.txt, requirements-engines.txt and -docs.txt anew
+#   make requirements  compile requirements.txt, requirements-engines.txt, -docs.txt and -cuda.txt anew
 #   make release VERSION=0.2.0   cut the changelog, build and check the package, commit and tag it
 #   make clean         remove .venv, caches and build outputs; runs/ is kept
 
@@ -142,6 +142,7 @@ requirements: .venv/.requirements
 	{ grep '^#' requirements.txt; sed -E 's/^(torch==[^+ ]*)\+[a-z0-9]+/\1/' .venv/base.txt; } \
 		> .venv/new.txt
 	mv .venv/new.txt requirements.txt
+	$(BIN)/python .ci/resolve.py --write
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

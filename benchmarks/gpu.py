@@ -1,273 +1,239 @@
-"""What the torch engine gets out of a GPU: training and decoding at the sizes of small models.
+"""All figures that one GPU can give, in at most 25 minutes.
 
-Random weights of the shapes of Qwen2.5-0.5B and 1.5B, in bfloat16, on one device:
+    python benchmarks/gpu.py --json FILE --folder MODELS
 
-- training: one call of GRPO's loss over rows of a prompt and responses of mixed lengths, prompts
-  shared; tokens per second, and the share of the device's matrix products that this is. The peak is
-  measured beside it, with products of 8,192 x 8,192, so that a device that is throttled or shared
-  is compared with itself.
-- decoding: tokens per second of few and of many rows, and the share of the memory bandwidth that
-  reading the weights once per token takes.
-- memory: the most that torch had allocated during each.
+Each stage runs in a process of its own and writes its figures to FILE as it finds them. A second
+call goes on where the first ended: what FILE has is not measured again, unless `--again` says so.
+A stage that fails, is not there in time or lacks something is left open by name, with the reason.
 
-`--tiny` runs all of it in seconds on a CPU, on a model that means nothing: it shows that the script
-works where there is no GPU.
+Every figure stands beside what it is a share of, measured in the same process: products, copies, a
+data sheet, a prediction. `--tiny` runs every stage on a CPU, on a model that means nothing, in one
+process: it shows that the script works where there is no GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
-import statistics
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from bench import parser, report, table
-from penstock.algorithms.losses import ClippedPolicyLoss
-from penstock.algorithms.roles import PolicyBatch, Sampling
-from penstock.configs.references import option_file
-from penstock.dataflow.runtime.call_context import call_scope
-from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.planner.inputs.model_shape import ModelShape, shape_of
-from penstock.workers.engines.roles import PolicyWorker
-from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
-from penstock.workers.models.spec import ModelSpec
-from penstock.workers.training.optimizer import OptimizerSpec
+from bench import machine, parser, table
+from gpu_case import Bench, Figure, scale
+from gpu_compute import attention, inventory, logprobs, train
+from gpu_generate import decode, determinism
+from gpu_run import smollm2, step
+from gpu_transfer import sleep, weights
 
-PROMPTS, SAMPLES = 4, 8
-REPEATS = 3
-FEWEST_TOKEN_ID, MOST_TOKEN_ID = 3, 90
-TINY = {
-    "model_type": "qwen2",
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}
+LIMIT_S = 1500.0
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How much is measured, and where.
+class Stage:
+    """Some figures.
 
     Attributes:
-        device: Of torch.
-        models: Name -> fields of the model's config.
-        prompt: Tokens of a prompt.
-        response: Tokens of the longest response.
-        decode_rows: Rows that are decoded at once, one measurement for each.
-        decode_tokens: Tokens of each row.
-        product: Width of the matrices by which the peak is measured.
+        measure: Finds them, one after another.
+        limit_s: How long it may take; a stage is not begun if less time is left.
     """
 
-    device: str
-    models: dict[str, dict[str, Any]]
-    prompt: int
-    response: int
-    decode_rows: tuple[int, ...]
-    decode_tokens: int
-    product: int
+    measure: Callable[[Bench], Iterator[Figure]]
+    limit_s: float
 
 
-def scale(*, tiny: bool) -> Scale:
-    """The sizes of a GPU, or of a demonstration."""
-    if tiny:
-        return Scale("cpu", {"tiny": TINY}, 8, 8, (8, 16), 8, 256)
-    names = ("qwen2.5-0.5b", "qwen2.5-1.5b")
-    models = {name: option_file("model", name)["architecture"] for name in names}
-    return Scale("cuda", models, 300, 800, (8, 512), 256, 8192)
+STAGES: Mapping[str, Stage] = {
+    "inventory": Stage(inventory, 90),
+    "attention": Stage(attention, 150),
+    "train": Stage(train, 240),
+    "sleep": Stage(sleep, 120),
+    "weights": Stage(weights, 180),
+    "decode": Stage(decode, 300),
+    "logprobs": Stage(logprobs, 180),
+    "determinism": Stage(determinism, 180),
+    "step": Stage(step, 420),
+    "smollm2": Stage(smollm2, 570),
+}
+"""Name -> stage, in the order in which they run: what is known least first."""
+
+NEEDS_MORE = {
+    "decoding with vLLM, share of the bandwidth": ("vLLM", 0.60),
+    "weights of a 7B to a colocated vLLM": ("vLLM", 1.0),
+    "weights over NCCL": ("several GPUs", None),
+    "training with Megatron and Transformer Engine": ("Transformer Engine", None),
+    "GRPO over TRL's with its own generation": ("TRL, and a script for its side", 3.0),
+}
+"""Figure -> what it needs that this script does without, and the goal."""
 
 
-class Meter:
-    """Times what a device does."""
-
-    def __init__(self, device: str) -> None:
-        self._cuda = device.startswith("cuda")
-
-    def seconds(self, body: Callable[[], object]) -> float:
-        """Median of some repeats, after one that is not counted."""
-        self._once(body)
-        return statistics.median(self._once(body) for _ in range(REPEATS))
-
-    def _once(self, body: Callable[[], object]) -> float:
-        self._wait()
-        began_s = time.perf_counter()
-        body()
-        self._wait()
-        return time.perf_counter() - began_s
-
-    def _wait(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
-
-    def peak_gib(self, *, reset: bool = False) -> float | None:
-        """The most that torch has had allocated since the last reset; None on a CPU."""
-        if not self._cuda:
-            return None
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-        return peak
-
-
-def peaks(meter: Meter, sizes: Scale) -> tuple[float, float]:
-    """Products per second in bfloat16 (FLOP/s), and bytes of memory read and written per second."""
-    left = torch.randn(sizes.product, sizes.product, device=sizes.device).bfloat16()
-    products = 2 * sizes.product**3 / meter.seconds(lambda: left @ left)
-    copy = 2 * left.nbytes / meter.seconds(left.clone)
-    return products, copy
-
-
-def policy_of(architecture: dict[str, Any], sizes: Scale) -> PolicyWorker:
-    """A policy with random weights."""
-    spec = TorchPolicySpec(
-        model=ModelSpec(architecture=architecture, dtype="bfloat16"),
-        eos_token_id=0,
-        optimizer=OptimizerSpec(lr=1e-6),
-    )
-    return spec.build(WorkerContext("actor", device=sizes.device))
-
-
-def batch_of(sizes: Scale) -> PolicyBatch:
-    """Rows of prompts that are shared and responses of half to all of the longest length."""
-    draw = torch.Generator().manual_seed(0)
-    rows = PROMPTS * SAMPLES
-    lengths = (sizes.response * (0.5 + 0.5 * torch.rand(rows, generator=draw))).long()
-    tokens = torch.full((rows, sizes.prompt + int(lengths.max())), -1)
-    mask = torch.zeros(tokens.shape, dtype=torch.bool)
-
-    def ids(count: int) -> torch.Tensor:
-        return torch.randint(FEWEST_TOKEN_ID, MOST_TOKEN_ID, (count,), generator=draw)
-
-    prompts = [ids(sizes.prompt) for _ in range(PROMPTS)]
-    for row, length in enumerate(lengths.tolist()):
-        end = sizes.prompt + length
-        tokens[row, : sizes.prompt] = prompts[row // SAMPLES]
-        tokens[row, sizes.prompt : end] = ids(length)
-        mask[row, sizes.prompt : end] = True
-    advantage = torch.randn(mask.shape, generator=draw) * mask
-    behavior = torch.full(mask.shape, -4.0) * mask
-    return PolicyBatch(tokens=tokens, mask=mask, behavior_logprob=behavior, advantage=advantage)
-
-
-def train_flops(
-    shape: ModelShape, prompts: Sequence[int], responses: Sequence[Sequence[int]]
-) -> float:
-    """FLOP of a train call, forward and backward, each prompt computed once for its samples.
-
-    Products: 2 per weight and token forward, twice that backward; the vocabulary's only where a
-    token is predicted. Attention: 4 per attended token, head and dimension, causal.
+class Results:
+    """The file of results: stages with their figures, and the machine.
 
     Args:
-        shape: Of the model.
-        prompts: Tokens of each prompt.
-        responses: For each prompt, tokens of each of its responses.
+        file: Where it is, or will be.
+        tiny: Whether it is of a demonstration.
     """
-    sampled = sum(map(sum, responses))
-    products = 2.0 * shape.num_layers * shape.active_layer_params * (sum(prompts) + sampled)
-    head = 2.0 * shape.embedding_params * sampled
-    pairs = sum(
-        prompt**2 / 2 + sum(((prompt + length) ** 2 - prompt**2) / 2 for length in lengths)
-        for prompt, lengths in zip(prompts, responses, strict=True)
-    )
-    attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
-    return 3.0 * (products + head + attention)
+
+    def __init__(self, file: Path, *, tiny: bool) -> None:
+        self._file = file
+        here = {"is_tiny": tiny, "device": _device(tiny=tiny)}
+        self.data: dict[str, Any] = {**here, "stages": {}, "machine": machine()}
+        if not file.exists():
+            return
+        found: dict[str, Any] = json.loads(file.read_text())
+        there = {key: found.get(key) for key in here}
+        if there != here:
+            raise SystemExit(
+                f"{file} is of {there}, and this is {here}\n    give another --json FILE"
+            )
+        self.data = found
+
+    def has(self, stage: str) -> bool:
+        """Whether a stage is complete."""
+        return bool(self.data["stages"].get(stage, {}).get("is_complete"))
+
+    def write(self, stage: str, found: Mapping[str, Any]) -> None:
+        """Put what is known of a stage in the file; a reader sees all of it or nothing."""
+        self.data["stages"][stage] = dict(found)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        part = self._file.with_suffix(".part")
+        part.write_text(json.dumps(self.data, indent=2) + "\n")
+        part.rename(self._file)
+
+    def reread(self) -> None:
+        """Take over what another process has written."""
+        if self._file.exists():
+            self.data = json.loads(self._file.read_text())
 
 
-def trained(name: str, sizes: Scale, meter: Meter, peak: float) -> dict[str, Any]:
-    """What training reaches."""
-    architecture = sizes.models[name]
-    policy, batch = policy_of(architecture, sizes), batch_of(sizes)
-    meter.peak_gib(reset=True)
-
-    def step() -> None:
-        with call_scope(0, 0):
-            policy.train(ClippedPolicyLoss(), batch)
-
-    seconds = meter.seconds(step)
-    lengths = batch.mask.sum(1).view(PROMPTS, SAMPLES).tolist()
-    flops = train_flops(shape_of(architecture), [sizes.prompt] * PROMPTS, lengths)
-    return {
-        "model": name,
-        "seconds": seconds,
-        "tokens_per_s": int((batch.tokens >= 0).sum()) / seconds,
-        "peak_share": flops / seconds / peak,
-        "memory_gib": meter.peak_gib(),
-    }
+def _device(*, tiny: bool) -> str:
+    return "cpu" if tiny else torch.cuda.get_device_name()
 
 
-def decoded(name: str, rows: int, sizes: Scale, meter: Meter, copy: float) -> dict[str, Any]:
-    """What decoding reaches."""
-    architecture = sizes.models[name]
-    policy = policy_of(architecture, sizes)
-    draw = torch.Generator().manual_seed(0)
-    size = (rows // SAMPLES, sizes.prompt)
-    prompt = torch.randint(FEWEST_TOKEN_ID, MOST_TOKEN_ID, size, generator=draw)
-    sampling = Sampling(num_samples=SAMPLES, max_new_tokens=sizes.decode_tokens)
-    meter.peak_gib(reset=True)
-    tokens: list[int] = []
-
-    def call() -> None:
-        with call_scope(0, 0):
-            roll = policy.generate(prompt, torch.arange(len(prompt)), sampling)
-        tokens.append(int(roll.mask.sum()))
-
-    seconds = meter.seconds(call)
-    weights = shape_of(architecture).active_params() * 2
-    return {
-        "model": name,
-        "rows": rows,
-        "seconds": seconds,
-        "tokens_per_s": tokens[-1] / seconds,
-        "bandwidth_share": weights * sizes.decode_tokens / seconds / copy,
-        "memory_gib": meter.peak_gib(),
-    }
+def run_stage(name: str, bench: Bench, results: Results) -> None:
+    """Measure a stage in this process; each figure is in the file as soon as it is found."""
+    began_s = time.perf_counter()
+    found: dict[str, Any] = {"is_complete": False, "figures": []}
+    results.write(name, found)
+    try:
+        for figure in STAGES[name].measure(bench):
+            found["figures"].append(figure.as_data())
+            results.write(name, found)
+        found["is_complete"] = True
+    except Exception as error:  # the other stages are measured all the same
+        found["failed"] = f"{type(error).__name__}: {str(error)[:1000]}"
+    found["seconds"] = time.perf_counter() - began_s
+    results.write(name, found)
+    gc.collect()
 
 
-def main() -> None:
-    """Measure, and print what was found."""
+def run_apart(name: str, words: list[str], results: Results, limit_s: float) -> None:
+    """Measure a stage in a process of its own; nothing of it is left when its time is over."""
+    words = [*words, "--stage", name, "--here", "--again"]
+    command = [sys.executable, str(Path(__file__).resolve()), *words]
+    child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+    try:
+        child.wait(limit_s)
+        ended = f"its process ended with {child.returncode}"
+    except subprocess.TimeoutExpired:
+        ended = f"it took more than {limit_s:.0f} s"
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    results.reread()
+    found = results.data["stages"].setdefault(name, {"is_complete": False, "figures": []})
+    if not found["is_complete"] and "failed" not in found:
+        results.write(name, {**found, "failed": ended})
+
+
+def main() -> int:
+    """Measure what is missing, and print all there is."""
+    args = _arguments()
+    with tempfile.TemporaryDirectory() as scratch:
+        file = args.json or Path(scratch) / "gpu.json"
+        results = Results(file, tiny=args.tiny)
+        bench = Bench(scale(tiny=args.tiny), args.folder or Path(scratch), args.smollm2)
+        words = ["--json", str(file), "--folder", str(bench.folder)]
+        words += ["--smollm2", str(args.smollm2)] if args.smollm2 else []
+        began_s = time.monotonic()
+        for name in args.stage or STAGES:
+            left_s = args.limit_s - (time.monotonic() - began_s)
+            if results.has(name) and not args.again:
+                continue
+            if args.here:
+                run_stage(name, bench, results)
+            elif left_s < min(STAGES[name].limit_s, args.limit_s) / 2:
+                results.write(name, {"is_complete": False, "figures": [],
+                                     "failed": f"not begun: {left_s:.0f} s were left"})  # fmt: skip
+            else:
+                run_apart(name, words, results, min(left_s, STAGES[name].limit_s))
+            print(f"{name}: {_outcome(results.data['stages'][name])}", flush=True)
+        print(text_of(results.data))
+    return int(any("failed" in found for found in results.data["stages"].values()))
+
+
+def _arguments() -> argparse.Namespace:
     options = parser((__doc__ or "").splitlines()[0])
+    options.add_argument("--stage", nargs="+", choices=list(STAGES), help="these stages only")
+    options.add_argument("--again", action="store_true", help="also what the file has already")
+    options.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all stages together")
+    options.add_argument("--folder", type=Path, help="where models are kept from call to call")
+    options.add_argument("--smollm2", type=Path, help="a folder with SmolLM2-135M-Instruct")
+    options.add_argument("--here", action="store_true", help="stages in this process")
     options.add_argument("--tiny", action="store_true", help="a demonstration on the CPU")
     args = options.parse_args()
-    sizes = scale(tiny=args.tiny)
-    if sizes.device == "cuda" and not torch.cuda.is_available():
+    args.here = args.here or args.tiny
+    if args.tiny:
+        torch.set_num_threads(1)  # a model of this size gains nothing from more
+    if not args.tiny and not torch.cuda.is_available():
         options.error("torch finds no CUDA device here; --tiny runs on the CPU")
-    meter = Meter(sizes.device)
-    products, copy = peaks(meter, sizes)
-    training: list[dict[str, Any]] = []
-    decoding: list[dict[str, Any]] = []
-    for name in sizes.models:
-        training.append(trained(name, sizes, meter, products))
-        gc.collect()
-        for rows in sizes.decode_rows:
-            decoding.append(decoded(name, rows, sizes, meter, copy))
-            gc.collect()
-    print(f"products {products / 1e12:.2f} TFLOP/s, copies {copy / 1e9:.0f} GB/s, both measured")
-    for found in (training, decoding):
-        shown = [[_cell(value) for value in one.values()] for one in found]
-        print(table([name.replace("_", " ") for name in found[0]], shown))
-    report(
-        {
-            "products_per_s": products,
-            "copied_bytes_per_s": copy,
-            "training": training,
-            "decoding": decoding,
-        },
-        args.json,
-    )
+    return args
 
 
-def _cell(value: object) -> object:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-    return "-" if value is None else value
+def _outcome(found: Mapping[str, Any]) -> str:
+    return found.get("failed") or f"{len(found['figures'])} figures, {found['seconds']:.1f} s"
+
+
+def text_of(data: Mapping[str, Any]) -> str:
+    """All figures as a table, those without a value at its end."""
+    rows: list[list[str]] = []
+    missing: list[list[str]] = []
+    for name, found in data["stages"].items():
+        for one in found["figures"]:
+            cells = [name, one["name"], _number(one), _goal(one), one["open"] or _said(one)]
+            (missing if one["open"] else rows).append(cells)
+        if "failed" in found:
+            missing.append([name, "(the stage)", "open", "", found["failed"]])
+    for figure, (needs, goal) in NEEDS_MORE.items():
+        text = "" if goal is None else f"{goal:g}"
+        missing.append(["-", figure, "open", text, f"needs {needs}"])
+    return table(["stage", "figure", "value", "goal", ""], [*rows, *missing])
+
+
+def _number(one: Mapping[str, Any]) -> str:
+    value = one["value"]
+    if value is None:
+        return "open" if one["open"] else "-"
+    return f"{value:,.0f} {one['unit']}" if value >= 1000 else f"{value:.3g} {one['unit']}"
+
+
+def _goal(one: Mapping[str, Any]) -> str:
+    return "" if one["goal"] is None else f"{'<=' if one['most'] else '>='} {one['goal']:g}"
+
+
+def _said(one: Mapping[str, Any]) -> str:
+    return {None: "", True: "met", False: "missed"}[one["is_met"]]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

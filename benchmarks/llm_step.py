@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 from bench import parser, report, table
-from gpu import Meter, train_flops
+from gpu_case import Meter, train_flops
 from llm_case import (
     MAX_NEW_TOKENS,
     NUM_PROMPTS,

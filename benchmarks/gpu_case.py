@@ -1,0 +1,323 @@
+"""What the stages of `gpu.py` share: figures, sizes, models, a batch, and a device that is timed.
+
+Models have random weights of the shapes of Qwen2.5-0.5B, 1.5B and 7B, in bfloat16. Peaks are
+measured in every stage anew, with products of 8,192 x 8,192 and copies of them, so that a device
+that is throttled or shared is compared with itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from penstock.algorithms.roles import PolicyBatch
+from penstock.configs.references import option_file
+from penstock.dataflow.runtime.executor import build_role
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.planner.inputs.model_shape import ModelShape, shape_of
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.optimizer import OptimizerSpec
+
+__all__ = [
+    "SAMPLES",
+    "Bench",
+    "Figure",
+    "Meter",
+    "Scale",
+    "batch_of",
+    "prompts_of",
+    "scale",
+    "train_flops",
+]
+
+SAMPLES = 8
+REPEATS = 3
+FEWEST_TOKEN_ID, MOST_TOKEN_ID = 3, 90
+TINY = {
+    "model_type": "qwen2",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What a stage has found, or why it has not.
+
+    Attributes:
+        name: What was measured.
+        value: None if it was not.
+        unit: Of the value.
+        goal: The value to reach, if there is one.
+        most: Whether the goal is the most that is good, and not the least.
+        open: Why there is no value.
+        details: What the value was made of, ratios in the same run among it.
+    """
+
+    name: str
+    value: float | None = None
+    unit: str = ""
+    goal: float | None = None
+    most: bool = False
+    open: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the goal is reached; None if there is no value or no goal."""
+        if self.value is None or self.goal is None:
+            return None
+        return self.value <= self.goal if self.most else self.value >= self.goal
+
+    def as_data(self) -> dict[str, Any]:
+        """For the result file."""
+        return {**asdict(self), "is_met": self.is_met}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much is measured, and where.
+
+    Attributes:
+        device: Of torch.
+        models: Name -> fields of the model's config: the smaller one, and the larger.
+        prompt: Tokens of a prompt.
+        response: Tokens of a response; they vary by a third around it.
+        prompts: Of a train call, with `SAMPLES` responses each.
+        step_prompts: Of a whole step, in which shapes are counted.
+        decode_rows: Rows that are decoded at once, one measurement for each.
+        decode_tokens: Tokens of each row.
+        long: Lengths of rows whose log-probabilities are computed.
+        product: Width of the matrices by which the peak is measured.
+        sent: The model whose weights are sent from process to process.
+        steps: Of a run that is timed, after a first one.
+        widths: Hidden sizes that a calibration times.
+    """
+
+    device: str
+    models: Mapping[str, dict[str, Any]]
+    prompt: int
+    response: int
+    prompts: int
+    step_prompts: int
+    decode_rows: tuple[int, ...]
+    decode_tokens: int
+    long: tuple[int, ...]
+    product: int
+    sent: dict[str, Any]
+    steps: int
+    widths: tuple[int, ...]
+
+    @property
+    def small(self) -> str:
+        """Name of the smaller model."""
+        return next(iter(self.models))
+
+    @property
+    def large(self) -> str:
+        """Name of the larger one, which may be the same."""
+        return list(self.models)[-1]
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the device is one."""
+        return self.device.startswith("cuda")
+
+
+def scale(*, tiny: bool) -> Scale:
+    """The sizes of a GPU, or of a demonstration."""
+    if tiny:
+        return Scale(
+            device="cpu", models={"tiny": TINY}, prompt=8, response=9, prompts=2, step_prompts=4,
+            decode_rows=(8, 16), decode_tokens=8, long=(32, 64), product=256, sent=TINY, steps=2,
+            widths=(),
+        )  # fmt: skip
+    names = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
+    small, large, sent = (option_file("model", name)["architecture"] for name in names)
+    return Scale(
+        device="cuda:0", models={names[0]: small, names[1]: large}, prompt=300, response=900,
+        prompts=4, step_prompts=64, decode_rows=(8, 64, 512), decode_tokens=256,
+        long=(4096, 8192, 16384), product=8192, sent=sent, steps=3, widths=(1024, 1536, 2048),
+    )  # fmt: skip
+
+
+class Meter:
+    """Times what a device does."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device.startswith("cuda")
+
+    def seconds(self, body: Callable[[], object]) -> float:
+        """Median of some repeats, after one that is not counted."""
+        self.once(body)
+        return statistics.median(self.once(body) for _ in range(REPEATS))
+
+    def once(self, body: Callable[[], object]) -> float:
+        """Seconds of a single time, from an idle device to an idle device."""
+        self._wait()
+        began_s = time.perf_counter()
+        body()
+        self._wait()
+        return time.perf_counter() - began_s
+
+    def _wait(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+    def peak_gib(self, *, reset: bool = False) -> float | None:
+        """The most that torch has had allocated since the last reset; None on a CPU."""
+        if not self._cuda:
+            return None
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return peak
+
+
+class Bench:
+    """What a stage is given: the sizes, the device, and models with random weights.
+
+    Args:
+        sizes: How much is measured.
+        folder: Where a model is kept once it has been made, for the stages after.
+        smollm2: A folder with SmolLM2-135M-Instruct, if there is one.
+    """
+
+    def __init__(self, sizes: Scale, folder: Path, smollm2: Path | None = None) -> None:
+        self.sizes, self.folder, self.smollm2 = sizes, folder, smollm2
+        self.meter = Meter(sizes.device)
+
+    @cached_property
+    def products_per_s(self) -> float:
+        """FLOP/s of a large product in bfloat16, measured."""
+        left = self._square()
+        return 2 * self.sizes.product**3 / self.meter.seconds(lambda: left @ left)
+
+    @cached_property
+    def copied_per_s(self) -> float:
+        """Bytes of device memory read and written per second by a long copy, measured."""
+        left = self._square()
+        return 2 * left.nbytes / self.meter.seconds(left.clone)
+
+    def _square(self) -> torch.Tensor:
+        size = (self.sizes.product, self.sizes.product)
+        return torch.randn(size, device=self.sizes.device).bfloat16()
+
+    @cached_property
+    def sheet(self) -> Mapping[str, Any] | None:
+        """What the data sheet says of this device, if an option of `cluster=` has it."""
+        if not self.sizes.is_cuda:
+            return None
+        name = torch.cuda.get_device_name().lower()
+        known = (option for option in ("h200", "h100") if option in name)
+        option = next(known, "a100-80g" if "a100" in name else None)
+        return None if option is None else option_file("cluster", option)["device"]
+
+    def shape(self, name: str) -> ModelShape:
+        """Of a model, in bfloat16."""
+        return shape_of(self.sizes.models[name], name=name, dtype="bfloat16")
+
+    def model(self, name: str) -> ModelSpec:
+        """A model with random weights; from its folder, once it is there."""
+        kept = self.folder / name
+        if (kept / "config.json").exists():
+            return ModelSpec(folder=str(kept), dtype="bfloat16")
+        return ModelSpec(architecture=self.sizes.models[name], dtype="bfloat16")
+
+    def policy(self, name: str, *, trained: bool = True, **options: Any) -> PolicyWorker:
+        """A policy of which no response ends early; it is kept for the next stage.
+
+        Args:
+            name: Of the model.
+            trained: Whether it has an optimizer.
+            options: Further fields of the spec.
+        """
+        spec = TorchPolicySpec(
+            model=self.model(name),
+            eos_token_id=self.sizes.models[name]["vocab_size"],
+            optimizer=OptimizerSpec(lr=1e-6) if trained else None,
+            **options,
+        )
+        gc.collect()
+        if self.sizes.is_cuda:
+            torch.cuda.empty_cache()  # of the model before, whose peak would count otherwise
+        context = WorkerContext("actor", device=self.sizes.device)
+        policy: Any = build_role("actor", spec, context)
+        if spec.model.folder is None:
+            part = self.folder / f"{name}.part"
+            part.mkdir(parents=True, exist_ok=True)
+            policy.save_pretrained(part)
+            part.rename(self.folder / name)
+        return policy
+
+
+def batch_of(sizes: Scale, prompts: int, seed: int = 0) -> PolicyBatch:
+    """Rows of prompts that are shared and responses of two to four thirds of the usual length.
+
+    Args:
+        sizes: Of the tokens.
+        prompts: How many, each with `SAMPLES` responses.
+        seed: Of lengths and tokens.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    rows = prompts * SAMPLES
+    lengths = (sizes.response * (2 + 2 * torch.rand(rows, generator=draw)) / 3).long()
+    tokens = torch.full((rows, sizes.prompt + int(lengths.max())), -1)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    texts = _ids(prompts, sizes.prompt, draw)
+    for row, length in enumerate(lengths.tolist()):
+        end = sizes.prompt + length
+        tokens[row, : sizes.prompt] = texts[row // SAMPLES]
+        tokens[row, sizes.prompt : end] = _ids(1, length, draw)[0]
+        mask[row, sizes.prompt : end] = True
+    advantage = torch.randn(mask.shape, generator=draw) * mask
+    behavior = torch.full(mask.shape, -4.0) * mask
+    return PolicyBatch(tokens=tokens, mask=mask, behavior_logprob=behavior, advantage=advantage)
+
+
+def prompts_of(sizes: Scale, prompts: int, seed: int = 0) -> torch.Tensor:
+    """i64[prompts, tokens]: random prompts, all of the usual length."""
+    return _ids(prompts, sizes.prompt, torch.Generator().manual_seed(seed))
+
+
+def _ids(rows: int, count: int, draw: torch.Generator) -> torch.Tensor:
+    return torch.randint(FEWEST_TOKEN_ID, MOST_TOKEN_ID, (rows, count), generator=draw)
+
+
+def train_flops(
+    shape: ModelShape, prompts: Sequence[int], responses: Sequence[Sequence[int]]
+) -> float:
+    """FLOP of a train call, forward and backward, each prompt computed once for its samples.
+
+    Products: 2 per weight and token forward, twice that backward; the vocabulary's only where a
+    token is predicted. Attention: 4 per attended token, head and dimension, causal.
+
+    Args:
+        shape: Of the model.
+        prompts: Tokens of each prompt.
+        responses: For each prompt, tokens of each of its responses.
+    """
+    sampled = sum(map(sum, responses))
+    products = 2.0 * shape.num_layers * shape.active_layer_params * (sum(prompts) + sampled)
+    head = 2.0 * shape.embedding_params * sampled
+    pairs = sum(
+        prompt**2 / 2 + sum(((prompt + length) ** 2 - prompt**2) / 2 for length in lengths)
+        for prompt, lengths in zip(prompts, responses, strict=True)
+    )
+    attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+    return 3.0 * (products + head + attention)

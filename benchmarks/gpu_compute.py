@@ -1,0 +1,299 @@
+"""Stages of `gpu.py` that compute: the device, attention, training, log-probabilities."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from gpu_case import SAMPLES, Bench, Figure, batch_of, train_flops
+from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.dataflow.runtime.call_context import call_scope
+from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.inputs.model_shape import ModelShape
+from penstock.planner.inputs.workload import Lengths
+from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.costs import torch_engine_peak
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MFU = {"qwen2.5-0.5b": 0.35, "qwen2.5-1.5b": 0.45}
+"""Goals of training: the share of the data sheet's products."""
+
+MEMORY_ERROR = 0.1
+MOST_SHAPES = 8
+NEW_SHAPES = 6
+SCALES = {"TFLOP/s": 1e12, "GB/s": 1e9}
+
+# --- inventory
+
+
+def inventory(bench: Bench) -> Iterator[Figure]:
+    """What this machine has, and how fast it multiplies and copies."""
+    yield Figure(name="versions", details=_versions())
+    sheet = bench.sheet or {}
+    products = sheet.get("flops_per_s", {}).get("bfloat16")
+    for name, unit, value, said in (
+        ("products in bfloat16", "TFLOP/s", bench.products_per_s / 1e12, products),
+        ("copies in device memory", "GB/s", bench.copied_per_s / 1e9,
+         sheet.get("memory_bytes_per_s")),
+    ):  # fmt: skip
+        share = {} if said is None else {"share_of_data_sheet": value * SCALES[unit] / said}
+        yield Figure(name=name, value=value, unit=unit, details=share)
+    if not bench.sizes.is_cuda:
+        return
+    there = torch.empty(2**30, dtype=torch.uint8, device=bench.sizes.device)
+    for name, pinned in (("pinned", True), ("pageable", False)):
+        host = torch.empty(2**30, dtype=torch.uint8, pin_memory=pinned)
+        down_s = bench.meter.seconds(lambda host=host: host.copy_(there))
+        up_s = bench.meter.seconds(lambda host=host: there.copy_(host))
+        rates = {"down": 2**30 / down_s / 1e9, "up": 2**30 / up_s / 1e9}
+        yield Figure(name=f"to {name} host memory", value=rates["down"], unit="GB/s", details=rates)
+
+
+def _versions() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.version.cuda else None,
+    }
+    if torch.cuda.is_available():
+        one = torch.cuda.get_device_properties(0)
+        found |= {
+            "device": one.name,
+            "memory_gib": one.total_memory / 2**30,
+            "multiprocessors": one.multi_processor_count,
+            "capability": f"{one.major}.{one.minor}",
+        }
+    if shutil.which("nvidia-smi"):
+        asked = ["--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+        said = subprocess.run(
+            ["nvidia-smi", *asked], capture_output=True, text=True, timeout=30, check=False
+        )
+        found["driver, power limit, clock"] = (said.stdout or said.stderr).strip()
+    return found
+
+
+# --- attention
+
+
+class _Shapes(TorchDispatchMode):
+    """Notes the shapes with which a library's attention is called.
+
+    Attributes:
+        dense: Those of `scaled_dot_product_attention`, for which a library may make a plan each.
+        packed: Those of kernels for packed rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = set[tuple[Any, ...]]()
+        self.packed = set[tuple[Any, ...]]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = str(func)
+        if "attn" in name or "attention" in name:
+            shapes = tuple(tuple(a.shape) for a in args if isinstance(a, Tensor))
+            (self.dense if "scaled_dot_product" in name else self.packed).add((name, *shapes))
+        return func(*args, **kwargs or {})
+
+
+def attention(bench: Bench) -> Iterator[Figure]:
+    """Distinct shapes of a step, and what a new shape costs with each kernel."""
+    yield _shapes_of_a_step(bench)
+    kernels = {"as the worker leaves it": None, "flash": SDPBackend.FLASH_ATTENTION}
+    if bench.sizes.is_cuda:
+        kernels["cuDNN"] = SDPBackend.CUDNN_ATTENTION
+    for name, kernel in kernels.items():
+        if kernel is None:
+            first_s, again_s = _new_shapes(bench)
+        else:
+            with sdpa_kernel(kernel):
+                first_s, again_s = _new_shapes(bench)
+        yield Figure(
+            name=f"attention of a new shape, {name}",
+            value=1e3 * max(first_s[1:]),
+            unit="ms",
+            details={"first_ms": [1e3 * s for s in first_s], "again_ms": 1e3 * again_s},
+        )
+
+
+def _shapes_of_a_step(bench: Bench) -> Figure:
+    sizes = bench.sizes
+    few_layers = {**sizes.models[sizes.large], "num_hidden_layers": 2}
+    sizes_of_it = replace(sizes, models={"two layers": few_layers})
+    policy = Bench(sizes_of_it, bench.folder).policy("two layers")
+    counts: list[int] = []
+    seen, packed = set[tuple[Any, ...]](), set[tuple[Any, ...]]()
+    for step in range(3):
+        shapes = _Shapes()
+        batch = batch_of(sizes, sizes.step_prompts, seed=step)
+        with shapes:
+            _step(policy, batch, step)
+        counts.append(len(shapes.dense))
+        packed |= shapes.packed
+        seen |= shapes.dense
+    details = {
+        "of_each_step": counts,
+        "of_three_steps": len(seen),
+        "of_packed_kernels": len(packed),
+        "rows": sizes.step_prompts * SAMPLES,
+        "cudnn_is_on": torch.backends.cuda.cudnn_sdp_enabled(),
+    }
+    name = "distinct attention shapes of a step"
+    if not sizes.is_cuda:
+        return Figure(name=name, open="on a CPU attention is no library's", details=details)
+    return Figure(name=name, value=max(counts), goal=MOST_SHAPES, most=True, details=details)
+
+
+def _new_shapes(bench: Bench) -> tuple[list[float], float]:
+    """Seconds of each first call of a shape, forward and backward, and of the fastest repeated."""
+    long = bench.sizes.prompt + bench.sizes.response // 2
+    first: list[float] = []
+    again: list[float] = []
+    for i in range(NEW_SHAPES):
+        tokens = long + 13 * i
+        size = (3, 12, tokens, 64)
+        query, key, value = (
+            torch.randn(size, device=bench.sizes.device, dtype=torch.bfloat16).requires_grad_()
+            for _ in range(3)
+        )
+
+        def call(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> None:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            mixed.float().sum().backward()
+
+        first.append(bench.meter.once(call))
+        again.append(min(bench.meter.once(call) for _ in range(3)))
+    return first, min(again)
+
+
+# --- training
+
+
+def _step(policy: PolicyWorker, batch: Any, step: int = 0) -> None:
+    with call_scope(step, 0):
+        policy.train(ClippedPolicyLoss(), batch)
+
+
+def train(bench: Bench) -> Iterator[Figure]:
+    """MFU of both models, memory against the planner's ledger, and waits for the device."""
+    for name in bench.sizes.models:
+        yield from _trained(bench, name)
+
+
+def _trained(bench: Bench, name: str) -> Iterator[Figure]:
+    sizes, meter = bench.sizes, bench.meter
+    policy, batch = bench.policy(name), batch_of(sizes, sizes.prompts)
+    first_s = meter.once(lambda: _step(policy, batch))
+    meter.peak_gib(reset=True)
+    seconds = meter.seconds(lambda: _step(policy, batch, 1))
+    peak_gib = meter.peak_gib()
+    lengths = batch.mask.sum(1).tolist()
+    grouped = [lengths[i : i + SAMPLES] for i in range(0, len(lengths), SAMPLES)]
+    flops = train_flops(bench.shape(name), [sizes.prompt] * sizes.prompts, grouped)
+    flops_per_s = flops / seconds
+    details: dict[str, Any] = {
+        "seconds": seconds,
+        "first_s": first_s,
+        "tokens_per_s": int((batch.tokens >= 0).sum()) / seconds,
+        "tflop_per_s": flops_per_s / 1e12,
+        "share_of_measured_products": flops_per_s / bench.products_per_s,
+    }
+    if bench.sheet is None:
+        yield Figure(
+            name=f"train MFU, {name}", open="no data sheet of this device", details=details
+        )
+    else:
+        share = flops_per_s / bench.sheet["flops_per_s"]["bfloat16"]
+        yield Figure(name=f"train MFU, {name}", value=share, goal=MFU.get(name), details=details)
+    call = _call("train", bench.shape(name), sizes.prompt, lengths)
+    yield _memory(f"memory of training, {name}", call, peak_gib)
+    if sizes.is_cuda:
+        waits = _waits(lambda: _step(policy, batch, 2))
+        yield Figure(name=f"waits for the device in a train call, {name}", value=waits)
+
+
+def _call(kind: CallKind, shape: ModelShape, prompt: int, responses: Sequence[int]) -> Call:
+    trained = kind == "train"
+    counts = {length: responses.count(length) for length in sorted(set(responses))}
+    return Call(
+        name=f"actor.{kind}", role="actor", kind=kind, model=shape, head="vocabulary",
+        trained=trained, num_sequences=len(responses), prompt=Lengths.constant(prompt),
+        response=Lengths(tokens=tuple(counts), weights=tuple(counts.values())),
+        samples_per_prompt=SAMPLES if trained else 1,
+    )  # fmt: skip
+
+
+def _memory(name: str, call: Call, peak_gib: float | None) -> Figure:
+    """How far the planner's ledger is from what torch had allocated."""
+    predicted_gib = torch_engine_peak(call).total / 2**30
+    details = {"predicted_gib": predicted_gib, "measured_gib": peak_gib}
+    if peak_gib is None:
+        return Figure(name=name, open="torch counts memory of CUDA devices only", details=details)
+    error = abs(predicted_gib / peak_gib - 1)
+    return Figure(name=name, value=error, goal=MEMORY_ERROR, most=True, details=details)
+
+
+def _waits(body: Callable[[], object]) -> int:
+    """How often a call waits for the device; torch warns of each."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            body()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(one.message) for one in said)
+
+
+# --- log-probabilities
+
+
+def logprobs(bench: Bench) -> Iterator[Figure]:
+    """Of rows up to 16,384 tokens: seconds, the share of products, memory against the ledger."""
+    name, meter, sizes = bench.sizes.large, bench.meter, bench.sizes
+    policy, shape = bench.policy(name, trained=False), bench.shape(name)
+    for length in sizes.long:
+        tokens = torch.randint(3, 90, (1, length), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        mask[:, : sizes.prompt] = False
+
+        def call(tokens: Tensor = tokens, mask: Tensor = mask) -> None:
+            with call_scope(0, 0):
+                policy.logprob(tokens, mask)
+
+        first_s = meter.once(call)
+        meter.peak_gib(reset=True)
+        seconds = meter.seconds(call)
+        peak_gib = meter.peak_gib()
+        sampled = length - sizes.prompt
+        flops = train_flops(shape, [sizes.prompt], [[sampled]]) / 3
+        details = {
+            "seconds": seconds,
+            "first_s": first_s,
+            "share_of_measured_products": flops / seconds / bench.products_per_s,
+        }
+        yield Figure(
+            name=f"log-probabilities of {length} tokens, {name}",
+            value=length / seconds,
+            unit="tokens/s",
+            details=details,
+        )
+        yield _memory(
+            f"memory of log-probabilities of {length} tokens, {name}",
+            _call("forward", shape, sizes.prompt, [sampled]),
+            peak_gib,
+        )

@@ -1,0 +1,171 @@
+"""Stages of `gpu.py` that generate: decoding against the memory's bandwidth, and the same bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from gpu_case import SAMPLES, Bench, Figure, batch_of, prompts_of
+from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.algorithms.roles import Sampling
+from penstock.algorithms.roles.language import Rollout
+from penstock.dataflow.runtime.call_context import call_scope
+from penstock.planner.inputs.model_shape import ModelShape
+from penstock.workers.engines.roles import PolicyWorker
+from torch.profiler import ProfilerActivity, profile
+
+BANDWIDTH = 0.35
+WAITS = 1 / 16
+LAUNCHES = (
+    *("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"),
+    "cudaGraphLaunch",
+)
+WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+# --- decoding
+
+
+def decode(bench: Bench) -> Iterator[Figure]:
+    """Tokens per second of few and of many rows, and what each token launches and waits for."""
+    name = bench.sizes.large
+    policy = bench.policy(name, trained=False)
+    for rows in bench.sizes.decode_rows:
+        yield _decoded(bench, policy, name, rows)
+    yield from _launches(bench, policy, name)
+
+
+def _decoded(bench: Bench, policy: PolicyWorker, name: str, rows: int) -> Figure:
+    sizes, meter = bench.sizes, bench.meter
+    meter.peak_gib(reset=True)
+    seconds = meter.seconds(lambda: _generate(bench, policy, rows, sizes.decode_tokens))
+    least_s = _bytes_read(bench.shape(name), rows, sizes.prompt, sizes.decode_tokens)
+    share = least_s / bench.copied_per_s / seconds
+    return Figure(
+        name=f"decoding {rows} rows, share of the bandwidth, {name}",
+        value=share,
+        goal=BANDWIDTH,
+        details={
+            "seconds": seconds,
+            "ms_per_token": 1e3 * seconds / sizes.decode_tokens,
+            "tokens_per_s": rows * sizes.decode_tokens / seconds,
+            "copied_bytes_per_s": bench.copied_per_s,
+            "peak_gib": meter.peak_gib(),
+        },
+    )
+
+
+def _bytes_read(shape: ModelShape, rows: int, prompt: int, tokens: int) -> float:
+    """What decoding must read at least: the weights for each token, and keys and values by row."""
+    weights = shape.active_params() * shape.dtype_bytes
+    cached = rows * (prompt + tokens / 2) * shape.kv_bytes_per_token
+    return tokens * (weights + cached)
+
+
+def _generate(bench: Bench, policy: PolicyWorker, rows: int, tokens: int) -> Rollout:
+    prompt = prompts_of(bench.sizes, rows // SAMPLES)
+    sampling = Sampling(num_samples=SAMPLES, max_new_tokens=tokens)
+    with call_scope(0, 0):
+        return policy.generate(prompt, torch.arange(len(prompt)), sampling)
+
+
+def _launches(bench: Bench, policy: PolicyWorker, name: str) -> Iterator[Figure]:
+    """Per token, from the difference of a longer and a shorter call."""
+    rows, few = bench.sizes.decode_rows[0], bench.sizes.decode_tokens // 4
+    short, long = (
+        _counted(lambda tokens=tokens: _generate(bench, policy, rows, tokens))
+        for tokens in (few, 3 * few)
+    )
+    more = {event: (long[event] - short[event]) / (2 * few) for event in long}
+    launched = sum(more.get(event, 0.0) for event in LAUNCHES)
+    waited = sum(more.get(event, 0.0) for event in WAITING)
+    host = sum(count for event, count in more.items() if event.startswith("aten::"))
+    details = {"rows": rows, "operations_of_torch": host}
+    said = "" if any(long[event] for event in LAUNCHES) else "the profiler sees no launches here"
+    yield Figure(
+        name=f"launches per decoded token, {name}",
+        value=None if said else launched,
+        open=said,
+        details=details,
+    )
+    yield Figure(
+        name=f"waits for the device per decoded token, {name}",
+        value=None if said else waited,
+        goal=None if said else WAITS,
+        most=True,
+        open=said,
+        details=details,
+    )
+
+
+def _counted(body: Callable[[], object]) -> Counter[str]:
+    """Event -> how often; what torch does on the host, and what it asks CUDA for."""
+    body()
+    activities = [ProfilerActivity.CPU]
+    activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    with profile(activities=activities) as seen:
+        body()
+    return Counter({one.key: one.count for one in seen.key_averages()})
+
+
+# --- determinism
+
+
+def determinism(bench: Bench) -> Iterator[Figure]:
+    """Whether the same calls give the same bits: as it stands, and with torch's own switch."""
+    for name, switched in (("", False), (", use_deterministic_algorithms", True)):
+        torch.use_deterministic_algorithms(switched, warn_only=True)
+        try:
+            first, second = (_bits(bench) for _ in range(2))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        for call in first.bits:
+            yield Figure(
+                name=f"same bits: {call}{name}",
+                value=float(first.bits[call] == second.bits[call]),
+                details={"train_s": first.train_s},
+            )
+        if not switched:
+            yield from first.invariance
+
+
+class _Bits:
+    """What some calls gave.
+
+    Attributes:
+        bits: Call -> something that is equal if all its bits are.
+        train_s: Of the train call.
+        invariance: Figures about rows alone and among others.
+    """
+
+    def __init__(self) -> None:
+        self.bits: dict[str, Any] = {}
+        self.train_s = 0.0
+        self.invariance: list[Figure] = []
+
+
+def _bits(bench: Bench) -> _Bits:
+    """Generate, evaluate and train, on a new policy."""
+    found, sizes = _Bits(), bench.sizes
+    policy = bench.policy(sizes.small)
+    roll = _generate(bench, policy, sizes.decode_rows[0], sizes.decode_tokens)
+    found.bits["tokens that are sampled"] = roll.tokens.tolist()
+    batch = batch_of(sizes, sizes.prompts)
+    with call_scope(0, 0):
+        together = policy.logprob(batch.tokens, batch.mask)
+        alone = policy.logprob(batch.tokens[:1], batch.mask[:1])
+    found.bits["log-probabilities"] = together.tolist()
+    change = float((together[:1] - alone).abs().max())
+    found.invariance.append(
+        Figure(name="log-probabilities of a row alone and among others, largest difference",
+               value=change)
+    )  # fmt: skip
+
+    def step() -> None:
+        with call_scope(0, 0):
+            policy.train(ClippedPolicyLoss(), batch)
+
+    found.train_s = bench.meter.once(step)
+    found.bits["weights after a train call"] = policy.weights_sha256()
+    return found

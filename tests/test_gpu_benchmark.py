@@ -1,0 +1,140 @@
+"""`benchmarks/gpu.py`: what was measured is kept, what was not is open by name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module("gpu")
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def measured(script: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has the script measure three things; the stages that were measured, in order."""
+    done: list[str] = []
+
+    def good(_: Any) -> Iterator[Any]:
+        done.append("good")
+        yield script.Figure(name="fast", value=0.5, goal=0.35)
+        yield script.Figure(name="lean", value=3.0, unit="GB", goal=2.0, most=True)
+        yield script.Figure(name="remote", open="there is no other machine")
+
+    def bad(_: Any) -> Iterator[Any]:
+        done.append("bad")
+        yield script.Figure(name="first", value=1234.0, unit="tokens/s")
+        raise RuntimeError("out of memory")
+
+    stages = {"good": script.Stage(good, 60), "bad": script.Stage(bad, 60)}
+    monkeypatch.setattr(script, "STAGES", stages)
+    monkeypatch.setattr(torch, "set_num_threads", ignored)
+    return done
+
+
+def ignored(num_threads: int) -> None:
+    """The tests of this process go on with the threads that they had."""
+
+
+def call(script: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", *words])
+    return script.main()
+
+
+def test_a_second_call_goes_on_where_the_first_ended(
+    script: Any,
+    measured: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "gpu.json"
+    assert call(script, monkeypatch, "--json", str(file)) == 1
+    assert measured == ["good", "bad"]
+    stages = json.loads(file.read_text())["stages"]
+    assert stages["good"]["is_complete"]
+    assert [one["is_met"] for one in stages["good"]["figures"]] == [True, False, None]
+    assert [one["name"] for one in stages["bad"]["figures"]] == ["first"]
+    assert stages["bad"]["failed"] == "RuntimeError: out of memory"
+    assert call(script, monkeypatch, "--json", str(file)) == 1
+    assert measured == ["good", "bad", "bad"]
+    call(script, monkeypatch, "--json", str(file), "--stage", "good", "--again")
+    assert measured == ["good", "bad", "bad", "good"]
+    said = capsys.readouterr().out.splitlines()
+    table = said[said.index(next(line for line in said if line.startswith("stage "))) + 2 :]
+    words = [" ".join(line.split()) for line in table[:7]]
+    assert words[:5] == [
+        "good fast 0.5 >= 0.35 met",
+        "good lean 3 GB <= 2 missed",
+        "bad first 1,234 tokens/s",
+        "good remote open there is no other machine",
+        "bad (the stage) open RuntimeError: out of memory",
+    ]
+    assert words[5].startswith("- decoding with vLLM, share of the bandwidth open 0.6 needs vLLM")
+
+
+def test_results_of_another_device_are_not_mixed(
+    script: Any, measured: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "gpu.json"
+    file.write_text(json.dumps({"is_tiny": False, "device": "NVIDIA H200", "stages": {}}))
+    with pytest.raises(SystemExit, match=r"gpu\.json is of .*H200.*\n    give another --json FILE"):
+        call(script, monkeypatch, "--json", str(file))
+    assert measured == []
+
+
+def test_what_decoding_reads_is_weights_and_the_cache(script: Any) -> None:
+    generate = importlib.import_module("gpu_generate")
+    case = importlib.import_module("gpu_case")
+    bench = case.Bench(case.scale(tiny=True), Path("unused"))
+    shape = bench.shape("tiny")
+    # 2 layers, keys and values, 2 heads of 16 numbers of 2 bytes
+    assert shape.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
+    read = generate._bytes_read(shape, rows=3, prompt=10, tokens=4)
+    assert read == 4 * (shape.active_params() * 2 + 3 * 12 * 256)
+
+
+@pytest.mark.nightly
+def test_every_stage_runs_on_a_cpu(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--tiny", "--json", str(file)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
+    stages = json.loads(file.read_text())["stages"]
+    assert len(stages) == 10
+    assert all(stage["is_complete"] for stage in stages.values())
+    (shapes,) = (f for f in stages["attention"]["figures"] if f["name"].startswith("distinct"))
+    assert shapes["open"] == "on a CPU attention is no library's"
+    bits = [f for f in stages["determinism"]["figures"] if f["name"].startswith("same bits")]
+    assert [one["value"] for one in bits] == [1.0] * 6
+    plain = stages["weights"]["figures"][0]
+    assert plain["value"] > 0
+    assert plain["details"]["share_of_copying"] > 0
+
+
+@pytest.mark.slow
+def test_a_stage_has_a_process_of_its_own_and_no_longer_than_it_may(
+    script: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "gpu.json"
+    words = ["--tiny", "--json", str(file), "--folder", str(tmp_path)]
+    results = script.Results(file, tiny=True)
+    script.run_apart("inventory", words, results, 0.01)
+    assert results.data["stages"]["inventory"]["failed"] == "it took more than 0 s"
+    script.run_apart("inventory", words, results, 200.0)
+    assert results.has("inventory")
+    names = [one["name"] for one in results.data["stages"]["inventory"]["figures"]]
+    assert names == ["versions", "products in bfloat16", "copies in device memory"]

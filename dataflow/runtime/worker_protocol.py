@@ -8,7 +8,7 @@ from a spec is closed by who had it built; a live object is its owner's to close
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,12 +16,14 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from ..graph.role import Metric, Role
+from ..written_files import WrittenFile
 from .call_context import DeadlineExceeded, deadline
 
 __all__ = [
     "CLOSE_S",
     "Closable",
     "Continues",
+    "SavesLater",
     "Stateful",
     "Streamed",
     "Streams",
@@ -30,6 +32,7 @@ __all__ = [
     "Trainable",
     "WorkerContext",
     "WorkerSpec",
+    "WriteState",
     "close_workers",
     "drain_metrics",
 ]
@@ -120,6 +123,27 @@ class Stateful(Protocol):
 
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote, bit for bit, by any number of ranks."""
+        ...
+
+
+WriteState = Callable[[Path, Callable[[], bool]], Mapping[str, WrittenFile]]
+"""Writes a state that was taken before into a folder; see `SavesLater`.
+
+Given the folder, and what says whether nobody wants it any more, it returns what it has written, by
+the names in the folder.
+"""
+
+
+@runtime_checkable
+class SavesLater(Protocol):
+    """A `Stateful` or `Trainable` worker whose state is written while it goes on. Optional.
+
+    What another thread writes is the state as it was when `take_state` was called, whatever calls
+    come meanwhile. The next `take_state` comes when it has ended.
+    """
+
+    def take_state(self) -> WriteState:
+        """Take the state as it is now; `save_state` writes the same."""
         ...
 
 

@@ -22,17 +22,17 @@ class WrittenFile:
 
 
 def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> WrittenFile:
-    """Write a new file part by part and have the disk take all of it.
+    """Write a file part by part and have the disk take all of it.
 
     Args:
-        path: The file; it must not be there.
+        path: The file; one that is there is replaced.
         parts: Of a few megabytes each: neither hashing nor writing one holds up other threads.
 
     Raises:
         OSError: If the disk refuses, with `path` as its filename.
     """
     digest, size_bytes = hashlib.sha256(), 0
-    with writing(path), path.open("xb", buffering=0) as file:
+    with writing(path), path.open("wb", buffering=0) as file:
         for part in parts:
             digest.update(part)
             rest = memoryview(part)

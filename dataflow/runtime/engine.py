@@ -184,7 +184,8 @@ class Engine:
             sources: Source name -> where its rows come from.
             num_steps: Steps in all, those before a resume included.
             program: Which program to run; "main" is the graph the engine was made with.
-            checkpoint_every: Save after every so many steps and at the end.
+            checkpoint_every: Save after every so many steps and at the end. Steps go on while a
+                checkpoint is being written; it is there at the end of the run, or after `close`.
             checkpoints: Where to save, and where to resume from if it holds a checkpoint.
             stop: Asked between tasks; once it says so the run completes the steps that it has begun
                 to train, saves, and ends without the others.
@@ -261,11 +262,7 @@ class Engine:
                 pauses=ahead,
                 suspended=suspended,
             )
-            try:
-                yield from run.steps()
-            except GeneratorExit:  # whoever takes no more steps may read the checkpoints
-                self._settle(schedule.deadline_s)
-                raise
+            yield from run.steps()
             place = run.place
             if place is None:
                 return

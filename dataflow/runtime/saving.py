@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import WorkerError
-from ..file_errors import disk_refusal
+from ..file_errors import disk_refusal, writing
 from ..written_files import WrittenFile
 from .background import Background
 from .checkpoint import CheckpointFolder
@@ -114,7 +114,9 @@ class Saving:
             self._note_failure(step, f"{slow} {self._deadline_s:g} s; the disk is too slow")
             return False
         try:
-            failed = take(self.store.begin(step))
+            folder = self.store.begin(step)
+            with writing(folder):
+                failed = take(folder)
         except OSError as error:
             failed = _refused(error)
         self._pending = _Pending(step, failed)

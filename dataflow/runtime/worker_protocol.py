@@ -113,8 +113,9 @@ class Stateful(Protocol):
     """A worker with a state of its own: what checkpoints ask of it.
 
     On a group of several ranks every method is called on every rank, and all of them are given the
-    same folder. One that is `Trainable` writes from rank 0; of one whose ranks hold different
-    things every rank writes files of its own, and may find more in the folder than it wrote.
+    same folder. Of what all ranks hold rank 0 may write all, or each rank a share; of one whose
+    ranks hold different things every rank writes files of its own, and may find more in the folder
+    than it wrote.
     """
 
     def save_state(self, folder: Path) -> None:
@@ -163,7 +164,7 @@ class Trainable(Protocol):
         ...
 
     def save_state(self, folder: Path) -> None:
-        """Write weights and optimizer state to `folder` as safetensors and JSON (rank 0 writes)."""
+        """Write weights and optimizer state to `folder` as safetensors and JSON."""
         ...
 
     def load_state(self, folder: Path) -> None:

@@ -79,13 +79,17 @@ class _Held:
 
 
 class StateFiles:
-    """One state after another on its way into files."""
+    """One state after another on its way into files.
+
+    Attributes:
+        pinned: Where what a GPU has is copied to.
+    """
 
     def __init__(self) -> None:
+        self.pinned = PinnedBlocks()
         self._lock = threading.Lock()
         self._left: dict[int, _Source] = {}
         self._ended = threading.Event()
-        self._pinned = PinnedBlocks()
 
     def take(self, files: Mapping[str, Mapping[str, Tensor]]) -> Writes:
         """Take what some files are to hold.
@@ -97,7 +101,7 @@ class StateFiles:
             What writes them, once; it may be called in another thread.
         """
         self.keep()  # of a state that nobody has written
-        self._pinned.reuse()
+        self.pinned.reuse()
         taken = {
             name: {key: self._held(tensor) for key, tensor in tensors.items()}
             for name, tensors in files.items()
@@ -125,6 +129,11 @@ class StateFiles:
             return written
 
         return write
+
+    @property
+    def num_left(self) -> int:
+        """Tensors that have been taken and not been written."""
+        return len(self._left)
 
     def keep(self) -> None:
         """Copy what has been taken and not been written: it is about to change.
@@ -166,12 +175,12 @@ class StateFiles:
         with self._lock:
             part = source.data[begin : begin + _AT_ONCE]
             if source.live is None:
-                return memoryview(part.numpy())
+                return memoryview(part.numpy().data)
             # The disk may hang while it takes a part, and the owner must not hang with it.
             room = staging[: len(part)].numpy()
             room[:] = part.numpy()
             _check(source)
-        return memoryview(room)
+        return memoryview(room.data)
 
     def _held(self, tensor: Tensor) -> _Held:
         return _Held(tensor.dtype, tuple(tensor.shape), tensor.nbytes, self._sources(tensor))
@@ -180,7 +189,7 @@ class StateFiles:
         found = tensor.detach()
         if tensor.device.type != "cpu":
             data = found.contiguous().reshape(-1).view(torch.uint8)
-            return [_Source(part) for part in self._pinned.copy(data)]
+            return [_Source(part) for part in self.pinned.copy(data)]
         if not found.is_contiguous() or found.is_inference():
             copy = found.clone(memory_format=torch.contiguous_format)
             return [_Source(copy.reshape(-1).view(torch.uint8))]
@@ -189,10 +198,14 @@ class StateFiles:
 
 
 class PinnedBlocks:
-    """Host memory that a GPU copies to at full speed; it takes long to make, and is made once."""
+    """Host memory that a GPU copies to at full speed; it takes long to make, and is made once.
+
+    Attributes:
+        blocks: All of it.
+    """
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
+        self.blocks: list[Tensor] = []
         self._used_bytes = 0
 
     def reuse(self) -> None:
@@ -207,10 +220,10 @@ class PinnedBlocks:
         parts: list[Tensor] = []
         while len(data):
             number, begin = divmod(self._used_bytes, _BLOCK_BYTES)
-            if number == len(self._blocks):
+            if number == len(self.blocks):
                 pin = data.is_cuda
-                self._blocks.append(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=pin))
-            part = self._blocks[number][begin : begin + len(data)]
+                self.blocks.append(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=pin))
+            part = self.blocks[number][begin : begin + len(data)]
             part.copy_(data[: len(part)], non_blocking=True)
             parts.append(part)
             self._used_bytes += len(part)

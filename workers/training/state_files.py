@@ -11,6 +11,7 @@ tensors had when they were taken, whichever way they go.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -177,10 +178,10 @@ class StateFiles:
             if source.live is None:
                 return memoryview(part.numpy().data)
             # The disk may hang while it takes a part, and the owner must not hang with it.
-            room = staging[: len(part)].numpy()
-            room[:] = part.numpy()
+            # Not by numpy: a storage that it has seen can be offloaded no more.
+            ctypes.memmove(staging.data_ptr(), part.data_ptr(), len(part))
             _check(source)
-        return memoryview(room.data)
+        return memoryview(staging[: len(part)].numpy().data)
 
     def _held(self, tensor: Tensor) -> _Held:
         return _Held(tensor.dtype, tuple(tensor.shape), tensor.nbytes, self._sources(tensor))

@@ -66,10 +66,13 @@ MOUNTS = _Mounts()
 
 def _fill_bytes(folder: Path, spare_bytes: int) -> None:
     """Use up all bytes of the folder's disk but so many."""
-    info = os.statvfs(folder)
-    size_bytes = info.f_bavail * info.f_frsize - spare_bytes
     descriptor = os.open(folder / _FILLER, os.O_CREAT | os.O_WRONLY, 0o600)
-    os.posix_fallocate(descriptor, 0, size_bytes)
+    for _ in range(1000):  # another thread may be writing, and take what was to be used up
+        info = os.statvfs(folder)
+        size_bytes = os.fstat(descriptor).st_size + info.f_bavail * info.f_frsize - spare_bytes
+        with suppress(OSError):
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            break
     os.close(descriptor)
 
 

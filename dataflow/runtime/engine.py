@@ -26,7 +26,7 @@ from .kept import KeptColumns
 from .messages import CallMethodWork
 from .placement import Placement, flow_of
 from .run import Run, Trained
-from .saving import Saving
+from .saving.of_run import Saving
 from .source import Source
 from .step_result import StepResult
 from .watch import WATCH, Watch

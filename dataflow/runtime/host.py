@@ -47,7 +47,7 @@ from .messages import (
 )
 from .ragged import pack
 from .remote_inference import ServedRole, ServedWeights
-from .saves import Saves, refusal_of
+from .saving.in_ranks import Saves, refusal_of
 from .table_parts import load_part, pack_table, save_part, unpack_table
 from .worker_protocol import (
     Continues,

@@ -69,7 +69,7 @@ from .messages import (
 from .open_streams import OpenStream, OpenStreams
 from .placement import flow_of
 from .publication import Publication
-from .saving import Saving
+from .saving.of_run import Saving
 from .source import Source, read_source
 from .step_result import Done, StepResult, step_result
 from .watch import WATCH, Watch

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from ..errors import StateError
-from ..file_errors import disk_refusal, writing
-from ..graph.role import Role
-from ..written_files import WrittenFile
-from .background import Background
-from .call_stream import overrides
-from .messages import SaveReport
-from .worker_protocol import CLOSE_S, SavesLater, Stateful, Trainable
+from ...errors import StateError
+from ...file_errors import disk_refusal, writing
+from ...graph.role import Role
+from ...written_files import Background, WrittenFile
+from ..call_stream import overrides
+from ..messages import SaveReport
+from ..worker_protocol import CLOSE_S, SavesLater, Stateful, Trainable
 
 __all__ = ["Saves", "refusal_of"]
 

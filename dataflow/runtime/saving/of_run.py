@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..errors import WorkerError
-from ..file_errors import disk_refusal, writing
-from ..written_files import WrittenFile
-from .background import Background
-from .checkpoint import CheckpointFolder
-from .dispatcher import Dispatcher, Submission, describe
-from .messages import SaveReport, SaveReportWork
+from ...errors import WorkerError
+from ...file_errors import disk_refusal, writing
+from ...written_files import Background, WrittenFile
+from ..checkpoint import CheckpointFolder
+from ..dispatcher import Dispatcher, Submission, describe
+from ..messages import SaveReport, SaveReportWork
 
 __all__ = ["Saving", "Take"]
 

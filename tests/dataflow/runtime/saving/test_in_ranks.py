@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import StateError
-from penstock.dataflow.runtime import saves
 from penstock.dataflow.runtime.messages import SaveReport
-from penstock.dataflow.runtime.saves import Saves
+from penstock.dataflow.runtime.saving import in_ranks
+from penstock.dataflow.runtime.saving.in_ranks import Saves
 from penstock.dataflow.runtime.worker_protocol import WriteState
 from penstock.dataflow.written_files import WrittenFile, write_hashed
 
-from ..counter import Counter
+from ...counter import Counter
 
 
 class Later(Counter):
@@ -74,7 +74,7 @@ def test_the_next_checkpoint_ends_the_one_before(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves, "CLOSE_S", 0.05)
+    monkeypatch.setattr(in_ranks, "CLOSE_S", 0.05)
     gate = threading.Event()
 
     class Hangs(Counter):

@@ -19,7 +19,7 @@ from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.written_files import WrittenFile, write_hashed
 from penstock.launch.run_dir.checkpoint import CheckpointStore, CheckpointWarning, checkpoints_in
 
-from ..counter import COUNT, SOURCES, Counter, seen
+from ...counter import COUNT, SOURCES, Counter, seen
 
 LIMIT_S = 60.0
 

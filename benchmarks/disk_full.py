@@ -5,7 +5,8 @@ notices the moment, such as the opening of a checkpoint's manifest, and then rea
 up, mounts the folder read-only or deletes it: the errors are the kernel's. What is checked: the
 exit code; one message that says which file or folder and why; every checkpoint that was complete
 still verifies, and none is half written; nothing is left of a run that was refused; once there is
-space again, `resume=` comes to the weights of a run that was never disturbed.
+space again, `resume=` comes to the weights of a run that was never disturbed. A checkpoint that
+cannot be written ends no run, unless it is the last one.
 
 Mounting takes a namespace of its own, which `unshare` makes, for an ordinary user as well where
 the kernel allows it. Where it does not, the script says so and exits with 2.
@@ -51,7 +52,7 @@ SETTINGS = (
     "model.architecture.num_attention_heads=2",
     "model.architecture.num_key_value_heads=2",
 )
-_HEAVY = (
+HEAVY = (
     "hydra",
     "penstock.launch.cli.run",
     "penstock.launch.inputs.compose",
@@ -94,10 +95,10 @@ def command(words: Sequence[str], folder: Path, moment: Moment | None, log: Path
     with tempfile.TemporaryFile() as said:
         pid = os.fork()
         if pid == 0:
-            _become(folder, said.fileno())
+            become(folder, said.fileno())
             if moment is not None:
                 moment.arm(folder, log)
-            _end(["run", *words])
+            run_and_exit(["run", *words])
         until_s = time.monotonic() + (RAY_LIMIT_S if "executor=ray" in words else LIMIT_S)
         done, status = 0, 0
         while not done and time.monotonic() < until_s:
@@ -111,14 +112,15 @@ def command(words: Sequence[str], folder: Path, moment: Moment | None, log: Path
     return Ended(os.waitstatus_to_exitcode(status) if done else None, text)
 
 
-def _become(folder: Path, said: int) -> None:
+def become(folder: Path, said: int) -> None:
+    """Be a process of its own session, in a folder, that writes what it says to a descriptor."""
     os.setsid()
     os.chdir(folder)
     for target in (1, 2):
         os.dup2(said, target)
 
 
-def _end(words: list[str]) -> None:
+def run_and_exit(words: list[str]) -> None:
     """Run a command in this forked process and end it, as the interpreter would."""
     from penstock.launch.main import main as penstock
 
@@ -273,7 +275,7 @@ def main() -> None:
     options.add_argument("--no-ray", action="store_true", help="leave out those on Ray")
     args = options.parse_args()
     within_namespace()
-    for name in _HEAVY:
+    for name in HEAVY:
         importlib.import_module(name)
     trials: list[Trial] = []
     with tempfile.TemporaryDirectory(prefix="penstock-disk-") as name:

@@ -66,10 +66,13 @@ MOUNTS = _Mounts()
 
 def _fill_bytes(folder: Path, spare_bytes: int) -> None:
     """Use up all bytes of the folder's disk but so many."""
-    info = os.statvfs(folder)
-    size_bytes = info.f_bavail * info.f_frsize - spare_bytes
     descriptor = os.open(folder / _FILLER, os.O_CREAT | os.O_WRONLY, 0o600)
-    os.posix_fallocate(descriptor, 0, size_bytes)
+    for _ in range(1000):  # another thread may be writing, and take what was to be used up
+        info = os.statvfs(folder)
+        size_bytes = os.fstat(descriptor).st_size + info.f_bavail * info.f_frsize - spare_bytes
+        with suppress(OSError):
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            break
     os.close(descriptor)
 
 
@@ -236,7 +239,7 @@ MOMENTS = (
     Moment("checkpoints read only", _STEP.format(4), "read only", "RUN/checkpoints",
            reason=_READ_ONLY),
     Moment("old checkpoints read only", r"os.rename .*00000002$", "read only", "RUN/checkpoints",
-           reason=_READ_ONLY),
+           codes=(0,), warns=True),
     Moment("run read only between checkpoints", r"os.rename .*00004\.writing$", "read only", "RUN",
            reason=_READ_ONLY),
     Moment("run read only in the export", r"os.mkdir .*seed0/models/actor.writing$", "read only",
@@ -245,7 +248,7 @@ MOMENTS = (
     Moment("run folder deleted", r"os.mkdir .*seed0/checkpoints$", "delete", "RUN",
            reason=_GONE, nth=2),
     Moment("checkpoint deleted as it is written", r"open .*00004\.writing/run\.json", "delete",
-           "RUN/checkpoints", reason=_GONE),
+           "RUN/checkpoints", codes=(0,), warns=True),
     Moment("checkpoints deleted between two", r"os.mkdir .*seed0/checkpoints$", "delete",
            "RUN/checkpoints", codes=(0,), nth=2),
     Moment("stages deleted", _STEP.format(2), "delete", "RUN/stages", reason=_NO_MODEL),

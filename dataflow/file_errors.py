@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .errors import PenstockError, users_line
 
-__all__ = ["file_error", "writing"]
+__all__ = ["disk_refusal", "file_error", "writing"]
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 """What a disk answers; an error without a name may be about a socket otherwise."""
@@ -69,7 +69,19 @@ def file_error(error: BaseException | None) -> str | None:
     """
     if not isinstance(error, OSError) or error.errno is None or users_line(error) is not None:
         return None
+    return _said(error)
+
+
+def disk_refusal(error: OSError) -> str | None:
+    """The same of a file that could not be written; None if it is no matter of the disk.
+
+    What a disk answers counts whoever's code was writing, else only what `file_error` tells.
+    """
+    return _said(error) if error.errno in _DISK else file_error(error)
+
+
+def _said(error: OSError) -> str:
     named = isinstance(error.filename, str | bytes)
     what = f"'{os.fsdecode(error.filename)}': " if named else ""
-    fix = _FIXES.get(error.errno, "see the machine's disk, memory and permissions")
+    fix = _FIXES.get(error.errno or 0, "see the machine's disk, memory and permissions")
     return f"{what}{error.strerror or type(error).__name__}\n    {fix}"

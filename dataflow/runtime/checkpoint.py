@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 from ..errors import ConfigError
 from ..graph.graph import Graph
 from ..scheduler.events import NodeTask, Output, ResumeState, SaveCheckpoint
+from ..written_files import WrittenFile
 from .kept import Hold
 from .messages import Handle
 
@@ -36,10 +36,34 @@ _STATE_FILE = "run.json"
 
 
 class CheckpointFolder(Protocol):
-    """Where checkpoints are kept; a write is complete or it never happened."""
+    """Where checkpoints are kept; a write is complete or it never happened. One at a time."""
 
-    def write(self, step: int) -> AbstractContextManager[Path]:
-        """A folder to fill; it becomes the checkpoint of `step` when the block ends well."""
+    def begin(self, step: int) -> Path:
+        """A folder to fill, which is to become the checkpoint of `step`."""
+        ...
+
+    def seal(self, step: int, written: Mapping[str, WrittenFile]) -> str:
+        """Make what was begun the checkpoint; may be called from another thread.
+
+        Args:
+            step: The same.
+            written: The files that are on the disk and hashed; others are read again.
+
+        Returns:
+            What kept older ones from being removed; "" if nothing did.
+        """
+        ...
+
+    def abandon(self, step: int) -> None:
+        """Remove what was begun, as far as that goes."""
+        ...
+
+    def missed(self, step: int) -> None:
+        """Note that there is no checkpoint of a step at which one was due."""
+        ...
+
+    def warn(self, text: str) -> None:
+        """Tell the user of something that keeps nobody from going on."""
         ...
 
     def latest(self) -> Path | None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard, runtime_checkable
 
-from .messages import LayoutWork, Work
+from .messages import LayoutWork, SaveReportWork, Work
 from .placement import DeviceGroup, sharing
 
 __all__ = [
@@ -114,7 +114,7 @@ class DeviceSharing:
 
 def needs_device(work: Work) -> bool:
     """Whether a group must be awake for it: to say how weights are held it need not be."""
-    return not isinstance(work, LayoutWork)
+    return not isinstance(work, LayoutWork | SaveReportWork)
 
 
 def sleep_workers(workers: Iterable[object]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import PenstockError, StateError, WorkerError, raised_at
 from ..file_errors import file_error
@@ -43,6 +44,15 @@ class Submission:
     def first(self) -> Completion:
         """The lowest rank's answer."""
         return min(self.completions, key=lambda completion: completion.rank)
+
+    @property
+    def answers(self) -> list[Any]:
+        """`Report.answer` of every process of every rank."""
+        return [
+            answer
+            for one in self.completions
+            for answer in one.answers or (one.report.answer if one.report else None,)
+        ]
 
 
 class Dispatcher:

@@ -6,10 +6,11 @@ It owns no policy: what runs when is the scheduler's, how it runs the executor's
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, WorkerError
 from ..graph.check import check_lag
 from ..graph.graph import Graph
 from ..graph.role import Role
@@ -25,12 +26,16 @@ from .kept import KeptColumns
 from .messages import CallMethodWork
 from .placement import Placement, flow_of
 from .run import Run, Trained
+from .saving.of_run import Saving
 from .source import Source
 from .step_result import StepResult
 from .watch import WATCH, Watch
 from .worker_protocol import WorkerSpec
 
 __all__ = ["Engine", "Source", "StepResult"]
+
+_SETTLE_S = 60.0
+"""How long a run that ends with an error waits for its checkpoint to be written."""
 
 
 class Engine:
@@ -97,6 +102,7 @@ class Engine:
         self._workers = workers
         self._dispatcher = Dispatcher(self.executor)
         self._trained: Trained = {}
+        self._saving: Saving | None = None
         self._started = False
 
     def start(self) -> None:
@@ -118,7 +124,16 @@ class Engine:
             self._started = True
 
     def close(self) -> None:
-        """Close the workers that were built here and end all worker processes; idempotent."""
+        """Close the workers that were built here and end all worker processes; idempotent.
+
+        A checkpoint that is being written is completed first.
+        """
+        try:
+            self._settle(self.schedule.deadline_s)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         self._dispatcher.close()
         self.executor.stop()
         self._dispatcher = Dispatcher(self.executor)
@@ -129,8 +144,23 @@ class Engine:
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:
+            if issubclass(kind, Exception):  # who interrupts does not want to wait
+                # What has ended the run is what is raised: nobody may answer any more.
+                with suppress(WorkerError):
+                    self._settle(min(_SETTLE_S, self.schedule.deadline_s))
+        finally:
+            self._close()
+
+    def _settle(self, deadline_s: float) -> None:
+        """Complete a checkpoint that is being written, unless it takes longer."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.settle(deadline_s)
 
     def run(
         self,
@@ -154,7 +184,8 @@ class Engine:
             sources: Source name -> where its rows come from.
             num_steps: Steps in all, those before a resume included.
             program: Which program to run; "main" is the graph the engine was made with.
-            checkpoint_every: Save after every so many steps and at the end.
+            checkpoint_every: Save after every so many steps and at the end. Steps go on while a
+                checkpoint is being written; it is there at the end of the run, or after `close`.
             checkpoints: Where to save, and where to resume from if it holds a checkpoint.
             stop: Asked between tasks; once it says so the run completes the steps that it has begun
                 to train, saves, and ends without the others.
@@ -204,6 +235,9 @@ class Engine:
         keep: Sequence[str],
     ) -> Generator[StepResult]:
         self.start()
+        saving: Saving | None = None
+        if checkpoints is not None:
+            saving = self._new_saving(program, checkpoints)
         schedule = self.schedule
         if program != "main":
             schedule = replace(schedule, streaming=0, segment_tokens=0, in_flight=False)
@@ -221,7 +255,7 @@ class Engine:
                 seed=self.seed,
                 num_steps=num_steps,
                 checkpoint_every=checkpoint_every,
-                checkpoints=checkpoints,
+                saving=saving,
                 stop=stop,
                 watch=self._watch if program == "main" else None,
                 keep=keep,
@@ -234,9 +268,21 @@ class Engine:
                 return
             suspended = run.suspended(place)
             if pauses.between(run.interval(place)):
+                if saving is not None:
+                    saving.finish(place.step)
                 self.executor.release(list(suspended.outputs.values()))
                 return
             ahead = frozenset(step for step in ahead if step > place.step)
+
+    def _new_saving(self, program: str, checkpoints: CheckpointFolder) -> Saving:
+        self._settle(self.schedule.deadline_s)
+        graph, placement = self.programs[program].graph, self.programs[program].placement
+        homes = dict(flow_of(graph, placement).homes) | placement.state_homes(graph)
+        ranks = {name: placement.group(name).num_ranks for name in homes.values()}
+        self._saving = Saving(
+            checkpoints, self._dispatcher, program, ranks, self.schedule.deadline_s
+        )
+        return self._saving
 
     def working(self) -> tuple[str, float] | None:
         """What workers have been doing longest, in words, and for how many seconds.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -54,6 +54,7 @@ class Completion:
         weights: Handle of a stored snapshot.
         error: What was raised, if it failed.
         trace: The traceback as text, if the failure was in another process.
+        answers: `Report.answer` of all processes of the rank, if it has several.
     """
 
     ticket: int
@@ -63,6 +64,7 @@ class Completion:
     weights: Handle | None = None
     error: BaseException | None = None
     trace: str = ""
+    answers: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, StateError, WorkerError, no_exit
-from ..file_errors import writing
 from ..graph.graph import Argument, Constant, Graph, Node, NodeKind, Ref, RoleRef
 from ..graph.role import Metric, Role
 from .call_columns import CallColumns, empty_part, length_key, output_lengths, returned_columns
@@ -40,6 +39,7 @@ from .messages import (
     Report,
     Result,
     SavePartWork,
+    SaveReportWork,
     SaveStateWork,
     SetServedVersionWork,
     Weights,
@@ -47,6 +47,7 @@ from .messages import (
 )
 from .ragged import pack
 from .remote_inference import ServedRole, ServedWeights
+from .saving.in_ranks import Saves, refusal_of
 from .table_parts import load_part, pack_table, save_part, unpack_table
 from .worker_protocol import (
     Continues,
@@ -91,6 +92,7 @@ class Host:
         self._served = served or {}
         self._served_weights = served_weights or ServedWeights("this group")
         self._streams: dict[str, CallStream] = {}
+        self._saves = Saves()
 
     def perform(self, work: Work) -> Result:
         """Do one piece of work.
@@ -125,12 +127,15 @@ class Host:
             case SetServedVersionWork():
                 self._served_weights.set_version(work.role, work.version)
             case SaveStateWork():
-                with writing(Path(work.folder)):
-                    self._stateful(work.role).save_state(Path(work.folder))
+                worker = self._stateful(work.role)
+                answer = self._saves.begin(self.roles[work.role], worker, Path(work.folder))
             case LoadStateWork():
                 self._stateful(work.role).load_state(Path(work.folder))
             case SavePartWork():
-                save_part(self._fetch(work.part), Path(work.file))
+                part, file = self._fetch(work.part), Path(work.file)
+                answer = refusal_of(lambda: save_part(part, file), file)
+            case SaveReportWork():
+                answer = self._saves.report(work.wait_s, unwanted=work.unwanted)
             case LoadPartWork():
                 parts = (load_part(Path(work.file)),)
             case LayoutWork() | ExportSlicesWork() | ImportSlicesWork():
@@ -149,6 +154,10 @@ class Host:
         )
         return Result(report, parts, weights)
 
+    def close(self) -> None:
+        """Have what is still being written end."""
+        self._saves.close()
+
     def workers_of(self, work: Work) -> list[Role]:
         """The workers here with whose weights a piece of work is done."""
         match work:
@@ -156,6 +165,7 @@ class Host:
                 names = [read.role for read in self.graph[work.node].reads]
             case (
                 SavePartWork()
+                | SaveReportWork()
                 | LoadPartWork()
                 | LayoutWork()
                 | SetServedVersionWork()

@@ -156,10 +156,11 @@ class InProcess:
     def stop(self) -> None:
         """See `Executor.stop`."""
         self._queue.clear()
+        hosts, built = list(self._hosts.values()), self._built
         self._hosts.clear()
         self._roles.clear()
-        built, self._built = self._built, []
-        close_workers(built)
+        self._built = []
+        close_workers([*hosts, *built])
 
     @property
     def controller_bytes(self) -> int:

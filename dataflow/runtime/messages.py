@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..graph.role import Metric
+from ..written_files import WrittenFile
 from .call_context import Piece
 from .ragged import Packed
 
@@ -35,6 +36,8 @@ __all__ = [
     "Report",
     "Result",
     "SavePartWork",
+    "SaveReport",
+    "SaveReportWork",
     "SaveStateWork",
     "Weights",
     "Work",
@@ -190,7 +193,10 @@ class ImportSlicesWork:
 
 @dataclass(frozen=True)
 class SaveStateWork:
-    """Write a role's training state into a folder."""
+    """Take a role's training state, and write it into a folder: at once, or from then on.
+
+    Answers with what kept it from being written at once; "" if nothing did.
+    """
 
     role: str
     folder: str
@@ -206,10 +212,38 @@ class LoadStateWork:
 
 @dataclass(frozen=True)
 class SavePartWork:
-    """Write a stored part to a safetensors file."""
+    """Write a stored part to a safetensors file; answers as `SaveStateWork`."""
 
     part: Handle
     file: str
+
+
+@dataclass(frozen=True)
+class SaveReportWork:
+    """Say how far the writing of states has come: a `SaveReport`.
+
+    Attributes:
+        wait_s: How long to wait for its end.
+        unwanted: Whether it is to end because the checkpoint will not come about.
+    """
+
+    wait_s: float = 0.0
+    unwanted: bool = False
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """How far a process has come with what it was given to save last.
+
+    Attributes:
+        writing: Whether it is still being written.
+        files: What has been written since it was taken, by the names in the checkpoint's folder.
+        failed: What kept it from being written; "" if nothing did.
+    """
+
+    writing: bool
+    files: Mapping[str, WrittenFile] = field(default_factory=dict[str, WrittenFile])
+    failed: str = ""
 
 
 @dataclass(frozen=True)
@@ -249,6 +283,7 @@ Work = (
     | SaveStateWork
     | LoadStateWork
     | SavePartWork
+    | SaveReportWork
     | LoadPartWork
 )
 
@@ -263,7 +298,7 @@ class Report:
         metrics: Named numbers of this call, to be merged over chunks and ranks.
         num_rows: Rows in each stored part.
         num_bytes: Bytes of the stored parts.
-        answer: What a `CallMethodWork` returned.
+        answer: What a `CallMethodWork` returned, or what a save says of itself.
         chunk: Which of the calls an `AnswerWork` has answered; None if it has paused.
         size: Length of its longest row.
     """

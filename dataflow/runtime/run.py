@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, StateError, WorkerError
@@ -45,7 +46,6 @@ from ..scheduler.schedule import Schedule
 from ..scheduler.scheduler import Scheduler
 from .call_context import Piece
 from .checkpoint import (
-    CheckpointFolder,
     Interval,
     ResumePoint,
     SavedRun,
@@ -70,6 +70,7 @@ from .messages import (
 from .open_streams import OpenStream, OpenStreams
 from .placement import flow_of
 from .publication import Publication
+from .saving.of_run import Saving
 from .source import Source, read_source
 from .step_result import Done, StepResult, step_result
 from .watch import WATCH, Watch
@@ -90,6 +91,7 @@ class Run:
 
     Args:
         trained: What earlier runs on the same workers trained; this run notes what it trains.
+        saving: Its checkpoints.
         watch: Who looks at each step's columns.
         keep: Names of columns and nodes that each step's result is to hold; see `KeptColumns`.
         pauses: Numbers of completed steps at which it is to pause.
@@ -113,7 +115,7 @@ class Run:
         seed: int,
         num_steps: int,
         checkpoint_every: int | None,
-        checkpoints: CheckpointFolder | None,
+        saving: Saving | None,
         stop: Callable[[], bool] | None = None,
         watch: Watch | None = None,
         keep: Sequence[str] = (),
@@ -129,7 +131,7 @@ class Run:
         self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
         self._name, self._sources, self._deadline_s = name, sources, schedule.deadline_s
         self._executor, self._dispatcher, self._trained = executor, dispatcher, trained
-        self._seed, self._checkpoints = seed, checkpoints
+        self._seed, self._saving = seed, saving
         self._stop, self._watch = stop, watch
         self._kept = KeptColumns(program.graph, keep)
         self._looked, self._handed = _holds(watch, self._kept, suspended)
@@ -144,8 +146,8 @@ class Run:
         )
         self._bytes_before, self._weights_s = executor.controller_bytes, _Spans()
         self._point: ResumePoint | None = None
-        if checkpoints and not suspended:
-            self._point = read_resume_point(checkpoints, self._graph, seed)
+        if saving and not suspended:
+            self._point = read_resume_point(saving.store, self._graph, seed)
         resume = self._point.state if self._point else suspended.state if suspended else None
         try:
             self.scheduler = Scheduler(
@@ -189,12 +191,16 @@ class Run:
                     self.place = instruction.place
                     return
                 elif isinstance(instruction, Finished):
+                    if self._saving is not None:
+                        self._saving.finish(self.scheduler.completed)
                     self._executor.release(list(self._store.values()))
                     return
                 else:
                     todo.extend(self._carry_out(instruction))
             answers = self._dispatcher.wait(min(POLL_S, self._deadline_s))
             events = [event for answer in answers for event in self._answered(answer)]
+            if self._saving is not None:
+                self._saving.look()
             if self._stop is not None and self._stop():
                 self._stop = None
                 events.append(Stop(self._waited_s))
@@ -498,20 +504,28 @@ class Run:
         return self._placement.nodes.get(node, self._placement.groups[0].name)
 
     def _save(self, instruction: SaveCheckpoint) -> None:
-        if self._checkpoints is None:
+        if self._saving is None:
             return
-        with self._checkpoints.write(instruction.step) as folder:
-            unfinished = filter(_is_unfinished, self._store)
-            instruction = replace(instruction, live=(*instruction.live, *unfinished))
-            saved = SavedRun(self._graph, self._seed, instruction)
-            for role, group in self._state_homes.items():
-                (folder / role).mkdir()
-                self._now(group, self._on_all(group, SaveStateWork(role, str(folder / role))))
-            for output, file in saved.part_files(folder):
-                work = SavePartWork(self._store[output], str(file))
-                self._now(self._group_of(output.node), {0: work})
-            write_run_state(folder, saved)
-        self._saved = instruction.step
+        unfinished = filter(_is_unfinished, self._store)
+        instruction = replace(instruction, live=(*instruction.live, *unfinished))
+        saved = SavedRun(self._graph, self._seed, instruction)
+        if self._saving.begin(instruction.step, lambda folder: self._take(saved, folder)):
+            self._saved = instruction.step
+
+    def _take(self, saved: SavedRun, folder: Path) -> str:
+        """Have a checkpoint's folder filled; says what the disk refused, "" if nothing."""
+        asked: list[tuple[str, Mapping[int, Work]]] = []
+        for role, group in self._state_homes.items():
+            (folder / role).mkdir()
+            asked.append((group, self._on_all(group, SaveStateWork(role, str(folder / role)))))
+        for output, file in saved.part_files(folder):
+            work = SavePartWork(self._store[output], str(file))
+            asked.append((self._group_of(output.node), {0: work}))
+        for group, works in asked:
+            if refused := next(filter(None, self._now(group, works).answers), ""):
+                return refused
+        write_run_state(folder, saved)
+        return ""
 
     def _check_unfinished(self, point: ResumePoint) -> None:
         """Rows go on in the chunk in which they were begun: there must be as many as before.
@@ -529,6 +543,8 @@ class Run:
 
     def _restore(self, point: ResumePoint) -> None:
         self._saved = point.state.step
+        if self._saving is not None:
+            self._saving.saved = point.state.step
         self._check_unfinished(point)
         for role, home in self._state_homes.items():
             work = LoadStateWork(role, str(point.folder / role))

@@ -8,7 +8,7 @@ from a spec is closed by who had it built; a live object is its owner's to close
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,12 +16,14 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from ..graph.role import Metric, Role
+from ..written_files import WrittenFile
 from .call_context import DeadlineExceeded, deadline
 
 __all__ = [
     "CLOSE_S",
     "Closable",
     "Continues",
+    "SavesLater",
     "Stateful",
     "Streamed",
     "Streams",
@@ -30,6 +32,7 @@ __all__ = [
     "Trainable",
     "WorkerContext",
     "WorkerSpec",
+    "WriteState",
     "close_workers",
     "drain_metrics",
 ]
@@ -110,8 +113,9 @@ class Stateful(Protocol):
     """A worker with a state of its own: what checkpoints ask of it.
 
     On a group of several ranks every method is called on every rank, and all of them are given the
-    same folder. One that is `Trainable` writes from rank 0; of one whose ranks hold different
-    things every rank writes files of its own, and may find more in the folder than it wrote.
+    same folder. Of what all ranks hold rank 0 may write all, or each rank a share; of one whose
+    ranks hold different things every rank writes files of its own, and may find more in the folder
+    than it wrote.
     """
 
     def save_state(self, folder: Path) -> None:
@@ -120,6 +124,27 @@ class Stateful(Protocol):
 
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote, bit for bit, by any number of ranks."""
+        ...
+
+
+WriteState = Callable[[Path, Callable[[], bool]], Mapping[str, WrittenFile]]
+"""Writes a state that was taken before into a folder; see `SavesLater`.
+
+Given the folder, and what says whether nobody wants it any more, it returns what it has written, by
+the names in the folder.
+"""
+
+
+@runtime_checkable
+class SavesLater(Protocol):
+    """A `Stateful` or `Trainable` worker whose state is written while it goes on. Optional.
+
+    What another thread writes is the state as it was when `take_state` was called, whatever calls
+    come meanwhile. The next `take_state` comes when it has ended.
+    """
+
+    def take_state(self) -> WriteState:
+        """Take the state as it is now; `save_state` writes the same."""
         ...
 
 
@@ -139,7 +164,7 @@ class Trainable(Protocol):
         ...
 
     def save_state(self, folder: Path) -> None:
-        """Write weights and optimizer state to `folder` as safetensors and JSON (rank 0 writes)."""
+        """Write weights and optimizer state to `folder` as safetensors and JSON."""
         ...
 
     def load_state(self, folder: Path) -> None:

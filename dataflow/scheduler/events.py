@@ -169,7 +169,7 @@ class TaskFailed:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """The checkpoint asked for by `SaveCheckpoint(step)` can be resumed from."""
+    """All that `SaveCheckpoint(step)` asked for is taken; the run may change what it is of."""
 
     step: int
     at_s: float
@@ -289,7 +289,7 @@ class DropSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
-    """Nothing runs; save weights, the `live` outputs and `resume`, then send `CheckpointSaved`.
+    """Nothing runs; take weights, the `live` outputs and `resume`, then send `CheckpointSaved`.
 
     `step` steps are complete and every trainable role's home is at version `step * n`.
     """

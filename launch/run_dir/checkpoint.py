@@ -1,6 +1,6 @@
 """Checkpoints on disk: complete or absent, verified before use, never the only good one removed.
 
-    step-00000042.writing/   being filled by the caller
+    step-00000042.writing/   being filled by the caller, while the run goes on
         manifest.json        written last: size and SHA-256 of every file
     step-00000042/           the same folder after one rename
 
@@ -16,13 +16,14 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.file_errors import writing
+from ...dataflow.file_errors import disk_refusal, writing
+from ...dataflow.written_files import WrittenFile
 from .atomic import sync_file, sync_folder, write_json
 
 __all__ = ["CheckpointStore", "CheckpointWarning", "checkpoints_in", "fault_of"]
@@ -53,6 +54,7 @@ class CheckpointStore:
 
     Attributes:
         kept: Steps whose checkpoints are kept besides.
+        num_missed: How many were not written, though they were due.
 
     Raises:
         ValueError: If `keep` is below 1.
@@ -71,6 +73,7 @@ class CheckpointStore:
         self.folder = folder
         self.keep = keep
         self.kept: frozenset[int] = frozenset()
+        self.num_missed = 0
         self._good: set[Path] = set()
 
     @contextmanager
@@ -85,26 +88,85 @@ class CheckpointStore:
             ValueError: If `step` is negative, or the block made something that is not a plain file
                 or folder, or a file with the manifest's name.
         """
-        if step < 0:
-            raise ValueError(f"step={step}: a checkpoint belongs to a step, counted from 0")
-        final = self.folder / _name(step)
-        draft = final.with_name(f"{final.name}.writing")
-        self.folder.mkdir(exist_ok=True)
-        self._clean()
-        draft.mkdir()
+        draft = self.begin(step)
         try:
             with writing(draft):
                 yield draft
-                _seal(draft, step)
+            self._complete(step, {})
         except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
+            self.abandon(step)
             raise
+        self._prune()
+
+    def begin(self, step: int) -> Path:
+        """A folder to fill, which `seal` makes the checkpoint of `step`.
+
+        Raises:
+            ValueError: If `step` is negative.
+        """
+        if step < 0:
+            raise ValueError(f"step={step}: a checkpoint belongs to a step, counted from 0")
+        self.folder.mkdir(exist_ok=True)
+        self._clean()
+        draft = self._draft(step)
+        draft.mkdir()
+        return draft
+
+    def seal(self, step: int, written: Mapping[str, WrittenFile]) -> str:
+        """Make what was begun the checkpoint of `step`, and remove older ones beyond `keep`.
+
+        Args:
+            step: The same.
+            written: File name -> what it was hashed to as it was written; the file is on the disk,
+                and is not read again.
+
+        Returns:
+            What kept older ones from being removed; "" if nothing did.
+
+        Raises:
+            OSError: If it cannot be completed; it is gone then, and the others are untouched.
+            ValueError: See `write`; and if a file is not as long as was written.
+        """
+        try:
+            self._complete(step, written)
+        except BaseException:
+            self.abandon(step)
+            raise
+        try:
+            with writing(self.folder):
+                self._prune()
+        except OSError as error:
+            said = disk_refusal(error)
+            if said is None:
+                raise
+            return said
+        return ""
+
+    def abandon(self, step: int) -> None:
+        """Remove what was begun; what cannot be removed now is removed before the next one."""
+        shutil.rmtree(self._draft(step), ignore_errors=True)
+
+    def missed(self, step: int) -> None:
+        """Note that there is no checkpoint of a step at which one was due."""
+        del step
+        self.num_missed += 1
+
+    def warn(self, text: str) -> None:
+        """Warn of something that keeps nobody from going on."""
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
+
+    def _draft(self, step: int) -> Path:
+        return self.folder / f"{_name(step)}.writing"
+
+    def _complete(self, step: int, written: Mapping[str, WrittenFile]) -> None:
+        draft, final = self._draft(step), self.folder / _name(step)
+        with writing(draft):
+            _seal(draft, step, written)
         if final.exists():
             _retire(final)
         draft.rename(final)
         sync_folder(self.folder)
         self._good.add(final)
-        self._prune()
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose every byte is as it was written, or None.
@@ -236,13 +298,23 @@ def _name(step: object) -> str:
     return f"step-{step:08d}" if isinstance(step, int) else ""
 
 
-def _seal(folder: Path, step: int) -> None:
-    """Make the files durable, then add the manifest that declares the checkpoint complete."""
+def _seal(folder: Path, step: int, written: Mapping[str, WrittenFile]) -> None:
+    """Make the files durable, then add the manifest that declares the checkpoint complete.
+
+    Raises:
+        ValueError: If a file that was written before is not there, or not as long as it was.
+    """
     files: dict[str, _Entry] = {}
-    for name in sorted(_files(folder)):
-        path = folder / name
-        sync_file(path)
-        files[name] = {"size_bytes": path.stat().st_size, "sha256": _sha256(path)}
+    for name in sorted({*_files(folder), *written}):
+        path, known = folder / name, written.get(name)
+        size_bytes = path.stat().st_size
+        if known is None:
+            sync_file(path)
+            files[name] = {"size_bytes": size_bytes, "sha256": _sha256(path)}
+            continue
+        if known.size_bytes != size_bytes:
+            raise ValueError(f"'{path}' has {size_bytes} bytes, {known.size_bytes} were written")
+        files[name] = {"size_bytes": size_bytes, "sha256": known.sha256}
     if _MANIFEST in files:
         raise ValueError(f"a checkpoint's own file may not be called {_MANIFEST}")
     for path in folder.rglob("*"):

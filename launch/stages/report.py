@@ -85,6 +85,7 @@ def summary_of(
         "wall_time_s": wall_time_s,
         "stage_times_s": dict(stage_times_s),
         "warnings": dict(warned),
+        "checkpoints_missed": outcome.checkpoints_missed,
         "main_stage_wall_time_s": outcome.wall_time_s,
         "resumed": resumed,
         "first_step": outcome.first_step,
@@ -146,6 +147,8 @@ def write_report(
     changed = _changed(summary["changes"])
     suites = _suites(job, outcome)
     stopped = [outcome.stopped] if outcome.stopped else []
+    if missed := outcome.checkpoints_missed:
+        stopped.append(f"checkpoints that were due and could not be written: {missed}")
     stopped += _best(job, folder)
     stopped += _stage_times(summary["stage_times_s"])
     if summary["not_reproducible"]:

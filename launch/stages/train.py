@@ -65,6 +65,7 @@ class Outcome:
         env_unit: What `num_env_steps` counts.
         before: Suite -> what was measured before the first step; empty if nothing is.
         after: And after the last.
+        checkpoints_missed: Checkpoints that were due and could not be written.
         stopped: Why it ended before its last step, in words; "" if it did not.
         wall_time_s: From the first model built to the last file written.
     """
@@ -81,6 +82,7 @@ class Outcome:
     env_unit: str = "environment steps"
     before: dict[str, Measured] = field(default_factory=dict[str, Measured])
     after: dict[str, Measured] = field(default_factory=dict[str, Measured])
+    checkpoints_missed: int = 0
     stopped: str = ""
     wall_time_s: float = 0.0
 
@@ -177,6 +179,7 @@ def _carried_out(
         stop.end(f"after {outcome.num_steps} of {num_steps} steps, with a checkpoint")
         unmeasured = measuring.end(engine)
     tables.send(outcome.num_steps)
+    outcome.checkpoints_missed = store.num_missed
     outcome.before, outcome.after = measuring.before, measuring.after
     outcome.stopped = measuring.why_stopped
     _export(job, stage, home, results, store, outcome)

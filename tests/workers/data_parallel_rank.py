@@ -134,6 +134,7 @@ def main(rank: int, num_ranks: int, folder: Path, split: int) -> None:
         policy.train(ClippedPolicyLoss(), broken)
     except WorkerError as error:
         (folder / f"{num_ranks}-{rank}.txt").write_text(str(error))
+    policy.save_state(folder / f"state-{num_ranks}")
     saved = {f"actor/{n}": w for n, w in policy.export_weights().items()}
     saved |= {f"reward/{n}": w for n, w in reward.export_weights().items()}
     saved |= {f"metric/{n}": torch.tensor(v, dtype=torch.float64) for n, v in metrics.items()}

@@ -377,9 +377,10 @@ class RankProcess:
             for one in (*self._clients.values(), *([self._server] if self._server else ())):
                 one.close()
         finally:
+            hosts, self._hosts = self._hosts, {}
             roles, self._roles = self._roles, {}
             try:
-                close_workers(roles.values())
+                close_workers([*hosts.values(), *roles.values()])
             finally:
                 self._channel.close(_CLOSE_CHANNEL_S)
 

@@ -106,7 +106,9 @@ class _Job:
         if self.parts is not None and lead.report is not None:
             parts = tuple(self.parts[: len(lead.report.num_rows)])
         self.processes.clear()
-        return Completion(self.ticket, self.rank, lead.report, parts, weights)
+        reports = [one.report for one in self.answers.values() if one.report is not None]
+        answers = tuple(report.answer for report in reports)
+        return Completion(self.ticket, self.rank, lead.report, parts, weights, answers=answers)
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,18 @@ from ...algorithms.roles.language import TrainMetrics
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, Metric
 from ...dataflow.runtime.call_context import call_key, call_piece
-from ...dataflow.runtime.worker_protocol import WorkerContext
+from ...dataflow.runtime.worker_protocol import WorkerContext, WriteState
+from ...dataflow.written_files import WrittenFile, write_hashed
 from ...planner.resharding.sharding import Sharding
 from .checkpoint_files import WholeTensors, box_key, open_state, read_state_json, state_file
 from .data_parallel import worker_group
-from .flat_parameters import tensors_sha256, write_tensors
+from .flat_parameters import tensors_sha256
 from .host_memory import HostCopy, give_back_freed
 from .logprob_mismatch import MismatchLimits
 from .network import Network
 from .optimizer import OptimizerSpec
-from .stored_pieces import fill_weights, gather_weights, pieces_on, stored_view
+from .state_files import StateFiles
+from .stored_pieces import fill_weights, gather_weights, pieces_on, share_of, stored_view
 from .trainer import Forward, Trainer
 from .transfers import on_host, sent
 from .weight_checks import check_outputs, refuse_faults, unusable
@@ -74,6 +76,7 @@ class ModelWorker:
         self._network = network
         self._micro_batch_tokens = micro_batch_tokens
         self._host_copy: HostCopy | None = None
+        self._state_files = StateFiles()
         self._trainer: Trainer[Any] | None = None
         if optimizer is not None:
             self._trainer = Trainer[Any](network, optimizer, micro_batch_tokens)
@@ -112,6 +115,7 @@ class ModelWorker:
         Raises:
             ValueError: If names or shapes differ; nothing has been changed then.
         """
+        self._state_files.keep()
         fill_weights(self._network, WholeTensors(weights))
         self.weights_changed()
 
@@ -122,10 +126,20 @@ class ModelWorker:
     # --- checkpoints
 
     def save_state(self, folder: Path) -> None:
-        """Write weights and optimizer state.
+        """Write weights and optimizer state; see `take_state`.
 
-        A model that one process has whole is written in format 1 of `checkpoint_files`, a divided
-        one in format 2: each process of data-parallel rank 0 writes what none before it has.
+        Raises:
+            StateError: If pieces of a batch wait for its last one: their gradient would be lost.
+        """
+        write = self.take_state()
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder, lambda: False)
+
+    def take_state(self) -> WriteState:
+        """Take weights and optimizer state, to be written while calls go on.
+
+        A model that one process alone has is written in format 1 of `checkpoint_files`, any other
+        in format 2: of what several processes hold each writes a share.
 
         Raises:
             StateError: If pieces of a batch wait for its last one: their gradient would be lost.
@@ -134,35 +148,44 @@ class ModelWorker:
             self._trainer.refuse_pieces("its state was to be saved")
         optimizer = None if self._trainer is None else self._trainer.optimizer
         moments = {} if optimizer is None else optimizer.state()  # every rank must ask
-        if self.context.rank != 0:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        divided = self._network.is_divided
-        state: dict[str, Any] = {"format": 2 if divided else 1}
+        several = self.context.num_processes > 1 or self._network.is_divided
+        state: dict[str, Any] = {"format": 2 if several else 1}
         kinds: dict[str, Mapping[str, Tensor | None]] = {"weights": {"": None}}
         if optimizer is not None:
             kinds["optimizer"] = {f"{kind}/": buffer for kind, buffer in moments.items()}
+        files: dict[str, dict[str, Tensor]] = {}
         for kind, buffers in kinds.items():
-            file = state_file(kind, self.context.process if divided else None)
-            write_tensors(folder / file, self._stored(buffers, boxed=divided))
-            if divided:
-                processes = sorted(worker_group(self.context).processes(0))
-                state[kind] = [state_file(kind, process) for process in processes]
+            file = state_file(kind, self.context.process if several else None)
+            files[file] = self._stored(buffers, boxed=several)
+            if several:
+                state[kind] = [state_file(kind, one) for one in range(self.context.num_processes)]
         if self._trainer is not None:
             state["optimizer_steps"] = self._trainer.optimizer.steps
             state["train_calls"] = self._trainer.calls
-        if self.context.process == 0:
-            (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+        described = (json.dumps(state, indent=2) + "\n").encode()
+        write_files = self._state_files.take(files)
+
+        def write(folder: Path, is_unwanted: Callable[[], bool]) -> Mapping[str, WrittenFile]:
+            written = dict(write_files(folder, is_unwanted))
+            if self.context.process == 0:
+                written["state.json"] = write_hashed(folder / "state.json", [described])
+            return written
+
+        return write
 
     def _stored(self, buffers: Mapping[str, Tensor | None], *, boxed: bool) -> dict[str, Tensor]:
         """What this process writes of the weights (None) and of buffers laid out as they are."""
         found: dict[str, Tensor] = {}
+        pieces = [
+            piece
+            for piece in pieces_on(self._network.rank_layout, self.context.process)
+            if piece.first
+        ]
         for prefix, buffer in buffers.items():
             tensors = self._network.tensors(buffer)
-            for piece in pieces_on(self._network.rank_layout, self.context.process):
-                if piece.first:
-                    key = box_key(piece.name, piece.box) if boxed else piece.name
-                    found[prefix + key] = stored_view(tensors, piece)
+            for piece in share_of(pieces, self.context.rank, self.context.num_ranks):
+                key = box_key(piece.name, piece.box) if boxed else piece.name
+                found[prefix + key] = stored_view(tensors, piece)
         return found
 
     def load_state(self, folder: Path) -> None:
@@ -174,6 +197,7 @@ class ModelWorker:
             ConfigError: If weights in it are not finite.
         """
         state = read_state_json(folder)
+        self._state_files.keep()
         fill_weights(self._network, open_state(folder, state, "weights"))
         owner = f"'{self.context.role}'"
         refuse_faults(folder, owner, {"not finite": unusable(self._network.tensors())})
@@ -212,6 +236,7 @@ class ModelWorker:
         there: then what a GPU would do is done.
         """
         if self._host_copy is None:
+            self._state_files.keep()
             device = self.device.type if self.offload else "cuda"
             waits = self._trainer is not None and self._trainer.has_pieces
             void = [] if waits else self._network.gradients()
@@ -260,6 +285,7 @@ class ModelWorker:
                 "cannot hold a change smaller than 1/256 of a weight\n"
                 "    set model.dtype=float32, or copy now and then: share=1.0, every=N"
             )
+        self._state_files.keep()
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(others[name] if share == 1 else tensor.lerp(others[name], share))
@@ -287,6 +313,8 @@ class ModelWorker:
         if call_piece() == "none":
             self._trainer.discard_pieces()
             return self._trainer.skip()
+        if call_piece() not in ("first", "part"):  # those change no weight
+            self._state_files.keep()
         metrics = self._trainer.train(
             forward,
             loss,

@@ -20,7 +20,7 @@ from ...planner.resharding.sharding import Sharding
 from .checkpoint_files import TensorSource
 from .network import Network
 
-__all__ = ["StoredPiece", "fill_weights", "gather_weights", "pieces_on", "stored_view"]
+__all__ = ["StoredPiece", "fill_weights", "gather_weights", "pieces_on", "share_of", "stored_view"]
 
 _BUCKET = 1 << 26
 """Weights sent at once."""
@@ -54,6 +54,15 @@ def pieces_on(sharding: Sharding, device: int) -> Iterator[StoredPiece]:
             owner = owners.setdefault(piece.box, piece.device)
             if piece.device == device:
                 yield StoredPiece(param.name, piece.box, param.tensor, piece.start, owner == device)
+
+
+def share_of(pieces: Sequence[StoredPiece], rank: int, num_ranks: int) -> Iterator[StoredPiece]:
+    """What a rank writes of pieces that all ranks hold: about as many numbers as each other one."""
+    total, before = sum(volume(piece.box) for piece in pieces), 0
+    for piece in pieces:
+        if before * num_ranks // max(total, 1) == rank:
+            yield piece
+        before += volume(piece.box)
 
 
 def stored_view(tensors: Mapping[str, Tensor], piece: StoredPiece) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from penstock.dataflow.written_files import WrittenFile
 from penstock.launch.run_dir.checkpoint import (
     CheckpointStore,
     CheckpointWarning,
@@ -269,3 +272,34 @@ def test_what_is_kept_besides_is_not_among_the_newest(tmp_path: Path) -> None:
         (folder / "a").write_text("4")
     assert list(checkpoints_in(tmp_path)) == [3, 4]
     assert checkpoints_in(tmp_path / "nowhere") == {}
+
+
+def test_what_was_hashed_as_it_was_written_is_not_read_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    draft = store.begin(3)
+    (draft / "read").write_text("read")
+    (draft / "known").write_text("known")
+    store.seal(3, {"known": WrittenFile(5, "0" * 64)})
+    with pytest.warns(CheckpointWarning, match="'known' has another SHA-256 than when it was"):
+        assert store.latest() is None, "what is said of a file is held against it"
+    draft = store.begin(4)
+    (draft / "known").write_text("known")
+    with pytest.raises(ValueError, match=r"known' has 5 bytes, 6 were written"):
+        store.seal(4, {"known": WrittenFile(6, "0" * 64)})
+    assert not draft.exists()
+
+
+def test_old_checkpoints_that_stay_keep_no_new_one_from_counting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    _write(store, 1)
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    (store.begin(2) / "a").write_text("2")
+    said = store.seal(2, {})
+    assert said.startswith(f"'{tmp_path}/step-00000001.retired': Read-only file system")
+    assert store.latest() is not None

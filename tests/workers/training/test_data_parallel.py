@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
 from penstock.workers.training.data_parallel import RankGroup
 from torch import Tensor
 
@@ -36,6 +37,16 @@ def run(folder: Path, num_ranks: int, split: int) -> list[dict[str, Tensor]]:
     return [safetensors.torch.load_file(file) for file in files]
 
 
+def whole_state(folder: Path) -> dict[str, Tensor]:
+    """Whole tensors of a saved state, whoever wrote which part of it."""
+    state = read_state_json(folder)
+    return {
+        f"{kind}/{name}": tensor
+        for kind in ("weights", "optimizer")
+        for name, tensor in read_whole(open_state(folder, state, kind)).items()
+    }
+
+
 @pytest.mark.slow
 # With 6 the second rank holds no rows at all.
 @pytest.mark.parametrize("split", [pytest.param(2, marks=pytest.mark.nightly), 6])
@@ -54,6 +65,12 @@ def test_two_ranks_train_as_one(tmp_path: Path, split: int):
             torch.testing.assert_close(rank[name], value, atol=3e-5, rtol=1e-5)
     for name in weights:
         assert torch.equal(ranks[0][name], ranks[1][name]), name
+    states = [whole_state(tmp_path / f"state-{num_ranks}") for num_ranks in (1, 2)]
+    assert len(list((tmp_path / "state-2").iterdir())) == 5, "two files of each rank, and one"
+    assert states[0].keys() == states[1].keys()
+    for name in weights:
+        if name.startswith("actor/"):
+            assert torch.equal(states[1][f"weights/{name[6:]}"], ranks[0][name]), name
     said = [(tmp_path / f"2-{rank}.txt").read_text() for rank in range(2)]
     assert said[0] == said[1] == (tmp_path / "1-0.txt").read_text()
     assert "not finite: column 'advantage' of its batch; " in said[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,47 @@ def test_a_resumed_worker_goes_on_bit_for_bit(
     assert resumed.weights_sha256() == whole.weights_sha256()
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"weights.safetensors", "optimizer.safetensors", "state.json"}
+
+
+def _trains(policy: PolicyWorker, state: Path) -> None:
+    train(policy, range(2, 3))
+
+
+def _is_given_weights(policy: PolicyWorker, state: Path) -> None:
+    policy.load_weights({name: weight + 1 for name, weight in policy.export_weights().items()})
+
+
+def _is_given_a_state(policy: PolicyWorker, state: Path) -> None:
+    policy.load_state(state)
+
+
+def _follows(policy: PolicyWorker, state: Path) -> None:
+    with call_scope(5, 0):
+        policy.follow(make_policy(spread=0.3))
+
+
+def _sleeps(policy: PolicyWorker, state: Path) -> None:
+    policy.sleep()
+
+
+@pytest.mark.parametrize(
+    "change", [_trains, _is_given_weights, _is_given_a_state, _follows, _sleeps]
+)
+def test_a_state_is_that_of_its_step_whatever_comes_before_it_is_written(
+    tmp_path: Path, change: Callable[[PolicyWorker, Path], None]
+) -> None:
+    at_once, later, other = tmp_path / "at_once", tmp_path / "later", tmp_path / "other"
+    make_policy(optimizer=OPTIMIZER, spread=0.2).save_state(other)
+    policy = make_policy(optimizer=OPTIMIZER, offload=True)
+    train(policy, range(2))
+    policy.save_state(at_once)
+    write = policy.take_state()
+    change(policy, other)
+    later.mkdir()
+    written = write(later, lambda: False)
+    for path in at_once.iterdir():
+        assert (later / path.name).read_bytes() == path.read_bytes()
+        assert written[path.name].sha256 == sha256(path.read_bytes()).hexdigest()
 
 
 def test_a_state_of_another_model_is_refused(tmp_path: Path):

@@ -1,0 +1,106 @@
+"""What a process writes of its workers' states while they go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from ...errors import StateError
+from ...file_errors import disk_refusal, writing
+from ...graph.role import Role
+from ...written_files import Background, WrittenFile
+from ..call_stream import overrides
+from ..messages import SaveReport
+from ..worker_protocol import CLOSE_S, SavesLater, Stateful, Trainable
+
+__all__ = ["Saves", "refusal_of"]
+
+_Written = Mapping[str, WrittenFile]
+
+
+def refusal_of(write: Callable[[], object], path: Path) -> str:
+    """Write something at `path`, and say what kept the disk from taking it; "" if nothing did.
+
+    Raises:
+        Exception: What else went wrong.
+    """
+    try:
+        with writing(path):
+            write()
+    except OSError as error:
+        said = disk_refusal(error)
+        if said is None:
+            raise
+        return said
+    return ""
+
+
+class Saves:
+    """States that are being written to one checkpoint, each by a thread of its own."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._unwanted = threading.Event()
+        self._begun: dict[str, Background[_Written]] = {}
+
+    def begin(self, role: Role, worker: Stateful | Trainable, folder: Path) -> str:
+        """Write a worker's state into a folder of the checkpoint, later if the worker can.
+
+        Args:
+            role: The same worker.
+            worker: The same.
+            folder: Named after the role; the checkpoint's is the one above.
+
+        Returns:
+            What kept it from being written; "" if it was written or is being written.
+
+        Raises:
+            StateError: If the checkpoint before is still being written, and does not end.
+        """
+        if folder.parent != self._folder:
+            self.close()
+            self._folder, self._unwanted = folder.parent, threading.Event()
+        if not isinstance(worker, SavesLater) or overrides(role, "save_state", "take_state"):
+            return refusal_of(lambda: worker.save_state(folder), folder)
+        write = partial(worker.take_state(), folder, self._unwanted.is_set)
+        self._begun[folder.name] = Background(write, f"save {folder.name}")
+        return ""
+
+    def report(self, wait_s: float, *, unwanted: bool) -> SaveReport:
+        """How far it has come; see `SaveReportWork`. Asked again, it says the same.
+
+        Raises:
+            Exception: What went wrong but for the disk.
+        """
+        if unwanted:
+            self._unwanted.set()
+        until_s = time.monotonic() + wait_s
+        begun = self._begun.items()
+        if not all([one.wait(max(until_s - time.monotonic(), 0.0)) for _, one in begun]):
+            return SaveReport(writing=True)
+        files: dict[str, WrittenFile] = {}
+        failed = ""
+        for name, one in begun:
+            failed = failed or refusal_of(one.result, (self._folder or Path()) / name)
+            if not failed:
+                files |= {f"{name}/{file}": entry for file, entry in one.result().items()}
+        return SaveReport(writing=False, files={} if failed else files, failed=failed)
+
+    def close(self) -> None:
+        """Have what is being written end; it will not be asked for.
+
+        Raises:
+            StateError: If it does not end within `CLOSE_S`: the disk hangs.
+        """
+        self._unwanted.set()
+        until_s = time.monotonic() + CLOSE_S
+        for name, one in self._begun.items():
+            if not one.wait(max(until_s - time.monotonic(), 0.0)):
+                raise StateError(
+                    f"'{self._folder}/{name}' is still being written and does not end; its disk "
+                    "hangs\n    see to the disk, or choose another folder"
+                )
+        self._begun = {}

@@ -1,0 +1,270 @@
+"""Checkpoints of a run: taken where it pauses, written while it goes on.
+
+    begin    at the boundary: every rank takes its state; small things are written at once
+    look     between tasks: have all ranks written theirs? then seal it, in a thread
+    settle   where it must be known: wait for the one that is being written
+
+At most one checkpoint is being written. The next one waits for it, as long as a call may take. If
+it takes longer the disk is too slow: checkpoints are left out until it is there.
+
+What a disk refuses costs one warning and the checkpoint, never the run: the older one counts, and
+the next interval tries again. Only a run's last checkpoint must be there at its end, because its
+result is read from it: it is tried twice, and then the run ends with an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ...errors import WorkerError
+from ...file_errors import disk_refusal, writing
+from ...written_files import Background, WrittenFile
+from ..checkpoint import CheckpointFolder
+from ..dispatcher import Dispatcher, Submission, describe
+from ..messages import SaveReport, SaveReportWork
+
+__all__ = ["Saving", "Take"]
+
+_ASK_S = 0.2
+"""How often ranks are asked how far they have come."""
+
+_WAIT_S = 1.0
+"""How long a rank that has nothing else to do waits for the end before it answers."""
+
+Take = Callable[[Path], str]
+"""Has everything taken that a checkpoint's folder is to hold; says what the disk refused, or ""."""
+
+
+@dataclass
+class _Pending:
+    """The checkpoint that is being written.
+
+    Attributes:
+        step: Its step.
+        failed: What the disk refused; "" as long as it refused nothing.
+        asked: Out at the ranks, to say how far they have come; None if nobody has been asked.
+        asked_s: When they were asked last.
+        sealing: The last part of it.
+        is_late: Whether the run has waited for it in vain.
+    """
+
+    step: int
+    failed: str = ""
+    asked: list[Submission] | None = None
+    asked_s: float = 0.0
+    sealing: Background[str] | None = None
+    is_late: bool = False
+
+
+class Saving:
+    """The checkpoints of one run of a program.
+
+    Args:
+        store: Where they are kept.
+        dispatcher: What asks the ranks.
+        program: The program that is run.
+        ranks: Group -> its number of ranks, of all groups that keep a state.
+        deadline_s: How long is waited for one.
+
+    Attributes:
+        store: The same.
+        saved: The step of the newest checkpoint to resume from; None if there is none.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointFolder,
+        dispatcher: Dispatcher,
+        program: str,
+        ranks: Mapping[str, int],
+        deadline_s: float,
+    ) -> None:
+        self.store = store
+        self.saved: int | None = None
+        self._dispatcher, self._program = dispatcher, program
+        self._ranks, self._deadline_s = ranks, deadline_s
+        self._pending: _Pending | None = None
+        self._last: tuple[int, Take] | None = None
+        self._failed: tuple[int, str] | None = None
+        self._has_warned = False
+
+    def begin(self, step: int, take: Take) -> bool:
+        """Take a checkpoint; the run may go on when this returns.
+
+        Args:
+            step: The number of steps that are complete.
+            take: Called with the folder, which is made; not again once the run has gone on.
+
+        Returns:
+            Whether it is being written; a warning has said why not.
+
+        Raises:
+            WorkerError: If a worker fails.
+        """
+        self._last = (step, take)
+        pending = self._pending
+        if pending is not None and (pending.is_late or not self.settle(self._deadline_s)):
+            pending.is_late = True
+            slow = f"that of step {pending.step} is being written for more than"
+            self._note_failure(step, f"{slow} {self._deadline_s:g} s; the disk is too slow")
+            return False
+        try:
+            folder = self.store.begin(step)
+            with writing(folder):
+                failed = take(folder)
+        except OSError as error:
+            failed = _refused(error)
+        self._pending = _Pending(step, failed)
+        if failed:
+            self.settle(self._deadline_s)
+        return not failed
+
+    def look(self) -> None:
+        """Go on with the one that is being written, as far as that goes without waiting.
+
+        Raises:
+            WorkerError: If a worker fails.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        if pending.sealing is not None:
+            self._try_end(pending.sealing, 0.0)
+        elif pending.asked is not None:
+            if all(one.failed or not one.waiting for one in pending.asked):
+                asked, pending.asked = pending.asked, None
+                self._hear(pending, asked)
+        elif time.monotonic() > pending.asked_s + _ASK_S:
+            pending.asked_s = time.monotonic()
+            pending.asked = [
+                self._dispatcher.submit(None, self._program, group, self._works(group, 0.0))
+                for group in self._ranks
+            ]
+
+    def settle(self, deadline_s: float) -> bool:
+        """Wait for the one that is being written; says whether nothing is being written now.
+
+        Raises:
+            WorkerError: If a worker fails, or does not answer within the deadline.
+        """
+        until_s = time.monotonic() + deadline_s
+        while (pending := self._pending) is not None:
+            left_s = until_s - time.monotonic()
+            if left_s < 0:
+                return False
+            if pending.sealing is not None:
+                self._try_end(pending.sealing, min(_WAIT_S, left_s))
+                continue
+            pending.asked = None  # whoever is asked twice says the same twice
+            answers = [
+                self._dispatcher.perform_now(
+                    self._program, group, self._works(group, min(_WAIT_S, left_s)), deadline_s
+                )
+                for group in self._ranks
+            ]
+            self._hear(pending, answers)
+        return True
+
+    def finish(self, step: int) -> None:
+        """The run ends: its last checkpoint must be there.
+
+        Args:
+            step: The number of steps that are complete; what failed is tried again if it is of it.
+
+        Raises:
+            WorkerError: If it is not there.
+        """
+        settled = self.settle(self._deadline_s)
+        if settled and self._failed and self._last and self._last[0] == step:
+            self.begin(*self._last)
+            settled = self.settle(self._deadline_s)
+        pending = self._pending
+        if not settled and pending is not None:
+            raise WorkerError(
+                f"the last checkpoint, of step {pending.step}, is not written after "
+                f"{self._deadline_s:g} s (Schedule.deadline_s); the disk is too slow"
+            )
+        if self._failed is not None:
+            failed_step, why = self._failed
+            raise WorkerError(
+                f"the last checkpoint, of step {failed_step}, was not written, and {self._counts}: "
+                f"{why}"
+            )
+
+    def _works(self, group: str, wait_s: float) -> dict[int, SaveReportWork]:
+        unwanted = self._pending is not None and bool(self._pending.failed)
+        return dict.fromkeys(range(self._ranks[group]), SaveReportWork(wait_s, unwanted))
+
+    def _hear(self, pending: _Pending, answers: list[Submission]) -> None:
+        """Note what the ranks say; seal the checkpoint, or give it up, once none is writing."""
+        for one in answers:
+            if one.failed is not None:
+                raise WorkerError(describe(one.failed)) from one.failed.error
+        reports = [report for one in answers for report in one.answers]
+        files: dict[str, WrittenFile] = {}
+        is_writing = False
+        for report in reports:
+            assert isinstance(report, SaveReport), "who is asked for a report gives one"
+            pending.failed = pending.failed or report.failed
+            is_writing |= report.writing
+            files |= report.files
+        if is_writing:
+            return
+        if pending.failed:
+            self._pending = None
+            self.store.abandon(pending.step)
+            self._note_failure(pending.step, pending.failed)
+        else:
+            seal = partial(self.store.seal, pending.step, files)
+            pending.sealing = Background(seal, f"seal step {pending.step}")
+
+    def _try_end(self, sealing: Background[str], wait_s: float) -> None:
+        """Note how the sealing has ended, if it has within so long."""
+        pending = self._pending
+        if pending is None or not sealing.wait(wait_s):
+            return
+        self._pending = None
+        try:
+            left_over = sealing.result()
+        except OSError as error:
+            self._note_failure(pending.step, _refused(error))
+            return
+        self.saved, self._has_warned = pending.step, False
+        if self._failed is not None and self._failed[0] <= pending.step:
+            self._failed = None
+        if left_over:
+            self.store.warn(f"checkpoints older than is kept cannot be removed: {left_over}")
+
+    def _note_failure(self, step: int, why: str) -> None:
+        self._failed = (step, why)
+        self.store.missed(step)
+        if not self._has_warned:
+            self._has_warned = True
+            self.store.warn(
+                f"the checkpoint of step {step} was not written, and {self._counts}. The run goes "
+                f"on, tries again at the next one, and says no more of it until it is written: "
+                f"{why}"
+            )
+
+    @property
+    def _counts(self) -> str:
+        """What the run would be continued from."""
+        if self.saved is None:
+            return "there is no older one"
+        return f"that of step {self.saved} counts"
+
+
+def _refused(error: OSError) -> str:
+    """What a disk refused.
+
+    Raises:
+        OSError: If it is no matter of the disk.
+    """
+    said = disk_refusal(error)
+    if said is None:
+        raise error
+    return said

@@ -1,0 +1,263 @@
+"""Tensors on their way into safetensors files, while whoever owns them goes on.
+
+    take     note which tensors they are; those of a GPU are copied to pinned host memory
+    write    in another thread: file by file, hashed as it is written
+    keep     before the owner changes them: copy what has not been read yet
+
+On a CPU nothing is copied as long as nothing changes: rollouts read weights and leave the optimizer
+alone, and usually all is written when training begins. What is written are the bytes that the
+tensors had when they were taken, whichever way they go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from ...dataflow.errors import StateError
+from ...dataflow.written_files import WrittenFile, write_hashed
+
+__all__ = ["PinnedBlocks", "StateFiles", "Writes"]
+
+_AT_ONCE = 8 << 20
+"""Bytes that are read, hashed and written at once."""
+
+_BLOCK_BYTES = 256 << 20
+"""Of pinned memory, made at once: torch makes it in powers of two."""
+
+_ROOM_S = 60.0
+"""How long a change waits for the disk where there is no room for a copy."""
+
+_DTYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""As safetensors calls and orders them: the widest come first, so that all are aligned."""
+
+Writes = Callable[[Path, Callable[[], bool]], Mapping[str, WrittenFile]]
+"""Writes the files into a folder unless they are unwanted; returns what was written."""
+
+
+@dataclass
+class _Source:
+    """Bytes of a tensor, u8[n] on the CPU.
+
+    Attributes:
+        data: The bytes.
+        live: The owner's tensor that they belong to; None if they are a copy.
+        version: How often that had been changed in place.
+    """
+
+    data: Tensor
+    live: Tensor | None = None
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a file is to hold of a tensor, whose own memory may be given up meanwhile."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+    sources: list[_Source]
+
+
+class StateFiles:
+    """One state after another on its way into files.
+
+    Attributes:
+        pinned: Where what a GPU has is copied to.
+    """
+
+    def __init__(self) -> None:
+        self.pinned = PinnedBlocks()
+        self._lock = threading.Lock()
+        self._left: dict[int, _Source] = {}
+        self._ended = threading.Event()
+
+    def take(self, files: Mapping[str, Mapping[str, Tensor]]) -> Writes:
+        """Take what some files are to hold.
+
+        Args:
+            files: File name -> tensor name -> tensor. The owner calls `keep` before it changes one.
+
+        Returns:
+            What writes them, once; it may be called in another thread.
+        """
+        self.keep()  # of a state that nobody has written
+        self.pinned.reuse()
+        taken = {
+            name: {key: self._held(tensor) for key, tensor in tensors.items()}
+            for name, tensors in files.items()
+        }
+        for device in {one.device for tensors in files.values() for one in tensors.values()}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        every = (one for held in taken.values() for found in held.values() for one in found.sources)
+        self._left = {id(one): one for one in every}
+        self._ended.clear()
+
+        def write(folder: Path, is_unwanted: Callable[[], bool]) -> Mapping[str, WrittenFile]:
+            written: dict[str, WrittenFile] = {}
+            try:
+                for name, held in taken.items():
+                    parts = self._parts(folder / name, held, is_unwanted)
+                    written[name] = write_hashed(folder / name, parts)
+            except _UnwantedError:
+                return {}
+            finally:
+                with self._lock:
+                    taken.clear()
+                    self._left.clear()
+                self._ended.set()
+            return written
+
+        return write
+
+    @property
+    def num_left(self) -> int:
+        """Tensors that have been taken and not been written."""
+        return len(self._left)
+
+    def keep(self) -> None:
+        """Copy what has been taken and not been written: it is about to change.
+
+        Where there is no room for a copy this waits for the disk first.
+        """
+        left = [one for one in list(self._left.values()) if one.live is not None]
+        if not left:
+            return
+        if sum(one.data.numel() for one in left) > psutil.virtual_memory().available // 2:
+            self._ended.wait(_ROOM_S)
+        with self._lock:
+            for one in self._left.values():
+                if one.live is not None:
+                    _check(one)
+                    one.data, one.live = one.data.clone(), None
+
+    def _parts(
+        self,
+        path: Path,
+        held: Mapping[str, _Held],
+        is_unwanted: Callable[[], bool],
+    ) -> Iterator[bytes | memoryview]:
+        """A safetensors file, byte by byte as the library would write it."""
+        order = list(_DTYPES)
+        names = sorted(held, key=lambda key: (order.index(held[key].dtype), key))
+        yield _header({name: held[name] for name in names})
+        staging = torch.empty(_AT_ONCE, dtype=torch.uint8)
+        for name in names:
+            for source in held[name].sources:
+                for begin in range(0, source.data.numel(), _AT_ONCE):
+                    if is_unwanted():
+                        raise _UnwantedError(path)
+                    yield self._read(source, begin, staging)
+                with self._lock:
+                    self._left.pop(id(source), None)
+
+    def _read(self, source: _Source, begin: int, staging: Tensor) -> memoryview:
+        with self._lock:
+            part = source.data[begin : begin + _AT_ONCE]
+            if source.live is None:
+                return memoryview(part.numpy().data)
+            # The disk may hang while it takes a part, and the owner must not hang with it.
+            # Not by numpy: a storage that it has seen can be offloaded no more.
+            ctypes.memmove(staging.data_ptr(), part.data_ptr(), len(part))
+            _check(source)
+        return memoryview(staging[: len(part)].numpy().data)
+
+    def _held(self, tensor: Tensor) -> _Held:
+        return _Held(tensor.dtype, tuple(tensor.shape), tensor.nbytes, self._sources(tensor))
+
+    def _sources(self, tensor: Tensor) -> list[_Source]:
+        found = tensor.detach()
+        if tensor.device.type != "cpu":
+            data = found.contiguous().reshape(-1).view(torch.uint8)
+            return [_Source(part) for part in self.pinned.copy(data)]
+        if not found.is_contiguous() or found.is_inference():
+            copy = found.clone(memory_format=torch.contiguous_format)
+            return [_Source(copy.reshape(-1).view(torch.uint8))]
+        data = found.reshape(-1).view(torch.uint8)
+        return [_Source(data, tensor, tensor._version)]  # pyright: ignore[reportPrivateUsage] - there is no other name for it
+
+
+class PinnedBlocks:
+    """Host memory that a GPU copies to at full speed; it takes long to make, and is made once.
+
+    Attributes:
+        blocks: All of it.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Tensor] = []
+        self._used_bytes = 0
+
+    def reuse(self) -> None:
+        """Begin anew; nobody reads what was copied before."""
+        self._used_bytes = 0
+
+    def copy(self, data: Tensor) -> list[Tensor]:
+        """Begin to copy u8[n] from a device; its parts in the order of its bytes.
+
+        They are there once the device has been synchronized.
+        """
+        parts: list[Tensor] = []
+        while len(data):
+            number, begin = divmod(self._used_bytes, _BLOCK_BYTES)
+            if number == len(self.blocks):
+                pin = data.is_cuda
+                self.blocks.append(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=pin))
+            part = self.blocks[number][begin : begin + len(data)]
+            part.copy_(data[: len(part)], non_blocking=True)
+            parts.append(part)
+            self._used_bytes += len(part)
+            data = data[len(part) :]
+        return parts
+
+
+class _UnwantedError(Exception):
+    """Nobody wants the file that is being written."""
+
+
+def _check(source: _Source) -> None:
+    """Require that a tensor has not changed since it was taken.
+
+    Raises:
+        StateError: If it has: whoever changed it has not called `keep`.
+    """
+    live = source.live
+    if live is not None and live._version != source.version:  # pyright: ignore[reportPrivateUsage] - see `_sources`
+        raise StateError(
+            f"a tensor {list(live.shape)} was changed while its checkpoint was being written; "
+            "whoever changes it must call StateFiles.keep before"
+        )
+
+
+def _header(tensors: Mapping[str, _Held]) -> bytes:
+    """How a safetensors file with these tensors begins, in their order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, held in tensors.items():
+        begin, end = end, end + held.num_bytes
+        dtype = _DTYPES[held.dtype]
+        entries[name] = {"dtype": dtype, "shape": list(held.shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

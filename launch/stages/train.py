@@ -158,7 +158,7 @@ def _carried_out(
     took = (lambda: evaluator.took_s) if evaluator else (lambda: None)
     with engine, told(job, stage, home, shown, trackers, first_step, took) as all_told:
         measuring.begin(engine, all_told.evaluated)
-        with stoppable(run.schedule.deadline_s) as stop:
+        with stoppable(engine.longest.limit_s) as stop:
             steps = engine.run(
                 job.sources[stage.name],
                 num_steps,

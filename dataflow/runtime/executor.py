@@ -99,6 +99,7 @@ class TaskSpan:
         start_s: When it started, in seconds since the epoch: the one clock that processes share.
         end_s: When it ended, on the same clock.
         versions: `(role, version)` of every set of weights it read, sorted by role.
+        peak_bytes: See `Report.peak_bytes`.
     """
 
     node: str
@@ -109,6 +110,7 @@ class TaskSpan:
     start_s: float
     end_s: float
     versions: tuple[tuple[str, int], ...] = ()
+    peak_bytes: int = 0
 
 
 @runtime_checkable

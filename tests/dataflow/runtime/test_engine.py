@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from penstock.dataflow.errors import StateError
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.graph.tracer import build
@@ -258,3 +259,19 @@ def test_executors_wait_as_long_as_the_longest_call_may_take(
         flow = flow_of(LOOK, one.programs["look"].placement)
     longest_s = max(predicted.values(), default=None)
     assert {node.predicted_s for node in flow.nodes if node.group} == {longest_s}
+
+
+# --- memory
+
+
+def test_every_call_says_the_most_that_its_gpu_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine() as one:
+        (step,) = one.run(SOURCES, 1)
+    assert {span.peak_bytes for span in step.spans} == {0}, "without a GPU nothing is known"
+    peaks: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.append(0))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000 + len(peaks))
+    with engine() as one:
+        (step,) = one.run(SOURCES, 1)
+    assert [span.peak_bytes for span in step.spans] == [1001 + n for n in range(len(step.spans))]

@@ -140,9 +140,8 @@ class Run:
         self._versions: dict[NodeTask, Versions] = {}
         self._streams = OpenStreams(in_flight=schedule.in_flight)
         self._failed: tuple[Task, BaseException | None] | None = None
-        self._publication = Publication(
-            dispatcher, moves_slices=executor.moves_slices, deadline=longest
-        )
+        moves = executor.moves_slices
+        self._publication = Publication(dispatcher, moves_slices=moves, deadline=longest)
         self._bytes_before, self._weights_s = executor.controller_bytes, _Spans()
         self._point: ResumePoint | None = None
         if checkpoints and not suspended:

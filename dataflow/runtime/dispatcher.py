@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import PenstockError, StateError, WorkerError, raised_at
 from ..file_errors import file_error
 from ..scheduler.events import Task
+from ..scheduler.schedule import Deadline
 from .executor import Completion, Executor, Restart
 from .messages import Work
 
@@ -151,7 +152,7 @@ class Dispatcher:
         return answers
 
     def perform_now(
-        self, program: str, group: str, works: Mapping[int, Work], deadline_s: float
+        self, program: str, group: str, works: Mapping[int, Work], deadline: Deadline
     ) -> Submission:
         """Submit work and wait until all its ranks are done.
 
@@ -163,16 +164,16 @@ class Dispatcher:
             StateError: If the dispatcher is closed.
         """
         submission = self.submit(None, program, group, works)
-        ticket, end_s = self._last_ticket, time.monotonic() + deadline_s
+        ticket, end_s = self._last_ticket, time.monotonic() + deadline.limit_s
         while submission.waiting and submission.failed is None:
-            if self._gather(deadline_s):
-                end_s = time.monotonic() + deadline_s
+            if self._gather(deadline.limit_s):
+                end_s = time.monotonic() + deadline.limit_s
             elif time.monotonic() > end_s:
                 del self._out[ticket]
                 kind = type(next(iter(works.values()))).__name__
                 raise WorkerError(
-                    f"{kind} on group '{group}' took longer than {deadline_s:g} s "
-                    f"(Schedule.deadline_s); rank(s) {sorted(submission.waiting)} did not answer"
+                    f"{kind} on group '{group}' took longer than {deadline}; rank(s) "
+                    f"{sorted(submission.waiting)} did not answer"
                 )
         if submission.failed is not None:
             raise WorkerError(describe(submission.failed)) from submission.failed.error

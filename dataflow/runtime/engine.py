@@ -16,7 +16,7 @@ from ..graph.graph import Graph
 from ..graph.role import Role
 from ..graph.segments import check_segments
 from ..scheduler.events import Load, NodeTask, Publish
-from ..scheduler.schedule import Schedule
+from ..scheduler.schedule import Deadline, Schedule
 from .checkpoint import CheckpointFolder, Pauses, Suspended
 from .dispatcher import Dispatcher
 from .executor import Executor, Program, check_workers
@@ -41,9 +41,10 @@ _SETTLE_S = 60.0
 class Engine:
     """Runs a graph as its placement and schedule say.
 
-    No wait is longer than `Schedule.deadline_s`, except that a source, and in this process a call,
-    can be interrupted only in the main thread, without a debugger, and if nothing else uses
-    SIGALRM. With Ray every call has its deadline.
+    No wait is longer than `Schedule.deadline_s` or, where nobody has set that, than what follows
+    from the time that a plan predicts of the longest call; except that a source, and in this
+    process a call, can be interrupted only in the main thread, without a debugger, and if nothing
+    else uses SIGALRM. With Ray every call has its deadline.
 
     Args:
         graph: From `build`.
@@ -54,6 +55,9 @@ class Engine:
         executor: Where work is carried out; in this process by default.
         also: Further programs on the same workers, such as an evaluation, by name.
         watch: Who looks at the columns of each step of the main program.
+
+    Attributes:
+        longest: How long the longest call may take.
 
     Raises:
         ConfigError: If a role has no worker.
@@ -88,10 +92,15 @@ class Engine:
         if self.schedule.segment_tokens:
             check_segments(graph)
         placement = placement.streamed(self.schedule.streaming)
-        self.programs = {"main": Program(graph, placement), **(also or {})}
+        programs = {"main": Program(graph, placement), **(also or {})}
         self._watch = watch
         if watch is not None:
-            self.programs[WATCH] = watch.program
+            programs[WATCH] = watch.program
+        longest_s = max(placement.predicted_s.values(), default=None)
+        self.longest = self.schedule.deadline(longest_s)
+        self.programs = {
+            name: _timed(program, longest_s, self.longest) for name, program in programs.items()
+        }
         for program in self.programs.values():
             check_workers(program.graph, workers)
             flow_of(program.graph, program.placement)
@@ -115,9 +124,7 @@ class Engine:
         """
         if not self._started:
             try:
-                self.executor.start(
-                    self.programs, self._workers, self.seed, self.schedule.deadline_s
-                )
+                self.executor.start(self.programs, self._workers, self.seed, self.schedule.wait_s)
             except BaseException:
                 self.executor.stop()
                 raise
@@ -129,7 +136,7 @@ class Engine:
         A checkpoint that is being written is completed first.
         """
         try:
-            self._settle(self.schedule.deadline_s)
+            self._settle(self.longest.limit_s)
         finally:
             self._close()
 
@@ -152,7 +159,7 @@ class Engine:
             if issubclass(kind, Exception):  # who interrupts does not want to wait
                 # What has ended the run is what is raised: nobody may answer any more.
                 with suppress(WorkerError):
-                    self._settle(min(_SETTLE_S, self.schedule.deadline_s))
+                    self._settle(min(_SETTLE_S, self.longest.limit_s))
         finally:
             self._close()
 
@@ -259,6 +266,7 @@ class Engine:
                 stop=stop,
                 watch=self._watch if program == "main" else None,
                 keep=keep,
+                longest=self.longest,
                 pauses=ahead,
                 suspended=suspended,
             )
@@ -275,13 +283,11 @@ class Engine:
             ahead = frozenset(step for step in ahead if step > place.step)
 
     def _new_saving(self, program: str, checkpoints: CheckpointFolder) -> Saving:
-        self._settle(self.schedule.deadline_s)
+        self._settle(self.longest.limit_s)
         graph, placement = self.programs[program].graph, self.programs[program].placement
         homes = dict(flow_of(graph, placement).homes) | placement.state_homes(graph)
         ranks = {name: placement.group(name).num_ranks for name in homes.values()}
-        self._saving = Saving(
-            checkpoints, self._dispatcher, program, ranks, self.schedule.deadline_s
-        )
+        self._saving = Saving(checkpoints, self._dispatcher, program, ranks, self.longest.limit_s)
         return self._saving
 
     def working(self) -> tuple[str, float] | None:
@@ -334,5 +340,17 @@ class Engine:
         home = placement.home(graph, role)
         group = placement.group(home) if home else hosts[0]
         works = dict.fromkeys(range(group.num_ranks), CallMethodWork(role, method, arguments))
-        done = self._dispatcher.perform_now(program, group.name, works, self.schedule.deadline_s)
+        done = self._dispatcher.perform_now(program, group.name, works, self.longest)
         return done.first.report.answer if done.first.report else None
+
+
+def _timed(program: Program, longest_s: float | None, longest: Deadline) -> Program:
+    """The program with the deadline of its longest call.
+
+    What an evaluation takes nobody predicts: its calls may take as long as the longest of a step.
+    """
+    placement = program.placement
+    if not placement.predicted_s and longest_s is not None:
+        expected = dict.fromkeys(placement.nodes, longest_s)
+        placement = replace(placement, predicted_s=expected)
+    return replace(program, placement=placement, longest_s=longest.limit_s)

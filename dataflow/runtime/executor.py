@@ -29,6 +29,7 @@ __all__ = [
     "build_role",
     "check_workers",
     "groups_of",
+    "longest_s",
     "methods_of",
     "servers_of",
 ]
@@ -36,10 +37,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Program:
-    """A graph and where its nodes run."""
+    """A graph, where its nodes run, and how long the longest of its calls may take.
+
+    Attributes:
+        graph: The graph.
+        placement: Where its nodes run.
+        longest_s: Deadline of its longest call, if that is longer than what holds for anything.
+    """
 
     graph: Graph
     placement: Placement
+    longest_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,7 @@ class TaskSpan:
         start_s: When it started, in seconds since the epoch: the one clock that processes share.
         end_s: When it ended, on the same clock.
         versions: `(role, version)` of every set of weights it read, sorted by role.
+        peak_bytes: See `Report.peak_bytes`.
     """
 
     node: str
@@ -103,6 +112,7 @@ class TaskSpan:
     start_s: float
     end_s: float
     versions: tuple[tuple[str, int], ...] = ()
+    peak_bytes: int = 0
 
 
 @runtime_checkable
@@ -126,6 +136,12 @@ class Executor(Protocol):
         deadline_s: float,
     ) -> None:
         """Build every group's roles. If that fails, `stop` ends what was started.
+
+        Args:
+            programs: What is to run, by name.
+            workers: Role name -> its worker.
+            seed: The run's.
+            deadline_s: How long anything may take but a call that a program gives longer.
 
         Raises:
             PlanError: If the groups cannot be provided.
@@ -182,6 +198,11 @@ def groups_of(programs: Mapping[str, Program]) -> list[DeviceGroup]:
                     "share a group must agree on it"
                 )
     return list(groups.values())
+
+
+def longest_s(programs: Mapping[str, Program], deadline_s: float) -> float:
+    """How long the longest call of several programs may take; see `Executor.start`."""
+    return max([deadline_s, *(program.longest_s for program in programs.values())])
 
 
 def methods_of(programs: Mapping[str, Program], group: str, role: str) -> frozenset[str]:

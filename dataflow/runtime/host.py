@@ -111,6 +111,9 @@ class Host:
         weights: Weights | None = None
         answer: Any = None
         chunk, size = None, 0
+        on_cuda = torch.cuda.is_initialized() and isinstance(work, CallWork | AnswerWork)
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
         match work:
             case CallWork():
                 parts, metrics = self._call(work)
@@ -151,6 +154,7 @@ class Host:
             answer,
             chunk,
             size,
+            torch.cuda.max_memory_allocated() if on_cuda else 0,
         )
         return Result(report, parts, weights)
 

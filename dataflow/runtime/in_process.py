@@ -17,7 +17,7 @@ from .device_sharing import (
     sleep_workers,
     wake_workers,
 )
-from .executor import Completion, Program, Restart, build_role, groups_of, methods_of
+from .executor import Completion, Program, Restart, build_role, groups_of, longest_s, methods_of
 from .host import Host
 from .messages import Handle, Part, Work
 from .remote_inference import ServedRole, ServedWeights
@@ -29,9 +29,9 @@ __all__ = ["InProcess"]
 class InProcess:
     """Runs everything in the calling thread: no processes, no copies, and pdb works.
 
-    Work is performed inside `wait`, oldest first. A call that exceeds its deadline is interrupted,
-    but not outside the main thread, under a debugger, or where something else uses SIGALRM: there
-    nothing bounds it. Groups that share devices sleep in turn.
+    Work is performed inside `wait`, oldest first. A call that takes longer than the longest may is
+    interrupted, but not outside the main thread, under a debugger, or where something else uses
+    SIGALRM: there nothing bounds it. Groups that share devices sleep in turn.
     """
 
     one_at_a_time = True
@@ -53,7 +53,7 @@ class InProcess:
         deadline_s: float,
     ) -> None:
         """Build the roles of every group here. See `Executor.start`."""
-        self._deadline_s = deadline_s
+        self._deadline_s = longest_s(programs, deadline_s)
         roles: dict[tuple[str, str], Role] = {}
         for program in programs.values():
             for group in program.placement.groups:

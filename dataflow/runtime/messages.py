@@ -301,6 +301,8 @@ class Report:
         answer: What a `CallMethodWork` returned, or what a save says of itself.
         chunk: Which of the calls an `AnswerWork` has answered; None if it has paused.
         size: Length of its longest row.
+        peak_bytes: The most that torch had allocated on this process's CUDA device during a call,
+            what its workers always hold included; 0 where there is none.
     """
 
     start_s: float
@@ -311,6 +313,7 @@ class Report:
     answer: Any = None
     chunk: int | None = None
     size: int = 0
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -128,11 +128,14 @@ class Placement:
         nodes: Node name -> group name.
         num_chunks: Into how many pieces a step's rows are cut for the nodes that may stream; at
             least the largest group's ranks, so that each has work.
+        predicted_s: Node name -> how long its calls of a step are expected to take, of those of
+            which anything is.
     """
 
     groups: tuple[DeviceGroup, ...]
     nodes: Mapping[str, str]
     num_chunks: int = 1
+    predicted_s: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def streamed(self, num_parts: int) -> Placement:
         """With rows that flow on in at least so many parts, equally many for every rank; 0: as is.
@@ -346,6 +349,7 @@ def _flow_node(graph: Graph, node: Node, placement: Placement, able: Streaming) 
         trains=node.role if node.kind is NodeKind.TRAIN else None,
         streams=node.name in able.rollouts,
         order_of=able.order_of.get(node.name, ""),
+        predicted_s=placement.predicted_s.get(node.name),
     )
 
 

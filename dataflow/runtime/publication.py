@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..scheduler.schedule import Deadline
 from .dispatcher import Dispatcher
 from .messages import (
     ExportSlicesWork,
@@ -29,13 +30,13 @@ class Publication:
     Args:
         dispatcher: Where workers are asked how they hold weights.
         moves_slices: Whether the executor can move slices.
-        deadline_s: How long a worker may take to say it.
+        deadline: How long a worker may take to say it.
     """
 
-    def __init__(self, dispatcher: Dispatcher, *, moves_slices: bool, deadline_s: float) -> None:
+    def __init__(self, dispatcher: Dispatcher, *, moves_slices: bool, deadline: Deadline) -> None:
         self._dispatcher = dispatcher
         self._moves_slices = moves_slices
-        self._deadline_s = deadline_s
+        self._deadline = deadline
         self._layouts: dict[tuple[str, str], HeldLayout | None] = {}
         self._receivers: dict[str, tuple[str, ...]] = {}
 
@@ -56,7 +57,7 @@ class Publication:
         for where, group in (home, *((program, receiver) for receiver in receivers)):
             if (role, group) not in self._layouts:
                 work = {0: LayoutWork(role)}
-                done = self._dispatcher.perform_now(where, group, work, self._deadline_s)
+                done = self._dispatcher.perform_now(where, group, work, self._deadline)
                 answer = done.first.report.answer if done.first.report else None
                 self._layouts[role, group] = answer
             if self._layouts[role, group] is None:

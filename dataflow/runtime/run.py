@@ -42,7 +42,7 @@ from ..scheduler.events import (
     Tick,
     Versions,
 )
-from ..scheduler.schedule import Schedule
+from ..scheduler.schedule import Deadline, Schedule
 from ..scheduler.scheduler import Scheduler
 from .call_context import Piece
 from .checkpoint import (
@@ -94,6 +94,7 @@ class Run:
         saving: Its checkpoints.
         watch: Who looks at each step's columns.
         keep: Names of columns and nodes that each step's result is to hold; see `KeptColumns`.
+        longest: How long the longest call may take.
         pauses: Numbers of completed steps at which it is to pause.
         suspended: What the run left from which this one goes on; where checkpoints are is not
             looked at then.
@@ -119,6 +120,7 @@ class Run:
         stop: Callable[[], bool] | None = None,
         watch: Watch | None = None,
         keep: Sequence[str] = (),
+        longest: Deadline,
         pauses: Collection[int] = (),
         suspended: Suspended | None = None,
     ) -> None:
@@ -129,9 +131,9 @@ class Run:
         self._mixes_versions = bool(schedule.segment_tokens or schedule.in_flight)
         self._flow = flow_of(program.graph, program.placement, schedule)
         self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
-        self._name, self._sources, self._deadline_s = name, sources, schedule.deadline_s
+        self._name, self._sources, self._wait_s = name, sources, schedule.wait_s
         self._executor, self._dispatcher, self._trained = executor, dispatcher, trained
-        self._seed, self._saving = seed, saving
+        self._seed, self._saving, self._longest = seed, saving, longest
         self._stop, self._watch = stop, watch
         self._kept = KeptColumns(program.graph, keep)
         self._looked, self._handed = _holds(watch, self._kept, suspended)
@@ -141,9 +143,8 @@ class Run:
         self._versions: dict[NodeTask, Versions] = {}
         self._streams = OpenStreams(in_flight=schedule.in_flight)
         self._failed: tuple[Task, BaseException | None] | None = None
-        self._publication = Publication(
-            dispatcher, moves_slices=executor.moves_slices, deadline_s=schedule.deadline_s
-        )
+        moves = executor.moves_slices
+        self._publication = Publication(dispatcher, moves_slices=moves, deadline=longest)
         self._bytes_before, self._weights_s = executor.controller_bytes, _Spans()
         self._point: ResumePoint | None = None
         if saving and not suspended:
@@ -197,7 +198,7 @@ class Run:
                     return
                 else:
                     todo.extend(self._carry_out(instruction))
-            answers = self._dispatcher.wait(min(POLL_S, self._deadline_s))
+            answers = self._dispatcher.wait(min(POLL_S, self._wait_s))
             events = [event for answer in answers for event in self._answered(answer)]
             if self._saving is not None:
                 self._saving.look()
@@ -250,7 +251,7 @@ class Run:
         for name in self._graph.sources:
             source, num_chunks = self._sources[name], self._flow.num_chunks
             try:
-                parts = read_source(self._graph[name], source, step, num_chunks, self._deadline_s)
+                parts = read_source(self._graph[name], source, step, num_chunks, self._wait_s)
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001 - a source may raise anything; it is passed on
@@ -466,7 +467,7 @@ class Run:
                 continue
             self._publication.learn(role, (program, home), self._name, replicas)
             work = {0: self._publication.export(role, version)}
-            exported = self._dispatcher.perform_now(program, home, work, self._deadline_s)
+            exported = self._dispatcher.perform_now(program, home, work, self._longest)
             weights = exported.first.weights
             for group in replicas:
                 take = self._publication.take(role, home, group, weights, version)
@@ -497,7 +498,7 @@ class Run:
         return Suspended(place.resume, self._store, (self._looked, self._handed))
 
     def _now(self, group: str, works: Mapping[int, Work]) -> Submission:
-        return self._dispatcher.perform_now(self._name, group, works, self._deadline_s)
+        return self._dispatcher.perform_now(self._name, group, works, self._longest)
 
     def _group_of(self, node: str) -> str:
         """Where a node's parts are saved and restored; a source's at the first group."""

@@ -111,4 +111,5 @@ def _span(placement: Placement, done: Done) -> TaskSpan:
         report.start_s,
         report.end_s,
         done.versions,
+        report.peak_bytes,
     )

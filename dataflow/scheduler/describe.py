@@ -8,6 +8,7 @@ from .events import NodeTask, Task
 from .log import rank_names, versions_text
 from .rank_queues import Running
 from .report import HangReport, HungTask
+from .schedule import Deadline
 from .state import SchedulerState
 from .weight_versions import NO_CEILING, Instance
 
@@ -109,21 +110,21 @@ def describe(scheduler: SchedulerState) -> str:
 
 def hang_report(scheduler: SchedulerState, at_s: float, progress_s: float) -> HangReport | None:
     """A report if something has taken longer than the deadline, else None."""
-    deadline_s = scheduler.schedule.deadline_s
-    hung: list[HungTask] = []
-    for task, run in scheduler.running.items():
+    deadline = scheduler.schedule.deadline()
+    hung: list[tuple[HungTask, Deadline]] = []
+    for task, run in scheduler.running.items():  # the oldest first
         since_s = max(run.since_s, progress_s) if scheduler.one_at_a_time else run.since_s
-        if at_s - since_s <= deadline_s:
-            break  # tasks are listed oldest first
-        hung.append(_hung_task(scheduler, task, run, at_s - since_s))
+        own = _deadline(scheduler, task)
+        if at_s - since_s > own.limit_s:
+            hung.append((_hung_task(scheduler, task, run, at_s - since_s), own))
         if scheduler.one_at_a_time:
             break  # the others have not begun
     awaited = [
         f"{what} has been awaited for {at_s - since_s:.1f} s"
         for what, since_s in scheduler.awaited.items()
-        if at_s - since_s > deadline_s
+        if at_s - since_s > deadline.limit_s
     ]
-    stalled = not scheduler.running and at_s - progress_s > deadline_s
+    stalled = not scheduler.running and at_s - progress_s > deadline.limit_s
     if not hung and not awaited and not stalled:
         return None
     if not hung and not awaited:
@@ -133,13 +134,21 @@ def hang_report(scheduler: SchedulerState, at_s: float, progress_s: float) -> Ha
         blocked[_MAX_BLOCKED:] = [f"and {len(blocked) - _MAX_BLOCKED} more"]
     return HangReport(
         at_s=at_s,
-        deadline_s=deadline_s,
-        hung=tuple(hung),
+        deadline=hung[0][1] if hung else deadline,
+        hung=tuple(task for task, _ in hung),
         awaited=tuple(awaited),
         blocked=tuple(blocked),
         ranks=scheduler.log.rank_lines(),
         instances=_instance_lines(scheduler),
     )
+
+
+def _deadline(scheduler: SchedulerState, task: Task) -> Deadline:
+    """That of its call, and of weights on their way what holds where nothing is predicted."""
+    if not isinstance(task, NodeTask):
+        return scheduler.schedule.deadline()
+    node = scheduler.flow.nodes[scheduler.index.index[task.node]]
+    return scheduler.schedule.deadline(node.predicted_s)
 
 
 def _hung_task(scheduler: SchedulerState, task: Task, run: Running, running_s: float) -> HungTask:

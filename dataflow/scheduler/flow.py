@@ -41,6 +41,8 @@ class FlowNode:
             and answers each when it is ready, by (size, chunk).
         order_of: The streaming rollout in whose answers' order a train node takes the chunks, one
             per rank at a time; "" if it takes them all at once.
+        predicted_s: How long a plan expects all of its tasks of a step to take together; None if
+            nothing is known.
     """
 
     name: str
@@ -52,6 +54,7 @@ class FlowNode:
     trains: str | None = None
     streams: bool = False
     order_of: str = ""
+    predicted_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .schedule import Deadline
+
 __all__ = ["FailureReport", "HangReport", "HungTask"]
 
 
@@ -70,8 +72,8 @@ class HangReport:
 
     Attributes:
         at_s: When it was noticed.
-        deadline_s: `Schedule.deadline_s`.
-        hung: Tasks over the deadline.
+        deadline: What was exceeded first.
+        hung: Tasks over their deadlines.
         awaited: Other things waited for: a batch, a checkpoint.
         blocked: Tasks that cannot start, and why (the first few).
         ranks: Last event of every rank.
@@ -79,7 +81,7 @@ class HangReport:
     """
 
     at_s: float
-    deadline_s: float
+    deadline: Deadline
     hung: tuple[HungTask, ...]
     awaited: tuple[str, ...]
     blocked: tuple[str, ...]
@@ -87,10 +89,7 @@ class HangReport:
     instances: tuple[str, ...]
 
     def __str__(self) -> str:
-        head = (
-            f"no progress within {self.deadline_s:g} s (Schedule.deadline_s), at {self.at_s:.1f} s"
-        )
-        lines = [head]
+        lines = [f"no progress within {self.deadline}, at {self.at_s:.1f} s"]
         for task in self.hung:
             lines += _indent(task.lines())
         lines += _indent(self.awaited)

@@ -6,11 +6,33 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["MOST_LAG", "Schedule"]
+__all__ = ["MOST_LAG", "Deadline", "Schedule"]
 
 MOST_LAG = 1000
 """Steps that generation may run ahead: what is sampled in them is kept, and the scheduler looks
 through it with every event."""
+
+_DEADLINE_S = 600.0
+"""Where nobody has said how long anything may take."""
+_TIMES_PREDICTED = 5.0
+"""How much longer than predicted a call may take: predictions of devices that were not measured
+may be several times too short."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """How long something may take, and who says so.
+
+    Attributes:
+        limit_s: How long.
+        source: Who says so, for people: "Schedule.deadline_s".
+    """
+
+    limit_s: float
+    source: str = "Schedule.deadline_s"
+
+    def __str__(self) -> str:
+        return f"{self.limit_s:g} s ({self.source})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +61,9 @@ class Schedule:
     row that has not ended; what is known of the entries before is kept. Not reproducible: when
     weights come depends on timing. Needs `max_lag` of at least 1, and `streaming` or
     `segment_tokens`."""
-    deadline_s: float = 600.0
-    """Longest time a single task, or a wait with nothing running, may take."""
+    deadline_s: float | None = None
+    """Longest time a single task, or a wait with nothing running, may take. null: 600 s, but for a
+    call of which a plan predicts the time five times that, if it is more."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_lag <= MOST_LAG:
@@ -57,10 +80,31 @@ class Schedule:
         if self.order not in ("step", "arrival"):
             raise ValueError(f"Schedule.order must be 'step' or 'arrival', got {self.order!r}")
         self._check_in_flight()
-        if not (self.deadline_s > 0 and math.isfinite(self.deadline_s)):
+        if not (self.wait_s > 0 and math.isfinite(self.wait_s)):
             raise ValueError(
                 f"Schedule.deadline_s must be a positive number of seconds, got {self.deadline_s}"
             )
+
+    @property
+    def wait_s(self) -> float:
+        """How long anything may take of which nothing is predicted."""
+        return _DEADLINE_S if self.deadline_s is None else self.deadline_s
+
+    def deadline(self, predicted_s: float | None = None) -> Deadline:
+        """How long a task may take.
+
+        Args:
+            predicted_s: What a plan expects of the call it belongs to; None if nothing.
+
+        Example:
+            >>> str(Schedule().deadline(predicted_s=2400.0))
+            '12000 s (5 x the 2,400 s that the plan predicts)'
+        """
+        limit_s = _TIMES_PREDICTED * (predicted_s or 0.0)
+        if self.deadline_s is not None or limit_s <= self.wait_s:
+            return Deadline(self.wait_s)
+        times = f"{_TIMES_PREDICTED:g} x the {predicted_s:,.0f} s that the plan predicts"
+        return Deadline(limit_s, times)
 
     def _check_in_flight(self) -> None:
         if not self.in_flight:

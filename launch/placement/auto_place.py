@@ -1,10 +1,11 @@
 """`placement=auto`: the planner chooses where the main stage's nodes run.
 
 That is on the cluster that the executor has joined or, if it has joined none, on this machine: as
-`penstock profile` found it, or by analytic defaults for its cores. What is chosen is
-which roles share devices, how many, and in which layouts their calls run, of those that the run's
-engines run. Calls of one group that need different processes take turns; see `divide.py`. Not all
-devices need be used: a step too short to be worth the ranks gets fewer.
+`penstock profile` found it, or by analytic defaults for its cores or its GPUs. Of several
+GPUs something must be known, so that they are not left idle for want of it. What is chosen is which
+roles share devices, how many, and in which layouts their calls run, of those that the run's engines
+run. Calls of one group that need different processes take turns; see `divide.py`. Not all devices
+need be used: a step too short to be worth the ranks gets fewer.
 """
 
 from __future__ import annotations
@@ -32,26 +33,23 @@ from ...planner.plan.planner import plan_step
 from ...planner.report.plan_texts import placement_text
 from ...planner.search.options import Option
 from ...planner.search.pins import Pins
+from ...workers.executors.assignment import Machine
 from ..inputs.compose import PlacementInputs, Resolved
 from ..inputs.sizes import train_items
 from .divide import divided
+from .gpus import as_cluster, gpus_here, said_of
 from .learned import read_calibration
 from .machine import analytic_cpus
+from .place import executor_kind
 from .plan_inputs import PlanInputs
 
-__all__ = ["CALIBRATION", "Choice", "choose"]
+__all__ = ["CALIBRATION", "Choice", "choose", "idle_gpus"]
 
 CALIBRATION = "calibration.json"
 """Below the folder of runs: where a calibration is looked for if none is named."""
 
 _DEADLINE_S = 5.0
 """For all searches together; afterwards the best plan so far is taken."""
-
-
-_UNKNOWN_GPUS = (
-    "CUDA devices are not measured; `penstock profile device=cuda`, or `penstock plan` for a "
-    "cluster of them"
-)
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Machine:
-    """What is planned for."""
+    """What is planned for.
+
+    Attributes:
+        cluster: Its devices.
+        calibration: What was measured of them; None if nothing was.
+        note: What they are taken for, where that was not configured; "" if there is no more to say.
+    """
 
     cluster: ClusterSpec
     calibration: Calibration | None
+    note: str = ""
 
     def constants(self, models: Mapping[str, ModelShape | None]) -> Constants:
         """Of the model of time."""
@@ -93,14 +98,12 @@ def choose(run: Resolved) -> Choice:
         run: The run.
 
     Raises:
-        ConfigError: If a calibration is named that is for other devices, or nothing generates.
+        ConfigError: If a calibration is named that is for other devices, nothing is known of
+            several GPUs, or nothing generates.
         PlanError: If the run needs more memory than there is, or the calibration cannot be read.
     """
     graph, section = run.main.graph, run.placement.executor
     run.engines.check_generates(graph)
-    machine = _machine(run.placement)
-    if machine is None:
-        return _one_rank(section, _UNKNOWN_GPUS)
     inputs = PlanInputs(run)
     try:
         models = inputs.models({})
@@ -110,11 +113,19 @@ def choose(run: Resolved) -> Choice:
         return _one_rank(section, str(error).splitlines()[0])
     if not calls:
         return _one_rank(section, f"no role of {graph.name} has a model")
+    machine = _machine(run.placement)
+    if isinstance(machine, str):
+        return _one_rank(section, machine)
     plan = _best(run, models, workload, machine)
     threads = machine.calibration.num_threads if machine.calibration else None
     dtypes = (model.dtype for model in models.values() if model is not None)
     measured = machine.calibration.notes_for(models.values()) if machine.calibration else ()
-    said = (*inputs.left_out(models), *machine.cluster.notes(dtypes), *measured)
+    said = (
+        *filter(None, [machine.note]),
+        *inputs.left_out(models),
+        *machine.cluster.notes(dtypes),
+        *measured,
+    )
     notes = "".join(f"\nplacement: {note}" for note in said)
     return Choice(plan, threads, _said(graph, plan) + notes)
 
@@ -132,8 +143,8 @@ def _said(graph: Graph, plan: Plan) -> str:
     )
 
 
-def _machine(inputs: PlacementInputs) -> _Machine | None:
-    """The machine as measured, or as it is by default; None if nothing is known of its devices."""
+def _machine(inputs: PlacementInputs) -> _Machine | str:
+    """The machine as measured, or as it is by default; or why nothing can be planned for it."""
     kind = inputs.executor.device.partition(":")[0]
     named = inputs.calibration is not None
     if inputs.cluster is not None and not named:
@@ -149,7 +160,53 @@ def _machine(inputs: PlacementInputs) -> _Machine | None:
                 f"'executor.device' is '{inputs.executor.device}'\n"
                 f"    measure them: penstock profile device={kind} output=FILE"
             )
-    return _Machine(analytic_cpus(), None) if kind == "cpu" else None
+    return _Machine(analytic_cpus(), None) if kind == "cpu" else _gpus(inputs.executor)
+
+
+def _gpus(section: ExecutorConfig) -> _Machine | str:
+    """GPUs of which nothing was measured: those of the nodes that were joined, or of this machine.
+
+    Raises:
+        ConfigError: If there are several and no option of `cluster=` describes them.
+    """
+    nodes = [n for n in executor_kind(section.kind, "executor.kind").machines() if _num_gpus(n)]
+    gpus = [] if nodes else gpus_here()
+    cluster = as_cluster(gpus) if gpus else None
+    if cluster is not None:
+        option = cluster.node_groups[0].device.name
+        return _Machine(cluster, None, f"this machine has {said_of(gpus)}, planned as {option}")
+    number = len(gpus) + sum(map(_num_gpus, nodes))
+    if not number:
+        raise ConfigError(
+            f"'executor.device' is '{section.device}' and 'placement' is 'auto', but there is no "
+            "CUDA device here to plan for\n    say for which: penstock run --dry-run cluster=h100; "
+            "or give a plan: placement=plan.json"
+        )
+    kinds = dict.fromkeys(", ".join(node.devices) or "GPUs without a name" for node in nodes)
+    there = said_of(gpus) or f"{number} x {' and '.join(kinds)}"
+    why = f"no option of cluster= describes {there}"
+    if number == 1:
+        return why
+    raise ConfigError(
+        f"'placement' is 'auto', but {why}\n    measure them: penstock profile device=cuda; or "
+        "take them for others: penstock plan cluster=h100 output=plan.json, and "
+        "placement=plan.json; or say yourself what runs where: executor.groups"
+    )
+
+
+def idle_gpus(section: ExecutorConfig) -> str:
+    """What to say of a run in one process on a machine with several GPUs; "" if it has not."""
+    gpus = gpus_here() if section.device == "cuda" else []
+    if len(gpus) < 2 or executor_kind(section.kind, "executor.kind").has_processes:
+        return ""
+    return (
+        f"placement: one of {said_of(gpus)} is used, because executor={section.kind} is one "
+        "process; executor=ray uses them all"
+    )
+
+
+def _num_gpus(node: Machine) -> int:
+    return int(node.total.get("GPU", 0))
 
 
 def _best(

@@ -7,11 +7,11 @@ from typing import Any
 
 from ...configs.plan_schema import ClusterConfig
 from ...configs.references import option_file, options_of
-from ...configs.validate import nearest_key
+from ...configs.validate import nearest_key, validated
 from ...dataflow.errors import ConfigError
 from ...planner.inputs.cluster import ClusterSpec, NodeGroup
 
-__all__ = ["MEASURED", "cluster_spec", "named_devices"]
+__all__ = ["MEASURED", "cluster_spec", "named_devices", "presets"]
 
 MEASURED = "measured"
 """The cluster that a calibration file describes."""
@@ -40,20 +40,33 @@ def _named(section: Mapping[str, Any], at: str) -> dict[str, Any]:
     name = data.get("device")
     if not isinstance(name, str):
         return data
-    presets = {
-        option: preset
-        for option in options_of("cluster")
-        if isinstance((preset := option_file("cluster", option)).get("device"), Mapping)
-    }
-    if name not in presets:
+    known = _preset_files()
+    if name not in known:
         raise ConfigError(
-            f"'{at}.device': there is no device '{name}'{nearest_key(name, presets)}\n"
-            f"    known devices are: {', '.join(presets)}; for another one give its keys "
+            f"'{at}.device': there is no device '{name}'{nearest_key(name, known)}\n"
+            f"    known devices are: {', '.join(known)}; for another one give its keys "
             "(name, memory_bytes, flops_per_s, memory_bytes_per_s, host_bytes_per_s)"
         )
-    data["device"] = presets[name]["device"]
-    data["within"] = data.get("within") or presets[name]["within"]
+    data["device"] = known[name]["device"]
+    data["within"] = data.get("within") or known[name]["within"]
     return data
+
+
+def _preset_files() -> dict[str, dict[str, Any]]:
+    """Option of `cluster=` -> its keys, of those with one kind of device."""
+    return {
+        option: section
+        for option in options_of("cluster")
+        if isinstance((section := option_file("cluster", option)).get("device"), Mapping)
+    }
+
+
+def presets() -> dict[str, ClusterSpec]:
+    """Option of `cluster=` -> the cluster that it describes, of those with one kind of device."""
+    return {
+        option: cluster_spec(validated(ClusterConfig, section, "cluster"))
+        for option, section in _preset_files().items()
+    }
 
 
 def cluster_spec(config: ClusterConfig, measured: ClusterSpec | None = None) -> ClusterSpec:

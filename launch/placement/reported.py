@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from ...configs.plan_schema import ClusterConfig
-from ...configs.references import option_file, options_of
-from ...configs.validate import validated
 from ...planner.inputs.cluster import ClusterSpec, LinkSpec, NodeGroup
 from ...workers.executors.assignment import Machine
 from ..inputs.compose import Resolved
-from .cluster_inputs import cluster_spec
+from .cluster_inputs import presets
 from .machine import cpu_node
 from .place import executor_kind
 
@@ -47,17 +43,17 @@ def reported_cluster(machines: Sequence[Machine], device: str) -> ClusterSpec | 
         machines: What the executor reports.
         device: "cpu" or "cuda".
     """
-    presets = _presets()
+    known = presets()
     nodes: list[NodeGroup] = []
     links: list[LinkSpec] = []
     for machine in machines:
         number = int(machine.total.get("CPU" if device == "cpu" else "GPU", 0))
         if not number:
             continue
-        name = "cpu" if device == "cpu" else option_of(machine, presets)
+        name = "cpu" if device == "cpu" else option_of(machine, known)
         if name is None:
             return None
-        preset = presets[name]
+        preset = known[name]
         node = _node(preset.node_groups[0], machine, number, device)
         links.append(preset.between)
         if nodes and (one := _smaller(nodes[-1], node)) is not None:
@@ -105,13 +101,3 @@ def option_of(machine: Machine, options: Collection[str]) -> str | None:
 def labels_of(machine: Machine) -> Mapping[str, str]:
     """The labels of a machine that name its GPUs."""
     return {key: value for key, value in machine.labels.items() if value in machine.devices}
-
-
-def _presets() -> Mapping[str, ClusterSpec]:
-    """Option of `cluster=` -> what it describes, of those with one kind of device."""
-    found: dict[str, ClusterSpec] = {}
-    for option in options_of("cluster"):
-        section: dict[str, Any] = option_file("cluster", option)
-        if isinstance(section.get("device"), Mapping):
-            found[option] = cluster_spec(validated(ClusterConfig, section, "cluster"))
-    return found

@@ -211,7 +211,7 @@ def evaluate(
     agent_options: Mapping[str, Any] | None = None,
     device: str = "cpu",
     seed: int = 0,
-    deadline_s: float = 600.0,
+    deadline_s: float | None = None,
 ) -> dict[str, Measured]:
     """Evaluate one policy in this process, outside any run.
 
@@ -223,7 +223,7 @@ def evaluate(
         agent_options: Fields of the spec of what the policy talks with.
         device: Where the policy is.
         seed: Of what is sampled.
-        deadline_s: Longest wait for the answers to one suite.
+        deadline_s: Longest wait for the answers to one suite; None as in `Schedule`.
 
     Raises:
         ConfigError: If the policy cannot be built.

@@ -20,7 +20,7 @@ from ..inputs.data import Data, load_data
 from ..inputs.env_specs import MODEL_TYPE
 from ..inputs.sizes import check_lengths, longest_sampled
 from ..inputs.tables import longest_rows, sources_of, statistics_of
-from ..placement.auto_place import choose
+from ..placement.auto_place import choose, idle_gpus
 from ..placement.described import check_devices
 from ..placement.place import (
     executor_kind,
@@ -172,7 +172,9 @@ def _placed(run: Resolved, plan: Plan | None) -> tuple[Resolved, Plan, str]:
         _refuse_engines(run)
         section = _on_one_thread(section)
     plan = plan or written_plan(inputs, run.engines)
-    if plan is None:
+    if plan is not None:
+        note = idle_gpus(section)
+    else:
         choice = choose(run)
         plan, threads, note = choice.plan, choice.num_threads, choice.note
     inputs = replace(inputs, executor=with_threads(section, plan, threads))

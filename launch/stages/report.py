@@ -16,7 +16,7 @@ from ..run_dir.progress import RunProgress
 from ..run_dir.progress_events import format_duration
 from ..run_dir.run_folder import CodeVersion, RunFolder, RunRecord
 from ..run_dir.trackers.jsonl import read_metrics
-from .checks import comparison_text, nodes_summary
+from .checks import comparison_text, memory_text, nodes_summary
 from .headline import Headline
 from .job import Job
 from .train import Outcome
@@ -79,7 +79,7 @@ def summary_of(
         "step_time_s": outcome.step_time_s,
         "predicted_step_time_s": prediction.step_time_s if prediction else None,
         "calibration": prediction.calibration if prediction else None,
-        "nodes": nodes_summary(main.graph, job.plan, outcome.node_times_s),
+        "nodes": nodes_summary(main.graph, job.plan, outcome.node_times_s, outcome.node_peaks),
         "peak_memory_bytes": usage.peak_bytes,
         "cpu_utilization": usage.cpu_s / (wall_time_s * num_cores()) if wall_time_s else None,
         "wall_time_s": wall_time_s,
@@ -144,6 +144,7 @@ def write_report(
     """
     curve = _draw(job, folder, summary)
     compared = comparison_text(job.plan, summary["nodes"], outcome.step_time_s)
+    compared += memory_text(summary["nodes"])
     changed = _changed(summary["changes"])
     suites = _suites(job, outcome)
     stopped = [outcome.stopped] if outcome.stopped else []

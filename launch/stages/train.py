@@ -57,6 +57,7 @@ class Outcome:
         roles_sha256: Role name -> hash of its weights.
         step_times_s: Wall time of every step taken by this process.
         node_times_s: Node -> how long its busiest rank worked on it, in each of those steps.
+        node_peaks: Node -> the most bytes that any rank's CUDA device held during it; 0 without.
         first_step: The step it began at: above 0 if it went on from a checkpoint.
         num_steps: Steps taken by its end, those before `first_step` included.
         num_samples: Rows made by those steps.
@@ -74,6 +75,7 @@ class Outcome:
     roles_sha256: dict[str, str] = field(default_factory=dict[str, str])
     step_times_s: list[float] = field(default_factory=list[float])
     node_times_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    node_peaks: dict[str, int] = field(default_factory=dict[str, int])
     first_step: int = 0
     num_steps: int = 0
     num_samples: int = 0
@@ -160,7 +162,7 @@ def _carried_out(
     took = (lambda: evaluator.took_s) if evaluator else (lambda: None)
     with engine, told(job, stage, home, shown, trackers, first_step, took) as all_told:
         measuring.begin(engine, all_told.evaluated)
-        with stoppable(run.schedule.deadline_s) as stop:
+        with stoppable(engine.longest.limit_s) as stop:
             steps = engine.run(
                 job.sources[stage.name],
                 num_steps,
@@ -240,6 +242,9 @@ def _timed(
         outcome.env_unit = _unit_of(result.metrics)
         for node, seconds in node_seconds(result.spans).items():
             outcome.node_times_s.setdefault(node, []).append(seconds)
+        for span in result.spans:
+            most = max(span.peak_bytes, outcome.node_peaks.get(span.node, 0))
+            outcome.node_peaks[span.node] = most
         yield result
         mark_s, measured_s = now_s, measuring.took_s
 

@@ -18,6 +18,8 @@ libraries and fragmentation (`DeviceSpec.reserved_bytes` is for them).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,6 +31,7 @@ from .memory_ledger import Parts
 __all__ = [
     "BUCKET_BYTES",
     "PREFILL_TOKENS",
+    "Computes",
     "kv_bytes",
     "resident_parts",
     "rows_at_once",
@@ -150,8 +153,37 @@ def resident_parts(call: Call, layout: Layout) -> Parts:
 # --- calls ----------------------------------------------------------------------------------------
 
 
+def _whole_logits(call: Call, layout: Layout, tokens: int) -> int:
+    """Logits, their float32 log-probabilities and, in training, the gradient of those."""
+    if call.head == "scalar":
+        return tokens * _FLOAT
+    return tokens * -(-call.model.vocab_size // layout.tp) * (call.model.dtype_bytes + 2 * _FLOAT)
+
+
+@dataclass(frozen=True)
+class Computes:
+    """What an engine does otherwise than the literature counts.
+
+    Attributes:
+        saved_bytes: What a layer saves for its backward pass beyond that, for each token.
+        logits: Call, layout and tokens computed at once -> bytes of their logits and of what is
+            made of them.
+    """
+
+    saved_bytes: int = 0
+    logits: Callable[[Call, Layout, int], int] = _whole_logits
+
+
+_AS_COUNTED = Computes()
+
+
 def transient_parts(
-    call: Call, layout: Layout, *, borrows: bool = False, rows: int | None = None
+    call: Call,
+    layout: Layout,
+    *,
+    borrows: bool = False,
+    rows: int | None = None,
+    computes: Computes = _AS_COUNTED,
 ) -> Parts:
     """What each device holds while the call runs, beyond what is resident.
 
@@ -161,6 +193,7 @@ def transient_parts(
         borrows: For a generation: whether its role is trained on the same devices. It then holds
             a copy of the weights in its own layout while it runs.
         rows: For a generation: rows of each rank that run at once; all of them by default.
+        computes: What the engine does otherwise.
     """
     params = _params(call.model, call.head, layout)
     if call.kind == "generate":
@@ -176,9 +209,10 @@ def transient_parts(
         return running if running.total >= moving.total else moving
     if call.kind == "forward":
         tokens = _micro_batch(call, layout)[0]
-        working = tokens * _per_token(call.model, layout).working, _logits(call, layout, tokens)
+        layer = tokens * _per_token(call.model, layout).working
+        working = layer, computes.logits(call, layout, tokens)
     else:
-        working = _train(call, layout)
+        working = _train(call, layout, computes)
     weights, gradients = _gathered(call, layout, params)
     return Parts(weights, gradients, 0, *working)
 
@@ -205,19 +239,19 @@ def _micro_batch(call: Call, layout: Layout) -> tuple[int, int]:
     return -(-size * call.tokens_longest // layout.cp), -(-rows // size)
 
 
-def _train(call: Call, layout: Layout) -> tuple[int, int]:
+def _train(call: Call, layout: Layout, computes: Computes) -> tuple[int, int]:
     """Activations and logits of the first stage, which runs ahead furthest, or of the last."""
     shape = call.model
     tokens, count = _micro_batch(call, layout)
     layers = -(-shape.num_layers // layout.pp)
     token = _per_token(shape, layout)
-    layer = tokens * token.saved
+    layer = tokens * (token.saved + computes.saved_bytes)
     kept = layer
     again = 0
     if layout.checkpointing:
         kept, again = tokens * token.hidden, layer
     ahead = min(layout.pp, count) * layers * kept
-    logits = _logits(call, layout, tokens)
+    logits = computes.logits(call, layout, tokens)
     # The logits are gone when the last layer is computed again.
     last = (layers * kept + again, 0) if again > logits else (layers * kept, logits)
     return (ahead + again, 0) if layout.pp > 1 and ahead + again > sum(last) else last
@@ -262,13 +296,6 @@ def _token_bytes(shape: ModelShape, tp: int, sequence_parallel: bool) -> _PerTok
         4 * hidden + mixing + heads * _FLOAT + inner,
         2 * hidden + max(mixing, 3 * (chosen * width + shared)),
     )
-
-
-def _logits(call: Call, layout: Layout, tokens: int) -> int:
-    """Logits, their float32 log-probabilities and, in training, the gradient of those."""
-    if call.head == "scalar":
-        return tokens * _FLOAT
-    return tokens * -(-call.model.vocab_size // layout.tp) * (call.model.dtype_bytes + 2 * _FLOAT)
 
 
 # --- generation -----------------------------------------------------------------------------------

@@ -176,7 +176,8 @@ class Plan(BaseModel):
         unknown = {name: group for name, group in self.nodes.items() if name not in named}
         groups = tuple(self._on_nodes(group.device_group) for group in self.groups)
         num_chunks = self.chunks_per_rank * max(group.num_ranks for group in groups)
-        placement = Placement(groups, {**nodes, **unknown}, num_chunks)
+        durations_s = self.prediction.durations_s if self.prediction else {}
+        placement = Placement(groups, {**nodes, **unknown}, num_chunks, durations_s)
         check_placement(graph, placement)
         self._check_served(graph, placement)
         self._check_layouts(graph)

@@ -127,16 +127,30 @@ class ModelTable:
         found = [_option(held, plans) for held, plans in ways]
         return (min(found, key=lambda option: option.least_bytes),) if found else ()
 
-    def for_cluster(self) -> ModelTable:
-        """The same for another cluster, whose meshes may have the same counts."""
+    @property
+    def pins(self) -> Mapping[str, Mapping[str, object]]:
+        """Call name -> layout fields that it must have."""
+        return self._pins
+
+    def variant(
+        self,
+        calls: Sequence[Call] | None = None,
+        pins: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> ModelTable:
+        """The same for another cluster, whose meshes may have the same counts.
+
+        Args:
+            calls: With other models, if they have others.
+            pins: Other pins, if there are others.
+        """
         return ModelTable(
-            [call for calls in self._calls.values() for call in calls],
+            [call for calls in self._calls.values() for call in calls] if calls is None else calls,
             self._constants,
             engines=self._engines,
             others=self._others,
             max_cp=self._max_cp,
             tp_across_nodes=self._tp_across_nodes,
-            pins=self._pins,
+            pins=self._pins if pins is None else pins,
         )
 
     def explain(

@@ -119,7 +119,9 @@ def logits(part: Part) -> None:
             outputs = policy.network.outputs(rows, rows >= 0)
             cut = isinstance(outputs, CutOutputs)
             values = outputs.rows.whole(outputs.values) if cut else outputs.values
-            part.found[f"{family}/logits"] = values
+            model: Any = policy.network
+            model = model._model
+            part.found[f"{family}/logits"] = model.head(values) if model.apart else values
             words = torch.arange(5).expand(int((rows >= 0).sum()), 5)
             part.found[f"{family}/words"], _ = policy.network.token_logprob(
                 outputs, words, 0.7, needs_entropy=False

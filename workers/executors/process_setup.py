@@ -10,13 +10,15 @@ import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from threadpoolctl import threadpool_limits
+from torch.distributed import distributed_c10d
 
-__all__ = ["Address", "Store", "meet", "threads_within", "use_threads"]
+__all__ = ["Address", "Store", "bound_groups", "meet", "threads_within", "use_threads"]
 
 Address = tuple[str, int]
 
@@ -52,6 +54,18 @@ def meet(
         timeout=timedelta(seconds=start_s),
         master_listen_fd=None if listener is None else listener.detach(),
     )
+
+
+def bound_groups(deadline_s: float) -> None:
+    """Have process groups that are made from now on wait at least so long for each other.
+
+    Those that libraries make beside the default group have no timeout of their own. torch gives
+    them 10 minutes under NCCL and 30 under gloo, however long a call may take.
+    """
+    limit = timedelta(seconds=deadline_s)
+    own: Any = distributed_c10d  # it reads its own globals
+    own.default_pg_timeout = max(own.default_pg_timeout, limit)
+    own.default_pg_nccl_timeout = max(own.default_pg_nccl_timeout or limit, limit)
 
 
 def _interface(address: str) -> str:

@@ -52,7 +52,7 @@ from ..weight_sync.channel import ChannelEnd, Offer
 from ..weight_sync.registry import CHANNELS, DEFAULT_TRANSPORT
 from ..weight_sync.slice_exchange import SliceTraffic
 from .process_backend import ProcessDied, ProcessHome, Ref
-from .process_setup import Address, meet, use_threads
+from .process_setup import Address, bound_groups, meet, use_threads
 
 __all__ = ["Answer", "RankProcess", "WarmWorker", "part_from_numpy", "part_to_numpy"]
 
@@ -143,6 +143,7 @@ class RankProcess:
     def join(self, address: Address) -> None:
         """Join the group's process group, whose process 0 listens at `address`."""
         listener, self._listener = self._listener, None
+        bound_groups(self._deadline_s)
         dist.init_process_group(
             "nccl" if self._group.device.startswith("cuda") else "gloo",
             store=meet(

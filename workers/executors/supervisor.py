@@ -25,7 +25,14 @@ import torch
 from ...dataflow.errors import ConfigError, PenstockError, StateError, WorkerError
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.device_sharing import DeviceSharing, needs_device
-from ...dataflow.runtime.executor import Completion, Program, Restart, groups_of, servers_of
+from ...dataflow.runtime.executor import (
+    Completion,
+    Program,
+    Restart,
+    groups_of,
+    longest_s,
+    servers_of,
+)
 from ...dataflow.runtime.messages import (
     AnswerWork,
     BeginStreamWork,
@@ -195,7 +202,8 @@ class Supervisor:
                 )
         check_transport(self._transport, _routes(programs))
         self._programs, groups = programs, groups_of(programs)
-        self._deadline_s, self._start_s = deadline_s, max(deadline_s, LEAST_START_S)
+        self._deadline_s = longest_s(programs, deadline_s)
+        self._start_s = max(deadline_s, LEAST_START_S)
         backend = self._connect()
         threads = self._num_threads or max(
             1, torch.get_num_threads() // max(group.num_processes for group in groups)
@@ -203,7 +211,7 @@ class Supervisor:
         self._sharing = DeviceSharing(groups)
         self._groups = {
             group.name: RankGroup(
-                backend, group, threads, deadline_s, _hosted(programs, workers, group.name)
+                backend, group, threads, self._deadline_s, _hosted(programs, workers, group.name)
             )
             for group in groups
         }

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ...errors import WorkerError
 from ...file_errors import disk_refusal, writing
+from ...scheduler.schedule import Deadline
 from ...written_files import Background, WrittenFile
 from ..checkpoint import CheckpointFolder
 from ..dispatcher import Dispatcher, Submission, describe
@@ -151,7 +152,7 @@ class Saving:
         Raises:
             WorkerError: If a worker fails, or does not answer within the deadline.
         """
-        until_s = time.monotonic() + deadline_s
+        until_s, deadline = time.monotonic() + deadline_s, Deadline(deadline_s)
         while (pending := self._pending) is not None:
             left_s = until_s - time.monotonic()
             if left_s < 0:
@@ -162,7 +163,7 @@ class Saving:
             pending.asked = None  # whoever is asked twice says the same twice
             answers = [
                 self._dispatcher.perform_now(
-                    self._program, group, self._works(group, min(_WAIT_S, left_s)), deadline_s
+                    self._program, group, self._works(group, min(_WAIT_S, left_s)), deadline
                 )
                 for group in self._ranks
             ]

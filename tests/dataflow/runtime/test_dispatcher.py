@@ -15,6 +15,7 @@ from penstock.dataflow.runtime.messages import CallMethodWork, ExportWork
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.events import Load, Publish
+from penstock.dataflow.scheduler.schedule import Deadline
 
 from ..counter import COUNT, Counter
 
@@ -65,7 +66,7 @@ def test_what_is_done_beside_a_run_leaves_its_answers_for_it(dispatcher: Dispatc
     with dispatcher.run("main"):
         dispatcher.submit(FIRST, "main", "all", EXPORT)
         dispatcher.submit(SECOND, "main", "all", EXPORT)
-        asked = dispatcher.perform_now("main", "all", COUNTED, 5)
+        asked = dispatcher.perform_now("main", "all", COUNTED, Deadline(5.0))
         assert asked.first.report is not None
         assert asked.first.report.answer == 0
         assert [one.task for one in done(dispatcher)] == [FIRST, SECOND]
@@ -75,7 +76,7 @@ def test_a_failure_beside_a_run_is_raised_with_what_caused_it(dispatcher: Dispat
     with dispatcher.run("main"):
         dispatcher.submit(FIRST, "main", "all", EXPORT)
         with pytest.raises(WorkerError) as raised:
-            dispatcher.perform_now("main", "all", FAIL, 5)
+            dispatcher.perform_now("main", "all", FAIL, Deadline(5.0))
         assert re.fullmatch(
             r"ZeroDivisionError: on purpose\nraised at test_dispatcher\.py:\d+\n"
             r'    raise ZeroDivisionError\("on purpose"\)',
@@ -89,7 +90,7 @@ def test_nobody_hears_of_what_a_run_had_out_when_it_ended(dispatcher: Dispatcher
     with dispatcher.run("main"):
         dispatcher.submit(FIRST, "main", "all", EXPORT)
         dispatcher.submit(SECOND, "main", "all", EXPORT)
-        dispatcher.perform_now("main", "all", COUNTED, 5)
+        dispatcher.perform_now("main", "all", COUNTED, Deadline(5.0))
         dispatcher.submit(SECOND, "main", "all", FAIL)
     with dispatcher.run("main"):
         assert done(dispatcher, 0.1) == []
@@ -114,7 +115,7 @@ def test_a_closed_dispatcher_takes_no_work(dispatcher: Dispatcher) -> None:
     dispatcher.close()
     for refused in (
         lambda: dispatcher.submit(FIRST, "main", "all", EXPORT),
-        lambda: dispatcher.perform_now("main", "all", EXPORT, 5),
+        lambda: dispatcher.perform_now("main", "all", EXPORT, Deadline(5.0)),
         lambda: dispatcher.wait(0.1),
     ):
         with pytest.raises(StateError, match="its engine has been closed"):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
+import torch
 from penstock.dataflow.errors import StateError
+from penstock.dataflow.graph.role import Role
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Completion, Program, Restart
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.placement import Placement, one_group
+from penstock.dataflow.runtime.placement import Placement, flow_of, one_group
+from penstock.dataflow.runtime.worker_protocol import WorkerSpec
 from penstock.dataflow.scheduler.schedule import Schedule
 
 from ..counter import COUNT, LOOK, SOURCES, Counter, CounterSpec, Keys, Model, apart, seen
@@ -208,3 +212,66 @@ def test_what_workers_do_now_is_said_in_words() -> None:
         "step 2: model.sample",
         "step 2: model.train",
     ]
+
+
+# --- how long calls may take
+
+
+class Deadlines(InProcess):
+    """Notes what it is given."""
+
+    def start(
+        self,
+        programs: Mapping[str, Program],
+        workers: Mapping[str, WorkerSpec | Role],
+        seed: int,
+        deadline_s: float,
+    ) -> None:
+        self.given = deadline_s, {name: one.longest_s for name, one in programs.items()}
+        super().start(programs, workers, seed, deadline_s)
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "predicted", "wait_s", "call_s"),
+    [
+        (None, {"model.sample": 2400.0, "model.train": 60.0}, 600.0, 12_000.0),
+        (None, {"model.sample": 2.0}, 600.0, 600.0),
+        (None, {}, 600.0, 600.0),
+        (900.0, {"model.sample": 2400.0}, 900.0, 900.0),
+    ],
+)
+def test_executors_wait_as_long_as_the_longest_call_may_take(
+    deadline_s: float | None, predicted: Mapping[str, float], wait_s: float, call_s: float
+) -> None:
+    """An evaluation of which nothing is predicted has as long as the longest call of a step."""
+    placement = replace(one_group(COUNT), predicted_s=predicted)
+    executor = Deadlines()
+    with Engine(
+        COUNT,
+        placement,
+        workers={"model": CounterSpec()},
+        schedule=Schedule() if deadline_s is None else Schedule(deadline_s=deadline_s),
+        executor=executor,
+        also={"look": Program(LOOK, one_group(LOOK))},
+    ) as one:
+        assert executor.given == (wait_s, {"main": call_s, "look": call_s})
+        assert one.longest.limit_s == call_s
+        flow = flow_of(LOOK, one.programs["look"].placement)
+    longest_s = max(predicted.values(), default=None)
+    assert {node.predicted_s for node in flow.nodes if node.group} == {longest_s}
+
+
+# --- memory
+
+
+def test_every_call_says_the_most_that_its_gpu_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine() as one:
+        (step,) = one.run(SOURCES, 1)
+    assert {span.peak_bytes for span in step.spans} == {0}, "without a GPU nothing is known"
+    peaks: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.append(0))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000 + len(peaks))
+    with engine() as one:
+        (step,) = one.run(SOURCES, 1)
+    assert [span.peak_bytes for span in step.spans] == [1001 + n for n in range(len(step.spans))]

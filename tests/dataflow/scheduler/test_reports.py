@@ -286,3 +286,65 @@ def test_a_part_of_a_training_that_hangs_names_its_rows() -> None:
         "        working on 64 rows",
     ]
     assert "    actor.train step 0: 1 task(s) ready and waiting for ranks" in lines
+
+
+# --- deadlines of calls that a plan predicts
+
+
+def generating(predicted_s: float | None, deadline_s: float | None = None) -> Scheduler:
+    """The rollout's four chunks have run on two ranks since 0 s, or wait for those."""
+    nodes = tuple(
+        replace(node, predicted_s=predicted_s) if node.kind == "rollout" else node
+        for node in FLOW.nodes
+    )
+    schedule = Schedule() if deadline_s is None else Schedule(deadline_s=deadline_s)
+    scheduler = Scheduler(replace(FLOW, nodes=nodes), schedule, 5)
+    scheduler.start(0.0)
+    scheduler.handle(SourceReady(0, 0.0))
+    return scheduler
+
+
+def test_a_generation_of_forty_minutes_has_its_time() -> None:
+    scheduler = generating(predicted_s=2400.0)
+    assert scheduler.handle(Tick(601.0)) == []
+    assert scheduler.handle(Tick(12_000.0)) == []
+    text = abort_text(scheduler.handle(Tick(12_000.5)))
+    assert text.splitlines()[:2] == [
+        "no progress within 12000 s (5 x the 2,400 s that the plan predicts), at 12000.5 s",
+        "    actor.generate of step 0 has run for 12000.5 s",
+    ]
+
+
+def test_a_deadline_that_is_set_holds_for_every_call() -> None:
+    scheduler = generating(predicted_s=2400.0, deadline_s=900.0)
+    assert scheduler.handle(Tick(900.0)) == []
+    text = abort_text(scheduler.handle(Tick(901.0)))
+    assert text.startswith("no progress within 900 s (Schedule.deadline_s), at 901.0 s\n")
+
+
+def test_what_is_predicted_to_be_short_has_ten_minutes() -> None:
+    for predicted_s in (None, 0.0, 3.0, 120.0):
+        scheduler = generating(predicted_s)
+        assert scheduler.handle(Tick(600.0)) == []
+        text = abort_text(scheduler.handle(Tick(600.5)))
+        assert text.startswith("no progress within 600 s (Schedule.deadline_s), at 600.5 s\n")
+
+
+def test_a_call_with_less_time_is_missed_while_an_older_one_has_more() -> None:
+    nodes = tuple(
+        replace(node, predicted_s=2400.0 if node.kind == "rollout" else None) for node in FLOW.nodes
+    )
+    apart = tuple(
+        replace(node, group="train") if node.name == "reward.score" else node for node in nodes
+    )
+    scheduler = Scheduler(replace(FLOW, nodes=apart), Schedule(), 5)
+    scheduler.start(0.0)
+    scheduler.handle(SourceReady(0, 0.0))
+    scheduler.handle(TaskDone(NodeTask("actor.generate", 0, 0), 100.0))
+    assert scheduler.handle(Tick(700.0)) == []
+    lines = abort_text(scheduler.handle(Tick(701.0))).splitlines()
+    assert lines[:2] == [
+        "no progress within 600 s (Schedule.deadline_s), at 701.0 s",
+        "    reward.score of step 0 has run for 601.0 s",
+    ]
+    assert not any("actor.generate of step 0 has run" in line for line in lines)

@@ -222,13 +222,15 @@ def test_a_model_that_fits_nowhere_names_what_is_lacking(penstock: Penstock) -> 
         (
             "cluster=h101",
             "there is no cluster 'h101'; did you mean 'h100'?\n"
-            "    cluster is one of: a100-80g, cpu, cpu-bf16, h100, h200, measured, mixed",
+            "    cluster is one of: a100-80g, b200, cpu, cpu-bf16, h100, h200, l40s, measured, "
+            "mixed, rtx-4090",
         ),
         (
             "cluster.device=h10",
             "'cluster.device': there is no device 'h10'; did you mean 'h100'?\n"
-            "    known devices are: a100-80g, cpu, cpu-bf16, h100, h200; for another one give its "
-            "keys (name, memory_bytes, flops_per_s, memory_bytes_per_s, host_bytes_per_s)",
+            "    known devices are: a100-80g, b200, cpu, cpu-bf16, h100, h200, l40s, rtx-4090; for "
+            "another one give its keys (name, memory_bytes, flops_per_s, memory_bytes_per_s, "
+            "host_bytes_per_s)",
         ),
         (
             "cluster.within.bytes_per_s=0",
@@ -430,9 +432,9 @@ def test_an_unknown_device_in_a_group_of_nodes(penstock: Penstock) -> None:
     said = refused(
         penstock,
         "cluster=mixed",
-        "cluster.node_groups=[{num_nodes: 1, devices_per_node: 8, device: b300}]",
+        "cluster.node_groups=[{num_nodes: 1, devices_per_node: 8, device: x300}]",
     )
-    assert said.startswith("'cluster.node_groups.0.device': there is no device 'b300'\n")
+    assert said.startswith("'cluster.node_groups.0.device': there is no device 'x300'\n")
 
 
 def test_auto_is_for_plans(penstock: Penstock) -> None:

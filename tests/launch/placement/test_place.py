@@ -17,7 +17,12 @@ from penstock.launch.inputs.compose import Resolved, resolved
 from penstock.launch.placement.auto_place import Choice, choose
 from penstock.launch.placement.machine import threads_of
 from penstock.launch.placement.place import make_executor, placement_of, with_threads, written_plan
-from penstock.launch.stages.checks import comparison_text, node_seconds, nodes_summary
+from penstock.launch.stages.checks import (
+    comparison_text,
+    memory_text,
+    node_seconds,
+    nodes_summary,
+)
 from penstock.launch.stages.stages import Stage, stages_of
 from penstock.planner.cost.calibration import Calibration
 from penstock.planner.cost.constants import CPU_DEFAULTS
@@ -283,7 +288,7 @@ def test_a_node_takes_as_long_as_its_busiest_rank() -> None:
 
 def test_predicted_and_measured_stand_side_by_side() -> None:
     times = {"actor.generate": [9.0, 10.0, 50.0], "gae": [0.5]}
-    nodes = nodes_summary(ppo(), split_plan(), times)
+    nodes = nodes_summary(ppo(), split_plan(), times, {})
     assert nodes["actor.generate"] == {"predicted_s": 12.0, "measured_s": 10.0}
     assert nodes["gae"] == {"predicted_s": None, "measured_s": 0.5}
     assert nodes["actor.train"] == {"predicted_s": 14.0, "measured_s": None}
@@ -293,6 +298,24 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
         "a step                    30.0 s    25.0 s   +20%",
         "predicted with: analytic defaults",
     ]
+
+
+def test_predicted_memory_stands_beside_what_gpus_held() -> None:
+    peaks = {"actor.train": 60 * 10**9, "gae": 10**9, "ref.logprob": 0}
+    nodes = nodes_summary(ppo(), split_plan(), {}, peaks)
+    assert nodes["actor.train"] == {
+        "predicted_s": 14.0,
+        "measured_s": None,
+        "predicted_bytes": 66 * 10**9,
+        "peak_bytes": 60 * 10**9,
+    }
+    assert nodes["gae"]["predicted_bytes"] is None
+    assert "peak_bytes" not in nodes["ref.logprob"]
+    assert memory_text(nodes) == [
+        "memory of a device  predicted  measured  error",
+        "actor.train          61.5 GiB  55.9 GiB   +10%",
+    ]
+    assert memory_text(nodes_summary(ppo(), split_plan(), {}, {})) == []
 
 
 def test_groups_can_be_served_by_others() -> None:

@@ -30,3 +30,24 @@ def test_numpy_and_torch_have_as_many_threads_as_they_are_given() -> None:
         [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.splitlines() == ["2 2", "1 1", "2 2", "2 2", "2 2", "1 1"], done.stderr
+
+
+_GROUPS = """
+import torch, torch.distributed as dist
+from penstock.workers.executors.process_setup import bound_groups
+
+default = dist.distributed_c10d._get_default_timeout
+for deadline_s in (60.0, 12000.0):
+    bound_groups(deadline_s)
+    print(default("gloo"), default("nccl") >= default("gloo"))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print(dist.new_group([0])._get_backend(torch.device("cpu")).options._timeout)
+"""
+
+
+def test_groups_that_libraries_make_wait_as_long_as_a_call_may_take() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _GROUPS], capture_output=True, text=True, timeout=60
+    )
+    expected = ["0:30:00 False", "3:20:00 True", "3:20:00"]
+    assert done.stdout.splitlines() == expected, done.stderr

@@ -13,11 +13,10 @@ Processes that share every row (context parallelism) divide the weights with any
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ....planner.cost.engine_model import EngineModel, ShardedMemory
-from ....planner.cost.memory import weight_bytes
+from ....planner.cost.memory import Computes, transient_parts, weight_bytes
 from ....planner.cost.memory_ledger import Parts
 from ....planner.inputs.calls import Call, CallKind
 from ....planner.inputs.layout import Layout
@@ -30,6 +29,12 @@ DIVIDED_FAMILIES = ("llama", "qwen2", "qwen3")
 """The `model_type`s whose matrix products and rows it divides; it divides the weights of any."""
 
 _NAME = "fsdp"
+_FLOAT = 4
+_AT_ONCE, _IN_FLOAT32 = 1 << 28, 1 << 27
+"""Logits of a whole vocabulary that exist at once on a GPU, in the weights' precision and in
+float32; on a CPU fewer."""
+_SLICES = 1 << 26
+"""Those of a divided vocabulary that exist at once in float32."""
 _FAMILIES = ", ".join(DIVIDED_FAMILIES)
 
 
@@ -75,7 +80,12 @@ def _options(layout: Layout) -> Mapping[str, Any]:
 
 
 class FsdpMemory(ShardedMemory):
-    """An `EngineMemory`: frozen models are divided by rows as trained ones are."""
+    """An `EngineMemory`: frozen models are divided by rows as trained ones are.
+
+    Layers are transformers' own, whose norms keep a float32 copy of what comes in. FSDP2 gathers
+    two layers at a time; the embedding and the head belong to none and stay whole, with their
+    gradients, until the backward pass is over.
+    """
 
     def resident(self, call: Call, layout: Layout) -> Parts:
         """See `EngineMemory`; what stage 2 gathers is not held between calls."""
@@ -89,15 +99,56 @@ class FsdpMemory(ShardedMemory):
         self, call: Call, layout: Layout, *, borrows: bool = False, rows: int | None = None
     ) -> Parts:
         """See `EngineMemory`; a frozen layer is gathered while it is computed, as others are."""
-        gathering = replace(call, trained=True)
-        adds = super().transient(gathering, _by_rows(layout), borrows=borrows, rows=rows)
+        if call.kind == "generate":
+            return super().transient(call, layout, borrows=borrows, rows=rows)
+        norms = 2 * _FLOAT * (call.model.hidden_size + 1)
+        computes = Computes(saved_bytes=norms, logits=_logits)
+        adds = transient_parts(call, layout, computes=computes)
         if layout.cp > 1:
-            cut = super().transient(gathering, layout)
-            activations = cut.activations + _others_keys(call, layout)
-            adds = adds._replace(activations=activations, logits=cut.logits)
-        if layout.zero != 2 or call.kind == "generate":
-            return adds
-        return adds._replace(weights=weight_bytes(call.model, call.head, layout))
+            adds = adds._replace(activations=adds.activations + _others_keys(call, layout))
+        shared = _by_rows(layout)
+        if shared.zero < 2 or shared.dp == 1:
+            return adds._replace(weights=0, gradients=0)
+        layer, ends, head = _numbers(call, layout)
+        weights = (ends + 2 * layer) * call.model.dtype_bytes
+        if layout.zero == 2:
+            weights = weight_bytes(call.model, call.head, layout)
+        if call.kind != "train":
+            return adds._replace(weights=weights, gradients=0)
+        number = call.model.dtype_bytes
+        if call.model.adapter_params:  # they alone have gradients, in float32
+            layer, head, number = -(-call.model.adapter_params // call.model.num_layers), 0, _FLOAT
+            ends = 0
+        # A gradient is converted to float32 before it is added up over processes.
+        during = layer * (number + _FLOAT) + head * number
+        last = Parts(weights=weights, gradients=ends * (number + _FLOAT))
+        first = adds._replace(weights=weights, gradients=during)
+        return max(first, last, key=sum)
+
+
+def _numbers(call: Call, layout: Layout) -> tuple[int, int, int]:
+    """Weights of a layer, of what is in no layer, and of the head, once they are gathered."""
+    model = call.model
+    one, two = (
+        weight_bytes(model.model_copy(update={"num_layers": n}), call.head, layout) for n in (1, 2)
+    )
+    layer = (two - one) // model.dtype_bytes
+    head = -(-model.embedding_params // layout.tp) if call.head == "vocabulary" else 0
+    return layer, one // model.dtype_bytes - layer, head
+
+
+def _logits(call: Call, layout: Layout, tokens: int) -> int:
+    """Bytes of logits that exist at once, and of slices of them in float32.
+
+    Those are some of a whole vocabulary, or all of a divided one and their gradient.
+    """
+    if call.head == "scalar":
+        return tokens * _FLOAT
+    words = -(-call.model.vocab_size // layout.tp)
+    at_once, in_float32 = (_AT_ONCE, _IN_FLOAT32) if layout.tp == 1 else (0, _SLICES)
+    kept = min(tokens, max(1, at_once // words)) if at_once else 2 * tokens
+    slices = 3 * min(tokens, max(1, in_float32 // words))
+    return words * (kept * call.model.dtype_bytes + slices * _FLOAT)
 
 
 def _by_rows(layout: Layout) -> Layout:

@@ -40,7 +40,9 @@ __all__ = ["FsdpModel", "build_model"]
 class FsdpModel(nn.Module):
     """Token ids to head outputs at chosen positions, in one forward.
 
-    FSDP2 has a module's weights whole only inside its forward, so nothing is computed outside.
+    FSDP2 has a layer's weights whole only inside its forward. Those of the head, which belongs to
+    no layer, it keeps whole from the forward until the backward pass is over, or `reshard_all`. So
+    of a vocabulary that is not divided the logits are left to whoever needs them, some at a time.
 
     Args:
         module: The model, whose parameters' names are the checkpoint's.
@@ -50,6 +52,7 @@ class FsdpModel(nn.Module):
     Attributes:
         known: Whether the family is one whose parts may be computed apart.
         divided: Whether outputs are this process's part of the vocabulary.
+        apart: Whether the forward ends before the head, which is computed outside.
         keeps_gathered: Whether whole weights are kept from the first micro-batch of a call on.
     """
 
@@ -58,6 +61,7 @@ class FsdpModel(nn.Module):
         self.module = module
         self.known = is_lean(backbone)
         self.divided = False
+        self.apart = False
         self.keeps_gathered = False
         self._parts: tuple[Any, Any] = (backbone, head)  # a tuple: they are registered in `module`
 
@@ -88,9 +92,10 @@ class FsdpModel(nn.Module):
             placed: Where these tokens stand in their rows, if others have the rest.
 
         Returns:
-            f[n, width], this process's part of the vocabulary, or [n, 1]; and a zero of shape []
-            that depends on every weight. Without it the weights of a head of which nothing is read
-            would have no gradient here, and processes would add up different lists of gradients.
+            f[n, width], this process's part of the vocabulary, or [n, 1], or the states before a
+            head that is computed outside; and a zero of shape [] that depends on every weight.
+            Without it the weights of a head of which nothing is read would have no gradient here,
+            and processes would add up different lists of gradients.
         """
         backbone, head = self._parts
         rows = tokens.clamp(min=0)
@@ -99,10 +104,24 @@ class FsdpModel(nn.Module):
             picked = whole(input_ids=rows, use_cache=False).logits[reads]
             return picked, picked.sum().float() * 0
         states = backbone(input_ids=rows, use_cache=False, **placed).last_hidden_state
-        picked = head(states[reads].to(head.weight.dtype))
+        first = states.reshape(-1)[0].float() * 0
+        picked = states[reads].to(head.weight.dtype)
+        if self.apart:
+            # What is read has a gradient of the head without it, which is as large as the head.
+            if not len(picked):
+                first = first + head.weight.reshape(-1)[0].float() * 0
+            return picked, first
+        picked = head(picked)
         if self.divided:
             picked = picked.clone()  # FSDP2 warns of outputs that are views, as a local part is
-        return picked, states.reshape(-1)[0].float() * 0 + picked.sum().float() * 0
+        return picked, first + picked.sum().float() * 0
+
+    @property
+    def head(self) -> nn.Linear:
+        """The head that is computed outside, after a forward and before the next."""
+        last = self._parts[1]
+        assert self.apart
+        return last
 
 
 def build_model(
@@ -139,6 +158,7 @@ def build_model(
             )
         _check_divisible(spec, model, mesh.tensor_size)
         _divide_products(model, mesh)
+    model.apart = model.known and not head.is_scalar and mesh.tensor is None
     if again:
         recompute_layers(_layers(model))
     _divide_rows(model, mesh)

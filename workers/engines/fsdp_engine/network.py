@@ -18,6 +18,7 @@ from ...models.spec import ModelSpec
 from ...training.network import Outputs
 from ...training.optimizer import OptimizerSpec
 from ...training.stored_pieces import gather_weights, pieces_on
+from ...training.token_logprob import token_logprob, top_words
 from ..sharded.divided_network import DividedNetwork, gathered_module
 from .context_parallel import CutOutputs
 from .mesh import FsdpMesh
@@ -148,20 +149,35 @@ class FsdpNetwork(DividedNetwork):
     def token_logprob(
         self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See `LanguageNetwork.token_logprob`: of context parallelism too."""
-        if not isinstance(outputs, CutOutputs):
-            return super().token_logprob(outputs, target, temperature, needs_entropy=needs_entropy)
-        rows = outputs.rows
-        logprob, entropy = super().token_logprob(
-            outputs, target[rows.number], temperature, needs_entropy=needs_entropy
-        )
+        """See `LanguageNetwork.token_logprob`: of context parallelism too.
+
+        Logits of a whole vocabulary are made some at a time, as the torch engine makes them.
+        """
+        rows = outputs.rows if isinstance(outputs, CutOutputs) else None
+        own = target if rows is None else target[rows.number]
+        if self._model.apart:
+            head = self._model.head
+            logprob, entropy = token_logprob(
+                outputs.values, head.weight, head.bias, own, None, temperature,
+                needs_entropy=needs_entropy,
+            )  # fmt: skip
+        else:
+            logprob, entropy = super().token_logprob(
+                outputs, own, temperature, needs_entropy=needs_entropy
+            )
+        if rows is None:
+            return logprob, entropy
         return rows.whole(logprob), None if entropy is None else rows.whole(entropy)
 
     def top_words(
         self, outputs: Outputs, num_words: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """See `LanguageNetwork.top_words`: likewise."""
-        found = super().top_words(outputs, num_words, temperature)
+        if self._model.apart:
+            head = self._model.head
+            found = top_words(outputs.values, head.weight, head.bias, num_words, temperature)
+        else:
+            found = super().top_words(outputs, num_words, temperature)
         if not isinstance(outputs, CutOutputs):
             return found
         logprob, words = found

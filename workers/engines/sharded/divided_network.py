@@ -94,8 +94,9 @@ class DividedNetwork:
         self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """See `LanguageNetwork.token_logprob`: logits are never gathered."""
-        logits = outputs.values.float() / temperature
-        logprob, entropy = vocabulary_logprob(logits, target, self.vocabulary_group)
+        logprob, entropy = vocabulary_logprob(
+            outputs.values, target, temperature, self.vocabulary_group
+        )
         return logprob, entropy if needs_entropy else None
 
     def top_words(

@@ -6,6 +6,7 @@ of exponentials, the target's logit and the mean logit), or the few largest logi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from torch import Tensor
 
 __all__ = ["vocabulary_logprob", "vocabulary_top"]
 
+_AT_ONCE = 1 << 26
+"""Logits that exist at once in float32: 256 MiB, so that few kernels are started for many rows."""
+
 
 def vocabulary_logprob(
-    logits: Tensor, target: Tensor, group: dist.ProcessGroup | None
+    logits: Tensor, target: Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution.
 
@@ -24,15 +28,16 @@ def vocabulary_logprob(
     and computes its own words' gradient, as if it alone went backward through the result.
 
     Args:
-        logits: f32[n, V], this process's words.
+        logits: f[n, V], this process's words.
         target: i64[n], or i64[n, m] for m words of each distribution; in the whole vocabulary.
+        temperature: Divides the logits.
         group: The processes that share the vocabulary, in its order; None for this one alone.
 
     Returns:
         f32 of the shape of `target`, and f32[n]; in nats.
     """
     words = target if target.ndim > 1 else target[:, None]
-    both: tuple[Tensor, Tensor] = _Statistics.apply(logits, words, group)  # type: ignore[assignment]
+    both: tuple[Tensor, Tensor] = _Statistics.apply(logits, words, temperature, group)  # type: ignore[assignment]
     return both[0].view(target.shape), both[1]
 
 
@@ -72,42 +77,71 @@ def _gathered(column: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 class _Statistics(torch.autograd.Function):
     """With p = softmax(l): d logprob / dl = [target] - p, d entropy / dl = -p (log p + H).
 
-    Targets are i64[n, m].
+    l are the logits over the temperature, targets i64[n, m]. Of the logits `_AT_ONCE` are looked at
+    together, in float32, and looked at again going backward: what is kept is as large as they are,
+    in their precision, and no larger.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup | None
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        temperature: float,
+        group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         alone = group is None or group.size() == 1
-        largest = logits.amax(-1)
+        num_words = logits.shape[1]
+        # Dividing keeps the order, so the largest can be divided afterwards.
+        largest = _wide(logits.amax(-1)) / temperature
         if not alone:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        shifted = logits - largest[:, None]
-        chance = shifted.exp()
-        width = logits.shape[1]
-        local = target - (0 if group is None else group.rank()) * width
-        here = (local >= 0) & (local < width)
-        column = local.clamp(0, width - 1)
-        chosen = shifted.gather(1, column).where(here, 0.0)
-        sums = torch.stack([chance.sum(-1), (chance * shifted).sum(-1), *chosen.unbind(1)])
+        local = target - (0 if group is None else group.rank()) * num_words
+        here = (local >= 0) & (local < num_words)
+        column = local.clamp(0, num_words - 1)
+        sums = largest.new_empty(2 + target.shape[1], len(logits))
+        for rows in _rows(logits):
+            shifted = _shifted(logits[rows], temperature, largest[rows])
+            sums[2:, rows] = shifted.gather(1, column[rows]).where(here[rows], 0.0).t()
+            chance = shifted.exp()
+            sums[0, rows] = chance.sum(-1)
+            sums[1, rows] = chance.mul_(shifted).sum(-1)
         if not alone:
             dist.all_reduce(sums, group=group)
         total, weighted, *found = sums.unbind()
         log_total = total.log()
-        chance /= total[:, None]
         entropy = log_total - weighted / total
-        shifted -= log_total[:, None]
-        ctx.save_for_backward(chance, shifted, entropy, column, here)
+        ctx.save_for_backward(logits, largest, total, entropy, column, here)
+        ctx.temperature = temperature
         return torch.stack(found, 1) - log_total[:, None], entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        chance, logprob, entropy, column, here = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, largest, total, entropy, column, here = ctx.saved_tensors
         to_logprob, to_entropy = grads
-        factor = to_logprob.sum(1, keepdim=True) + to_entropy[:, None] * (
-            logprob + entropy[:, None]
-        )
-        grad = -chance * factor
-        grad.scatter_add_(1, column, to_logprob * here)
-        return grad, None, None
+        grad = torch.empty_like(logits)
+        for rows in _rows(logits):
+            logprob = _shifted(logits[rows], ctx.temperature, largest[rows])
+            chance = logprob.exp().div_(total[rows, None])
+            logprob -= total[rows].log()[:, None]
+            factor = logprob.add_(entropy[rows, None]).mul_(to_entropy[rows, None])
+            factor += to_logprob[rows].sum(1, keepdim=True)
+            part = chance.neg_().mul_(factor)
+            part.scatter_add_(1, column[rows], to_logprob[rows] * here[rows])
+            grad[rows] = part.div_(ctx.temperature)
+        return grad, None, None, None
+
+
+def _shifted(logits: Tensor, temperature: float, largest: Tensor) -> Tensor:
+    return (_wide(logits) / temperature).sub_(largest[:, None])
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32, unless it is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rows(logits: Tensor) -> Iterator[slice]:
+    size = max(1, _AT_ONCE // max(1, logits.shape[1]))
+    for begin in range(0, len(logits), size):
+        yield slice(begin, begin + size)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from penstock.workers.engines.sharded import vocabulary_parallel
 from penstock.workers.engines.sharded.vocabulary_parallel import vocabulary_logprob, vocabulary_top
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def plain(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,7 +24,7 @@ def test_values_and_gradients_equal_autograds():
     weights = torch.randn(2, 6, dtype=torch.float64)
     results: list[tuple[Tensor, ...]] = []
     for compute in (
-        lambda: vocabulary_logprob(logits, target, None),
+        lambda: vocabulary_logprob(logits, target, 1.0, None),
         lambda: plain(logits, target),
     ):
         logprob, entropy = compute()
@@ -33,7 +38,7 @@ def test_several_words_of_each_distribution():
     logits = (torch.randn(6, 9, dtype=torch.float64) * 4).requires_grad_()
     words, entropy = torch.randint(0, 9, (6, 4)), torch.randn(6, dtype=torch.float64)
     weights = torch.randn(6, 4, dtype=torch.float64)
-    found, spread = vocabulary_logprob(logits, words, None)
+    found, spread = vocabulary_logprob(logits, words, 1.0, None)
     (grad,) = torch.autograd.grad((weights * found).sum() + (entropy * spread).sum(), logits)
     every = torch.log_softmax(logits, -1)
     expected = every.gather(1, words)
@@ -49,9 +54,9 @@ def test_several_words_of_each_distribution():
 def test_a_process_may_have_no_distributions():
     logits = torch.zeros(0, 9, requires_grad=True)
     none = torch.zeros(0, dtype=torch.int64)
-    logprob, entropy = vocabulary_logprob(logits, none, None)
+    logprob, entropy = vocabulary_logprob(logits, none, 1.0, None)
     assert logprob.shape == entropy.shape == (0,)
-    assert vocabulary_logprob(logits, none.view(0, 4), None)[0].shape == (0, 4)
+    assert vocabulary_logprob(logits, none.view(0, 4), 1.0, None)[0].shape == (0, 4)
     (grad,) = torch.autograd.grad(logprob.sum() + entropy.sum(), logits)
     assert grad.shape == (0, 9)
     assert vocabulary_top(logits.detach(), 4, None)[1].shape == (0, 4)
@@ -59,6 +64,53 @@ def test_a_process_may_have_no_distributions():
 
 def test_large_logits_do_not_overflow():
     logits = torch.tensor([[1e4, 0.0, -1e4], [3e38, 3e38, 0.0]])
-    logprob, entropy = vocabulary_logprob(logits, torch.tensor([0, 1]), None)
+    logprob, entropy = vocabulary_logprob(logits, torch.tensor([0, 1]), 1.0, None)
     torch.testing.assert_close(logprob, torch.tensor([0.0, -0.6931472]))
     torch.testing.assert_close(entropy, torch.tensor([0.0, 0.6931472]))
+
+
+def whole(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The same with everything in float32 at once, by autograd."""
+    return plain(logits.float() / temperature, target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_looking_at_some_rows_at_a_time_changes_no_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(37, 50) * 4).to(dtype).requires_grad_()
+    target, weights = torch.randint(0, 50, (37,)), torch.randn(2, 37)
+    results: list[tuple[Tensor, ...]] = []
+    for at_once in (1 << 26, 7 * 50, 1):
+        monkeypatch.setattr(vocabulary_parallel, "_AT_ONCE", at_once)
+        logprob, entropy = vocabulary_logprob(logits, target, 0.7, None)
+        loss = (weights[0] * logprob + weights[1] * entropy).sum()
+        results.append((logprob, entropy, *torch.autograd.grad(loss, logits)))
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))
+    logprob, entropy = whole(logits, target, 0.7)
+    loss = (weights[0] * logprob + weights[1] * entropy).sum()
+    (grad,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(results[0], (logprob, entropy, grad))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.num_bytes = max(self.num_bytes, made.numel() * made.element_size())
+        return made
+
+
+def test_nothing_is_as_large_as_all_logits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary_parallel, "_AT_ONCE", 8 * 1000)
+    logits = torch.randn(64, 1000, dtype=torch.bfloat16, requires_grad=True)
+    with Largest() as seen:
+        logprob, entropy = vocabulary_logprob(logits, torch.arange(64), 1.0, None)
+        torch.autograd.grad(logprob.sum() + entropy.sum(), logits)
+    assert seen.num_bytes == 64 * 1000 * 2  # the gradient

@@ -189,6 +189,8 @@ class Run:
                 if isinstance(instruction, StepCompleted):
                     yield self._result(instruction)
                 elif isinstance(instruction, Pause):
+                    if self._saving is not None:  # what comes between may take long
+                        self._saving.settle(self._longest.limit_s)
                     self.place = instruction.place
                     return
                 elif isinstance(instruction, Finished):

@@ -67,8 +67,9 @@ class TokenSampler:
         self._sampling = sampling
         self._filters = bool(sampling.filtered_by)
         self._ends = ends.to(device)
-        self._may_end = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self._may_end.index_fill_(0, self._ends, True)
+        may_end = torch.zeros(vocab_size, dtype=torch.bool)
+        may_end[ends[ends < vocab_size].cpu()] = True  # no response ends with a word that is none
+        self._may_end = may_end.to(device)
         self._true = torch.ones((), dtype=torch.bool, device=device)
 
     def begin(self, row: int, uniform: Tensor, limit: int, text: Tensor) -> None:

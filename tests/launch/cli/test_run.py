@@ -350,6 +350,14 @@ def wait_for_step(runs: Path, step: int, *, deadline_s: float = 120.0) -> None:
     raise AssertionError(f"step {step} was not reached within {deadline_s} s")
 
 
+def wait_for_checkpoint(runs: Path, *, deadline_s: float = 60.0) -> None:
+    """Wait until there is one that is complete."""
+    until = time.monotonic() + deadline_s
+    while not any(name.suffix == "" for name in runs.glob("*/checkpoints/step-*")):
+        assert time.monotonic() < until, f"there was no checkpoint within {deadline_s} s"
+        time.sleep(0.01)
+
+
 LONG = (*GRPO, "algorithm.num_steps=12", "checkpoint_every=3")
 SAVING = (
     "algorithm=reference_grpo",
@@ -377,6 +385,8 @@ def test_a_killed_run_resumes_to_the_same_weights(
     process = start(tmp_path, *words)
     try:
         wait_for_step(tmp_path / "runs", kill_at)
+        if kill_at > 1:  # it is written while the run goes on
+            wait_for_checkpoint(tmp_path / "runs")
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)

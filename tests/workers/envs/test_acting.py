@@ -77,7 +77,11 @@ class Delayed:
 
 @dataclass(frozen=True)
 class Mortal:
-    """The worker's process ends when it is trained for the third time, unless `mark` exists."""
+    """The worker's process ends when it is trained for the fourth time, unless `mark` exists.
+
+    That is once the checkpoint before the third is complete: its ranks are asked for it in the
+    third, which is long, and answer before the fourth.
+    """
 
     spec: Any
     mark: str
@@ -90,9 +94,15 @@ class Mortal:
         def mortal(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count += 1
-            if count == 3 and not Path(self.mark).exists():
-                Path(self.mark).touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            mark, until = Path(self.mark), time.monotonic() + 60.0
+            if count >= 3 and not mark.exists():
+                time.sleep(1.0)
+                if count == 4:
+                    while not list(mark.parent.glob("checkpoints/step-*[0-9]")):
+                        assert time.monotonic() < until, "there was no checkpoint"
+                        time.sleep(0.01)
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
             return train(*args, **kwargs)
 
         worker.train = mortal

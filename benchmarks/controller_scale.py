@@ -10,9 +10,10 @@ steps are run:
   at once, and trainers take them in the order of their lengths.
 
 What happens within a millisecond is told together, as a controller hears it that looks for answers
-when it has dealt with those before. The time is that of `Scheduler.handle` alone. The figures that
-were published before, 69 us of a task and 43.7 % at the largest size, had each event told alone,
-and counted what the simulation itself keeps; `--alone` measures in that way.
+when it has dealt with those before. The time is that of `Scheduler.handle`, in which Python's
+collector also goes through what the simulation keeps. The figures that were published before, 69 us
+of a task and 43.7 % at the largest size, had each event told alone, and counted the simulation as
+well; `--alone` measures in that way.
 """
 
 from __future__ import annotations

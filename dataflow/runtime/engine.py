@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..errors import ConfigError, WorkerError
+from ..errors import ConfigError
 from ..graph.check import check_lag
 from ..graph.graph import Graph
 from ..graph.role import Role
@@ -133,7 +133,7 @@ class Engine:
     def close(self) -> None:
         """Close the workers that were built here and end all worker processes; idempotent.
 
-        A checkpoint that is being written is completed first.
+        A checkpoint that is being written is completed first, within the time that a call may take.
         """
         try:
             self._settle(self.longest.limit_s)
@@ -141,6 +141,7 @@ class Engine:
             self._close()
 
     def _close(self) -> None:
+        self._saving = None
         self._dispatcher.close()
         self.executor.stop()
         self._dispatcher = Dispatcher(self.executor)
@@ -157,8 +158,8 @@ class Engine:
             return
         try:
             if issubclass(kind, Exception):  # who interrupts does not want to wait
-                # What has ended the run is what is raised: nobody may answer any more.
-                with suppress(WorkerError):
+                # What has ended the run is what is raised, whatever has become of the checkpoint.
+                with suppress(Exception):
                     self._settle(min(_SETTLE_S, self.longest.limit_s))
         finally:
             self._close()
@@ -166,8 +167,8 @@ class Engine:
     def _settle(self, deadline_s: float) -> None:
         """Complete a checkpoint that is being written, unless it takes longer."""
         saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.settle(deadline_s)
+        if saving is not None and not saving.settle(deadline_s):
+            saving.give_up()
 
     def run(
         self,
@@ -287,7 +288,7 @@ class Engine:
         graph, placement = self.programs[program].graph, self.programs[program].placement
         homes = dict(flow_of(graph, placement).homes) | placement.state_homes(graph)
         ranks = {name: placement.group(name).num_ranks for name in homes.values()}
-        self._saving = Saving(checkpoints, self._dispatcher, program, ranks, self.longest.limit_s)
+        self._saving = Saving(checkpoints, self._dispatcher, program, ranks, self.longest)
         return self._saving
 
     def working(self) -> tuple[str, float] | None:

@@ -125,7 +125,6 @@ class Run:
         suspended: Suspended | None = None,
     ) -> None:
         self.place: SaveCheckpoint | None = None
-        self._saved: int | None = None
         self._graph, self._placement = program.graph, program.placement
         self._segment = schedule.segment_tokens or None
         self._mixes_versions = bool(schedule.segment_tokens or schedule.in_flight)
@@ -493,7 +492,8 @@ class Run:
 
     def interval(self, place: SaveCheckpoint) -> Interval:
         """What may be done where the run has paused."""
-        return Interval(place.step, place.step == self._saved, lambda: self._save(place))
+        is_saved = self._saving is not None and self._saving.has(place.step)
+        return Interval(place.step, is_saved, lambda: self._save(place))
 
     def suspended(self, place: SaveCheckpoint) -> Suspended:
         """What the run that goes on needs of this one."""
@@ -512,8 +512,7 @@ class Run:
         unfinished = filter(_is_unfinished, self._store)
         instruction = replace(instruction, live=(*instruction.live, *unfinished))
         saved = SavedRun(self._graph, self._seed, instruction)
-        if self._saving.begin(instruction.step, lambda folder: self._take(saved, folder)):
-            self._saved = instruction.step
+        self._saving.begin(instruction.step, lambda folder: self._take(saved, folder))
 
     def _take(self, saved: SavedRun, folder: Path) -> str:
         """Have a checkpoint's folder filled; says what the disk refused, "" if nothing."""
@@ -545,7 +544,6 @@ class Run:
             )
 
     def _restore(self, point: ResumePoint) -> None:
-        self._saved = point.state.step
         if self._saving is not None:
             self._saving.saved = point.state.step
         self._check_unfinished(point)

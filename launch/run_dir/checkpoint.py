@@ -54,7 +54,6 @@ class CheckpointStore:
 
     Attributes:
         kept: Steps whose checkpoints are kept besides.
-        num_missed: How many were not written, though they were due.
 
     Raises:
         ValueError: If `keep` is below 1.
@@ -73,7 +72,7 @@ class CheckpointStore:
         self.folder = folder
         self.keep = keep
         self.kept: frozenset[int] = frozenset()
-        self.num_missed = 0
+        self._missed: set[int] = set()
         self._good: set[Path] = set()
 
     @contextmanager
@@ -148,8 +147,12 @@ class CheckpointStore:
 
     def missed(self, step: int) -> None:
         """Note that there is no checkpoint of a step at which one was due."""
-        del step
-        self.num_missed += 1
+        self._missed.add(step)
+
+    @property
+    def num_missed(self) -> int:
+        """Steps at which a checkpoint was due that is not there."""
+        return len(self._missed)
 
     def warn(self, text: str) -> None:
         """Warn of something that keeps nobody from going on."""
@@ -167,6 +170,7 @@ class CheckpointStore:
         draft.rename(final)
         sync_folder(self.folder)
         self._good.add(final)
+        self._missed.discard(step)
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose every byte is as it was written, or None.

@@ -77,6 +77,7 @@ class ModelWorker:
         self._micro_batch_tokens = micro_batch_tokens
         self._host_copy: HostCopy | None = None
         self._state_files = StateFiles()
+        self._restarts = optimizer is not None and optimizer.restart_every_call
         self._trainer: Trainer[Any] | None = None
         if optimizer is not None:
             self._trainer = Trainer[Any](network, optimizer, micro_batch_tokens)
@@ -313,7 +314,8 @@ class ModelWorker:
         if call_piece() == "none":
             self._trainer.discard_pieces()
             return self._trainer.skip()
-        if call_piece() not in ("first", "part"):  # those change no weight
+        changes = ("whole", "last", *(["first"] if self._restarts else []))
+        if call_piece() in changes:  # the other pieces change neither weights nor moments
             self._state_files.keep()
         metrics = self._trainer.train(
             forward,

@@ -60,7 +60,8 @@ class Saves:
         Raises:
             StateError: If the checkpoint before is still being written, and does not end.
         """
-        if folder.parent != self._folder:
+        # One that was given up may be tried again in a folder of the same name.
+        if folder.parent != self._folder or self._unwanted.is_set():
             self.close()
             self._folder, self._unwanted = folder.parent, threading.Event()
         if not isinstance(worker, SavesLater) or overrides(role, "save_state", "take_state"):
@@ -82,7 +83,7 @@ class Saves:
         if not all([one.wait(max(until_s - time.monotonic(), 0.0)) for _, one in begun]):
             return SaveReport(writing=True)
         files: dict[str, WrittenFile] = {}
-        failed = ""
+        failed = "it was given up while it was written" if self._unwanted.is_set() else ""
         for name, one in begun:
             failed = failed or refusal_of(one.result, (self._folder or Path()) / name)
             if not failed:

@@ -69,7 +69,7 @@ class Saving:
         dispatcher: What asks the ranks.
         program: The program that is run.
         ranks: Group -> its number of ranks, of all groups that keep a state.
-        deadline_s: How long is waited for one.
+        deadline: How long is waited for one.
 
     Attributes:
         store: The same.
@@ -82,12 +82,12 @@ class Saving:
         dispatcher: Dispatcher,
         program: str,
         ranks: Mapping[str, int],
-        deadline_s: float,
+        deadline: Deadline,
     ) -> None:
         self.store = store
         self.saved: int | None = None
         self._dispatcher, self._program = dispatcher, program
-        self._ranks, self._deadline_s = ranks, deadline_s
+        self._ranks, self._deadline = ranks, deadline
         self._pending: _Pending | None = None
         self._last: tuple[int, Take] | None = None
         self._failed: tuple[int, str] | None = None
@@ -108,21 +108,36 @@ class Saving:
         """
         self._last = (step, take)
         pending = self._pending
-        if pending is not None and (pending.is_late or not self.settle(self._deadline_s)):
+        if pending is not None and (pending.is_late or not self.settle(self._deadline.limit_s)):
             pending.is_late = True
             slow = f"that of step {pending.step} is being written for more than"
-            self._note_failure(step, f"{slow} {self._deadline_s:g} s; the disk is too slow")
+            self._note_failure(step, f"{slow} {self._deadline.limit_s:g} s; the disk is too slow")
             return False
+        try:
+            failed = self._taken(step, take)
+        except BaseException:
+            self.store.abandon(step)
+            raise
+        self._pending = _Pending(step, failed)
+        if failed:
+            self.settle(self._deadline.limit_s)
+        return not failed
+
+    def _taken(self, step: int, take: Take) -> str:
+        """What the disk refused; "" if all is taken."""
         try:
             folder = self.store.begin(step)
             with writing(folder):
-                failed = take(folder)
+                return take(folder)
         except OSError as error:
-            failed = _refused(error)
-        self._pending = _Pending(step, failed)
-        if failed:
-            self.settle(self._deadline_s)
-        return not failed
+            return _refused(error)
+
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of a step is written, or being written."""
+        pending = self._pending
+        return self.saved == step or (
+            pending is not None and pending.step == step and not pending.failed
+        )
 
     def look(self) -> None:
         """Go on with the one that is being written, as far as that goes without waiting.
@@ -179,21 +194,31 @@ class Saving:
         Raises:
             WorkerError: If it is not there.
         """
-        settled = self.settle(self._deadline_s)
+        settled = self.settle(self._deadline.limit_s)
         if settled and self._failed and self._last and self._last[0] == step:
             self.begin(*self._last)
-            settled = self.settle(self._deadline_s)
+            settled = self.settle(self._deadline.limit_s)
         pending = self._pending
         if not settled and pending is not None:
             raise WorkerError(
                 f"the last checkpoint, of step {pending.step}, is not written after "
-                f"{self._deadline_s:g} s (Schedule.deadline_s); the disk is too slow"
+                f"{self._deadline}; the disk is too slow"
             )
         if self._failed is not None:
             failed_step, why = self._failed
             raise WorkerError(
                 f"the last checkpoint, of step {failed_step}, was not written, and {self._counts}: "
                 f"{why}"
+            )
+
+    def give_up(self) -> None:
+        """Say of one that is still being written that nobody waits for it any more."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self.store.missed(pending.step)
+            self.store.warn(
+                f"the checkpoint of step {pending.step} was not complete when its run was closed, "
+                f"and {self._counts}"
             )
 
     def _works(self, group: str, wait_s: float) -> dict[int, SaveReportWork]:
@@ -204,6 +229,8 @@ class Saving:
         """Note what the ranks say; seal the checkpoint, or give it up, once none is writing."""
         for one in answers:
             if one.failed is not None:
+                self._pending = None
+                self.store.abandon(pending.step)
                 raise WorkerError(describe(one.failed)) from one.failed.error
         reports = [report for one in answers for report in one.answers]
         files: dict[str, WrittenFile] = {}

@@ -186,6 +186,7 @@ class TorchQNetwork(ModelWorker, QNetwork):
             else:
                 found = self._trainer.skip()
             epsilon = self.spec.epsilon(self._trainer.calls if self._trainer else 0)
+            self._state_files.keep()  # which is not told of `data`
             self.module.epsilon.data.fill_(epsilon)
         finally:  # and not before: who is asked meanwhile would copy what is half trained
             self._on_host.is_stale = True

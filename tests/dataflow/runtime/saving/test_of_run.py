@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import WorkerError
-from penstock.dataflow.runtime.checkpoint import Interval, Pauses
+from penstock.dataflow.runtime import run
+from penstock.dataflow.runtime.checkpoint import Interval, Pauses, SavedRun, write_run_state
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WriteState
@@ -229,19 +230,72 @@ def test_an_interrupted_run_waits_for_nothing(tmp_path: Path) -> None:
     assert not checkpoints_in(tmp_path)
 
 
-def test_a_checkpoint_may_be_written_across_a_pause(tmp_path: Path) -> None:
-    gate = threading.Event()
+def test_what_was_given_up_is_written_whole_when_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt fails after the ranks have begun, and they are told to give it up."""
+    refused: list[Path] = []
+
+    def write(folder: Path, saved: SavedRun) -> None:
+        if folder.name.startswith("step-00000002") and not refused:
+            refused.append(folder)
+            raise full("runs/run.json")
+        write_run_state(folder, saved)
+
+    class Partly(Counter):
+        def take_state(self) -> WriteState:
+            weight = self.weight.item()
+
+            def write(folder: Path, is_unwanted: Callable[[], bool]) -> Mapping[str, WrittenFile]:
+                while refused == [folder.parent] and len(tries) == 1 and not is_unwanted():
+                    threading.Event().wait(0.01)
+                tries.append(folder)
+                if is_unwanted():
+                    return {}
+                name = "weight.txt"
+                return {name: write_hashed(folder / name, [str(weight).encode()])}
+
+            return write
+
+    tries: list[Path] = []
+    monkeypatch.setattr(run, "write_run_state", write)
+    store = CheckpointStore(tmp_path)
+    with engine(Partly()) as one, pytest.warns(CheckpointWarning, match="of step 2 was not"):
+        list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=store))
+    assert len(refused) == 1
+    assert weight_of(tmp_path / "step-00000002") == 2.0
+    assert store.num_missed == 0, "it is there after all"
+
+
+def test_a_checkpoint_is_there_before_a_pause(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=9)
 
     def between(interval: Interval) -> bool:
         assert interval.saved
-        assert not checkpoints_in(tmp_path)
-        gate.set()
+        assert list(checkpoints_in(tmp_path)) == [2]
         return True
 
-    with engine(Later(lambda weight, _: gate.wait(LIMIT_S))) as one:
+    with engine(Later(lambda weight, _: threading.Event().wait(0.3))) as one:
         pauses = Pauses(frozenset({2}), between)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             list(one.run(SOURCES, 6, checkpoint_every=2, checkpoints=store, pauses=pauses))
-        assert list(checkpoints_in(tmp_path)) == [2], "the run has ended, so it is there"
+
+
+def test_a_checkpoint_that_was_refused_is_not_taken_for_saved_in_a_pause(tmp_path: Path) -> None:
+    said: list[bool] = []
+
+    def between(interval: Interval) -> bool:
+        said.append(interval.saved)
+        interval.save()
+        return True
+
+    def before(weight: float, is_unwanted: object) -> None:
+        if not said:
+            raise full("runs/w")
+
+    pauses, store = Pauses(frozenset({2}), between), CheckpointStore(tmp_path)
+    with engine(Later(before)) as one, pytest.warns(CheckpointWarning, match="of step 2 was not"):
+        list(one.run(SOURCES, 6, checkpoint_every=2, checkpoints=store, pauses=pauses))
+    assert said == [False]
+    assert list(checkpoints_in(tmp_path)) == [2], "the run has ended, so it is there"

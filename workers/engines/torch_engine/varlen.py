@@ -218,7 +218,7 @@ class _AttendSequences(torch.autograd.Function):
         query, key, value, mixed, *kept = ctx.saved_tensors
         places: Places = ctx.places
         gathered = (places.queries(query), places.keys(key), places.keys(value))
-        upstream = places.queries(grads[0].view(query.shape))
+        upstream = places.queries(grads[0].reshape(query.shape))
         dq, dk, dv = flash_backward(upstream, *gathered, mixed, kept, places, ctx.scale)
         of_key, of_value = (places.added_up(found, len(key)) for found in (dk, dv))
         return dq[: len(query)], of_key, of_value, None, None

@@ -67,9 +67,10 @@ class TokenSampler:
         self._sampling = sampling
         self._filters = bool(sampling.filtered_by)
         self._ends = ends.to(device)
-        may_end = torch.zeros(vocab_size, dtype=torch.bool)
-        may_end[ends[ends < vocab_size].cpu()] = True  # no response ends with a word that is none
-        self._may_end = may_end.to(device)
+        # A token that ends a text may be no word of the vocabulary: then none does.
+        may_end = torch.zeros(vocab_size + 1, dtype=torch.bool, device=device)
+        may_end.index_fill_(0, self._ends.clamp(max=vocab_size), True)
+        self._may_end = may_end[:vocab_size]
         self._true = torch.ones((), dtype=torch.bool, device=device)
 
     def begin(self, row: int, uniform: Tensor, limit: int, text: Tensor) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from penstock.algorithms.grpo import GRPO, grpo_step
+from penstock.configs.references import option_file
 from penstock.dataflow import PlanError, build
 from penstock.planner.cost.constants import GPU_DEFAULTS
 from penstock.planner.cost.engine_model import RoleEngines
 from penstock.planner.inputs.logical_params import adapter_params
-from penstock.planner.inputs.model_shape import ModelShape
+from penstock.planner.inputs.model_shape import ModelShape, shape_of
 from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.plan.plan import Plan
 from penstock.planner.plan.planner import plan_step
@@ -20,17 +21,7 @@ from penstock.workers.engines.vllm_engine.declaration import VLLM
 
 from .test_planner import h100
 
-QWEN_7B = ModelShape(
-    name="qwen2.5-7b",
-    hidden_size=3584,
-    num_layers=28,
-    num_heads=28,
-    num_key_heads=4,
-    head_dim=128,
-    intermediate_size=18944,
-    vocab_size=152064,
-    qkv_bias=True,
-)
+QWEN_7B = shape_of(option_file("model", "qwen2.5-7b")["architecture"])
 GRAPH = build(grpo_step, cfg=GRPO())
 
 

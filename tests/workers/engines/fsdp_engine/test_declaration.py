@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from penstock.configs.references import option_file
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.planner.inputs.calls import Call
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.inputs.model_shape import ModelShape
+from penstock.planner.inputs.model_shape import ModelShape, shape_of
 from penstock.planner.inputs.workload import Lengths
 from penstock.workers.engines.fsdp_engine.declaration import FSDP
 from penstock.workers.engines.fsdp_engine.mesh import check_division
@@ -128,17 +129,7 @@ def test_processes_that_can_be_divided_so() -> None:
 
 # --- a 7B at 16k tokens on devices of 80 GB
 
-QWEN_7B = ModelShape(
-    name="qwen2.5-7b",
-    hidden_size=3584,
-    num_layers=28,
-    num_heads=28,
-    num_key_heads=4,
-    head_dim=128,
-    intermediate_size=18944,
-    vocab_size=152064,
-    qkv_bias=True,
-)
+QWEN_7B = shape_of(option_file("model", "qwen2.5-7b")["architecture"])
 
 
 def needed_gb(layout: Layout, model: ModelShape = QWEN_7B) -> tuple[float, float]:

@@ -1,0 +1,126 @@
+"""What a run does when processes die: it goes back to where it can go on from, so often at most.
+
+A group that keeps nothing is started again beside the run, and nobody else notices. What a group
+with weights or a state has lost is had from the newest checkpoint, or from the copy in a neighbor's
+memory. The run goes back to there and computes the same again: random numbers belong to samples, so
+its result does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...errors import WorkerError
+
+__all__ = ["Recovered", "Recoveries", "Recovery", "Told", "WorkerLost"]
+
+
+class WorkerLost(WorkerError):
+    """Processes died, or what they had stored is gone: no fault of what they were doing.
+
+    Args:
+        said: Who died, and how.
+        stored: Whether outputs that others had made may be gone too, as with a machine.
+    """
+
+    def __init__(self, said: str, *, stored: bool = False) -> None:
+        super().__init__(said)
+        self.stored = stored
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How often a run may go back, and how long it waits before.
+
+    Attributes:
+        max_restarts: Times in all, in one run; 0 ends it with the first death.
+        max_repeats: Times in a row without a step that was not complete before: a fault that comes
+            again each time is not one that starting again mends.
+        pause_s: Seconds before the second time in a row; they double with each further one.
+        longest_pause_s: And how long they become at most.
+        mirror: Whether what changes is copied to a neighbor's memory after every step, so that a
+            run goes back one step at most, whenever its last checkpoint was.
+    """
+
+    max_restarts: int = 20
+    max_repeats: int = 3
+    pause_s: float = 1.0
+    longest_pause_s: float = 60.0
+    mirror: bool = False
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """A run has gone back and goes on.
+
+    Attributes:
+        said: Who had died, and how.
+        step: Steps that are complete where it goes on.
+        completed: Steps that had been complete.
+        source: What it goes on from: "checkpoint", "mirror", or "start".
+        took_s: Seconds from the news to where it goes on, the pause included.
+        number: How often it has gone back by now.
+    """
+
+    said: str
+    step: int
+    completed: int
+    source: str
+    took_s: float
+    number: int
+
+
+class Recoveries:
+    """The times that one run has gone back.
+
+    Args:
+        recovery: How often it may.
+
+    Attributes:
+        number: How often it has.
+    """
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+        self.number = 0
+        self._in_a_row = 0
+        self._furthest = -1
+
+    def pause_s(self, lost: WorkerLost, completed: int) -> float:
+        """Seconds to wait before the run goes back once more.
+
+        Args:
+            lost: Why it has to.
+            completed: Steps that are complete, however often.
+
+        Raises:
+            WorkerLost: If it may not: the budget is spent, or the fault repeats.
+        """
+        limits = self._recovery
+        if completed > self._furthest:
+            self._furthest, self._in_a_row = completed, 0
+        if self.number >= limits.max_restarts:
+            raise WorkerLost(self._spent(lost)) from lost
+        if self._in_a_row >= limits.max_repeats:
+            raise WorkerLost(
+                f"{lost}\n    that was the death number {self._in_a_row + 1} after step "
+                f"{completed} with no step completed in between: starting again does not mend it "
+                "(recovery.max_repeats)"
+            ) from lost
+        doubled = limits.pause_s * 2.0 ** (self._in_a_row - 1)
+        pause_s = min(doubled, limits.longest_pause_s) if self._in_a_row else 0.0
+        self.number, self._in_a_row = self.number + 1, self._in_a_row + 1
+        return pause_s
+
+    def _spent(self, lost: WorkerLost) -> str:
+        if not self._recovery.max_restarts:
+            return str(lost)
+        return (
+            f"{lost}\n    the run had gone back {self.number} times before, and may no more often "
+            "(recovery.max_restarts)"
+        )
+
+
+Told = Callable[[Recovered], None]
+"""Who is told."""

@@ -25,6 +25,7 @@ from .in_process import InProcess
 from .kept import KeptColumns
 from .messages import CallMethodWork
 from .placement import Placement, flow_of
+from .recovery.limits import Recovery, Told
 from .run import Run, Trained
 from .saving.of_run import Saving
 from .source import Source
@@ -55,6 +56,8 @@ class Engine:
         executor: Where work is carried out; in this process by default.
         also: Further programs on the same workers, such as an evaluation, by name.
         watch: Who looks at the columns of each step of the main program.
+        recovery: How often a run may go back when processes die.
+        recovered: Who is told when it has.
 
     Attributes:
         longest: How long the longest call may take.
@@ -81,7 +84,10 @@ class Engine:
         executor: Executor | None = None,
         also: Mapping[str, Program] | None = None,
         watch: Watch | None = None,
+        recovery: Recovery | None = None,
+        recovered: Told | None = None,
     ) -> None:
+        self._recovery, self._recovered = recovery or Recovery(), recovered
         self.schedule = schedule or Schedule()
         check_lag(
             graph,

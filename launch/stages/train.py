@@ -222,6 +222,7 @@ def _engine(
         executor=make_executor(job.run.placement.executor),
         also=evaluator.programs if evaluator else None,
         watch=watch,
+        recovery=job.run.recovery,
     )
 
 

@@ -25,6 +25,7 @@ from .in_process import InProcess
 from .kept import KeptColumns
 from .messages import CallMethodWork
 from .placement import Placement, flow_of
+from .recovery.ledger import Ledger
 from .recovery.limits import Recovery, Told
 from .run import Run, Trained
 from .saving.of_run import Saving
@@ -187,6 +188,7 @@ class Engine:
         stop: Callable[[], bool] | None = None,
         pauses: Pauses | None = None,
         keep: Sequence[str] = (),
+        ledger: Ledger | None = None,
     ) -> Generator[StepResult]:
         """Run steps and yield each as it completes, in order.
 
@@ -210,6 +212,7 @@ class Engine:
                 other processes they pass through the controller, and `controller_bytes` says how
                 many bytes. Of steps that were begun before a checkpoint from which a run goes on
                 what was not needed any more is missing.
+            ledger: Where it is noted what each step reads, makes and trains on.
 
         Raises:
             ConfigError: If a source is missing, or there is no such name to keep; with the first
@@ -235,6 +238,7 @@ class Engine:
             stop,
             pauses or Pauses(frozenset(), lambda _: True),
             keep,
+            ledger,
         )
 
     def _steps(
@@ -247,6 +251,7 @@ class Engine:
         stop: Callable[[], bool] | None,
         pauses: Pauses,
         keep: Sequence[str],
+        ledger: Ledger | None,
     ) -> Generator[StepResult]:
         self.start()
         saving: Saving | None = None
@@ -276,6 +281,7 @@ class Engine:
                 longest=self.longest,
                 pauses=ahead,
                 suspended=suspended,
+                ledger=ledger,
             )
             yield from run.steps()
             place = run.place

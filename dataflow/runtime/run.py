@@ -70,6 +70,7 @@ from .messages import (
 from .open_streams import OpenStream, OpenStreams
 from .placement import flow_of
 from .publication import Publication
+from .recovery.ledger import Ledger
 from .saving.of_run import Saving
 from .source import Source, read_source
 from .step_result import Done, StepResult, step_result
@@ -98,6 +99,7 @@ class Run:
         pauses: Numbers of completed steps at which it is to pause.
         suspended: What the run left from which this one goes on; where checkpoints are is not
             looked at then.
+        ledger: Where it is noted what each step reads, makes and trains on.
 
     Attributes:
         place: Where it has paused; None if it has not.
@@ -123,7 +125,9 @@ class Run:
         longest: Deadline,
         pauses: Collection[int] = (),
         suspended: Suspended | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
+        self._ledger = ledger
         self.place: SaveCheckpoint | None = None
         self._graph, self._placement = program.graph, program.placement
         self._segment = schedule.segment_tokens or None
@@ -148,6 +152,8 @@ class Run:
         self._point: ResumePoint | None = None
         if saving and not suspended:
             self._point = read_resume_point(saving.store, self._graph, seed)
+            if ledger is not None:
+                ledger.went_back(self._point.folder if self._point else None)
         resume = self._point.state if self._point else suspended.state if suspended else None
         try:
             self.scheduler = Scheduler(
@@ -257,6 +263,8 @@ class Run:
                 raise
             except Exception as error:  # noqa: BLE001 - a source may raise anything; it is passed on
                 return self._source_failed(NodeTask(name, step), error)
+            if self._ledger is not None:
+                self._ledger.read(step, name, parts)
             for chunk, part in enumerate(parts):
                 self._store[Output(name, step, chunk)] = self._executor.put(part)
             num_rows = tuple(part[0].num_rows for part in parts)
@@ -414,6 +422,8 @@ class Run:
         for completion in submission.completions:
             if completion.report:
                 done.append(Done(task, completion.rank, completion.report, versions))
+                if self._ledger is not None:
+                    self._ledger.done(task, completion.report)
             parts = completion.parts
             if completion.report and completion.report.chunk is not None:
                 parts = self._keep_unfinished(task, parts)
@@ -430,6 +440,8 @@ class Run:
 
     def _result(self, completed: StepCompleted) -> StepResult:
         done = self._done_by_step.pop(completed.step, [])
+        if self._ledger is not None:
+            self._ledger.complete(completed.step)
         kept = self._hand_out(completed.step)
         passed = self._executor.controller_bytes - self._bytes_before
         self._bytes_before += passed
@@ -527,6 +539,8 @@ class Run:
             if refused := next(filter(None, self._now(group, works).answers), ""):
                 return refused
         write_run_state(folder, saved)
+        if self._ledger is not None:
+            self._ledger.save(folder)
         return ""
 
     def _check_unfinished(self, point: ResumePoint) -> None:

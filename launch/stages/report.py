@@ -85,6 +85,7 @@ def summary_of(
         "wall_time_s": wall_time_s,
         "stage_times_s": dict(stage_times_s),
         "warnings": dict(warned),
+        "ledger": outcome.ledger,
         "checkpoints_missed": outcome.checkpoints_missed,
         "main_stage_wall_time_s": outcome.wall_time_s,
         "resumed": resumed,
@@ -155,7 +156,7 @@ def write_report(
     if summary["not_reproducible"]:
         changed.append(f"not reproducible: {summary['not_reproducible']}")
     said = (*compared, *_examples(outcome), *_unverified(outcome), *changed, *suites, *stopped)
-    for line in said:
+    for line in (*said, f"ledger: {outcome.ledger}"):
         progress.note(line)
     shown = {
         "models": folder.path / "models",

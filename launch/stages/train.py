@@ -7,18 +7,20 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...dataflow.errors import ConfigError, StateError
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.checkpoint import read_resume_point
 from ...dataflow.runtime.engine import Engine, StepResult
+from ...dataflow.runtime.recovery.ledger import check, text_of
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.scheduler import Scheduler
 from ..placement.place import make_executor
 from ..run_dir.checkpoint import CheckpointStore
 from ..run_dir.evaluations import Evaluations, Measured
+from ..run_dir.ledger import LEDGER, opened_ledger, read_ledger
 from ..run_dir.progress import RunProgress, StageProgress
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.stop import stoppable
@@ -68,6 +70,7 @@ class Outcome:
         after: And after the last.
         checkpoints_missed: Checkpoints that were due and could not be written.
         stopped: Why it ended before its last step, in words; "" if it did not.
+        ledger: What its ledger says, once that adds up.
         wall_time_s: From the first model built to the last file written.
     """
 
@@ -86,6 +89,7 @@ class Outcome:
     after: dict[str, Measured] = field(default_factory=dict[str, Measured])
     checkpoints_missed: int = 0
     stopped: str = ""
+    ledger: str = ""
     wall_time_s: float = 0.0
 
     @property
@@ -170,6 +174,7 @@ def _carried_out(
                 checkpoints=store,
                 stop=stop,
                 pauses=measuring.pauses(engine),
+                ledger=opened_ledger(stage.graph, home.path / LEDGER, first_step),
             )
             left = steps if measuring.stopped is None else ()
             for result in _timed(left, stage, outcome, measuring):
@@ -180,6 +185,7 @@ def _carried_out(
         outcome.num_steps = first_step + len(outcome.step_times_s)
         stop.end(f"after {outcome.num_steps} of {num_steps} steps, with a checkpoint")
         unmeasured = measuring.end(engine)
+    outcome.ledger = _ledger(stage, home, outcome.num_steps)
     tables.send(outcome.num_steps)
     outcome.checkpoints_missed = store.num_missed
     outcome.before, outcome.after = measuring.before, measuring.after
@@ -189,6 +195,21 @@ def _carried_out(
         raise unmeasured  # what was learnt is written by now
     outcome.wall_time_s = time.monotonic() - started_s
     return outcome
+
+
+def _ledger(stage: Stage, home: RunFolder, num_steps: int) -> str:
+    """What the stage's ledger says.
+
+    Raises:
+        LedgerError: If a step is missing in it, or there twice.
+    """
+    lines = read_ledger(home.path / LEDGER)
+    if not lines:
+        return "no step was taken since there are ledgers"
+    first = lines[0].step
+    check([replace(line, step=line.step - first) for line in lines], num_steps - first)
+    rollouts = [node.name for node in stage.graph.nodes if node.kind is NodeKind.ROLLOUT]
+    return text_of(lines, rollouts)
 
 
 def _evaluator(

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from penstock.launch.cli import supervise
 from penstock.launch.cli.supervise import supervise_command
+from penstock.launch.run_dir.ledger import LEDGER, read_ledger
 
 from ..conftest import Penstock
 from .test_run import TINY, only_run, summary_of
@@ -194,10 +196,13 @@ def test_what_is_refused_is_not_tried_again(
     assert capfd.readouterr().err.count("penstock: ") == 1
 
 
-def killed_once(runs: Path, num_lines: int, before: set[int]) -> None:
+def killed_once(
+    parent: subprocess.Popen[str], runs: Path, num_lines: int, before: set[int]
+) -> None:
     """Kill the process of the only run once it has taken so many steps."""
     end_s = time.monotonic() + LIMIT_S
     while time.monotonic() < end_s:
+        assert parent.poll() is None, parent.communicate()[1]
         for lock in runs.glob("*/.lock"):
             metrics = lock.parent / "metrics.jsonl"
             pid = int(lock.read_text() or 0)
@@ -231,7 +236,7 @@ def test_a_run_whose_process_is_killed_ends_with_the_same_weights(
         try:
             killed: set[int] = set()
             for num_lines in at:
-                killed_once(tmp_path / "runs", num_lines, killed)
+                killed_once(parent, tmp_path / "runs", num_lines, killed)
             _, said = parent.communicate(timeout=LIMIT_S)
         finally:
             parent.terminate()
@@ -240,3 +245,8 @@ def test_a_run_whose_process_is_killed_ends_with_the_same_weights(
     whole, found = summary_of(only_run(Path("whole"))), summary_of(only_run())
     assert found["weights_sha256"] == whole["weights_sha256"]
     assert found["resumed"]
+    before = whole["ledger"].partition("; 0 steps computed")[0]
+    assert found["ledger"].startswith(before)
+    assert found["ledger"].endswith(" steps computed more than once, none counted twice")
+    lines = [read_ledger(run / LEDGER) for run in (only_run(), only_run(Path("whole")))]
+    assert [replace(line, times=1) for line in lines[0]] == lines[1]

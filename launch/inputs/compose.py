@@ -94,6 +94,7 @@ class Resolved:
         checkpoint_every: Steps between checkpoints.
         keep_checkpoints: How many are kept.
         recovery: How often it may go back when processes die.
+        mirrored: Whether its state is kept in memory after every step.
         snapshots: Role's start as written -> the same with the commit of a hub's model that it is.
         longest_sequence: Tokens of the longest prompt with its response that any stage or its
             evaluation samples; None if unknown, as it is before the data is read.
@@ -113,6 +114,7 @@ class Resolved:
     checkpoint_every: int
     keep_checkpoints: int
     recovery: Recovery = Recovery()
+    mirrored: bool = False
     snapshots: Mapping[str, str] = field(default_factory=dict[str, str])
     longest_sequence: int | None = None
 
@@ -173,6 +175,7 @@ def resolve(config: RunConfig, device: str | None = None) -> Resolved:
         checkpoint_every=config.checkpoint_every,
         keep_checkpoints=config.keep_checkpoints,
         recovery=recovery,
+        mirrored=config.checkpoint.mirror == "neighbor",
     )
 
 
@@ -183,8 +186,7 @@ def _recovery_of(config: RunConfig) -> Recovery:
         ConfigError: If copies are to be kept in other processes, and there are none.
     """
     kind = entry_or_own(config.executor.kind, EXECUTORS, "executor.kind", "executor", ExecutorKind)
-    mirror = config.checkpoint.mirror == "neighbor"
-    if mirror and not kind.has_processes:
+    if config.checkpoint.mirror == "neighbor" and not kind.has_processes:
         raise ConfigError(
             f"'checkpoint.mirror' is 'neighbor', but executor={kind.name} computes everything in "
             "one process, which has no neighbor to keep a copy\n    set executor=ray, or "
@@ -192,7 +194,7 @@ def _recovery_of(config: RunConfig) -> Recovery:
         )
     said = config.recovery
     longest_s = max(Recovery.longest_pause_s, said.pause_s)
-    return Recovery(said.max_restarts, said.max_repeats, said.pause_s, longest_s, mirror)
+    return Recovery(said.max_restarts, said.max_repeats, said.pause_s, longest_s)
 
 
 _HERE = "__main__:"

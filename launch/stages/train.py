@@ -26,6 +26,7 @@ from ..run_dir.run_folder import RunFolder
 from ..run_dir.stop import stoppable
 from ..run_dir.trackers.registry import Trackers
 from .checks import node_seconds
+from .deaths import Deaths, mirror_of
 from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import stage_evaluator
 from .export import combined_sha256, export_roles, files_sha256
@@ -70,6 +71,7 @@ class Outcome:
         after: And after the last.
         checkpoints_missed: Checkpoints that were due and could not be written.
         stopped: Why it ended before its last step, in words; "" if it did not.
+        deaths: Of processes, that it went on from.
         ledger: What its ledger says, once that adds up.
         wall_time_s: From the first model built to the last file written.
     """
@@ -89,6 +91,7 @@ class Outcome:
     after: dict[str, Measured] = field(default_factory=dict[str, Measured])
     checkpoints_missed: int = 0
     stopped: str = ""
+    deaths: Deaths = field(default_factory=Deaths)
     ledger: str = ""
     wall_time_s: float = 0.0
 
@@ -157,16 +160,20 @@ def _carried_out(
     """The stage's steps and evaluations from its first step on, and what is left of them."""
     started_s = time.monotonic()
     run, evaluator = job.run, _evaluator(job, stage, home, shown)
-    engine = _engine(job, stage, specs, evaluator, home)
     outcome = Outcome(first_step=first_step)
+    engine = _engine(job, stage, specs, evaluator, home, outcome.deaths)
     config, num_steps, kept = run.evaluation, stage.config.num_steps, Evaluations(home.path)
     tables = SampleTables(stage.name, home.path, first_step, run.samples.track_every, trackers)
     measuring = Measuring(evaluator, config, kept, first_step, num_steps, store)
     shown.working = engine.working
     took = (lambda: evaluator.took_s) if evaluator else (lambda: None)
     with engine, told(job, stage, home, shown, trackers, first_step, took) as all_told:
+        outcome.deaths.tell = all_told.died
         measuring.begin(engine, all_told.evaluated)
-        with stoppable(engine.longest.limit_s) as stop:
+        with (
+            mirror_of(home.path, mirrored=run.mirrored) as mirror,
+            stoppable(engine.longest.limit_s) as stop,
+        ):
             steps = engine.run(
                 job.sources[stage.name],
                 num_steps,
@@ -174,6 +181,7 @@ def _carried_out(
                 checkpoints=store,
                 stop=stop,
                 pauses=measuring.pauses(engine),
+                mirror=mirror,
                 ledger=opened_ledger(stage.graph, home.path / LEDGER, first_step),
             )
             left = steps if measuring.stopped is None else ()
@@ -181,6 +189,8 @@ def _carried_out(
                 samples, env_steps = num_samples(stage, result), num_env_steps(result)
                 took_s = outcome.step_times_s[-1]
                 all_told.step(result, took_s, samples, env_steps, outcome.env_unit)
+                for restart in result.restarts:
+                    outcome.deaths.restarted(restart, result.step)
                 tables.send(result.step)
         outcome.num_steps = first_step + len(outcome.step_times_s)
         stop.end(f"after {outcome.num_steps} of {num_steps} steps, with a checkpoint")
@@ -232,6 +242,7 @@ def _engine(
     specs: dict[str, WorkerSpec | Role],
     evaluator: Evaluates | None,
     home: RunFolder,
+    deaths: Deaths,
 ) -> Engine:
     watch, log = sample_watch(stage, job.run.samples, job.data, home.path)
     return Engine(
@@ -244,6 +255,7 @@ def _engine(
         also=evaluator.programs if evaluator else None,
         watch=watch,
         recovery=job.run.recovery,
+        recovered=deaths.went_back,
     )
 
 

@@ -16,9 +16,9 @@ import logging
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -58,6 +58,7 @@ from .rank_group import (
     take_warm,
 )
 from .rank_process import Answer, part_from_numpy, part_to_numpy
+from .revival import dead_processes, reserve_again, with_connected
 
 __all__ = ["Supervisor"]
 
@@ -94,12 +95,15 @@ class _Job:
     parts: Sequence[Handle] | None = None
     answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
 
-    def failed(self, text: str, trace: str = "") -> Completion | None:
+    def failed(
+        self, text: str, trace: str = "", lost: Literal["", "process", "stored"] = ""
+    ) -> Completion | None:
         """The first failure speaks for the rank."""
         if not self.processes:
             return None
         self.processes.clear()
-        return Completion(self.ticket, self.rank, None, error=WorkerError(text), trace=trace)
+        error = WorkerError(text)
+        return Completion(self.ticket, self.rank, None, error=error, trace=trace, lost=lost)
 
     def complete(self) -> Completion | None:
         """What the rank answers, if all its processes have."""
@@ -317,7 +321,8 @@ class Supervisor:
         except ProcessDied as error:
             return self._died(job, f"rank {job.rank} {of} died: {error}")
         except BackendError as error:
-            return job.failed(f"rank {job.rank} {of} lost its work: {error}")
+            lost = f"rank {job.rank} {of} lost its work: {error}"
+            return job.failed(lost, lost="stored")
         self._controller_bytes += len(pickle.dumps(answer.report))
         if answer.report is None:
             return job.failed(answer.error, answer.trace)
@@ -343,7 +348,7 @@ class Supervisor:
         """Start the group again if that can be done, and have it do again what it owes."""
         group = self._groups[job.group]
         if job.group not in self._restartable or group.num_starts > _MOST_RESTARTS:
-            return job.failed(said)
+            return job.failed(said, lost="process")
         _LOG.warning("%s; its group is started again", said)
         owed = list({id(a): a for a, _ in self._pending.values() if a.group == job.group}.values())
         owed = sorted([*(a for a in owed if a is not job), job], key=lambda a: a.ticket)
@@ -355,7 +360,8 @@ class Supervisor:
             start_groups([group], here.hosted, here.seed, self._start_s)
         except PenstockError as error:
             self._pending.clear()
-            return job.failed(f"{said}; it could not be started again: {error}")
+            again = f"{said}; it could not be started again: {error}"
+            return job.failed(again, lost="process")
         before = [a for (name, _, _), a in self._loaded.items() if name == job.group]
         # A stream that was begun goes on from what was answered; nothing is done of one that ended.
         begun = [a for (name, _), a in self._begun.items() if name == job.group and a not in owed]
@@ -376,6 +382,51 @@ class Supervisor:
                     self._here.backend.get([call], max(end_s - time.monotonic(), 0.001))
         except BackendError as error:
             raise WorkerError(f"its devices were not given up: {error}") from error
+
+    def died(self) -> str:
+        """See `Executor.died`."""
+        dead = dead_processes(self._here.backend, self._groups.values())
+        return "\n".join(
+            f"rank {self._groups[name].group.rank_of(process)} of group '{name}' died: {said}"
+            for (name, process), said in dead.items()
+        )
+
+    def revive(self, groups: Collection[str]) -> frozenset[str]:
+        """See `Executor.revive`. Groups that talk to the dead are started again with them."""
+        here, servers = self._here, servers_of(self._programs)
+        dead = dead_processes(here.backend, self._groups.values())
+        names = with_connected({*groups, *(n for n, _ in dead)}, servers, self._groups)
+        again = [self._groups[name] for name in names]
+        self._let_go(set(names))
+        for group in again:
+            group.kill()
+        others = [group for name, group in self._groups.items() if name not in names]
+        training = self._groups.keys() - self._restartable
+        reserve_again(here.backend, again, others, training, self._start_s)
+        # Those that share devices build one after another, each after the others have slept.
+        together = [group for group in again if not self._sharing.shares(group.group.name)]
+        turns = [together] if together else []
+        turns += [[group] for group in again if group not in together]
+        for some in turns:
+            for group in some:
+                self._wait_asleep(group.group.name)
+            start_groups(some, here.hosted, here.seed, self._start_s)
+        if talking := {s: c for s, c in servers.items() if s in names}:
+            connect_groups(again, talking, self._start_s)
+        return frozenset(names)
+
+    def _let_go(self, names: set[str]) -> None:
+        """What groups have been given, were loaded with or have ready for others is gone."""
+        for key in [key for key in self._offers if key[0] in names]:
+            self._offers.pop(key).detach()
+        self._pending = {r: p for r, p in self._pending.items() if p[0].group not in names}
+        self._loaded = {k: job for k, job in self._loaded.items() if k[0] not in names}
+        self._begun = {k: job for k, job in self._begun.items() if k[0] not in names}
+        self._asleep = {k: calls for k, calls in self._asleep.items() if k not in names}
+
+    def outlives(self, group: str) -> bool:
+        """See `Executor.outlives`."""
+        return group in self._restartable
 
     def put(self, part: Part) -> Handle:
         """See `Executor.put`; these bytes do pass through the controller."""

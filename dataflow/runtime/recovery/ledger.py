@@ -114,11 +114,12 @@ class Ledger:
         """The run goes on from an earlier step: what comes again replaces what was there.
 
         Args:
-            folder: The checkpoint it goes on from; None if that is in memory.
+            folder: The checkpoint it goes on from; None if it begins.
         """
         self._returns += 1
-        file = None if folder is None else folder / _OPEN
-        if file is not None and file.exists():
+        if folder is None:
+            self._open.clear()
+        elif (file := folder / _OPEN).exists():
             self._open = {one["step"]: self._opened(one) for one in json.loads(file.read_text())}
 
     def save(self, folder: Path) -> None:

@@ -326,8 +326,8 @@ class CheckpointConfig(Section):
     """What is kept beside the checkpoints on the disk."""
 
     mirror: Literal["none", "neighbor"] = "none"
-    """`neighbor`: what each process trains is copied to the memory of another one after every step,
-    so that a death costs one step at most, however far apart checkpoints are."""
+    """`neighbor`: the state after every step is kept in the machine's memory besides, outside the
+    process that it belongs to, so that a death costs one step at most."""
 
 
 class SuiteConfig(Section):

@@ -31,6 +31,7 @@ class StepResult:
             tensors on the CPU, ragged ones padded on the right: ids with -1, other numbers with 0.
         weights_s: Start and end, in seconds since the epoch, of every time that new weights were
             brought from group to group since the step before.
+        mirrored_bytes: Bytes that were copied to a mirror's memory since the step before.
     """
 
     step: int
@@ -41,6 +42,7 @@ class StepResult:
     controller_bytes: int = 0
     kept: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
     weights_s: tuple[tuple[float, float], ...] = ()
+    mirrored_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def step_result(
     controller_bytes: int,
     kept: Mapping[str, Any],
     weights_s: Sequence[tuple[float, float]] = (),
+    mirrored_bytes: int = 0,
 ) -> StepResult:
     """Put together what ranks report of the tasks of a step.
 
@@ -72,6 +75,7 @@ def step_result(
         controller_bytes: Bytes that passed through the controller since the step before.
         kept: What is kept of it.
         weights_s: See `StepResult`.
+        mirrored_bytes: See `StepResult`.
     """
     rows: dict[str, int] = {}
     for one in done:
@@ -86,6 +90,7 @@ def step_result(
         controller_bytes,
         kept,
         tuple(weights_s),
+        mirrored_bytes,
     )
 
 

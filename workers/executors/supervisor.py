@@ -16,9 +16,9 @@ import logging
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -59,6 +59,7 @@ from .rank_group import (
     take_warm,
 )
 from .rank_process import Answer, part_from_numpy, part_to_numpy
+from .revival import dead_processes, reserve_again
 
 __all__ = ["Supervisor"]
 
@@ -101,12 +102,15 @@ class _Job:
     parts: Sequence[Handle] | None = None
     answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
 
-    def failed(self, text: str, trace: str = "") -> Completion | None:
+    def failed(
+        self, text: str, trace: str = "", lost: Literal["", "process", "stored"] = ""
+    ) -> Completion | None:
         """The first failure speaks for the rank."""
         if not self.processes:
             return None
         self.processes.clear()
-        return Completion(self.ticket, self.rank, None, error=WorkerError(text), trace=trace)
+        error = WorkerError(text)
+        return Completion(self.ticket, self.rank, None, error=error, trace=trace, lost=lost)
 
     def complete(self) -> Completion | None:
         """What the rank answers, if all its processes have."""
@@ -335,7 +339,8 @@ class Supervisor:
         except ProcessDied as error:
             return self._died(job, f"rank {job.rank} {of} died: {error}")
         except BackendError as error:
-            return job.failed(f"rank {job.rank} {of} lost its work: {error}")
+            lost = f"rank {job.rank} {of} lost its work: {error}"
+            return job.failed(lost, lost="stored")
         if job.ticket == _LOOK:
             return None
         self._controller_bytes += len(pickle.dumps(answer.report))
@@ -344,7 +349,7 @@ class Supervisor:
             self._here.backend.kill(self._groups[job.group].processes[process])
             return self._died(job, f"rank {job.rank} {of} died: {answer.error}")
         if answer.report is None:
-            return job.failed(answer.error, answer.trace)
+            return job.failed(answer.error, answer.trace, answer.lost)
         if isinstance(answer.weights, Offer):
             self._watch(answer.weights)
         job.answers[process] = answer
@@ -406,10 +411,12 @@ class Supervisor:
     def _failed(self, job: _Job, said: str) -> Completion | None:
         """The failure of what a dead process was doing, or of what somebody is asking it."""
         if job.ticket != _LOOK:
-            return job.failed(said)
+            return job.failed(said, lost="process")
         clients = self._connections.servers[job.group]
         asking = (one for one, _ in self._pending.values() if one.group in clients)
-        return next((failed for one in asking if (failed := one.failed(said))), None)
+        return next(
+            (failed for one in asking if (failed := one.failed(said, lost="process"))), None
+        )
 
     def _wait_asleep(self, group: str) -> None:
         """Until the devices of a group that is started again are its own."""
@@ -421,6 +428,52 @@ class Supervisor:
                     self._here.backend.get([call], max(end_s - time.monotonic(), 0.001))
         except BackendError as error:
             raise WorkerError(f"its devices were not given up: {error}") from error
+
+    def died(self) -> str:
+        """See `Executor.died`."""
+        dead = dead_processes(self._here.backend, self._groups.values())
+        return "\n".join(
+            f"rank {self._groups[name].group.rank_of(process)} of group '{name}' died: {said}"
+            for (name, process), said in dead.items()
+        )
+
+    def revive(self, groups: Collection[str]) -> frozenset[str]:
+        """See `Executor.revive`."""
+        here = self._here
+        dead = dead_processes(here.backend, self._groups.values())
+        wanted = {*groups, *(name for name, _ in dead)}
+        names = [name for name in self._groups if name in wanted]
+        again = [self._groups[name] for name in names]
+        self._let_go(set(names))
+        for group in again:
+            group.kill()
+        others = [group for name, group in self._groups.items() if name not in names]
+        training = self._groups.keys() - self._restartable
+        reserve_again(here.backend, again, others, training, self._start_s)
+        # Those that share devices build one after another, each after the others have slept.
+        together = [group for group in again if not self._sharing.shares(group.group.name)]
+        turns = [together] if together else []
+        turns += [[group] for group in again if group not in together]
+        for some in turns:
+            for group in some:
+                self._wait_asleep(group.group.name)
+            start_groups(some, here.hosted, here.seed, self._start_s)
+        waiting = self._connections.open(self._groups, names, self._start_s)
+        waiting &= {job.group for job, _ in self._pending.values()}
+        return frozenset(names) | (self.revive(waiting) if waiting else set())
+
+    def _let_go(self, names: set[str]) -> None:
+        """What groups have been given, were loaded with or have ready for others is gone."""
+        for key in [key for key in self._offers if key[0] in names]:
+            self._offers.pop(key).detach()
+        self._pending = {r: p for r, p in self._pending.items() if p[0].group not in names}
+        self._loaded = {k: job for k, job in self._loaded.items() if k[0] not in names}
+        self._begun = {k: job for k, job in self._begun.items() if k[0] not in names}
+        self._asleep = {k: calls for k, calls in self._asleep.items() if k not in names}
+
+    def outlives(self, group: str) -> bool:
+        """See `Executor.outlives`."""
+        return group in self._restartable
 
     def put(self, part: Part) -> Handle:
         """See `Executor.put`; these bytes do pass through the controller."""

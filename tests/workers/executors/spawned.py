@@ -191,6 +191,10 @@ def start_helpers() -> ForkServerContext:
 
 
 class _Devices:
+    def is_there(self, group: str) -> bool:
+        del group
+        return True
+
     def release(self, group: str) -> None:
         """This backend has no devices to share out."""
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from killer import killing
-from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.recovery.limits import WorkerLost
+from penstock.dataflow.runtime.recovery.limits import Recovered, WorkerLost
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.launch.run_dir.checkpoint import CheckpointStore
 
 from ...dataflow import counter
 from .backends import Backend
@@ -64,6 +64,9 @@ class Parent(counter.Counter):
         self.child.communicate(timeout=60)
 
 
+TOLD: list[Recovered] = []
+
+
 def engine_of(backend: Backend, folder: Path, method: str) -> Engine:
     return Engine(
         counter.COUNT,
@@ -71,6 +74,7 @@ def engine_of(backend: Backend, folder: Path, method: str) -> Engine:
         workers={"model": ParentSpec(str(folder), method)},
         schedule=Schedule(deadline_s=60.0),
         executor=backend.executor(),
+        recovered=TOLD.append,
     )
 
 
@@ -92,9 +96,12 @@ def test_its_group_is_started_again(
     )
 
 
-def test_one_that_trains_is_lost(spawned: Backend, tmp_path: Path) -> None:
+def test_where_weights_are_lost_with_it_the_run_goes_back(spawned: Backend, tmp_path: Path) -> None:
     file = tmp_path / "child"
     with engine_of(spawned, tmp_path, "train") as engine, killing(lambda: pids(file), file.exists):
-        said = "rank 0 of group 'main' died: its child ended with exit code -9"
-        with pytest.raises(WorkerError, match=said):
-            list(engine.run(counter.SOURCES, 3))
+        store = CheckpointStore(tmp_path / "checkpoints")
+        steps = list(engine.run(counter.SOURCES, 3, checkpoint_every=1, checkpoints=store))
+    assert counter.seen(steps) == [0.0, 1.0, 2.0]
+    (told,) = TOLD
+    assert told.said == "rank 0 of group 'main' died: its child ended with exit code -9"
+    assert told.completed == 1

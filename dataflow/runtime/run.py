@@ -561,6 +561,9 @@ class Run:
             work = SetServedVersionWork(role, self.scheduler.version_of(role))
             self._now(group, self._on_all(group, work))
 
+    def _replicas(self, role: str, home: str) -> list[str]:
+        return [group for group in self._placement.hosts(self._graph, role) if group != home]
+
     # --- checkpoints
 
     def interval(self, place: SaveCheckpoint) -> Interval:

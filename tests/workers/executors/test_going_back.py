@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Executor
@@ -120,7 +121,7 @@ def undisturbed(run: runs.Run, **options: Any) -> Finished:
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-@pytest.mark.parametrize("fatal", [(0,), (5,), (3, 9)])
+@pytest.mark.parametrize("fatal", [(0,), (5,), (3, 6)])
 def test_a_trainer_that_dies_changes_nothing(
     tmp_path: Path, backend: Backend, max_lag: int, fatal: tuple[int, ...]
 ) -> None:
@@ -137,3 +138,46 @@ def test_a_trainer_that_dies_changes_nothing(
     assert all("rank 0 of group 'main' died" in told.said for told in found.told)
     # A checkpoint that was being written when the trainer died is none.
     assert all(told.completed - told.step < 2 * EVERY for told in found.told)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_with_a_mirror_one_step_at_most_is_done_again(
+    tmp_path: Path, spawned: Backend, max_lag: int
+) -> None:
+    run = runs.make("ppo")
+    plain = undisturbed(run, max_lag=max_lag)
+    mortal = MortalSpec(run.workers["critic"], str(tmp_path), "train", (3, 5))
+    found = finish(
+        run,
+        apart(run),
+        spawned.executor(),
+        max_lag,
+        tmp_path / "checkpoints",
+        NUM_STEPS,
+        tmp_path / "mirror",
+        critic=mortal,
+    )
+    assert found.weights == plain.weights
+    assert [step.step for step in found.steps] == list(range(NUM_STEPS))
+    assert [told.source for told in found.told] == ["mirror", "mirror"]
+    # What was being written when the trainer died is not there.
+    assert all(told.completed - told.step <= 1 for told in found.told)
+    assert sum(step.mirrored_bytes for step in found.steps) > 0
+
+
+def test_a_fault_that_comes_again_each_time_ends_the_run(tmp_path: Path, spawned: Backend) -> None:
+    run = runs.make("grpo")
+    mortal = MortalSpec(run.workers["actor"], str(tmp_path), "train", tuple(range(2, 99)))
+    with pytest.raises(WorkerError) as raised:
+        finish(
+            run,
+            apart(run),
+            spawned.executor(),
+            folder=tmp_path / "checkpoints",
+            recovery=Recovery(max_repeats=2, pause_s=0.0),
+            actor=mortal,
+        )
+    said = str(raised.value)
+    assert said.startswith("rank 0 of group 'main' died: ")
+    assert "starting again does not mend it (recovery.max_repeats)" in said
+    assert len(list(tmp_path.glob("train-*"))) == 5  # two steps, then three deaths

@@ -30,10 +30,12 @@ class Connections:
 
     Attributes:
         servers: Group that serves -> the groups that it serves.
+        clients: The groups that others serve.
     """
 
     def __init__(self, programs: Mapping[str, Program]) -> None:
         self.servers = servers_of(programs)
+        self.clients = frozenset(name for names in self.servers.values() for name in names)
         self._token = secrets.token_hex(32)
         self._places: dict[str, list[Address]] = {}
         self._looked_s: dict[str, float] = {}
@@ -66,10 +68,10 @@ class Connections:
             self._places[name] = places
         for name in moved - new:
             self._tell(groups[name])
-        clients = new & {client for some in self.servers.values() for client in some}
-        calls = [call for name in sorted(clients) for call in self._tell(groups[name])]
+        asking = sorted(new & self.clients)
+        calls = [call for name in asking for call in self._tell(groups[name])]
         if calls:
-            backend = groups[min(clients)].backend
+            backend = groups[asking[0]].backend
             all_results(backend, calls, "being told who answers", start_s)
         return moved - new
 

@@ -207,8 +207,10 @@ class Dispatcher:
         Args:
             failed: Work that failed, if that is why one asks.
         """
-        said = self._executor.died()
         lost = failed.lost if failed is not None else ""
+        if failed is not None and lost == "process":  # it says more than who is found dead
+            return WorkerLost(str(failed.error))
+        said = self._executor.died()
         if not said and not lost:
             return None
         return WorkerLost(said or (describe(failed) if failed else ""), stored=lost == "stored")

@@ -8,9 +8,8 @@ them.
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from ...dataflow.errors import PenstockError, WorkerError
@@ -30,7 +29,7 @@ from .rank_process import RankProcess
 __all__ = [
     "LEAST_START_S",
     "RankGroup",
-    "connect_groups",
+    "all_results",
     "end_groups",
     "forget_warm",
     "keep_warm",
@@ -146,48 +145,19 @@ def start_groups(
     backend = groups[0].backend
     several = [group for group in new if len(group.processes) > 1]
     listening = [group.call(0, "listen") for group in several]
-    addresses = _all(backend, listening, "opening a socket for its group", start_s)
+    addresses = all_results(backend, listening, "opening a socket for its group", start_s)
     joining = [
         call
         for group, address in zip(several, addresses, strict=True)
         for call in group.call_all("join", address)
     ]
-    _all(backend, joining, "joining its process group", start_s)
+    all_results(backend, joining, "joining its process group", start_s)
     for some in _together(groups, asleep):
         building = [call for group in some for call in group.call_all("build", hosted, seed)]
-        _all(backend, building, "building its roles", start_s)
+        all_results(backend, building, "building its roles", start_s)
         sleeping = [group for group in some if group.group.name in asleep]
         calls = [call for group in sleeping for call in group.call_all("sleep")]
-        _all(backend, calls, "giving its devices up", start_s)
-
-
-def connect_groups(
-    groups: Sequence[RankGroup], servers: Mapping[str, Sequence[str]], start_s: float
-) -> None:
-    """Have groups answer inference requests of others, and tell those where.
-
-    Args:
-        groups: All groups; built.
-        servers: Group that serves -> the groups that it serves.
-        start_s: How long each phase may take.
-
-    Raises:
-        WorkerError: If a process fails or takes too long.
-    """
-    backend, token = groups[0].backend, secrets.token_hex(32)
-    named = {group.group.name: group for group in groups}
-    serving = {name: named[name].call_all("serve", token) for name in servers}
-    places = {
-        name: _all(backend, calls, "opening a socket to answer at", start_s)
-        for name, calls in serving.items()
-    }
-    clients = {client for names in servers.values() for client in names}
-    calls = [
-        call
-        for name in clients
-        for call in named[name].call_all("connect_to_servers", places, token)
-    ]
-    _all(backend, calls, "being told who answers", start_s)
+        all_results(backend, calls, "giving its devices up", start_s)
 
 
 def _together(
@@ -200,8 +170,21 @@ def _together(
         yield [group]
 
 
-def _all(backend: ProcessBackend, calls: Sequence[Ref], doing: str, start_s: float) -> list[Any]:
-    """What all of the calls return."""
+def all_results(
+    backend: ProcessBackend, calls: Sequence[Ref], doing: str, start_s: float
+) -> list[Any]:
+    """What all of the calls return.
+
+    Args:
+        backend: Of the processes that were called.
+        calls: The calls.
+        doing: What they do, for messages.
+        start_s: How long all of them may take.
+
+    Raises:
+        WorkerError: If one fails or takes too long.
+        PenstockError: Whatever of ours one raises.
+    """
     try:
         return backend.get(calls, start_s)
     except NotInTime as error:

@@ -6,14 +6,14 @@ What they had and owed is the business of whoever asks for it; see `Executor.rev
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from ...dataflow.errors import PlanError
 from .process_backend import BackendError, ProcessBackend, ProcessDied, Ref
 from .rank_group import RankGroup
 
-__all__ = ["dead_processes", "reserve_again", "with_connected"]
+__all__ = ["dead_processes", "reserve_again"]
 
 _NOTICE_S = 5.0
 """How long an answer is waited for: who gives none is busy, or its death is not known yet."""
@@ -53,29 +53,6 @@ def _death(backend: ProcessBackend, answered: Ref) -> str:
     except BackendError:  # it cannot say so, but it has answered
         return ""
     return ""
-
-
-def with_connected(
-    names: Collection[str], servers: Mapping[str, Sequence[str]], groups: Iterable[str]
-) -> list[str]:
-    """These groups and all that talk to them, or to those: they are started together.
-
-    Args:
-        names: Groups.
-        servers: Group that serves -> the groups that it serves.
-        groups: All, in the order to answer in.
-    """
-    found = set(names)
-    while True:
-        more = {
-            one
-            for server, clients in servers.items()
-            if found & {server, *clients}
-            for one in (server, *clients)
-        }
-        if more <= found:
-            return [name for name in groups if name in found]
-        found |= more
 
 
 def reserve_again(

@@ -31,7 +31,6 @@ from ...dataflow.runtime.executor import (
     Restart,
     groups_of,
     longest_s,
-    servers_of,
 )
 from ...dataflow.runtime.messages import (
     AnswerWork,
@@ -40,32 +39,40 @@ from ...dataflow.runtime.messages import (
     Handle,
     ImportSlicesWork,
     ImportWork,
+    LayoutWork,
     Part,
+    SetServedVersionWork,
     Work,
 )
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport
+from .connections import Connections
 from .process_backend import BackendError, Process, ProcessBackend, ProcessDied, Ref
 from .rank_group import (
     LEAST_START_S,
     RankGroup,
-    connect_groups,
     end_groups,
     keep_warm,
     start_groups,
     take_warm,
 )
 from .rank_process import Answer, part_from_numpy, part_to_numpy
-from .revival import dead_processes, reserve_again, with_connected
+from .revival import dead_processes, reserve_again
 
 __all__ = ["Supervisor"]
 
 _MOST_RESTARTS = 3
 """A group that dies more often than this has a cause that starting again does not fix."""
 
+_LOOK = -1
+"""In place of a ticket: a call that shows whether a process lives, and of which nobody hears."""
+
 _LOG = logging.getLogger("penstock.executor")
+
+_LASTING = ImportWork, ImportSlicesWork, SetServedVersionWork
+"""Work that a group that is started again has to do again first, the last of each kind."""
 
 _OfferKey = tuple[str, int, int]
 """Group, process and number of an `Offer`."""
@@ -143,7 +150,7 @@ class Supervisor:
     A group that trains nothing and keeps no state is started again when one of its processes dies:
     it takes the weights it had, and does again what was not finished. Random numbers belong to
     samples, so the run's result is the same. What its calls had made is kept by the backend, not by
-    the dead. A group that serves roles to another is not started again, nor is that other one.
+    the dead. One that serves roles to another listens where it did, and is asked again.
 
     The processes of a group that generates with an engine that is expensive to start (vLLM) stay
     warm when the executor stops. The next executor takes them if it needs such a group, and ends
@@ -183,6 +190,7 @@ class Supervisor:
         self._sharing = DeviceSharing(())
         self._asleep: dict[str, list[Ref]] = {}
         self._restartable: set[str] = set()
+        self._connections = Connections({})
         self._loaded: dict[tuple[str, int, str], _Job] = {}
         self._begun: dict[tuple[str, int], _Job] = {}
         self._pending: dict[Ref, tuple[_Job, int]] = {}
@@ -227,8 +235,8 @@ class Supervisor:
         self._started = _Started(backend, hosted, seed)
         asleep = frozenset(group.name for group in groups if self._sharing.shares(group.name))
         start_groups(every, hosted, seed, self._start_s, asleep)
-        if servers := servers_of(programs):
-            connect_groups(every, servers, self._start_s)
+        self._connections = Connections(programs)
+        self._connections.open(self._groups, self._groups, self._start_s)
 
     def _reserve(self, backend: ProcessBackend, groups: Sequence[RankGroup]) -> None:
         """Set devices aside for the groups that have none from before."""
@@ -303,9 +311,19 @@ class Supervisor:
         """See `Executor.wait`."""
         if not self._pending:
             return []
+        self._look()
         ready = self._here.backend.watch(list(self._pending), timeout_s)
         answers = [self._answer(ref) for ref in ready]
         return [answer for answer in answers if answer is not None]
+
+    def _look(self) -> None:
+        """Have servers show that they live, if nothing else would."""
+        for name in self._connections.to_look_at({job.group for job, _ in self._pending.values()}):
+            group = self._groups[name]
+            for process in range(len(group.processes)):
+                rank = group.group.rank_of(process)
+                job = _Job(_LOOK, "", name, rank, LayoutWork(""), {process})
+                self._pending[group.call(process, "is_running")] = (job, process)
 
     def _answer(self, ref: Ref) -> Completion | Restart | None:
         """What a rank answers: once all its processes have, or as soon as one of them fails."""
@@ -323,15 +341,22 @@ class Supervisor:
         except BackendError as error:
             lost = f"rank {job.rank} {of} lost its work: {error}"
             return job.failed(lost, lost="stored")
+        if job.ticket == _LOOK:
+            return None
         self._controller_bytes += len(pickle.dumps(answer.report))
+        if answer.report is None and answer.lost == "process":
+            # A process without one that it has started is as good as dead.
+            self._here.backend.kill(self._groups[job.group].processes[process])
+            return self._died(job, f"rank {job.rank} {of} died: {answer.error}")
         if answer.report is None:
-            return job.failed(answer.error, answer.trace)
+            return job.failed(answer.error, answer.trace, answer.lost)
         if isinstance(answer.weights, Offer):
             self._watch(answer.weights)
         job.answers[process] = answer
         completion = job.complete()
-        if completion is not None and isinstance(job.work, (ImportWork, ImportSlicesWork)):
-            self._loaded[job.group, job.rank, job.work.role] = job
+        if completion is not None and isinstance(job.work, _LASTING):
+            what = "version" if isinstance(job.work, SetServedVersionWork) else "weights"
+            self._loaded[job.group, job.rank, f"{what} of {job.work.role}"] = job
         if completion is not None and isinstance(job.work, BeginStreamWork):
             self._begun[job.group, job.rank] = job
         return completion
@@ -348,29 +373,50 @@ class Supervisor:
         """Start the group again if that can be done, and have it do again what it owes."""
         group = self._groups[job.group]
         if job.group not in self._restartable or group.num_starts > _MOST_RESTARTS:
-            return job.failed(said, lost="process")
+            return self._failed(job, said)
         _LOG.warning("%s; its group is started again", said)
         owed = list({id(a): a for a, _ in self._pending.values() if a.group == job.group}.values())
         owed = sorted([*(a for a in owed if a is not job), job], key=lambda a: a.ticket)
         self._pending = {r: p for r, p in self._pending.items() if p[0].group != job.group}
         since_s, here = time.monotonic(), self._here
         group.kill()
+        before = [a for (name, _, _), a in self._loaded.items() if name == job.group]
+        # A stream that was begun goes on from what was answered; nothing is done of one that ended.
+        before += [a for (g, _), a in self._begun.items() if g == job.group and a not in owed]
         try:
             self._wait_asleep(job.group)
             start_groups([group], here.hosted, here.seed, self._start_s)
+            self._send_again(before)
+            self._reconnect(job.group)
         except PenstockError as error:
+            failed = self._failed(job, f"{said}; it could not be started again: {error}")
             self._pending.clear()
-            again = f"{said}; it could not be started again: {error}"
-            return job.failed(again, lost="process")
-        before = [a for (name, _, _), a in self._loaded.items() if name == job.group]
-        # A stream that was begun goes on from what was answered; nothing is done of one that ended.
-        begun = [a for (name, _), a in self._begun.items() if name == job.group and a not in owed]
-        before += begun
-        for again in (*before, *owed):
-            again.processes.clear()
-            again.answers.clear()
-            self._send(again)
+            return failed
+        self._send_again(owed)
         return Restart(job.group, time.monotonic() - since_s)
+
+    def _send_again(self, jobs: Sequence[_Job]) -> None:
+        for job in sorted(jobs, key=lambda job: job.ticket):
+            job.processes.clear()
+            job.answers.clear()
+            if job.ticket != _LOOK:
+                self._send(job)
+
+    def _reconnect(self, group: str) -> None:
+        """Have a group that was started again, and has its weights, be asked and ask as before."""
+        moved = self._connections.open(self._groups, [group], self._start_s)
+        for name in moved & {job.group for job, _ in self._pending.values()}:
+            self._groups[name].kill()  # it waits for somebody who will not come
+
+    def _failed(self, job: _Job, said: str) -> Completion | None:
+        """The failure of what a dead process was doing, or of what somebody is asking it."""
+        if job.ticket != _LOOK:
+            return job.failed(said, lost="process")
+        clients = self._connections.servers[job.group]
+        asking = (one for one, _ in self._pending.values() if one.group in clients)
+        return next(
+            (failed for one in asking if (failed := one.failed(said, lost="process"))), None
+        )
 
     def _wait_asleep(self, group: str) -> None:
         """Until the devices of a group that is started again are its own."""
@@ -392,10 +438,11 @@ class Supervisor:
         )
 
     def revive(self, groups: Collection[str]) -> frozenset[str]:
-        """See `Executor.revive`. Groups that talk to the dead are started again with them."""
-        here, servers = self._here, servers_of(self._programs)
+        """See `Executor.revive`."""
+        here = self._here
         dead = dead_processes(here.backend, self._groups.values())
-        names = with_connected({*groups, *(n for n, _ in dead)}, servers, self._groups)
+        wanted = {*groups, *(name for name, _ in dead)}
+        names = [name for name in self._groups if name in wanted]
         again = [self._groups[name] for name in names]
         self._let_go(set(names))
         for group in again:
@@ -411,9 +458,9 @@ class Supervisor:
             for group in some:
                 self._wait_asleep(group.group.name)
             start_groups(some, here.hosted, here.seed, self._start_s)
-        if talking := {s: c for s, c in servers.items() if s in names}:
-            connect_groups(again, talking, self._start_s)
-        return frozenset(names)
+        waiting = self._connections.open(self._groups, names, self._start_s)
+        waiting &= {job.group for job, _ in self._pending.values()}
+        return frozenset(names) | (self.revive(waiting) if waiting else set())
 
     def _let_go(self, names: set[str]) -> None:
         """What groups have been given, were loaded with or have ready for others is gone."""
@@ -511,14 +558,8 @@ def _routes(programs: Mapping[str, Program]) -> Iterator[tuple[DeviceGroup, Devi
 
 
 def _restartable(programs: Mapping[str, Program]) -> set[str]:
-    """The groups that can be started again: they change nothing, and no other talks to them."""
-    servers = servers_of(programs)
-    connected = {*servers, *(name for names in servers.values() for name in names)}
-    return {
-        group.name
-        for group in groups_of(programs)
-        if group.name not in connected and not _changes(programs, group.name)
-    }
+    """The groups that can be started again: they change nothing."""
+    return {group.name for group in groups_of(programs) if not _changes(programs, group.name)}
 
 
 def _changes(programs: Mapping[str, Program], group: str) -> bool:

@@ -153,14 +153,15 @@ def carried_out(case: Case, folder: Path, num_kills: int, draw: random.Random) -
 def tried(case: Case, folder: Path, num_kills: int, per_run: int, seed: int) -> dict[str, Any]:
     """Kill so many processes of a case, in as many runs as that takes."""
     draw, runs = random.Random(seed), list[dict[str, Any]]()
-    alone = folder / f"{case.name}-alone"
+    name = re.sub(r"\W+", "-", case.name)
+    alone = folder / f"{name}-alone"
     alone.mkdir()
     expected = carried_out(case, alone, 0, draw)
     if expected["exit_code"] != 0:
         raise SystemExit(f"{case.name} does not even end undisturbed:\n{expected['said']}")
     left = num_kills
     while left > 0 and len(runs) < 2 * num_kills:
-        own = folder / f"{case.name}-{len(runs)}"
+        own = folder / f"{name}-{len(runs)}"
         own.mkdir()
         found = carried_out(case, own, min(per_run, left), draw)
         found["same"] = found["weights_sha256"] == expected["weights_sha256"]

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, StateError, WorkerError
@@ -67,7 +66,7 @@ from .open_streams import OpenStream, OpenStreams
 from .placement import flow_of
 from .publication import Publication
 from .recovery.known import Known, made_by
-from .recovery.ledger import Ledger
+from .recovery.ledger import Ledger, NoLedger
 from .recovery.limits import WorkerLost
 from .saving.in_workers import StateInWorkers, is_unfinished, unfinished
 from .saving.of_run import Saving
@@ -132,7 +131,7 @@ class Run:
         self.known, self._begun = known or Known(), begun
         self._heard: list[Submission | Restart] = []
         self._already: list[Event] = []
-        self._ledger = ledger
+        self._ledger = ledger or NoLedger(program.graph)
         self._restarts: list[Restart] = []
         self._graph, self._placement = program.graph, program.placement
         self._segment = schedule.segment_tokens or None
@@ -158,8 +157,8 @@ class Run:
         self._point: ResumePoint | None = None
         if saving and not suspended:
             self._point = saving.newest_point(self._graph, seed)
-        if ledger is not None and not suspended:
-            ledger.went_back(self._point.folder if self._point else None)
+        if not suspended:
+            self._ledger.went_back(self._point.folder if self._point else None)
         self.scheduler = self._new_scheduler(schedule, num_steps, pauses, suspended)
 
     def _new_scheduler(
@@ -298,8 +297,7 @@ class Run:
                 raise
             except Exception as error:  # noqa: BLE001 - a source may raise anything; it is passed on
                 return self._source_failed(NodeTask(name, step), error)
-            if self._ledger is not None:
-                self._ledger.read(step, name, parts)
+            self._ledger.read(step, name, parts)
             for chunk, part in enumerate(parts):
                 self._store[Output(name, step, chunk)] = self._executor.put(part)
             num_rows = tuple(part[0].num_rows for part in parts)
@@ -464,8 +462,7 @@ class Run:
         for completion in submission.completions:
             if completion.report:
                 done.append(Done(task, completion.rank, completion.report, versions))
-                if self._ledger is not None:
-                    self._ledger.done(task, completion.report)
+                self._ledger.done(task, completion.report)
             parts = completion.parts
             if completion.report and completion.report.chunk is not None:
                 parts = self._keep_unfinished(task, parts)
@@ -483,8 +480,7 @@ class Run:
     def _result(self, completed: StepCompleted) -> StepResult:
         self.known.forget(completed.step)
         done = self._done_by_step.pop(completed.step, [])
-        if self._ledger is not None:
-            self._ledger.complete(completed.step)
+        self._ledger.complete(completed.step)
         kept = self._hand_out(completed.step)
         passed = self._executor.controller_bytes - self._bytes_before
         self._bytes_before += passed
@@ -521,9 +517,8 @@ class Run:
         for made in (found := self.known.take(tasks, versions)):
             self._store.update(made.outputs)
             self._done_by_step.setdefault(made.task.step, []).extend(made.done)
-            if self._ledger is not None:
-                for one in made.done:
-                    self._ledger.done(made.task, one.report)
+            for one in made.done:
+                self._ledger.done(made.task, one.report)
             self._already.append(TaskDone(made.task, self._waited_s, made.num_rows, made.size))
         if found or isinstance(instruction, RunStream):
             return bool(found)
@@ -602,16 +597,10 @@ class Run:
             return
         going_on = filter(is_unfinished, self._store)
         instruction = replace(instruction, live=(*instruction.live, *going_on))
-        saved = SavedRun(self._graph, self._seed, instruction)
+        saved = SavedRun(self._graph, self._seed, instruction, self._ledger)
         due = due or self._is_due(instruction.step)
-        self._saving.begin(instruction.step, partial(self._take, saved), due=due)
-
-    def _take(self, saved: SavedRun, folder: Path) -> str:
-        """See `StateInWorkers.take`; with what the ledger has of steps that are not complete."""
-        refused = self._state.take(saved, self._store, folder)
-        if not refused and self._ledger is not None:
-            self._ledger.save(folder)
-        return refused
+        take = partial(self._state.take, saved, self._store)
+        self._saving.begin(instruction.step, take, due=due)
 
     def _is_due(self, step: int) -> bool:
         """Whether a checkpoint is, where the scheduler asks for one after every step."""

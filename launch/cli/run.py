@@ -156,7 +156,6 @@ def _carry_out(
     ):
         if resumed is not None and resumed.noted:
             _note_changes(resumed, job, written, plan)
-        tell(folder=str(folder.path))
         homes = _tracked(job, folder, plain, resumed is not None, trackers)
         if job.about_model:
             progress.note(job.about_model)
@@ -213,6 +212,7 @@ def _tracked(
     from ..run_dir.run_folder import record_of
     from ..run_dir.trackers.tracker import RunInfo
 
+    tell(folder=str(folder.path))
     homes = {stage.name: folder.stage(stage.name) for stage in job.stages[:-1]}
     homes[job.main.name] = folder
     paths = {name: home.path for name, home in homes.items()}

@@ -32,6 +32,7 @@ __all__ = [
     "Ledger",
     "LedgerError",
     "Line",
+    "NoLedger",
     "as_json",
     "check",
     "digest_of",
@@ -250,6 +251,28 @@ class Ledger:
                 _refuse(step, node, producer, given, there)
             rows.append(sum(n * times for (n, _), times in given.items()))
         return max(rows, default=0)
+
+
+class NoLedger(Ledger):
+    """One that is not kept: nothing is hashed in the controller, and nothing compared."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph, lambda _: None)
+
+    def went_back(self, folder: Path | None = None) -> None:
+        """Nothing was noted."""
+
+    def save(self, folder: Path) -> None:
+        """Nothing was noted."""
+
+    def read(self, step: int, source: str, parts: Sequence[Part]) -> None:
+        """Note nothing."""
+
+    def done(self, task: NodeTask, report: Report) -> None:
+        """Note nothing."""
+
+    def complete(self, step: int) -> None:
+        """Note nothing."""
 
 
 def check(lines: Sequence[Line], num_steps: int) -> None:

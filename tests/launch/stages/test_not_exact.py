@@ -53,7 +53,7 @@ def test_weights_that_come_by_timing_are_named_with_the_group_that_samples() -> 
 
 def test_conversations_with_something_outside_are_named() -> None:
     (line,) = named("algorithm=agent_grpo", "task=calculator", deterministic=False)
-    assert line.startswith("group 'main' cannot be restarted exactly: what answers in ")
+    assert line.startswith("group 'all' cannot be restarted exactly: what answers in ")
     assert "may keep a state outside the run" in line
 
 

@@ -27,6 +27,7 @@ from .kept import KeptColumns
 from .messages import CallMethodWork
 from .placement import Placement, flow_of
 from .recovery.going_back import GoingBack
+from .recovery.ledger import Ledger
 from .recovery.limits import Recovery, Told, WorkerLost
 from .run import Run, Trained
 from .saving.in_workers import StateInWorkers
@@ -53,6 +54,7 @@ class _Asked:
     stop: Callable[[], bool] | None
     pauses: Pauses
     keep: Sequence[str]
+    ledger: Ledger | None
 
 
 class Engine:
@@ -205,6 +207,7 @@ class Engine:
         pauses: Pauses | None = None,
         keep: Sequence[str] = (),
         mirror: CheckpointFolder | None = None,
+        ledger: Ledger | None = None,
     ) -> Generator[StepResult]:
         """Run steps and yield each as it completes, in order.
 
@@ -233,6 +236,7 @@ class Engine:
                 what was not needed any more is missing.
             mirror: Where the state after every step is kept besides, in memory, so that the run has
                 one step at most to do again when processes die.
+            ledger: Where it is noted what each step reads, makes and trains on.
 
         Raises:
             ConfigError: If a source is missing, or there is no such name to keep; with the first
@@ -258,6 +262,7 @@ class Engine:
                 stop,
                 pauses or Pauses(frozenset(), lambda _: True),
                 keep,
+                ledger,
             ),
             checkpoints,
             mirror,
@@ -349,6 +354,7 @@ class Engine:
             suspended=suspended,
             known=going.known,
             begun=going.begun,
+            ledger=asked.ledger,
         )
 
     def _reload(self, program: str, saving: Saving) -> None:

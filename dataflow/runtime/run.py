@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, StateError, WorkerError
@@ -66,6 +67,7 @@ from .open_streams import OpenStream, OpenStreams
 from .placement import flow_of
 from .publication import Publication
 from .recovery.known import Known, made_by
+from .recovery.ledger import Ledger
 from .recovery.limits import WorkerLost
 from .saving.in_workers import StateInWorkers, is_unfinished, unfinished
 from .saving.of_run import Saving
@@ -95,6 +97,7 @@ class Run:
             looked at then.
         known: What a run has left that went back, if this one goes on in its place.
         begun: Called when workers are where the run begins, with the number of steps complete.
+        ledger: Where it is noted what each step reads, makes and trains on.
 
     Attributes:
         place: Where it has paused; None if it has not.
@@ -123,11 +126,14 @@ class Run:
         suspended: Suspended | None = None,
         known: Known | None = None,
         begun: Callable[[int], None] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.place: SaveCheckpoint | None = None
         self.known, self._begun = known or Known(), begun
         self._heard: list[Submission | Restart] = []
         self._already: list[Event] = []
+        self._ledger = ledger
+        self._restarts: list[Restart] = []
         self._graph, self._placement = program.graph, program.placement
         self._segment = schedule.segment_tokens or None
         self._mixes_versions = bool(schedule.segment_tokens or schedule.in_flight)
@@ -152,6 +158,8 @@ class Run:
         self._point: ResumePoint | None = None
         if saving and not suspended:
             self._point = saving.newest_point(self._graph, seed)
+        if ledger is not None and not suspended:
+            ledger.went_back(self._point.folder if self._point else None)
         self.scheduler = self._new_scheduler(schedule, num_steps, pauses, suspended)
 
     def _new_scheduler(
@@ -290,6 +298,8 @@ class Run:
                 raise
             except Exception as error:  # noqa: BLE001 - a source may raise anything; it is passed on
                 return self._source_failed(NodeTask(name, step), error)
+            if self._ledger is not None:
+                self._ledger.read(step, name, parts)
             for chunk, part in enumerate(parts):
                 self._store[Output(name, step, chunk)] = self._executor.put(part)
             num_rows = tuple(part[0].num_rows for part in parts)
@@ -415,6 +425,7 @@ class Run:
     def _answered(self, submission: Submission | Restart) -> Sequence[Event]:
         now = self._waited_s
         if isinstance(submission, Restart):
+            self._restarts.append(submission)
             return (Restarted(submission.group, now),)
         task = submission.task
         assert task is not None, "a dispatcher keeps other answers from its run"
@@ -453,6 +464,8 @@ class Run:
         for completion in submission.completions:
             if completion.report:
                 done.append(Done(task, completion.rank, completion.report, versions))
+                if self._ledger is not None:
+                    self._ledger.done(task, completion.report)
             parts = completion.parts
             if completion.report and completion.report.chunk is not None:
                 parts = self._keep_unfinished(task, parts)
@@ -470,13 +483,16 @@ class Run:
     def _result(self, completed: StepCompleted) -> StepResult:
         self.known.forget(completed.step)
         done = self._done_by_step.pop(completed.step, [])
+        if self._ledger is not None:
+            self._ledger.complete(completed.step)
         kept = self._hand_out(completed.step)
         passed = self._executor.controller_bytes - self._bytes_before
         self._bytes_before += passed
         moved, self._weights_s = self._weights_s, _Spans()
+        restarts, self._restarts = self._restarts, []
         mirrored = self._saving.take_mirrored_bytes() if self._saving else 0
         return step_result(
-            self._graph, self._placement, completed, done, passed, kept, moved, mirrored
+            self._graph, self._placement, completed, done, passed, kept, moved, mirrored, restarts
         )
 
     def _hand_out(self, step: int) -> dict[str, Any]:
@@ -505,6 +521,9 @@ class Run:
         for made in (found := self.known.take(tasks, versions)):
             self._store.update(made.outputs)
             self._done_by_step.setdefault(made.task.step, []).extend(made.done)
+            if self._ledger is not None:
+                for one in made.done:
+                    self._ledger.done(made.task, one.report)
             self._already.append(TaskDone(made.task, self._waited_s, made.num_rows, made.size))
         if found or isinstance(instruction, RunStream):
             return bool(found)
@@ -585,8 +604,14 @@ class Run:
         instruction = replace(instruction, live=(*instruction.live, *going_on))
         saved = SavedRun(self._graph, self._seed, instruction)
         due = due or self._is_due(instruction.step)
-        take = partial(self._state.take, saved, self._store)
-        self._saving.begin(instruction.step, take, due=due)
+        self._saving.begin(instruction.step, partial(self._take, saved), due=due)
+
+    def _take(self, saved: SavedRun, folder: Path) -> str:
+        """See `StateInWorkers.take`; with what the ledger has of steps that are not complete."""
+        refused = self._state.take(saved, self._store, folder)
+        if not refused and self._ledger is not None:
+            self._ledger.save(folder)
+        return refused
 
     def _is_due(self, step: int) -> bool:
         """Whether a checkpoint is, where the scheduler asks for one after every step."""

@@ -15,6 +15,7 @@ from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Executor
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
+from penstock.dataflow.runtime.recovery.ledger import Ledger, check
 from penstock.dataflow.runtime.recovery.limits import Recovered, Recovery
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
@@ -95,6 +96,7 @@ def finish(
         recovery=recovery or Recovery(pause_s=0.0),
         recovered=told.append,
     )
+    ledger = Ledger(run.graph, lambda _: None)
     with engine:
         steps = list(
             engine.run(
@@ -103,9 +105,12 @@ def finish(
                 checkpoint_every=every,
                 checkpoints=CheckpointStore(folder) if folder else None,
                 mirror=CheckpointStore(mirror, keep=1) if mirror else None,
+                ledger=ledger,
             )
         )
         weights = {role: engine.call(role, "weights_sha256") for role in run.trained}
+    check([*ledger.lines.values()], NUM_STEPS)
+    assert not any(line.unseen for line in ledger.lines.values())
     return Finished(weights, steps, told)
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import ConfigError, WorkerError
-from .killed import was_killed
+from .child import was_killed
 
 __all__ = ["LONGEST_S", "MOST_PROCESSES", "SHORTEST_S", "Outcome", "VerifierPool"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from ...data.task import Message
-from ...verifiers.killed import was_killed
+from ...verifiers.child import was_killed
 from ..tools.supervised import supervised
 
 __all__ = [

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...verifiers.killed import was_killed
+from ...verifiers.child import was_killed
 from .lines import Lines, NotSaid
 from .tool import ToolText
 

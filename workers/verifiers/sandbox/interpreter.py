@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from ..killed import was_killed
+from ..child import was_killed
 from .child import CONFINED
 from .kernel import Unconfined
 from .kinds import SandboxKind

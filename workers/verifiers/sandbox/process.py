@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from ....dataflow.errors import WorkerError
 from ....dataflow.option_checks import check_range
-from ..killed import was_killed
+from ..child import was_killed
 from .child import CONFINED
 from .kernel import Unconfined
 from .kinds import SandboxKind

@@ -146,7 +146,7 @@ def carried_out(case: Case, folder: Path, num_kills: int, draw: random.Random) -
         "weights_sha256": summary.get("weights_sha256"),
         "ledger": summary.get("ledger"),
         "took_s": round(time.monotonic() - since_s, 1),
-        "said": (folder / "said").read_text()[-2000:] if ended != 0 else "",
+        "said": (folder / "said").read_text()[-6000:] if ended != 0 else "",
     }
 
 
@@ -210,7 +210,7 @@ def main() -> None:
         "median_pause_s": statistics.median(every) if every else None,
     }
     print(", ".join(f"{key}: {value}" for key, value in total.items()))
-    report(args.json, {**total, "kinds": dict(kinds), "cases": cases})
+    report({**total, "kinds": dict(kinds), "cases": cases}, args.json)
 
 
 if __name__ == "__main__":

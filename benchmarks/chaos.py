@@ -56,17 +56,25 @@ class Kill:
 
 
 def victims(parent: psutil.Process) -> dict[str, list[psutil.Process]]:
-    """Kind -> the processes of a run that are of it."""
+    """Kind -> the processes of a supervised run that are of it."""
     found: dict[str, list[psutil.Process]] = {}
     for controller in parent.children():
         found.setdefault("controller", []).append(controller)
-        for process in controller.children(recursive=True):
-            if (rank := _RANK.match(_title(process))) is None:
-                continue
-            found.setdefault(f"rank of {rank[1]}", []).append(process)
-            children = [one for one in process.children() if _counts(one)]
-            if children:
-                found.setdefault(f"child of {rank[1]}", []).extend(children)
+        for kind, some in rank_processes(controller).items():
+            found.setdefault(kind, []).extend(some)
+    return found
+
+
+def rank_processes(controller: psutil.Process) -> dict[str, list[psutil.Process]]:
+    """Kind -> the processes of a run's ranks, and the children of these."""
+    found: dict[str, list[psutil.Process]] = {}
+    for process in controller.children(recursive=True):
+        if (rank := _RANK.match(_title(process))) is None:
+            continue
+        found.setdefault(f"rank of {rank[1]}", []).append(process)
+        children = [one for one in process.children() if _counts(one)]
+        if children:
+            found.setdefault(f"child of {rank[1]}", []).extend(children)
     return found
 
 

@@ -82,6 +82,7 @@ def dry_run(
     replace: Callable[[Event], Event] = lambda event: event,
     size: Callable[[NodeTask], int] = lambda task: 0,
     within_s: float = 0.0,
+    keep: bool = True,
 ) -> Simulation:
     """Run `scheduler` to its end with every piece of work taking `duration_s(work)` seconds.
 
@@ -94,6 +95,7 @@ def dry_run(
         size: Length of the longest row of a task of a node that streams.
         within_s: Above 0, what happens within so many seconds is told together, as it is to a
             controller that was busy meanwhile; by default each event is told alone.
+        keep: Whether instructions and spans are kept, which a run's controller does not do.
 
     Raises:
         StateError: The scheduler waits for nothing and is not finished.
@@ -101,7 +103,8 @@ def dry_run(
     simulation, pending, count = Simulation(), list[tuple[float, int, _Work, float]](), 0
     instructions = scheduler.start(0.0)
     while True:
-        simulation.instructions += instructions
+        if keep:
+            simulation.instructions += instructions
         for instruction in instructions:
             if isinstance(instruction, _Work):
                 begin_s = simulation.end_s
@@ -120,7 +123,7 @@ def dry_run(
             simulation.end_s = end_s
             event = replace(_event(work, end_s, size))
             events.append(event)
-            if isinstance(event, TaskDone):
+            if keep and isinstance(event, TaskDone):
                 versions = work.versions if isinstance(work, RunCall | RunTrain) else ()
                 simulation.spans.append(Span(event.task, start_s, end_s, versions))
         instructions = scheduler.handle(*events)

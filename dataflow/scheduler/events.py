@@ -177,10 +177,14 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The processes of `group` were started again, and do again what it has running."""
+    """The processes of `group` were started again, and do again what they have running.
+
+    Those of some ranks, or of all if none is named.
+    """
 
     group: str
     at_s: float
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

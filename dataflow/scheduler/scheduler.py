@@ -158,7 +158,7 @@ class Scheduler(SchedulerState):
             case CheckpointSaved():
                 self._checkpoint_saved(event)
             case Restarted():
-                self._restarted(event.group)
+                self._restarted(event)
             case Stop():
                 self._stop()
             case Tick():
@@ -278,10 +278,11 @@ class Scheduler(SchedulerState):
         if not self.checkpoints.stopped:
             self.ranks.reconsider()
 
-    def _restarted(self, group: str) -> None:
-        """The time of what the group has running begins anew, and the oldest is listed first."""
+    def _restarted(self, event: Restarted) -> None:
+        """The time of what the ranks have running begins anew, and the oldest is listed first."""
+        ranks = event.ranks or range(self.flow.groups[event.group])
         for task, run in list(self.running.items()):
-            if run.group == group:
+            if run.group == event.group and not set(run.ranks).isdisjoint(ranks):
                 self._note("start again", task, self._since_now(task, run))
 
     def _since_now(self, task: Task, run: Running) -> Running:

@@ -18,9 +18,9 @@ TIMES = int(os.environ.get("PENSTOCK_HISTORIES", "1"))
 """How many times as many histories are drawn: `make test-all` draws over 20,000."""
 
 
-def histories(number: int) -> settings:
-    """So many random histories, or `TIMES` as many."""
-    return settings(max_examples=number * TIMES, deadline=None)
+def histories(number: int, often: int = 1) -> settings:
+    """So many random histories, or `TIMES` as many, and `often` as many again."""
+    return settings(max_examples=number * (TIMES * often if TIMES > 1 else 1), deadline=None)
 
 
 @st.composite

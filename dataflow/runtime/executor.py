@@ -77,15 +77,17 @@ class Completion:
 
 @dataclass(frozen=True)
 class Restart:
-    """A group was started again, and does again what it had not finished.
+    """Ranks of a group were started again, and do again what they had not finished.
 
     Attributes:
         group: The group.
         took_s: How long `Executor.wait` was busy with it.
+        ranks: Which of its ranks; all if none is named.
     """
 
     group: str
     took_s: float
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -382,7 +382,7 @@ class Run:
     def _answered(self, submission: Submission | Restart) -> Sequence[Event]:
         now = self._waited_s
         if isinstance(submission, Restart):
-            return (Restarted(submission.group, now),)
+            return (Restarted(submission.group, now, submission.ranks),)
         task = submission.task
         assert task is not None, "a dispatcher keeps other answers from its run"
         if isinstance(task, NodeTask) and task in self._streams:

@@ -1,5 +1,8 @@
 """The processes of one group: started, joined and built together, and ended together.
 
+Where a group keeps nothing its ranks are *replicas*: each is a worker group of its own, which is
+started and ended without the others.
+
 The *warm pool* keeps processes of an executor that has stopped for the next one. Only those that
 are expensive to start are kept: whose workers all leave an engine behind for the next of their
 kind, as vLLM's do. They end with their backend, or when an executor starts that has no use for
@@ -11,6 +14,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...dataflow.errors import PenstockError, WorkerError
@@ -35,6 +39,7 @@ __all__ = [
     "forget_warm",
     "keep_warm",
     "start_groups",
+    "start_rank",
     "take_warm",
 ]
 
@@ -52,13 +57,13 @@ class RankGroup:
         deadline_s: How long a process waits for another in a call.
         hosted: What it builds, as bytes. Processes that share a model stay for the same again only:
             an engine that ends takes with it what they have in common.
+        replicas: Whether its ranks have nothing to do with each other.
 
     Attributes:
         backend: What has started them.
         group: The group.
         processes: The processes, by number.
         devices: What they run on; None before it is reserved.
-        num_starts: How often they were started.
         is_warm: Whether they run since an executor before this one, and have no roles.
     """
 
@@ -69,13 +74,15 @@ class RankGroup:
         num_threads: int,
         deadline_s: float,
         hosted: bytes,
+        *,
+        replicas: bool = False,
     ) -> None:
         self.backend = backend
         self.group = group
-        self.processes: list[Process] = []
+        self.processes: dict[int, Process] = {}
         self.devices: Reservation | None = None
-        self.num_starts = 0
         self.is_warm = False
+        self._replicas = replicas
         self._num_threads = num_threads
         self._deadline_s = deadline_s
         self._hosted = hosted if group.num_processes > group.num_ranks else b""
@@ -83,21 +90,50 @@ class RankGroup:
     @property
     def key(self) -> object:
         """Equal for groups whose processes can stand in for each other."""
-        return self.backend, self.group, self._num_threads, self._deadline_s, self._hosted
+        same = self.group, self._num_threads, self._deadline_s, self._hosted, self._replicas
+        return self.backend, *same
 
-    def spawn(self, start_s: float) -> None:
-        """Start the processes; comes back before they run."""
-        self.num_starts += 1
-        self.processes = [
-            self.backend.spawn(
-                RankProcess,
-                (self.group, process, self._num_threads, self._deadline_s, start_s),
-                self.group,
-                process,
-                self.devices,
-            )
-            for process in range(self.group.num_processes)
-        ]
+    @property
+    def together(self) -> list[list[int]]:
+        """Processes that share a process group, first those of rank 0."""
+        if not self._replicas:
+            return [list(range(self.group.num_processes))]
+        return [sorted(self.group.processes(rank)) for rank in range(self.group.num_ranks)]
+
+    def spawn(self, start_s: float, ranks: Sequence[int] | None = None) -> list[list[int]]:
+        """Start the processes; comes back before they run.
+
+        Args:
+            start_s: How long they wait for each other until all have started.
+            ranks: Those whose processes are started, of a group of replicas; all by default.
+
+        Returns:
+            Those that share a process group, of several.
+        """
+        together = self.together if ranks is None else [self.together[rank] for rank in ranks]
+        own = self.group
+        if self._replicas:
+            own = replace(own, num_ranks=1, devices=(), nodes=())
+        for processes in together:
+            replica = self.group.rank_of(processes[0]), self.group.num_ranks
+            for place, process in enumerate(processes):
+                times = self._num_threads, self._deadline_s, start_s
+                self.processes[process] = self.backend.spawn(
+                    RankProcess,
+                    (own, place, *times, replica if self._replicas else (0, 1)),
+                    self.group,
+                    process,
+                    self.devices,
+                )
+        return [processes for processes in together if len(processes) > 1]
+
+    def join(self, together: Sequence[Sequence[int]]) -> list[Ref]:
+        """Have processes join the process groups that they share; comes back at once."""
+        joining: list[Ref] = []
+        for processes in together:
+            address = self.call(processes[0], "listen")
+            joining += [address, *(self.call(one, "join", address) for one in processes)]
+        return joining
 
     def call(self, process: int, method: str, *arguments: Any) -> Ref:
         """Call a method of one process's `RankProcess`; comes back at once."""
@@ -106,13 +142,13 @@ class RankGroup:
 
     def call_all(self, method: str, *arguments: Any) -> list[Ref]:
         """The same of all of them."""
-        return [self.call(process, method, *arguments) for process in range(len(self.processes))]
+        return [self.call(process, method, *arguments) for process in sorted(self.processes)]
 
-    def kill(self) -> None:
-        """End the processes at once."""
+    def kill(self, rank: int | None = None) -> None:
+        """End the processes at once, or those of one rank."""
         if self.backend.is_up:
-            for process in self.processes:
-                self.backend.kill(process)
+            for process in self.processes if rank is None else self.group.processes(rank):
+                self.backend.kill(self.processes[process])
 
 
 def start_groups(
@@ -141,17 +177,8 @@ def start_groups(
     new = [group for group in groups if not group.is_warm]
     for group in groups:
         group.is_warm = False
-    for group in new:
-        group.spawn(start_s)
     backend = groups[0].backend
-    several = [group for group in new if len(group.processes) > 1]
-    listening = [group.call(0, "listen") for group in several]
-    addresses = _all(backend, listening, "opening a socket for its group", start_s)
-    joining = [
-        call
-        for group, address in zip(several, addresses, strict=True)
-        for call in group.call_all("join", address)
-    ]
+    joining = [call for group in new for call in group.join(group.spawn(start_s))]
     _all(backend, joining, "joining its process group", start_s)
     for some in _together(groups, asleep):
         building = [call for group in some for call in group.call_all("build", hosted, seed)]
@@ -159,6 +186,27 @@ def start_groups(
         sleeping = [group for group in some if group.group.name in asleep]
         calls = [call for group in sleeping for call in group.call_all("sleep")]
         _all(backend, calls, "giving its devices up", start_s)
+
+
+def start_rank(group: RankGroup, rank: int, hosted: Ref, seed: int, start_s: float) -> None:
+    """Start the processes of one rank of a group of replicas.
+
+    Args:
+        group: The group.
+        rank: The rank.
+        hosted: See `start_groups`.
+        seed: The run's.
+        start_s: How long each phase may take.
+
+    Raises:
+        WorkerError: If a process fails or takes too long.
+        PenstockError: Whatever of ours building a worker raises.
+    """
+    joining = group.join(group.spawn(start_s, [rank]))
+    _all(group.backend, joining, "joining its process group", start_s)
+    processes = group.group.processes(rank)
+    building = [group.call(process, "build", hosted, seed) for process in processes]
+    _all(group.backend, building, "building its roles", start_s)
 
 
 def connect_groups(
@@ -267,7 +315,7 @@ def take_warm(backend: ProcessBackend, groups: Sequence[RankGroup]) -> None:
     for group in groups:
         found = next((other for other in warm if other.key == group.key), None)
         if found is not None and _answers(found, found.call_all("is_running")):
-            group.processes, group.is_warm, group.num_starts = found.processes, True, 1
+            group.processes, group.is_warm = found.processes, True
             group.devices = found.devices
             warm.remove(found)
     end_groups(warm, closing=True)

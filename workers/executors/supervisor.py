@@ -44,6 +44,7 @@ from ...dataflow.runtime.messages import (
     Work,
 )
 from ...dataflow.runtime.placement import DeviceGroup
+from ...dataflow.runtime.recovery.limits import Recovery
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport
@@ -55,14 +56,13 @@ from .rank_group import (
     end_groups,
     keep_warm,
     start_groups,
+    start_rank,
     take_warm,
 )
 from .rank_process import Answer, part_from_numpy, part_to_numpy
+from .restart_budget import RestartBudget
 
 __all__ = ["Supervisor"]
-
-_MOST_RESTARTS = 3
-"""A group that dies more often than this has a cause that starting again does not fix."""
 
 _LOG = logging.getLogger("penstock.executor")
 
@@ -136,10 +136,12 @@ class _Started:
 class Supervisor:
     """Runs a program on the processes of a backend.
 
-    A group that trains nothing and keeps no state is started again when one of its processes dies:
-    it takes the weights it had, and does again what was not finished. Random numbers belong to
-    samples, so the run's result is the same. What its calls had made is kept by the backend, not by
-    the dead. A group that serves roles to another is not started again, nor is that other one.
+    A rank of a group that trains nothing and keeps no state is started again when one of its
+    processes dies: it takes the weights it had, and does again what it had not finished. The other
+    ranks go on with their work; only those that take turns on devices with another group are
+    started again together. Random numbers belong to samples, so the run's result is the same. What
+    its calls had made is kept by the backend, not by the dead. A group that serves roles to another
+    is not started again, nor is that other one.
 
     The processes of a group that generates with an engine that is expensive to start (vLLM) stay
     warm when the executor stops. The next executor takes them if it needs such a group, and ends
@@ -157,6 +159,8 @@ class Supervisor:
         transport: The weight channel, by which slices of weights get to other groups. Weights of
             workers that cannot say how they hold them, and all columns, go through the backend's
             store.
+        recovery: How often a rank is started again without an answer in between, and how long to
+            wait before.
     """
 
     one_at_a_time = False
@@ -169,7 +173,10 @@ class Supervisor:
         num_threads: int | None = None,
         *,
         transport: Transport = DEFAULT_TRANSPORT,
+        recovery: Recovery | None = None,
     ) -> None:
+        self._recovery = recovery or Recovery()
+        self._budget = RestartBudget(self._recovery)
         self._where, self._connect = where, connect
         self._num_threads = num_threads
         self._transport: Transport = transport
@@ -209,13 +216,19 @@ class Supervisor:
             1, torch.get_num_threads() // max(group.num_processes for group in groups)
         )
         self._sharing = DeviceSharing(groups)
+        self._budget = RestartBudget(self._recovery)
+        self._restartable = _restartable(programs)
         self._groups = {
             group.name: RankGroup(
-                backend, group, threads, self._deadline_s, _hosted(programs, workers, group.name)
+                backend,
+                group,
+                threads,
+                self._deadline_s,
+                _hosted(programs, workers, group.name),
+                replicas=group.name in self._restartable,
             )
             for group in groups
         }
-        self._restartable = _restartable(programs)
         every = list(self._groups.values())
         take_warm(backend, every)
         self._reserve(backend, every)
@@ -329,6 +342,8 @@ class Supervisor:
             self._loaded[job.group, job.rank, job.work.role] = job
         if completion is not None and isinstance(job.work, BeginStreamWork):
             self._begun[job.group, job.rank] = job
+        if completion is not None and isinstance(job.work, (CallWork, AnswerWork)):
+            self._budget.answered(job.group, job.rank)
         return completion
 
     def _watch(self, offer: Offer) -> None:
@@ -340,31 +355,56 @@ class Supervisor:
         self._offers[key] = forget
 
     def _died(self, job: _Job, said: str) -> Completion | Restart | None:
-        """Start the group again if that can be done, and have it do again what it owes."""
-        group = self._groups[job.group]
-        if job.group not in self._restartable or group.num_starts > _MOST_RESTARTS:
+        """Start the rank again if that can be done, and have it do again what it owes."""
+        if job.group not in self._restartable:
             return job.failed(said)
-        _LOG.warning("%s; its group is started again", said)
-        owed = list({id(a): a for a, _ in self._pending.values() if a.group == job.group}.values())
-        owed = sorted([*(a for a in owed if a is not job), job], key=lambda a: a.ticket)
-        self._pending = {r: p for r, p in self._pending.items() if p[0].group != job.group}
-        since_s, here = time.monotonic(), self._here
-        group.kill()
+        # Those that take turns on devices are woken together.
+        rank = None if self._sharing.shares(job.group) else job.rank
+        since_s = time.monotonic()
         try:
-            self._wait_asleep(job.group)
-            start_groups([group], here.hosted, here.seed, self._start_s)
+            pause_s = self._budget.pause_s(job.group, rank, said)
+        except WorkerError as error:
+            return job.failed(str(error))
+        _LOG.warning("%s; it is started again", said)
+        owed = self._take_owed(job, rank)
+        time.sleep(pause_s)
+        try:
+            self._start_again(job.group, rank)
         except PenstockError as error:
             self._pending.clear()
             return job.failed(f"{said}; it could not be started again: {error}")
-        before = [a for (name, _, _), a in self._loaded.items() if name == job.group]
+        before = [one for key, one in self._loaded.items() if _is_of(key, job.group, rank)]
         # A stream that was begun goes on from what was answered; nothing is done of one that ended.
-        begun = [a for (name, _), a in self._begun.items() if name == job.group and a not in owed]
-        before += begun
+        before += [
+            begun
+            for key, begun in self._begun.items()
+            if _is_of(key, job.group, rank) and begun not in owed
+        ]
         for again in (*before, *owed):
             again.processes.clear()
             again.answers.clear()
             self._send(again)
-        return Restart(job.group, time.monotonic() - since_s)
+        ranks = () if rank is None else (rank,)
+        return Restart(job.group, time.monotonic() - since_s, ranks)
+
+    def _take_owed(self, died: _Job, rank: int | None) -> list[_Job]:
+        """What a rank has not finished, or all ranks of its group, in order of submission."""
+        owed = {id(died): died}
+        for ref, (job, _) in list(self._pending.items()):
+            if job.group == died.group and rank in (None, job.rank):
+                owed[id(job)] = job
+                del self._pending[ref]
+        return sorted(owed.values(), key=lambda job: job.ticket)
+
+    def _start_again(self, name: str, rank: int | None) -> None:
+        """End what is left of a rank, or of all, and start it anew."""
+        group, here = self._groups[name], self._here
+        group.kill(rank)
+        if rank is not None:
+            start_rank(group, rank, here.hosted, here.seed, self._start_s)
+            return
+        self._wait_asleep(name)
+        start_groups([group], here.hosted, here.seed, self._start_s)
 
     def _wait_asleep(self, group: str) -> None:
         """Until the devices of a group that is started again are its own."""
@@ -429,6 +469,11 @@ class Supervisor:
     def controller_bytes(self) -> int:
         """Source batches stored by the controller, reports and kept columns received."""
         return self._controller_bytes
+
+
+def _is_of(key: tuple[Any, ...], group: str, rank: int | None) -> bool:
+    """Whether what is noted under a key is of a rank, or of any if it is None."""
+    return key[0] == group and rank in (None, key[1])
 
 
 def _forget(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.dataflow.runtime.recovery.limits import Recoveries, Recovery, WorkerLost
 from penstock.dataflow.scheduler.events import (
@@ -17,6 +17,8 @@ from penstock.dataflow.scheduler.events import (
     Instruction,
     NodeTask,
     Pause,
+    Resize,
+    Resized,
     Restarted,
     RunCall,
     RunStream,
@@ -34,6 +36,10 @@ from .acted_out import Recorded, Shell
 from .random_flows import size, timing
 
 
+NEVER = 1 << 30
+"""So many events that a life does not end before its run."""
+
+
 class Died(Exception):
     """A process died that had something which nobody else has."""
 
@@ -43,20 +49,23 @@ class Mortal(Recorded):
 
     rng: random.Random
     events_left: int
+    often: float
 
     def handle(self, *events: Event) -> list[Instruction]:
         if self.events_left == 0:
             raise Died
         self.events_left -= 1
         instructions = super().handle(*events)
-        if not self.done and self.rng.random() < 0.1:
+        if not self.done and self.rng.random() < self.often:
             instructions += self.disturb(events[-1].at_s)
         return instructions
 
     def disturb(self, at_s: float) -> list[Instruction]:
         """A rank, or all of a group, does again what it has running; nobody else notices."""
         group = self.rng.choice(sorted(self.flow.groups))
-        ranks = tuple(self.rng.sample(range(self.flow.groups[group]), 1)) * self.rng.randint(0, 1)
+        if self.rng.random() < 0.6:
+            return self.resize(group, at_s)
+        ranks = (self.rng.randrange(self.index.num_ranks[group]),) * self.rng.randint(0, 1)
         before = dict(self.running)
         instructions = super().handle(Restarted(group, at_s, ranks))
         assert instructions == []
@@ -69,6 +78,13 @@ class Mortal(Recorded):
         )
         return instructions
 
+    def resize(self, group: str, at_s: float) -> list[Instruction]:
+        """Ranks join, or leave, as soon as the group has nothing to do."""
+        changing = any(one.group == group for one in self.awaited if one.what == "ranks")
+        if changing or group in self.flow.homes.values():
+            return []
+        return super().handle(Resize(group, self.rng.randint(1, self.flow.num_chunks), at_s))
+
 
 @dataclass
 class Lives:
@@ -78,9 +94,11 @@ class Lives:
         handed: Steps handed out, in order.
         reads: Versions read by every task that counts: computed, and not lost since.
         saves: Checkpoints written.
+        groups: Group -> its ranks when the last life ended.
         place: Where the next life begins; None for the start.
         deaths: How many there were.
         lost: Why it ended before its end, if it did.
+        num_resized: How often a group had other ranks.
     """
 
     flow: Flow
@@ -93,13 +111,15 @@ class Lives:
     ever: dict[NodeTask, Versions] = field(default_factory=dict[NodeTask, Versions])
     saves: list[SaveCheckpoint] = field(default_factory=list[SaveCheckpoint])
     place: SaveCheckpoint | None = None
+    groups: dict[str, int] = field(default_factory=dict[str, int])
     deaths: int = 0
     lost: WorkerLost | None = None
+    num_resized: int = 0
 
     def live(self, pauses: Collection[int], events_left: int) -> Mortal:
         """One life, acted out; its scheduler is done, or it has died."""
         life = Mortal(
-            self.flow,
+            self.as_resized(),
             self.schedule,
             self.num_steps,
             checkpoint_every=self.every,
@@ -107,6 +127,7 @@ class Lives:
             resume=self.place.resume if self.place else None,
         )
         life.rng, life.events_left = self.rng, events_left
+        life.often = self.rng.choice([0.05, 0.3])
         seconds, known = timing(self.rng.randrange(10_000)), set(self.ever)
 
         def duration_s(work: object) -> float:
@@ -123,9 +144,15 @@ class Lives:
         self.act_out(life)
         return life
 
+    def as_resized(self) -> Flow:
+        """The flow with as many ranks as groups have by now, or as at the start."""
+        groups = {**self.flow.groups, **self.groups}
+        return replace(self.flow, groups=groups) if self.rng.random() < 0.5 else self.flow
+
     def act_out(self, life: Mortal) -> None:
-        shell = Shell(self.flow, self.schedule, self.place.step if self.place else 0)
+        shell = Shell(life.flow, self.schedule, self.place.step if self.place else 0)
         if self.place:
+            shell.before = self.place.resume.done
             shell.stored = set(self.place.live)
             done = sorted(self.place.resume.done, key=lambda t: (size(t), t.chunk or 0))
             for task in done:
@@ -142,6 +169,8 @@ class Lives:
                     begun |= dict.fromkeys(message.tasks, message.versions)
                 case TaskDone() if isinstance(message.task, NodeTask):
                     self.count(message.task, begun[message.task])
+                case Resized():
+                    self.num_resized += 1
                 case SaveCheckpoint():
                     asked.append(message)
                 case CheckpointSaved():
@@ -152,6 +181,7 @@ class Lives:
                     assert message.step < len(self.handed)
                 case _:
                     pass
+        self.groups = dict(shell.num_ranks)
 
     def count(self, task: NodeTask, versions: Versions) -> None:
         """A task counts once; what is computed again is computed as it was."""
@@ -188,9 +218,7 @@ def survive(
     recoveries, paused, furthest, in_a_row = Recoveries(recovery), 0, -1, 0
     while True:
         ahead = frozenset(step for step in pauses if step > paused)
-        events_left = rng.choice(
-            [0, rng.randrange(8), rng.randrange(30), rng.randrange(80), 10_000]
-        )
+        events_left = rng.choice([0, rng.randrange(8), rng.randrange(30), rng.randrange(80), NEVER])
         life = lives.live(ahead, events_left)
         if life.done:
             last = life.trace[-1]

@@ -24,7 +24,7 @@ def histories(number: int, often: int = 1) -> settings:
 
 
 @st.composite
-def flows(draw: st.DrawFn) -> Flow:
+def flows(draw: st.DrawFn, most_chunks: int = 3) -> Flow:
     groups = {f"g{i}": draw(st.integers(1, 3)) for i in range(draw(st.integers(1, 3)))}
     names = sorted(groups)
     homes = {f"r{i}": draw(st.sampled_from(names)) for i in range(draw(st.integers(0, 2)))}
@@ -33,7 +33,7 @@ def flows(draw: st.DrawFn) -> Flow:
     kinds: list[str] = ["call"] * draw(st.integers(1, 6))
     kinds += [role for role, count in trains.items() for _ in range(count)]
     nodes, trained = list(sources), dict.fromkeys(homes, 0)
-    num_chunks = draw(st.integers(1, 3))
+    num_chunks = draw(st.integers(1, most_chunks))
     for i, kind in enumerate(draw(st.permutations(kinds))):
         node = draw(_node(i, kind, nodes, homes, names, trained))
         nodes.append(draw(_streaming(node, nodes, groups, num_chunks)))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.runtime.recovery.limits import Recovery
+from penstock.dataflow.scheduler.events import NodeTask, ResumeState, RunTrain
 from penstock.dataflow.scheduler.flow import Flow
 from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.dataflow.scheduler.simulate import dry_run
 
-from .acted_out import run
-from .lives import Lives, survive
+from .acted_out import Recorded, run
+from .lives import NEVER, Lives, survive
 from .random_flows import LAGS, SEEDS, TIMES, expected_reads, flows, histories
-from .test_in_flight import check_bounds
+from .test_in_flight import check_bounds, grpo
 
 pytestmark = pytest.mark.timeout(600 * TIMES)
 
@@ -39,7 +43,7 @@ def check_budget(lives: Lives, recovery: Recovery) -> None:
 
 @pytest.mark.slow
 @histories(350, often=4)
-@given(flows(), LAGS, STEPS, INTERVALS, PAUSES, BUDGETS, SEEDS)
+@given(flows(6), LAGS, STEPS, INTERVALS, PAUSES, BUDGETS, SEEDS)
 def test_whoever_dies_the_run_ends_as_if_nobody_had(
     flow: Flow,
     max_lag: int,
@@ -63,8 +67,23 @@ def test_whoever_dies_the_run_ends_as_if_nobody_had(
 
 
 @pytest.mark.slow
+@histories(150, often=4)
+@given(flows(6), LAGS, STEPS, INTERVALS, SEEDS)
+def test_replicas_come_and_go_and_nothing_else_changes(
+    flow: Flow, max_lag: int, num_steps: int, every: int | None, seed: int
+) -> None:
+    """Nobody dies: what streams is spread anew in the middle of a step."""
+    schedule = Schedule(max_lag=max_lag)
+    lives = Lives(flow, schedule, num_steps, every, random.Random(seed))
+    last = lives.live((), NEVER)
+    assert last.done
+    assert lives.reads == expected_reads(flow, schedule, num_steps)
+    assert last.schedule_sha256() == run(flow, schedule, num_steps, seed)[0].schedule_sha256()
+
+
+@pytest.mark.slow
 @histories(120, often=4)
-@given(flows(), st.integers(1, 3), STEPS, INTERVALS, st.booleans(), BUDGETS, SEEDS)
+@given(flows(6), st.integers(1, 3), STEPS, INTERVALS, st.booleans(), BUDGETS, SEEDS)
 def test_nothing_is_lost_or_done_twice_where_timing_decides(
     flow: Flow,
     max_lag: int,
@@ -85,3 +104,18 @@ def test_nothing_is_lost_or_done_twice_where_timing_decides(
     expected = expected_reads(flow, schedule, num_steps)
     assert lives.handed == list(range(num_steps))
     assert lives.reads.keys() == expected.keys()
+
+
+def test_what_other_ranks_have_answered_does_not_say_what_comes_next() -> None:
+    """Of two ranks one had answered chunks 1 and 3 at a checkpoint; one rank goes on alone."""
+    sizes = {0: 1, 1: 5, 2: 9, 3: 6}
+    done = [NodeTask("generate", 0, chunk) for chunk in (1, 3)]
+    resume = ResumeState(
+        0,
+        frozenset([NodeTask("prompts", 0), *done]),
+        sizes=tuple((task, sizes[task.chunk or 0]) for task in done),
+    )
+    scheduler = Recorded(grpo(1, 4), Schedule(streaming=1), 1, resume=resume)
+    dry_run(scheduler, lambda work: 1.0, size=lambda task: sizes[task.chunk or 0])
+    trained = [m.chunks for m in scheduler.trace if isinstance(m, RunTrain)]
+    assert trained == [(0,), (1,), (3,), (2,)]

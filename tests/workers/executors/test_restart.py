@@ -40,7 +40,11 @@ class MortalSpec:
 
     def build(self, context: WorkerContext) -> Role:
         worker = self.spec.build(context)
-        if "generate" in context.methods and "train" not in context.methods and context.rank == 1:
+        if (
+            "generate" in context.methods
+            and "train" not in context.methods
+            and context.replica == 1
+        ):
             generate, mark = worker.generate, Path(self.folder)
 
             def mortal(*args: Any, **kwargs: Any) -> Any:

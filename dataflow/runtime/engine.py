@@ -16,6 +16,7 @@ from ..graph.graph import Graph
 from ..graph.role import Role
 from ..graph.segments import check_segments
 from ..scheduler.events import Load, NodeTask, Publish
+from ..scheduler.flow import Flow
 from ..scheduler.schedule import Deadline, Schedule
 from .checkpoint import CheckpointFolder, Pauses, Suspended
 from .dispatcher import Dispatcher
@@ -25,6 +26,7 @@ from .in_process import InProcess
 from .kept import KeptColumns
 from .messages import CallMethodWork
 from .placement import Placement, flow_of
+from .recovery.resizing import Resizing, Scale
 from .run import Run, Trained
 from .saving.of_run import Saving
 from .source import Source
@@ -111,6 +113,7 @@ class Engine:
         self._workers = workers
         self._dispatcher = Dispatcher(self.executor)
         self._trained: Trained = {}
+        self._sizes: dict[str, int] = {}
         self._saving: Saving | None = None
         self._started = False
 
@@ -146,6 +149,7 @@ class Engine:
         self.executor.stop()
         self._dispatcher = Dispatcher(self.executor)
         self._trained.clear()
+        self._sizes.clear()
         self._started = False
 
     def __enter__(self) -> Engine:
@@ -181,6 +185,7 @@ class Engine:
         stop: Callable[[], bool] | None = None,
         pauses: Pauses | None = None,
         keep: Sequence[str] = (),
+        scale: Scale | None = None,
     ) -> Generator[StepResult]:
         """Run steps and yield each as it completes, in order.
 
@@ -204,6 +209,8 @@ class Engine:
                 other processes they pass through the controller, and `controller_bytes` says how
                 many bytes. Of steps that were begun before a checkpoint from which a run goes on
                 what was not needed any more is missing.
+            scale: Who may wish that a group which trains nothing and keeps no state has more ranks,
+                or fewer, while the run goes on. The weights come out as without.
 
         Raises:
             ConfigError: If a source is missing, or there is no such name to keep; with the first
@@ -229,6 +236,7 @@ class Engine:
             stop,
             pauses or Pauses(frozenset(), lambda _: True),
             keep,
+            scale,
         )
 
     def _steps(
@@ -241,6 +249,7 @@ class Engine:
         stop: Callable[[], bool] | None,
         pauses: Pauses,
         keep: Sequence[str],
+        scale: Scale | None,
     ) -> Generator[StepResult]:
         self.start()
         saving: Saving | None = None
@@ -270,6 +279,8 @@ class Engine:
                 longest=self.longest,
                 pauses=ahead,
                 suspended=suspended,
+                sizes=self._sizes,
+                resizing=self._resizing(scale),
             )
             yield from run.steps()
             place = run.place
@@ -282,6 +293,11 @@ class Engine:
                 self.executor.release(list(suspended.outputs.values()))
                 return
             ahead = frozenset(step for step in ahead if step > place.step)
+
+    def _resizing(self, scale: Scale | None) -> Callable[[Flow], Resizing] | None:
+        if scale is None:
+            return None
+        return lambda flow: Resizing(scale, self.executor, self.programs, flow, self._sizes)
 
     def _new_saving(self, program: str, checkpoints: CheckpointFolder) -> Saving:
         self._settle(self.longest.limit_s)
@@ -340,7 +356,8 @@ class Engine:
             )
         home = placement.home(graph, role)
         group = placement.group(home) if home else hosts[0]
-        works = dict.fromkeys(range(group.num_ranks), CallMethodWork(role, method, arguments))
+        num_ranks = self._sizes.get(group.name, group.num_ranks)
+        works = dict.fromkeys(range(num_ranks), CallMethodWork(role, method, arguments))
         done = self._dispatcher.perform_now(program, group.name, works, self.longest)
         return done.first.report.answer if done.first.report else None
 

@@ -28,6 +28,7 @@ from ..scheduler.events import (
     Pause,
     Publish,
     Release,
+    ResizeGroup,
     Restarted,
     RunCall,
     RunStream,
@@ -42,6 +43,7 @@ from ..scheduler.events import (
     Tick,
     Versions,
 )
+from ..scheduler.flow import Flow
 from ..scheduler.schedule import Deadline, Schedule
 from ..scheduler.scheduler import Scheduler
 from .call_context import Piece
@@ -70,6 +72,7 @@ from .messages import (
 from .open_streams import OpenStream, OpenStreams
 from .placement import flow_of
 from .publication import Publication
+from .recovery.resizing import Resizing
 from .saving.of_run import Saving
 from .source import Source, read_source
 from .step_result import Done, StepResult, step_result
@@ -98,6 +101,8 @@ class Run:
         pauses: Numbers of completed steps at which it is to pause.
         suspended: What the run left from which this one goes on; where checkpoints are is not
             looked at then.
+        sizes: Group -> its ranks, of those that have others than they are placed with.
+        resizing: Makes what does as `Engine.run` was told by `scale`, of the run's flow.
 
     Attributes:
         place: Where it has paused; None if it has not.
@@ -123,12 +128,16 @@ class Run:
         longest: Deadline,
         pauses: Collection[int] = (),
         suspended: Suspended | None = None,
+        sizes: Mapping[str, int] | None = None,
+        resizing: Callable[[Flow], Resizing] | None = None,
     ) -> None:
         self.place: SaveCheckpoint | None = None
         self._graph, self._placement = program.graph, program.placement
         self._segment = schedule.segment_tokens or None
         self._mixes_versions = bool(schedule.segment_tokens or schedule.in_flight)
-        self._flow = flow_of(program.graph, program.placement, schedule)
+        flow = flow_of(program.graph, program.placement, schedule)
+        self._flow = replace(flow, groups={**flow.groups, **(sizes or {})})
+        self._resizing = resizing(self._flow) if resizing else None
         self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
         self._name, self._sources, self._wait_s = name, sources, schedule.wait_s
         self._executor, self._dispatcher, self._trained = executor, dispatcher, trained
@@ -206,6 +215,8 @@ class Run:
             if self._stop is not None and self._stop():
                 self._stop = None
                 events.append(Stop(self._waited_s))
+            if self._resizing is not None:
+                events += self._resizing.look(self._waited_s)
             todo.extend(self.scheduler.handle(*events, Tick(self._waited_s)))
 
     @property
@@ -241,6 +252,9 @@ class Run:
             case SaveCheckpoint():
                 self._save(instruction)
                 return self.scheduler.handle(CheckpointSaved(instruction.step, self._waited_s))
+            case ResizeGroup():
+                assert self._resizing is not None, "nobody else has a group resized"
+                return self.scheduler.handle(self._resizing.carry_out(instruction, self._waited_s))
             case Abort():
                 raise self._failure(instruction)
             case _:
@@ -375,7 +389,7 @@ class Run:
         self._dispatcher.submit(task, self._name, group, works)
 
     def _on_all(self, group: str, work: Work) -> dict[int, Work]:
-        return dict.fromkeys(range(self._flow.groups[group]), work)
+        return dict.fromkeys(range(self.scheduler.index.num_ranks[group]), work)
 
     # --- answers
 

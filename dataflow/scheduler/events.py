@@ -219,7 +219,10 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """`group` has so many ranks, and all of them the weights that it holds."""
+    """`group` has so many ranks, and all of them the weights that it holds.
+
+    They are as many as before if who was to join could not.
+    """
 
     group: str
     num_ranks: int

@@ -317,7 +317,7 @@ class Scheduler(SchedulerState):
     def _resized(self, event: Resized) -> None:
         group, num_ranks = event.group, event.num_ranks
         awaited = [one for one in self.awaited if one.what == "ranks" and one.group == group]
-        if not awaited or self.resizing.get(group) != num_ranks:
+        if not awaited or not 1 <= num_ranks <= self.flow.num_chunks:
             raise self._impossible(f"Resized of group '{group}' to {num_ranks}, which is not asked")
         del self.awaited[awaited[0]], self.resizing[group]
         self.index.num_ranks[group] = num_ranks

@@ -38,10 +38,14 @@ __all__ = [
     "end_groups",
     "forget_warm",
     "keep_warm",
+    "results",
     "start_groups",
     "start_rank",
     "take_warm",
 ]
+
+_RESERVE_S = 10.0
+"""Devices of a rank that joins must be free by then: the run waits for the answer."""
 
 LEAST_START_S = 300.0
 """Starting processes and loading models may take this long, however short a step's deadline is."""
@@ -64,6 +68,7 @@ class RankGroup:
         group: The group.
         processes: The processes, by number.
         devices: What they run on; None before it is reserved.
+        num_ranks: How many it has now.
         is_warm: Whether they run since an executor before this one, and have no roles.
     """
 
@@ -81,8 +86,10 @@ class RankGroup:
         self.group = group
         self.processes: dict[int, Process] = {}
         self.devices: Reservation | None = None
+        self.num_ranks = group.num_ranks
         self.is_warm = False
         self._replicas = replicas
+        self._joined: dict[int, Reservation] = {}
         self._num_threads = num_threads
         self._deadline_s = deadline_s
         self._hosted = hosted if group.num_processes > group.num_ranks else b""
@@ -94,11 +101,47 @@ class RankGroup:
         return self.backend, *same
 
     @property
-    def together(self) -> list[list[int]]:
-        """Processes that share a process group, first those of rank 0."""
-        if not self._replicas:
-            return [list(range(self.group.num_processes))]
-        return [sorted(self.group.processes(rank)) for rank in range(self.group.num_ranks)]
+    def reservations(self) -> list[Reservation]:
+        """What was set aside for it, and for ranks that have joined since."""
+        return [*([] if self.devices is None else [self.devices]), *self._joined.values()]
+
+    def reserve(self, ranks: Sequence[int], held: Sequence[Any]) -> None:
+        """Set devices aside for ranks that join, for each its own.
+
+        Those that the group had at first still have theirs, if they have left.
+
+        Args:
+            ranks: The ranks.
+            held: See `ProcessBackend.reserve`.
+
+        Raises:
+            PlanError: If there are none.
+        """
+        for rank in ranks:
+            if rank >= self.group.num_ranks and rank not in self._joined:
+                wanted = [self._alone(rank)]
+                self._joined[rank] = self.backend.reserve(wanted, _RESERVE_S, held=held)
+
+    def _alone(self, rank: int) -> DeviceGroup:
+        """A rank as a group of its own; where its processes are is not said."""
+        name = f"{self.group.name}[{rank}]"
+        return replace(self.group, name=name, num_ranks=1, devices=(), nodes=())
+
+    def end(self, ranks: Sequence[int], *, closing: bool) -> None:
+        """End the processes of some ranks, and give back what was set aside when they joined.
+
+        Args:
+            ranks: The ranks.
+            closing: Whether their workers are asked to close first, within `CLOSE_S`.
+        """
+        leaving = [p for rank in ranks for p in self.group.processes(rank) if p in self.processes]
+        if closing:
+            _wait(self.backend, [self.call(process, "close") for process in leaving])
+        for process in leaving:
+            self.backend.kill(self.processes.pop(process))
+        for rank in ranks:
+            if rank in self._joined:
+                self._joined.pop(rank).release(self._alone(rank).name)
 
     def spawn(self, start_s: float, ranks: Sequence[int] | None = None) -> list[list[int]]:
         """Start the processes; comes back before they run.
@@ -110,22 +153,30 @@ class RankGroup:
         Returns:
             Those that share a process group, of several.
         """
-        together = self.together if ranks is None else [self.together[rank] for rank in ranks]
-        own = self.group
-        if self._replicas:
-            own = replace(own, num_ranks=1, devices=(), nodes=())
-        for processes in together:
-            replica = self.group.rank_of(processes[0]), self.group.num_ranks
-            for place, process in enumerate(processes):
-                times = self._num_threads, self._deadline_s, start_s
-                self.processes[process] = self.backend.spawn(
-                    RankProcess,
-                    (own, place, *times, replica if self._replicas else (0, 1)),
-                    self.group,
-                    process,
-                    self.devices,
-                )
+        if not self._replicas:
+            every = list(range(self.group.num_processes))
+            for process in every:
+                self._spawn(process, self.group, process, start_s, (0, 1))
+            return [every] if len(every) > 1 else []
+        own = replace(self.group, num_ranks=1, devices=(), nodes=())
+        together: list[list[int]] = []
+        for rank in range(self.group.num_ranks) if ranks is None else ranks:
+            replica = rank, max(self.num_ranks, rank + 1)
+            together.append(sorted(self.group.processes(rank)))
+            for place, process in enumerate(together[-1]):
+                self._spawn(process, own, place, start_s, replica)
         return [processes for processes in together if len(processes) > 1]
+
+    def _spawn(
+        self, process: int, own: DeviceGroup, place: int, start_s: float, replica: tuple[int, int]
+    ) -> None:
+        """Start a process, which has a place in the group that it shares a process group with."""
+        arguments = own, place, self._num_threads, self._deadline_s, start_s, replica
+        joined = self._joined.get(replica[0]) if self._replicas else None
+        where = (self.group, process, self.devices)
+        if joined is not None:
+            where = (self._alone(replica[0]), place, joined)
+        self.processes[process] = self.backend.spawn(RankProcess, arguments, *where)
 
     def join(self, together: Sequence[Sequence[int]]) -> list[Ref]:
         """Have processes join the process groups that they share; comes back at once."""
@@ -179,13 +230,13 @@ def start_groups(
         group.is_warm = False
     backend = groups[0].backend
     joining = [call for group in new for call in group.join(group.spawn(start_s))]
-    _all(backend, joining, "joining its process group", start_s)
+    results(backend, joining, "joining its process group", start_s)
     for some in _together(groups, asleep):
         building = [call for group in some for call in group.call_all("build", hosted, seed)]
-        _all(backend, building, "building its roles", start_s)
+        results(backend, building, "building its roles", start_s)
         sleeping = [group for group in some if group.group.name in asleep]
         calls = [call for group in sleeping for call in group.call_all("sleep")]
-        _all(backend, calls, "giving its devices up", start_s)
+        results(backend, calls, "giving its devices up", start_s)
 
 
 def start_rank(group: RankGroup, rank: int, hosted: Ref, seed: int, start_s: float) -> None:
@@ -203,10 +254,10 @@ def start_rank(group: RankGroup, rank: int, hosted: Ref, seed: int, start_s: flo
         PenstockError: Whatever of ours building a worker raises.
     """
     joining = group.join(group.spawn(start_s, [rank]))
-    _all(group.backend, joining, "joining its process group", start_s)
+    results(group.backend, joining, "joining its process group", start_s)
     processes = group.group.processes(rank)
     building = [group.call(process, "build", hosted, seed) for process in processes]
-    _all(group.backend, building, "building its roles", start_s)
+    results(group.backend, building, "building its roles", start_s)
 
 
 def connect_groups(
@@ -226,7 +277,7 @@ def connect_groups(
     named = {group.group.name: group for group in groups}
     serving = {name: named[name].call_all("serve", token) for name in servers}
     places = {
-        name: _all(backend, calls, "opening a socket to answer at", start_s)
+        name: results(backend, calls, "opening a socket to answer at", start_s)
         for name, calls in serving.items()
     }
     clients = {client for names in servers.values() for client in names}
@@ -235,7 +286,7 @@ def connect_groups(
         for name in clients
         for call in named[name].call_all("connect_to_servers", places, token)
     ]
-    _all(backend, calls, "being told who answers", start_s)
+    results(backend, calls, "being told who answers", start_s)
 
 
 def _together(
@@ -248,8 +299,19 @@ def _together(
         yield [group]
 
 
-def _all(backend: ProcessBackend, calls: Sequence[Ref], doing: str, start_s: float) -> list[Any]:
-    """What all of the calls return."""
+def results(backend: ProcessBackend, calls: Sequence[Ref], doing: str, start_s: float) -> list[Any]:
+    """What all of the calls return.
+
+    Args:
+        backend: Whose calls they are.
+        calls: The calls.
+        doing: What a rank does meanwhile, for messages.
+        start_s: How long they may take.
+
+    Raises:
+        WorkerError: If a process fails or takes too long.
+        PenstockError: Whatever of ours was raised.
+    """
     try:
         return backend.get(calls, start_s)
     except NotInTime as error:
@@ -280,6 +342,7 @@ def end_groups(groups: Sequence[RankGroup], *, closing: bool) -> None:
             _wait(groups[0].backend, calls)
     finally:
         for group in groups:
+            group.end(range(group.group.num_ranks, group.num_ranks), closing=False)
             group.kill()
             if group.devices is not None:
                 group.devices.release(group.group.name)

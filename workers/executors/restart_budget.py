@@ -50,8 +50,8 @@ class RestartBudget:
         count = self._in_a_row[place]
         if count >= limits.max_repeats:
             raise WorkerError(
-                f"{said}\n    it had been started again {count} times without an answer in between: "
-                "that does not mend it (recovery.max_repeats)"
+                f"{said}\n    it had been started again {count} times without an answer in "
+                "between: that does not mend it (recovery.max_repeats)"
             )
         self._in_a_row[place] += 1
         if not count:

@@ -45,9 +45,11 @@ from ...dataflow.runtime.messages import (
 )
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.recovery.limits import Recovery
+from ...dataflow.runtime.recovery.replicas import replica_groups
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport
+from .joining import Joining
 from .process_backend import BackendError, Process, ProcessBackend, ProcessDied, Ref
 from .rank_group import (
     LEAST_START_S,
@@ -188,6 +190,7 @@ class Supervisor:
         self._restartable: set[str] = set()
         self._loaded: dict[tuple[str, int, str], _Job] = {}
         self._begun: dict[tuple[str, int], _Job] = {}
+        self._joining: dict[str, Joining] = {}
         self._pending: dict[Ref, tuple[_Job, int]] = {}
         self._started: _Started | None = None
         self._controller_bytes = 0
@@ -217,7 +220,7 @@ class Supervisor:
         )
         self._sharing = DeviceSharing(groups)
         self._budget = RestartBudget(self._recovery)
-        self._restartable = _restartable(programs)
+        self._restartable = replica_groups(programs)
         self._groups = {
             group.name: RankGroup(
                 backend,
@@ -406,6 +409,61 @@ class Supervisor:
         self._wait_asleep(name)
         start_groups([group], here.hosted, here.seed, self._start_s)
 
+    def prepare(self, group: str, num_ranks: int) -> bool:
+        """See `ElasticExecutor.prepare`."""
+        one, here = self._groups[group], self._here
+        joining = self._joining.get(group)
+        if joining is not None and joining.num_ranks != num_ranks:
+            self._joining.pop(group).give_up()
+            joining = None
+        if num_ranks <= one.num_ranks:
+            return True
+        try:
+            if joining is None:
+                held = [held for other in self._groups.values() for held in other.reservations]
+                given = here.hosted, here.seed, self._start_s
+                joining = self._joining[group] = Joining(one, num_ranks, held, *given)
+            return joining.is_ready()
+        except PenstockError:
+            if group in self._joining:
+                self._joining.pop(group).give_up()
+            raise
+
+    def resize(self, group: str, num_ranks: int) -> int:
+        """See `ElasticExecutor.resize`."""
+        one = self._groups[group]
+        joining = self._joining.pop(group, None)
+        if joining is not None:
+            try:
+                for rank in joining.ranks:
+                    self._give_weights(group, rank)
+            except (PenstockError, BackendError) as error:
+                _LOG.warning("ranks that were to join group '%s' are ended again: %s", group, error)
+                joining.give_up()
+                return one.num_ranks
+        one.end(range(num_ranks, one.num_ranks), closing=True)
+        for noted in (self._loaded, self._begun):
+            for key in [key for key in noted if key[0] == group and key[1] >= num_ranks]:
+                del noted[key]  # pyright: ignore[reportArgumentType] - it is a key of this one
+        one.num_ranks = num_ranks
+        return num_ranks
+
+    def _give_weights(self, group: str, rank: int) -> None:
+        """Have a rank that joins load what rank 0 has loaded."""
+        one = self._groups[group]
+        for (name, other, role), job in list(self._loaded.items()):
+            if (name, other) != (group, 0):
+                continue
+            processes = one.group.processes(rank)
+            calls = [
+                one.call(process, "perform", job.program, job.work, process == processes[0])
+                for process in processes
+            ]
+            for answer in self._here.backend.get(calls, self._deadline_s):
+                if answer.report is None:
+                    raise WorkerError(answer.trace or answer.error)
+            self._loaded[group, rank, role] = _Job(0, job.program, group, rank, job.work, set())
+
     def _wait_asleep(self, group: str) -> None:
         """Until the devices of a group that is started again are its own."""
         self._hand_off(group, awake=True)
@@ -446,6 +504,9 @@ class Supervisor:
         self._pending.clear()
         self._loaded.clear()
         self._begun.clear()
+        for joining in self._joining.values():
+            joining.give_up()
+        self._joining.clear()
         self._asleep.clear()
         groups, self._groups = self._groups, {}
         warm = [group for group in groups.values() if is_idle and self._may_stay_warm(group)]
@@ -458,7 +519,8 @@ class Supervisor:
         shares_gpu = group.group.device.startswith("cuda") and self._sharing.shares(
             group.group.name
         )
-        return group.group.name in self._restartable and not shares_gpu
+        as_placed = group.num_ranks == group.group.num_ranks
+        return group.group.name in self._restartable and as_placed and not shares_gpu
 
     @property
     def num_offers(self) -> int:
@@ -502,23 +564,3 @@ def _routes(programs: Mapping[str, Program]) -> Iterator[tuple[DeviceGroup, Devi
                 hosted = one.placement.hosted_roles(one.graph, group.name)
                 if home is not None and group.name != home and role in hosted:
                     yield one.placement.group(home), group
-
-
-def _restartable(programs: Mapping[str, Program]) -> set[str]:
-    """The groups that can be started again: they change nothing, and no other talks to them."""
-    servers = servers_of(programs)
-    connected = {*servers, *(name for names in servers.values() for name in names)}
-    return {
-        group.name
-        for group in groups_of(programs)
-        if group.name not in connected and not _changes(programs, group.name)
-    }
-
-
-def _changes(programs: Mapping[str, Program], group: str) -> bool:
-    """Whether any program changes weights, or a state, in the group."""
-    return any(
-        group in {*one.placement.state_homes(one.graph).values()}
-        or any(one.placement.home(one.graph, role) == group for role in one.graph.trains_per_step)
-        for one in programs.values()
-    )

@@ -35,7 +35,6 @@ from penstock.dataflow.scheduler.simulate import dry_run
 from .acted_out import Recorded, Shell
 from .random_flows import size, timing
 
-
 NEVER = 1 << 30
 """So many events that a life does not end before its run."""
 

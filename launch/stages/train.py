@@ -30,6 +30,7 @@ from .export import combined_sha256, export_roles, files_sha256
 from .job import Job
 from .measuring import Evaluates, Measuring
 from .samples import SampleTables, sample_watch
+from .scaling import stage_scale
 from .stages import Stage
 from .streaming import stage_flow, stage_schedule
 from .telling import TimedEvaluator, told
@@ -170,6 +171,7 @@ def _carried_out(
                 checkpoints=store,
                 stop=stop,
                 pauses=measuring.pauses(engine),
+                scale=stage_scale(engine, home.path, shown.note) if stage is job.main else None,
             )
             left = steps if measuring.stopped is None else ()
             for result in _timed(left, stage, outcome, measuring):

@@ -262,7 +262,7 @@ class Engine:
         ahead = pauses.steps
         while True:
             run = Run(
-                self.programs[program],
+                self._as_sized(program),
                 program,
                 sources,
                 schedule,
@@ -279,7 +279,6 @@ class Engine:
                 longest=self.longest,
                 pauses=ahead,
                 suspended=suspended,
-                sizes=self._sizes,
                 resizing=self._resizing(scale),
             )
             yield from run.steps()
@@ -293,6 +292,15 @@ class Engine:
                 self.executor.release(list(suspended.outputs.values()))
                 return
             ahead = frozenset(step for step in ahead if step > place.step)
+
+    def _as_sized(self, name: str) -> Program:
+        """A program on groups that have the ranks that they have by now."""
+        program = self.programs[name]
+        groups = tuple(
+            replace(group, num_ranks=self._sizes.get(group.name, group.num_ranks))
+            for group in program.placement.groups
+        )
+        return replace(program, placement=replace(program.placement, groups=groups))
 
     def _resizing(self, scale: Scale | None) -> Callable[[Flow], Resizing] | None:
         if scale is None:
@@ -347,7 +355,7 @@ class Engine:
             WorkerError: If the method fails or does not answer within the deadline.
         """
         self.start()
-        graph, placement = self.programs[program].graph, self.programs[program].placement
+        graph, placement = self.programs[program].graph, self._as_sized(program).placement
         hosts = [g for g in placement.groups if role in placement.hosted_roles(graph, g.name)]
         if not hosts:
             raise ConfigError(
@@ -356,8 +364,7 @@ class Engine:
             )
         home = placement.home(graph, role)
         group = placement.group(home) if home else hosts[0]
-        num_ranks = self._sizes.get(group.name, group.num_ranks)
-        works = dict.fromkeys(range(num_ranks), CallMethodWork(role, method, arguments))
+        works = dict.fromkeys(range(group.num_ranks), CallMethodWork(role, method, arguments))
         done = self._dispatcher.perform_now(program, group.name, works, self.longest)
         return done.first.report.answer if done.first.report else None
 

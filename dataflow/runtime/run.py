@@ -101,7 +101,6 @@ class Run:
         pauses: Numbers of completed steps at which it is to pause.
         suspended: What the run left from which this one goes on; where checkpoints are is not
             looked at then.
-        sizes: Group -> its ranks, of those that have others than they are placed with.
         resizing: Makes what does as `Engine.run` was told by `scale`, of the run's flow.
 
     Attributes:
@@ -128,22 +127,19 @@ class Run:
         longest: Deadline,
         pauses: Collection[int] = (),
         suspended: Suspended | None = None,
-        sizes: Mapping[str, int] | None = None,
         resizing: Callable[[Flow], Resizing] | None = None,
     ) -> None:
         self.place: SaveCheckpoint | None = None
         self._graph, self._placement = program.graph, program.placement
         self._segment = schedule.segment_tokens or None
         self._mixes_versions = bool(schedule.segment_tokens or schedule.in_flight)
-        flow = flow_of(program.graph, program.placement, schedule)
-        self._flow = replace(flow, groups={**flow.groups, **(sizes or {})})
+        self._flow = flow_of(program.graph, program.placement, schedule)
         self._resizing = resizing(self._flow) if resizing else None
         self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
         self._name, self._sources, self._wait_s = name, sources, schedule.wait_s
         self._executor, self._dispatcher, self._trained = executor, dispatcher, trained
-        self._seed, self._saving, self._longest = seed, saving, longest
-        self._stop, self._watch = stop, watch
-        self._kept = KeptColumns(program.graph, keep)
+        self._seed, self._saving, self._longest, self._stop = seed, saving, longest, stop
+        self._watch, self._kept = watch, KeptColumns(program.graph, keep)
         self._looked, self._handed = _holds(watch, self._kept, suspended)
         self._store: dict[Output, Handle] = dict(suspended.outputs) if suspended else {}
         self._snapshots: dict[tuple[str, int], Handle] = {}

@@ -30,10 +30,9 @@ from .export import combined_sha256, export_roles, files_sha256
 from .job import Job
 from .measuring import Evaluates, Measuring
 from .samples import SampleTables, sample_watch
-from .scaling import stage_scale
 from .stages import Stage
 from .streaming import stage_flow, stage_schedule
-from .telling import TimedEvaluator, told
+from .telling import TimedEvaluator, stage_scale, told
 from .worker_specs import Results, exporting_specs, worker_specs
 
 __all__ = ["MODELS", "Outcome", "check_stage_models", "run_stage", "steps_taken"]

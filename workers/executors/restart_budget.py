@@ -17,7 +17,8 @@ class RestartBudget:
     """Forgives a rank its deaths as soon as it has answered.
 
     A rank that dies again and again without an answer in between has a cause that starting it again
-    does not mend.
+    does not mend. Before the second time in a row it waits, and before each further one twice as
+    long: what it had, a port or memory of a device, may not be free at once.
 
     Args:
         recovery: How many deaths in a row are too many; `max_restarts` limits how often a run goes

@@ -45,7 +45,7 @@ from ...dataflow.runtime.messages import (
 )
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.recovery.limits import Recovery
-from ...dataflow.runtime.recovery.replicas import replica_groups
+from ...dataflow.runtime.recovery.resizing import replica_groups
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport

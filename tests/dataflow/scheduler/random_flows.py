@@ -15,7 +15,7 @@ from penstock.dataflow.scheduler.flow import Flow, FlowKind, FlowNode
 from penstock.dataflow.scheduler.schedule import Schedule
 
 TIMES = int(os.environ.get("PENSTOCK_HISTORIES", "1"))
-"""How many times as many histories are drawn: `make test-all` draws over 50,000."""
+"""How many times as many histories are drawn: `make test-all` draws over 45,000."""
 
 
 def histories(number: int, often: int = 1) -> settings:

@@ -42,7 +42,7 @@ def check_budget(lives: Lives, recovery: Recovery) -> None:
 
 
 @pytest.mark.slow
-@histories(350, often=4)
+@histories(250, often=4)
 @given(flows(6), LAGS, STEPS, INTERVALS, PAUSES, BUDGETS, SEEDS)
 def test_whoever_dies_the_run_ends_as_if_nobody_had(
     flow: Flow,
@@ -67,7 +67,7 @@ def test_whoever_dies_the_run_ends_as_if_nobody_had(
 
 
 @pytest.mark.slow
-@histories(150, often=4)
+@histories(100, often=4)
 @given(flows(6), LAGS, STEPS, INTERVALS, SEEDS)
 def test_replicas_come_and_go_and_nothing_else_changes(
     flow: Flow, max_lag: int, num_steps: int, every: int | None, seed: int

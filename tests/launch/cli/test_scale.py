@@ -1,17 +1,13 @@
-"""`penstock scale`: what it refuses, and what becomes of a wish in a run."""
+"""`penstock scale`: what it writes, and what it refuses."""
 
 from __future__ import annotations
 
-import json
-import threading
-import time
 from pathlib import Path
 
 import pytest
 from penstock.launch.run_dir.scaling import ElasticGroup, read_wish, write_groups, write_wish
 
 from ..conftest import Penstock
-from .test_run import GRPO
 
 
 @pytest.fixture
@@ -85,30 +81,3 @@ def test_a_run_that_cannot_hear_of_it_is_said(penstock: Penstock, run: Path) -> 
     assert penstock("scale", "run=runs/one", "rollout=2").err.startswith(
         "penstock: penstock scale: run 'one' has ended\n"
     )
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_a_run_does_as_is_wished_and_learns_the_same(penstock: Penstock) -> None:
-    """On Ray: it is scaled while it takes steps, from another thread."""
-    small = (*GRPO, "algorithm.num_steps=6", "algorithm.before.sft.num_steps=1", "tracker=none")
-    words = (*small, "executor=ray_split", "schedule.streaming=4", "executor.num_threads=1")
-    plain = penstock("run", *words, "runs=plain")
-    assert plain.code == 0, plain.err
-
-    def wish() -> None:
-        end_s = time.monotonic() + 600
-        while not (found := list(Path("scaled").glob("*/groups.json"))):
-            assert time.monotonic() < end_s
-            time.sleep(0.1)
-        write_wish(found[0].parent, {"rollout": 3})
-
-    asks = threading.Thread(target=wish)
-    asks.start()
-    scaled = penstock("run", *words, "runs=scaled")
-    asks.join()
-    assert scaled.code == 0, scaled.err
-    (one,), (other,) = (list(Path(name).glob("*/summary.json")) for name in ("plain", "scaled"))
-    hashes = [json.loads(file.read_text())["weights_sha256"] for file in (one, other)]
-    assert hashes[0] == hashes[1]
-    assert "group 'rollout' has 3 ranks, and had 1" in scaled.err

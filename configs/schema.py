@@ -26,6 +26,7 @@ from ..workers.weight_sync.registry import DEFAULT_TRANSPORT, Transport
 __all__ = [
     "SAME",
     "AlgorithmConfig",
+    "CheckpointConfig",
     "EngineConfig",
     "EvalConfig",
     "EvaluationConfig",
@@ -33,6 +34,7 @@ __all__ = [
     "ExportConfig",
     "MismatchConfig",
     "ModelConfig",
+    "RecoveryConfig",
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
@@ -306,6 +308,28 @@ class MismatchConfig(Section):
     """End the run if they differ by more, before the weights are changed."""
 
 
+class RecoveryConfig(Section):
+    """How often a run goes on by itself after processes died, and how long it waits before."""
+
+    max_restarts: Count = 20
+    """Times in all; 0 ends the run with the first death of what cannot be started again beside it.
+    `penstock run --supervise` starts a run anew as often at most."""
+    max_repeats: AtLeastOne = 3
+    """Times in a row without a step that was not complete before: a fault that comes again each
+    time is not one that starting again mends."""
+    pause_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
+    """Seconds before the second time in a row; they double with each further one, up to a minute or
+    what is given here."""
+
+
+class CheckpointConfig(Section):
+    """What is kept beside the checkpoints on the disk."""
+
+    mirror: Literal["none", "neighbor"] = "none"
+    """`neighbor`: the state after every step is kept in the machine's memory besides, outside the
+    process that it belongs to, so that a death costs one step at most."""
+
+
 class SuiteConfig(Section):
     """Problems to evaluate on besides the task's own."""
 
@@ -436,6 +460,10 @@ class RunConfig(Section):
     """Steps between checkpoints; one is always written at the end of a stage."""
     keep_checkpoints: AtLeastOne = 2
     """Checkpoints kept per stage, the newest ones."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is kept beside them."""
+    recovery: RecoveryConfig = RecoveryConfig()
+    """What a run does when processes die."""
     runs: FileName = "runs"
     """The folder in which run folders are made."""
     progress: Literal["auto", "plain", "quiet", "json"] = "auto"

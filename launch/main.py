@@ -183,6 +183,7 @@ def _guarded(body: Callable[[], int], debug: bool) -> int:
         if debug:
             traceback.print_exception(error)
         known = _known(error)
+        _tell_parent(known)
         return _say(str(known), 2 if isinstance(known, NOT_STARTED) else 1, known)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -219,6 +220,14 @@ def _known(error: Exception) -> PenstockError:
     from .inputs.failures import in_our_words
 
     return in_our_words(error, running=False)
+
+
+def _tell_parent(error: PenstockError) -> None:
+    """Tell who looks after this process whether starting it again may help."""
+    from .inputs.failures import may_go_on
+    from .run_dir.supervised import tell
+
+    tell(may_go_on=may_go_on(error))
 
 
 def _say(message: str, code: int, error: BaseException) -> int:

@@ -20,6 +20,7 @@ from ..scheduler.events import NodeTask, Output, ResumeState, SaveCheckpoint
 from ..written_files import WrittenFile
 from .kept import Hold
 from .messages import Handle
+from .recovery.ledger import Ledger
 
 __all__ = [
     "CheckpointFolder",
@@ -78,6 +79,7 @@ class SavedRun:
     graph: Graph
     seed: int
     instruction: SaveCheckpoint
+    ledger: Ledger | None = None
 
     def part_files(self, folder: Path) -> Iterator[tuple[Output, Path]]:
         """A file for every output that is still needed."""
@@ -157,6 +159,8 @@ def write_run_state(folder: Path, saved: SavedRun) -> None:
         ],
     }
     (folder / _STATE_FILE).write_text(json.dumps(state, indent=2))
+    if saved.ledger is not None:
+        saved.ledger.save(folder)
 
 
 def read_resume_point(store: CheckpointFolder, graph: Graph, seed: int) -> ResumePoint | None:

@@ -12,7 +12,7 @@ from .call_columns import CallColumns
 from .messages import Part
 from .ragged import split
 
-__all__ = ["cut", "cut_table", "even_cuts"]
+__all__ = ["cut", "cut_table", "even_cuts", "rank_shares"]
 
 
 def cut(node: Node, columns: CallColumns, packed: Part, num_chunks: int) -> tuple[Part, ...]:
@@ -83,3 +83,9 @@ def even_cuts(num_rows: int, num_chunks: int, groups: Tensor | None) -> list[int
     ends.append(num_rows)
     starts = [0, *ends[:-1]]
     return [end - start for start, end in zip(starts, ends, strict=True)]
+
+
+def rank_shares(num_chunks: int, num_ranks: int) -> list[list[int]]:
+    """Which chunks each rank trains on: contiguous, so that rank order is row order."""
+    bounds = [num_chunks * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [list(range(bounds[rank], bounds[rank + 1])) for rank in range(num_ranks)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..scheduler.events import Task
 from ..scheduler.schedule import Deadline
 from .executor import Completion, Executor, Restart
 from .messages import Work
+from .recovery.limits import WorkerLost
 
 __all__ = ["Dispatcher", "Submission", "describe"]
 
@@ -32,6 +33,7 @@ class Submission:
         completions: The answers so far, in order of arrival.
         failed: The answer that was a failure, if one was.
         since_s: When it was handed over, on the monotonic clock.
+        carried: Whether the run that goes on may ask for the same, if this one goes back.
     """
 
     task: Task | None
@@ -40,6 +42,7 @@ class Submission:
     completions: list[Completion] = field(default_factory=list[Completion])
     failed: Completion | None = None
     since_s: float = field(default_factory=time.monotonic)
+    carried: bool = False
 
     @property
     def first(self) -> Completion:
@@ -81,7 +84,8 @@ class Dispatcher:
     def run(self, program: str) -> Generator[None]:
         """While it is entered a run of `program` may submit tasks and wait for them.
 
-        What is out when it is left will be carried out, but nobody hears of it.
+        What is out when it is left will be carried out, but nobody hears of it but for what was
+        marked as `carried`: of that the next run hears.
 
         Raises:
             StateError: If another run is open.
@@ -98,8 +102,18 @@ class Dispatcher:
             self._run = None
             self._answers.clear()
             for ticket, submission in list(self._out.items()):
-                if submission.task is not None:
+                if submission.task is not None and not submission.carried:
                     del self._out[ticket]
+
+    def out(self) -> list[Submission]:
+        """All that is out for the run that is open."""
+        return [submission for submission in self._out.values() if submission.task is not None]
+
+    def drop(self, groups: Collection[str]) -> None:
+        """Forget what was out at groups that were started again: there will be no answer."""
+        for ticket, submission in list(self._out.items()):
+            if submission.group in groups:
+                del self._out[ticket]
 
     def close(self) -> None:
         """The workers are gone: a run that is still open cannot go on."""
@@ -160,6 +174,7 @@ class Dispatcher:
         or from when a group was started again.
 
         Raises:
+            WorkerLost: If a process died.
             WorkerError: If it fails, or a rank does not answer in time.
             StateError: If the dispatcher is closed.
         """
@@ -171,13 +186,36 @@ class Dispatcher:
             elif time.monotonic() > end_s:
                 del self._out[ticket]
                 kind = type(next(iter(works.values()))).__name__
-                raise WorkerError(
+                raise self.loss() or WorkerError(
                     f"{kind} on group '{group}' took longer than {deadline}; rank(s) "
                     f"{sorted(submission.waiting)} did not answer"
                 )
         if submission.failed is not None:
-            raise WorkerError(describe(submission.failed)) from submission.failed.error
+            raise self.failure(submission.failed) from submission.failed.error
         return submission
+
+    def failure(self, failed: Completion) -> WorkerError:
+        """What to raise of work that failed: a `WorkerLost`, if processes have died.
+
+        Whoever talks to a process that dies fails too, and may be heard of first.
+        """
+        return self.loss(failed) or WorkerError(describe(failed))
+
+    def loss(self, failed: Completion | None = None) -> WorkerLost | None:
+        """What to raise if processes have died; None if none has, or going back does not help.
+
+        Args:
+            failed: Work that failed, if that is why one asks.
+        """
+        lost = failed.lost if failed is not None else ""
+        if failed is not None and lost == "process":  # it says more than who is found dead
+            return WorkerLost(str(failed.error))
+        if lost == "for good":
+            return None
+        said = self._executor.died()
+        if not said and not lost:
+            return None
+        return WorkerLost(said or (describe(failed) if failed else ""), stored=lost == "stored")
 
     def _gather(self, timeout_s: float) -> bool:
         """Note what happened since the last call; returns whether anything did."""

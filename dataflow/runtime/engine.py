@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..errors import ConfigError
@@ -26,8 +27,12 @@ from .in_process import InProcess
 from .kept import KeptColumns
 from .messages import CallMethodWork
 from .placement import Placement, flow_of
-from .recovery.resizing import Resizing, Scale
+from .recovery.going_back import GoingBack
+from .recovery.ledger import Ledger
+from .recovery.limits import Recovery, Told, WorkerLost
+from .recovery.resizing import ElasticExecutor, Resizing, Scale
 from .run import Run, Trained
+from .saving.in_workers import StateInWorkers
 from .saving.of_run import Saving
 from .source import Source
 from .step_result import StepResult
@@ -38,6 +43,21 @@ __all__ = ["Engine", "Source", "StepResult"]
 
 _SETTLE_S = 60.0
 """How long a run that ends with an error waits for its checkpoint to be written."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `Engine.run` was asked for; see there."""
+
+    program: str
+    sources: Mapping[str, Source]
+    num_steps: int
+    checkpoint_every: int | None
+    stop: Callable[[], bool] | None
+    pauses: Pauses
+    keep: Sequence[str]
+    ledger: Ledger | None
+    scale: Scale | None
 
 
 class Engine:
@@ -57,6 +77,8 @@ class Engine:
         executor: Where work is carried out; in this process by default.
         also: Further programs on the same workers, such as an evaluation, by name.
         watch: Who looks at the columns of each step of the main program.
+        recovery: How often a run with checkpoints may go back because processes have died.
+        recovered: Told each time that it has.
 
     Attributes:
         longest: How long the longest call may take.
@@ -83,6 +105,8 @@ class Engine:
         executor: Executor | None = None,
         also: Mapping[str, Program] | None = None,
         watch: Watch | None = None,
+        recovery: Recovery | None = None,
+        recovered: Told | None = None,
     ) -> None:
         self.schedule = schedule or Schedule()
         check_lag(
@@ -116,6 +140,8 @@ class Engine:
         self._sizes: dict[str, int] = {}
         self._saving: Saving | None = None
         self._started = False
+        self._recovery, self._recovered = recovery or Recovery(), recovered
+        self._at_rest: Callable[[], None] | None = lambda: None
 
     def start(self) -> None:
         """Build the workers; `run` and `ask` do it if nobody did.
@@ -126,6 +152,8 @@ class Engine:
             WorkerError: If a worker process fails or is not ready in time.
         """
         if not self._started:
+            if isinstance(self.executor, ElasticExecutor):
+                self.executor.recovery = self._recovery
             try:
                 self.executor.start(self.programs, self._workers, self.seed, self.schedule.wait_s)
             except BaseException:
@@ -185,6 +213,8 @@ class Engine:
         stop: Callable[[], bool] | None = None,
         pauses: Pauses | None = None,
         keep: Sequence[str] = (),
+        mirror: CheckpointFolder | None = None,
+        ledger: Ledger | None = None,
         scale: Scale | None = None,
     ) -> Generator[StepResult]:
         """Run steps and yield each as it completes, in order.
@@ -192,6 +222,9 @@ class Engine:
         A run begins when its first step is asked for, with the weights that the runs before it
         left; its versions count from 0. An engine does one run at a time. Whoever breaks out of a
         run ends it: what is out at the workers is carried out, but its results are dropped.
+
+        A run with checkpoints goes on when processes die: from the newest one, or from its start if
+        there is none yet and it began with what was built. It hands every step out once.
 
         Args:
             sources: Source name -> where its rows come from.
@@ -209,6 +242,9 @@ class Engine:
                 other processes they pass through the controller, and `controller_bytes` says how
                 many bytes. Of steps that were begun before a checkpoint from which a run goes on
                 what was not needed any more is missing.
+            mirror: Where the state after every step is kept besides, in memory, so that the run has
+                one step at most to do again when processes die.
+            ledger: Where it is noted what each step reads, makes and trains on.
             scale: Who may wish that a group which trains nothing and keeps no state has more ranks,
                 or fewer, while the run goes on. The weights come out as without.
 
@@ -228,70 +264,110 @@ class Engine:
                 )
         KeptColumns(graph, keep)  # refused here, and not with the first step
         return self._steps(
-            program,
-            sources,
-            num_steps,
-            checkpoint_every if checkpoints else None,
+            _Asked(
+                program,
+                sources,
+                num_steps,
+                checkpoint_every if checkpoints else None,
+                stop,
+                pauses or Pauses(frozenset(), lambda _: True),
+                keep,
+                ledger,
+                scale,
+            ),
             checkpoints,
-            stop,
-            pauses or Pauses(frozenset(), lambda _: True),
-            keep,
-            scale,
+            mirror,
         )
 
     def _steps(
-        self,
-        program: str,
-        sources: Mapping[str, Source],
-        num_steps: int,
-        checkpoint_every: int | None,
-        checkpoints: CheckpointFolder | None,
-        stop: Callable[[], bool] | None,
-        pauses: Pauses,
-        keep: Sequence[str],
-        scale: Scale | None,
+        self, asked: _Asked, checkpoints: CheckpointFolder | None, mirror: CheckpointFolder | None
     ) -> Generator[StepResult]:
         self.start()
-        saving: Saving | None = None
-        if checkpoints is not None:
-            saving = self._new_saving(program, checkpoints)
-        schedule = self.schedule
-        if program != "main":
-            schedule = replace(schedule, streaming=0, segment_tokens=0, in_flight=False)
+        homes = self._state_of(asked.program).homes
+        saving = self._new_saving(asked.program, checkpoints, mirror) if checkpoints else None
+        reset, self._at_rest = self._at_rest, None
+        going = GoingBack(
+            self.executor,
+            self._dispatcher,
+            self._recovery,
+            self._recovered,
+            group_of=self.programs[asked.program].placement.nodes,
+            homes=homes.values(),
+            saving=saving,
+            reset=reset,
+        )
+        completed = 0
+        try:
+            for result in self._going_on(asked, saving, going):
+                completed = result.step + 1
+                yield result
+        finally:
+            if not homes:
+                self._at_rest = reset
+        if homes and saving is not None and saving.saved == completed:
+            self._at_rest = partial(self._reload, asked.program, saving)
+
+    def _going_on(
+        self, asked: _Asked, saving: Saving | None, going: GoingBack
+    ) -> Generator[StepResult]:
+        """Every step once, however often the run pauses or goes back."""
         suspended: Suspended | None = None
-        ahead = pauses.steps
+        ahead, handed_out = asked.pauses.steps, 0
         while True:
-            run = Run(
-                self._as_sized(program),
-                program,
-                sources,
-                schedule,
-                self.executor,
-                self._dispatcher,
-                self._trained,
-                seed=self.seed,
-                num_steps=num_steps,
-                checkpoint_every=checkpoint_every,
-                saving=saving,
-                stop=stop,
-                watch=self._watch if program == "main" else None,
-                keep=keep,
-                longest=self.longest,
-                pauses=ahead,
-                suspended=suspended,
-                resizing=self._resizing(scale),
-            )
-            yield from run.steps()
-            place = run.place
-            if place is None:
-                return
-            suspended = run.suspended(place)
-            if pauses.between(run.interval(place)):
-                if saving is not None:
-                    saving.finish(place.step)
-                self.executor.release(list(suspended.outputs.values()))
-                return
-            ahead = frozenset(step for step in ahead if step > place.step)
+            run = self._new_run(asked, saving, going, ahead, suspended)
+            try:
+                for result in run.steps():
+                    if result.step >= handed_out:
+                        handed_out = result.step + 1
+                        yield result
+                place = run.place
+                if place is None:
+                    return
+                suspended = run.suspended(place)
+                if asked.pauses.between(run.interval(place)):
+                    if saving is not None:
+                        saving.finish(place.step)
+                    self.executor.release(list(suspended.outputs.values()))
+                    return
+                ahead = frozenset(step for step in ahead if step > place.step)
+            except WorkerLost as lost:
+                going.back(lost, max(handed_out, run.scheduler.completed), run.known)
+                suspended = None
+
+    def _new_run(
+        self,
+        asked: _Asked,
+        saving: Saving | None,
+        going: GoingBack,
+        ahead: frozenset[int],
+        suspended: Suspended | None,
+    ) -> Run:
+        schedule, is_main = self.schedule, asked.program == "main"
+        if not is_main:
+            schedule = replace(schedule, streaming=0, segment_tokens=0, in_flight=False)
+        return Run(
+            self._as_sized(asked.program),
+            asked.program,
+            asked.sources,
+            schedule,
+            self.executor,
+            self._dispatcher,
+            self._trained,
+            seed=self.seed,
+            num_steps=asked.num_steps,
+            checkpoint_every=asked.checkpoint_every,
+            saving=saving,
+            stop=asked.stop,
+            watch=self._watch if is_main else None,
+            keep=asked.keep,
+            longest=self.longest,
+            pauses=ahead,
+            suspended=suspended,
+            known=going.known,
+            begun=going.begun,
+            ledger=asked.ledger,
+            resizing=self._resizing(asked.scale),
+        )
 
     def _as_sized(self, name: str) -> Program:
         """A program on groups that have the ranks that they have by now."""
@@ -307,12 +383,22 @@ class Engine:
             return None
         return lambda flow: Resizing(scale, self.executor, self.programs, flow, self._sizes)
 
-    def _new_saving(self, program: str, checkpoints: CheckpointFolder) -> Saving:
+    def _reload(self, program: str, saving: Saving) -> None:
+        """Bring what a run has trained to where its last checkpoint was taken."""
+        point = saving.newest_point(self.programs[program].graph, self.seed)
+        if point is not None:
+            self._state_of(program).load(point)
+
+    def _state_of(self, program: str) -> StateInWorkers:
+        one = self.programs[program]
+        return StateInWorkers(self._dispatcher, program, one, self.longest)
+
+    def _new_saving(
+        self, program: str, checkpoints: CheckpointFolder, mirror: CheckpointFolder | None
+    ) -> Saving:
         self._settle(self.longest.limit_s)
-        graph, placement = self.programs[program].graph, self.programs[program].placement
-        homes = dict(flow_of(graph, placement).homes) | placement.state_homes(graph)
-        ranks = {name: placement.group(name).num_ranks for name in homes.values()}
-        self._saving = Saving(checkpoints, self._dispatcher, program, ranks, self.longest)
+        ranks = self._state_of(program).num_ranks
+        self._saving = Saving(checkpoints, self._dispatcher, program, ranks, self.longest, mirror)
         return self._saving
 
     def working(self) -> tuple[str, float] | None:

@@ -7,9 +7,9 @@ puts one to sleep and wakes the other before it gives out work; see `device_shar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -23,6 +23,7 @@ from .worker_protocol import WorkerContext, WorkerSpec
 __all__ = [
     "Completion",
     "Executor",
+    "Lost",
     "Program",
     "Restart",
     "TaskSpan",
@@ -33,6 +34,10 @@ __all__ = [
     "methods_of",
     "servers_of",
 ]
+
+
+Lost = Literal["", "process", "stored", "for good"]
+"""What a failure has to do with a process that died; see `Completion.lost`."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,9 @@ class Completion:
         error: What was raised, if it failed.
         trace: The traceback as text, if the failure was in another process.
         answers: `Report.answer` of all processes of the rank, if it has several.
+        lost: Whether it failed because a process died ("process"), or because what others had made
+            is gone ("stored"), or one dies however often it is started again ("for good", of which
+            nothing is tried any more); "" if it did not, or as far as is known.
     """
 
     ticket: int
@@ -73,6 +81,7 @@ class Completion:
     error: BaseException | None = None
     trace: str = ""
     answers: tuple[Any, ...] = ()
+    lost: Lost = ""
 
 
 @dataclass(frozen=True)
@@ -172,6 +181,35 @@ class Executor(Protocol):
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Forget stored parts."""
+        ...
+
+    def died(self) -> str:
+        """Which processes have died and were not started again, in words; "" if none is known of.
+
+        To be asked when something has failed: it may take some seconds.
+        """
+        ...
+
+    def revive(self, groups: Collection[str]) -> frozenset[str]:
+        """Start the groups again of which a process has died, and others besides.
+
+        What they had is lost, and what they owed is forgotten: nobody hears of it. All others go on
+        with what they have been given.
+
+        Args:
+            groups: Those that are to be started again though they live.
+
+        Returns:
+            All that were started again.
+
+        Raises:
+            WorkerError: If a process fails or is not ready in time.
+            PlanError: If a group cannot be provided any more.
+        """
+        ...
+
+    def outlives(self, group: str) -> bool:
+        """Whether what the calls of a group have made is there after its processes have died."""
         ...
 
     def stop(self) -> None:

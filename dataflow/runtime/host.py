@@ -46,6 +46,7 @@ from .messages import (
     Work,
 )
 from .ragged import pack
+from .recovery.ledger import digest_of, feeding, pieces_of
 from .remote_inference import ServedRole, ServedWeights
 from .saving.in_ranks import Saves, refusal_of
 from .table_parts import load_part, pack_table, save_part, unpack_table
@@ -93,6 +94,8 @@ class Host:
         self._served_weights = served_weights or ServedWeights("this group")
         self._streams: dict[str, CallStream] = {}
         self._saves = Saves()
+        self._feeding = feeding(graph)
+        self._given: dict[str, list[Part]] = {}
 
     def perform(self, work: Work) -> Result:
         """Do one piece of work.
@@ -155,8 +158,27 @@ class Host:
             chunk,
             size,
             torch.cuda.max_memory_allocated() if on_cuda else 0,
+            self._made(work, parts),
+            self._taken(work),
         )
         return Result(report, parts, weights)
+
+    def _made(self, work: Work, parts: tuple[Part, ...]) -> tuple[int, ...]:
+        """See `Report.made`; without what goes on in the next step."""
+        if not isinstance(work, CallWork | AnswerWork) or work.node not in self._feeding:
+            return ()
+        return pieces_of(parts if isinstance(work, CallWork) else parts[:1])
+
+    def _taken(self, work: Work) -> tuple[tuple[str, int, int], ...]:
+        """See `Report.taken`; of the very parts that the call was given."""
+        given, self._given = self._given, {}
+        if not isinstance(work, CallWork) or self.graph[work.node].kind is not NodeKind.TRAIN:
+            return ()
+        return tuple(
+            (node, part[0].num_rows if part else 0, digest_of(part))
+            for node, parts in given.items()
+            for part in parts
+        )
 
     def close(self) -> None:
         """Have what is still being written end."""
@@ -308,7 +330,8 @@ class Host:
         return stored, {**metrics, **reported}, call.chunk, found.size
 
     def _columns(self, work: CallWork) -> CallColumns:
-        return CallColumns(self.graph, {n: self._parts(h) for n, h in work.inputs.items()})
+        self._given = {node: self._parts(handles) for node, handles in work.inputs.items()}
+        return CallColumns(self.graph, self._given)
 
     def _changing(
         self, node: Node, versions: Mapping[str, int], piece: Piece

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
-from ..errors import PlanError
+from ..errors import PlanError, StateError
 from ..graph.role import Role
 from .call_context import DeadlineExceeded, deadline
 from .device_sharing import (
@@ -152,6 +152,19 @@ class InProcess:
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Nothing to do: the engine held the only reference."""
+
+    def died(self) -> str:
+        """See `Executor.died`; there are no processes."""
+        return ""
+
+    def revive(self, groups: Collection[str]) -> frozenset[str]:
+        """See `Executor.revive`; nobody goes back here."""
+        raise StateError(f"groups {sorted(groups)} have no processes of their own")
+
+    def outlives(self, group: str) -> bool:
+        """See `Executor.outlives`."""
+        del group
+        return False
 
     def stop(self) -> None:
         """See `Executor.stop`."""

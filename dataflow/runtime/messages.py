@@ -303,6 +303,8 @@ class Report:
         size: Length of its longest row.
         peak_bytes: The most that torch had allocated on this process's CUDA device during a call,
             what its workers always hold included; 0 where there is none.
+        made: Of each stored part that is trained on, its digest; see `recovery/ledger.py`.
+        taken: Of a train call, for each part that it was given: who made it, its rows, its digest.
     """
 
     start_s: float
@@ -314,6 +316,8 @@ class Report:
     chunk: int | None = None
     size: int = 0
     peak_bytes: int = 0
+    made: tuple[int, ...] = ()
+    taken: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,10 @@ class Placement:
         """The group of that name."""
         return next(group for group in self.groups if group.name == name)
 
+    def hosts(self, graph: Graph, role: str) -> list[str]:
+        """The groups that have a copy of a role."""
+        return [g.name for g in self.groups if role in self.hosted_roles(graph, g.name)]
+
     def hosted_roles(self, graph: Graph, group: str) -> tuple[str, ...]:
         """Roles that some node reads in the group, or is served by it: those it must build."""
         return tuple(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from ..errors import ConfigError, StateError, WorkerError
@@ -47,41 +47,26 @@ from ..scheduler.flow import Flow
 from ..scheduler.schedule import Deadline, Schedule
 from ..scheduler.scheduler import Scheduler
 from .call_context import Piece
-from .checkpoint import (
-    Interval,
-    ResumePoint,
-    SavedRun,
-    Suspended,
-    read_resume_point,
-    write_run_state,
-)
+from .checkpoint import Interval, ResumePoint, SavedRun, Suspended
+from .cuts import rank_shares
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
 from .executor import Executor, Program, Restart
-from .kept import Hold, KeptColumns
-from .messages import (
-    BeginStreamWork,
-    CallWork,
-    Handle,
-    LoadPartWork,
-    LoadStateWork,
-    SavePartWork,
-    SaveStateWork,
-    SetServedVersionWork,
-    Work,
-)
+from .kept import KeptColumns
+from .messages import BeginStreamWork, CallWork, Handle, SetServedVersionWork, Work
 from .open_streams import OpenStream, OpenStreams
 from .placement import flow_of
 from .publication import Publication
+from .recovery.known import Known, made_by
+from .recovery.ledger import Ledger, NoLedger
+from .recovery.limits import WorkerLost
 from .recovery.resizing import Resizing
+from .saving.in_workers import StateInWorkers, is_unfinished, unfinished
 from .saving.of_run import Saving
 from .source import Source, read_source
 from .step_result import Done, StepResult, step_result
-from .watch import WATCH, Watch
+from .watch import WATCH, Watch, holds
 
 __all__ = ["Run", "Trained"]
-
-_UNFINISHED = "/unfinished"
-"""After a node's name: what of its rows goes on in the next step. No node is named so."""
 
 _Spans = list[tuple[float, float]]
 
@@ -101,10 +86,14 @@ class Run:
         pauses: Numbers of completed steps at which it is to pause.
         suspended: What the run left from which this one goes on; where checkpoints are is not
             looked at then.
+        known: What a run has left that went back, if this one goes on in its place.
+        begun: Called when workers are where the run begins, with the number of steps complete.
+        ledger: Where it is noted what each step reads, makes and trains on.
         resizing: Makes what does as `Engine.run` was told by `scale`, of the run's flow.
 
     Attributes:
         place: Where it has paused; None if it has not.
+        known: What it leaves to the run that goes on, if it has to go back itself.
     """
 
     def __init__(
@@ -127,20 +116,29 @@ class Run:
         longest: Deadline,
         pauses: Collection[int] = (),
         suspended: Suspended | None = None,
+        known: Known | None = None,
+        begun: Callable[[int], None] | None = None,
+        ledger: Ledger | None = None,
         resizing: Callable[[Flow], Resizing] | None = None,
     ) -> None:
         self.place: SaveCheckpoint | None = None
+        self.known, self._begun = known or Known(), begun
+        self._heard: list[Submission | Restart] = []
+        self._already: list[Event] = []
+        self._ledger = ledger or NoLedger(program.graph)
+        self._restarts: list[Restart] = []
         self._graph, self._placement = program.graph, program.placement
         self._segment = schedule.segment_tokens or None
         self._mixes_versions = bool(schedule.segment_tokens or schedule.in_flight)
         self._flow = flow_of(program.graph, program.placement, schedule)
         self._resizing = resizing(self._flow) if resizing else None
-        self._state_homes = dict(self._flow.homes) | program.placement.state_homes(program.graph)
+        self._state = StateInWorkers(dispatcher, name, program, longest)
         self._name, self._sources, self._wait_s = name, sources, schedule.wait_s
         self._executor, self._dispatcher, self._trained = executor, dispatcher, trained
         self._seed, self._saving, self._longest, self._stop = seed, saving, longest, stop
         self._watch, self._kept = watch, KeptColumns(program.graph, keep)
-        self._looked, self._handed = _holds(watch, self._kept, suspended)
+        self._checkpoint_every = checkpoint_every
+        self._looked, self._handed = holds(watch, self._kept, suspended)
         self._store: dict[Output, Handle] = dict(suspended.outputs) if suspended else {}
         self._snapshots: dict[tuple[str, int], Handle] = {}
         self._done_by_step: dict[int, list[Done]] = {}
@@ -152,17 +150,31 @@ class Run:
         self._bytes_before, self._weights_s = executor.controller_bytes, _Spans()
         self._point: ResumePoint | None = None
         if saving and not suspended:
-            self._point = read_resume_point(saving.store, self._graph, seed)
+            self._point = saving.newest_point(self._graph, seed)
+        if not suspended:
+            self._ledger.went_back(self._point.folder if self._point else None)
+        self.scheduler = self._new_scheduler(schedule, num_steps, pauses, suspended)
+
+    def _new_scheduler(
+        self,
+        schedule: Schedule,
+        num_steps: int,
+        pauses: Collection[int],
+        suspended: Suspended | None,
+    ) -> Scheduler:
         resume = self._point.state if self._point else suspended.state if suspended else None
+        every = self._checkpoint_every
+        if self._saving is not None and self._saving.has_mirror:
+            every = 1
         try:
-            self.scheduler = Scheduler(
+            return Scheduler(
                 self._flow,
                 schedule,
                 num_steps,
-                checkpoint_every=checkpoint_every,
+                checkpoint_every=every,
                 pauses=pauses,
                 resume=resume,
-                one_at_a_time=executor.one_at_a_time,
+                one_at_a_time=self._executor.one_at_a_time,
             )
         except ValueError as error:
             where = f"{self._point.folder}: " if self._point else ""
@@ -172,13 +184,18 @@ class Run:
         """Bring the workers to where the run begins, then yield steps as they complete."""
         with self._dispatcher.run(self._name):
             for role, home in self._flow.homes.items():
-                replicas = [group for group in self._hosts(role) if group != home]
+                replicas = list(self._replicas(role, home))
                 self._publication.learn(role, (self._name, home), self._name, replicas)
             if self._point:
                 self._restore(self._point)
-            self._share_weights(list(self._trained))
-            self._say_versions()
-            yield from self._drive()
+            self._share_weights()
+            if self._begun is not None:
+                self._begun(self.scheduler.completed)
+            try:
+                yield from self._drive()
+            except WorkerLost:
+                self._leave()
+                raise
 
     def _drive(self) -> Generator[StepResult]:
         """Drive the scheduler to its end.
@@ -204,8 +221,11 @@ class Run:
                     return
                 else:
                     todo.extend(self._carry_out(instruction))
-            answers = self._dispatcher.wait(min(POLL_S, self._wait_s))
-            events = [event for answer in answers for event in self._answered(answer)]
+            answers, self._heard = self._heard, []
+            if not (answers or self._already):
+                answers = self._dispatcher.wait(min(POLL_S, self._wait_s))
+            events, self._already = self._already, []
+            events += [event for answer in answers for event in self._answered(answer)]
             if self._saving is not None:
                 self._saving.look()
             if self._stop is not None and self._stop():
@@ -225,10 +245,14 @@ class Run:
         match instruction:
             case AdmitStep():
                 return self._admit(instruction.step)
-            case RunCall() | RunTrain():
+            case RunTrain():
                 self._run_node(instruction)
+            case RunCall():
+                if not self._knows(instruction):
+                    self._run_node(instruction)
             case RunStream():
-                self._run_stream(instruction)
+                if not self._knows(instruction):
+                    self._run_stream(instruction)
             case Publish():
                 role, version = instruction.role, instruction.version
                 work = self._publication.export(role, version)
@@ -252,7 +276,9 @@ class Run:
                 assert self._resizing is not None, "nobody else has a group resized"
                 return self.scheduler.handle(self._resizing.carry_out(instruction, self._waited_s))
             case Abort():
-                raise self._failure(instruction)
+                failure = self._failure(instruction)
+                # Whoever waits for the dead may be what did not answer in time.
+                raise (self._dispatcher.loss() if self._failed is None else None) or failure
             case _:
                 raise StateError(f"unexpected instruction {instruction}")
         return ()
@@ -267,6 +293,7 @@ class Run:
                 raise
             except Exception as error:  # noqa: BLE001 - a source may raise anything; it is passed on
                 return self._source_failed(NodeTask(name, step), error)
+            self._ledger.read(step, name, parts)
             for chunk, part in enumerate(parts):
                 self._store[Output(name, step, chunk)] = self._executor.put(part)
             num_rows = tuple(part[0].num_rows for part in parts)
@@ -286,7 +313,7 @@ class Run:
         else:
             if instruction.last:
                 self._look(node, task)
-            self._note_trained(node.role or "")
+            self._trained[node.role or ""] = (self._name, self._flow.homes[node.role or ""])
             works = self._train_works(node, instruction)
         self._submit(task, self._placement.nodes[node.name], works)
 
@@ -294,7 +321,7 @@ class Run:
         """What each rank is given: its share of all chunks, or one, to be added to those before."""
         task, ranks = instruction.task, instruction.ranks
         piece: Piece = "whole"
-        shares = _shares(self._flow.num_chunks, len(ranks))
+        shares = rank_shares(self._flow.num_chunks, len(ranks))
         if instruction.part is not None:
             piece = "last" if instruction.last else "part"
             if instruction.part == 0:  # whatever another run has left is not of this batch
@@ -320,7 +347,7 @@ class Run:
         group, rank = self._placement.nodes[node.name], instruction.rank
         self._versions.update(dict.fromkeys(tasks, instruction.versions))
         calls = tuple(self._call(node, task, [task.chunk or 0]) for task in tasks)
-        begun = tuple(self._store.get(_unfinished(task, before=1)) for task in tasks)
+        begun = tuple(self._store.get(unfinished(task, before=1)) for task in tasks)
         work = BeginStreamWork(calls, self._segment, begun)
         self._dispatcher.submit(None, self._name, group, {rank: work})
         self._ask(self._streams.begin(instruction, group))
@@ -392,9 +419,14 @@ class Run:
     def _answered(self, submission: Submission | Restart) -> Sequence[Event]:
         now = self._waited_s
         if isinstance(submission, Restart):
+            self._restarts.append(submission)
             return (Restarted(submission.group, now, submission.ranks),)
         task = submission.task
         assert task is not None, "a dispatcher keeps other answers from its run"
+        if submission.carried:  # of the run before, and not asked for yet
+            if submission.failed is not None:
+                self.known.drop(submission)
+            return ()
         if isinstance(task, NodeTask) and task in self._streams:
             task, stream = self._streams.answered(task, submission)
             if submission.failed is None and stream.in_flight:
@@ -402,6 +434,8 @@ class Run:
             if task is None:
                 return ()
         if submission.failed is not None:
+            if (lost := self._dispatcher.loss(submission.failed)) is not None:
+                raise lost from submission.failed.error
             # The run ends with the first; others may have been heard of at the same time.
             self._failed = self._failed or (task, submission.failed.error)
             text = describe(submission.failed)
@@ -424,6 +458,7 @@ class Run:
         for completion in submission.completions:
             if completion.report:
                 done.append(Done(task, completion.rank, completion.report, versions))
+                self._ledger.done(task, completion.report)
             parts = completion.parts
             if completion.report and completion.report.chunk is not None:
                 parts = self._keep_unfinished(task, parts)
@@ -432,19 +467,25 @@ class Run:
 
     def _keep_unfinished(self, task: NodeTask, parts: Sequence[Handle]) -> Sequence[Handle]:
         """Keep what goes on in the next step, in place of what went on in this; the other parts."""
-        before = self._store.pop(_unfinished(task, before=1), None)
+        before = self._store.pop(unfinished(task, before=1), None)
         if before is not None:
             self._executor.release([before])
-        self._store.update({_unfinished(task): part for part in parts[1:]})
+        self._store.update({unfinished(task): part for part in parts[1:]})
         return parts[:1]
 
     def _result(self, completed: StepCompleted) -> StepResult:
+        self.known.forget(completed.step)
         done = self._done_by_step.pop(completed.step, [])
+        self._ledger.complete(completed.step)
         kept = self._hand_out(completed.step)
         passed = self._executor.controller_bytes - self._bytes_before
         self._bytes_before += passed
         moved, self._weights_s = self._weights_s, _Spans()
-        return step_result(self._graph, self._placement, completed, done, passed, kept, moved)
+        restarts, self._restarts = self._restarts, []
+        mirrored = self._saving.take_mirrored_bytes() if self._saving else 0
+        return step_result(
+            self._graph, self._placement, completed, done, passed, kept, moved, mirrored, restarts
+        )
 
     def _hand_out(self, step: int) -> dict[str, Any]:
         """What is kept of a step; columns that a resumed run made before it was may be gone."""
@@ -463,130 +504,96 @@ class Run:
         failure.__cause__ = cause
         return failure
 
+    # --- going back
+
+    def _knows(self, instruction: RunCall | RunStream) -> bool:
+        """Take from the run that went back what it has of this, if it has all."""
+        tasks = instruction.tasks if isinstance(instruction, RunStream) else (instruction.task,)
+        versions = instruction.versions
+        for made in (found := self.known.take(tasks, versions)):
+            self._store.update(made.outputs)
+            self._done_by_step.setdefault(made.task.step, []).extend(made.done)
+            for one in made.done:
+                self._ledger.done(made.task, one.report)
+            self._already.append(TaskDone(made.task, self._waited_s, made.num_rows, made.size))
+        if found or isinstance(instruction, RunStream):
+            return bool(found)
+        submission = self.known.take_out(tasks[0], versions)
+        if submission is None:
+            return False
+        self._versions[tasks[0]] = versions
+        if not submission.waiting:
+            self._heard.append(submission)
+        return True
+
+    def _leave(self) -> None:
+        """Note what the run that goes on need not have done again."""
+        if self._mixes_versions:
+            self.known = Known()  # what was read when depends on the time
+            return
+        nodes = [node for node in self._flow.nodes if node.kind != "source" and not node.trains]
+        num_parts = {node.name: self._flow.num_chunks for node in nodes}
+        every = [one for done in self._done_by_step.values() for one in done]
+        self.known.made |= made_by(every, self._store, num_parts)
+        versions = {
+            task: versions
+            for task, versions in self._versions.items()
+            if task.node in num_parts and task not in self._streams
+        }
+        self.known.leave_out(self._dispatcher.out(), versions)
+
     # --- weights between runs
 
-    def _note_trained(self, role: str) -> None:
-        self._trained[role] = (self._name, self._flow.homes[role])
+    def _share_weights(self) -> None:
+        """Bring all copies to the weights that earlier runs trained last; say as what they count.
 
-    def _share_weights(self, roles: Sequence[str]) -> None:
-        """Bring every copy of these roles to the weights that earlier runs trained last."""
-        for role in roles:
-            program, home = self._trained[role]
+        Whoever serves a role has to know what its weights count as in this run.
+        """
+        for role, trained in self._trained.items():
+            replicas = self._replicas(role, trained[1])
             version = self.scheduler.version_of(role)
-            replicas = [group for group in self._hosts(role) if group != home]
-            if not replicas:
-                continue
-            self._publication.learn(role, (program, home), self._name, replicas)
-            work = {0: self._publication.export(role, version)}
-            exported = self._dispatcher.perform_now(program, home, work, self._longest)
-            weights = exported.first.weights
-            for group in replicas:
-                take = self._publication.take(role, home, group, weights, version)
-                self._now(group, self._on_all(group, take))
-
-    def _say_versions(self) -> None:
-        """Tell whoever serves a role what its weights count as in this run."""
+            self._publication.share(role, version, trained, self._name, replicas)
         for role, group in self._placement.serving(self._graph):
             work = SetServedVersionWork(role, self.scheduler.version_of(role))
-            self._now(group, self._on_all(group, work))
+            works = self._on_all(group, work)
+            self._dispatcher.perform_now(self._name, group, works, self._longest)
 
-    def _hosts(self, role: str) -> list[str]:
-        """The groups where this program has a copy of the role."""
-        return [
-            group.name
-            for group in self._placement.groups
-            if role in self._placement.hosted_roles(self._graph, group.name)
-        ]
+    def _replicas(self, role: str, home: str) -> dict[str, int]:
+        """Group with a copy of a role -> how many ranks it has."""
+        hosts, num_ranks = self._placement.hosts(self._graph, role), self.scheduler.index.num_ranks
+        return {group: num_ranks[group] for group in hosts if group != home}
 
     # --- checkpoints
 
     def interval(self, place: SaveCheckpoint) -> Interval:
         """What may be done where the run has paused."""
         is_saved = self._saving is not None and self._saving.has(place.step)
-        return Interval(place.step, is_saved, lambda: self._save(place))
+        return Interval(place.step, is_saved, lambda: self._save(place, due=True))
 
     def suspended(self, place: SaveCheckpoint) -> Suspended:
         """What the run that goes on needs of this one."""
         return Suspended(place.resume, self._store, (self._looked, self._handed))
 
-    def _now(self, group: str, works: Mapping[int, Work]) -> Submission:
-        return self._dispatcher.perform_now(self._name, group, works, self._longest)
-
-    def _group_of(self, node: str) -> str:
-        """Where a node's parts are saved and restored; a source's at the first group."""
-        return self._placement.nodes.get(node, self._placement.groups[0].name)
-
-    def _save(self, instruction: SaveCheckpoint) -> None:
+    def _save(self, instruction: SaveCheckpoint, *, due: bool = False) -> None:
         if self._saving is None:
             return
-        unfinished = filter(_is_unfinished, self._store)
-        instruction = replace(instruction, live=(*instruction.live, *unfinished))
-        saved = SavedRun(self._graph, self._seed, instruction)
-        self._saving.begin(instruction.step, lambda folder: self._take(saved, folder))
+        going_on = filter(is_unfinished, self._store)
+        instruction = replace(instruction, live=(*instruction.live, *going_on))
+        saved = SavedRun(self._graph, self._seed, instruction, self._ledger)
+        due = due or self._is_due(instruction.step)
+        take = partial(self._state.take, saved, self._store)
+        self._saving.begin(instruction.step, take, due=due)
 
-    def _take(self, saved: SavedRun, folder: Path) -> str:
-        """Have a checkpoint's folder filled; says what the disk refused, "" if nothing."""
-        asked: list[tuple[str, Mapping[int, Work]]] = []
-        for role, group in self._state_homes.items():
-            (folder / role).mkdir()
-            asked.append((group, self._on_all(group, SaveStateWork(role, str(folder / role)))))
-        for output, file in saved.part_files(folder):
-            work = SavePartWork(self._store[output], str(file))
-            asked.append((self._group_of(output.node), {0: work}))
-        for group, works in asked:
-            if refused := next(filter(None, self._now(group, works).answers), ""):
-                return refused
-        write_run_state(folder, saved)
-        return ""
-
-    def _check_unfinished(self, point: ResumePoint) -> None:
-        """Rows go on in the chunk in which they were begun: there must be as many as before.
-
-        Raises:
-            ConfigError: If there are others, or rows do not go on any more.
-        """
-        chunks = sorted(o.chunk for o, _ in point.parts if _is_unfinished(o))
-        if chunks and (not self._segment or chunks != list(range(self._flow.num_chunks))):
-            here = self._flow.num_chunks if self._segment else "none"
-            raise ConfigError(
-                f"{point.folder} holds unfinished rows in {len(chunks)} parts, and this run has "
-                f"{here}\n    resume with the same schedule and as many ranks, or start a new run"
-            )
+    def _is_due(self, step: int) -> bool:
+        """Whether a checkpoint is, where the scheduler asks for one after every step."""
+        every = self._checkpoint_every
+        at_end = step == self.scheduler.num_steps or self.scheduler.checkpoints.stopping
+        return every is not None and (at_end or step % every == 0)
 
     def _restore(self, point: ResumePoint) -> None:
-        if self._saving is not None:
-            self._saving.saved = point.state.step
-        self._check_unfinished(point)
-        for role, home in self._state_homes.items():
-            work = LoadStateWork(role, str(point.folder / role))
-            self._now(home, self._on_all(home, work))
-            if role in self._flow.homes:
-                self._note_trained(role)
-        for output, file in point.parts:
-            work = LoadPartWork(output.node, str(file))
-            done = self._now(self._group_of(output.node), {0: work})
-            self._store[output] = done.first.parts[0]
-
-
-def _holds(
-    watch: Watch | None, kept: KeptColumns, suspended: Suspended | None
-) -> tuple[Hold, Hold]:
-    """What is held until it has been looked at, and until it has been handed out."""
-    if suspended is not None:
-        return suspended.holds
-    return Hold(watch.nodes if watch else ()), Hold(kept.nodes)
-
-
-def _is_unfinished(output: Output) -> bool:
-    return output.node.endswith(_UNFINISHED)
-
-
-def _unfinished(task: NodeTask, before: int = 0) -> Output:
-    """What a task, or the same of a step before, leaves to the next step."""
-    return Output(f"{task.node}{_UNFINISHED}", task.step - before, task.chunk or 0)
-
-
-def _shares(num_chunks: int, num_ranks: int) -> list[list[int]]:
-    """Which chunks each rank trains on: contiguous, so that rank order is row order."""
-    bounds = [num_chunks * rank // num_ranks for rank in range(num_ranks + 1)]
-    return [list(range(bounds[rank], bounds[rank + 1])) for rank in range(num_ranks)]
+        """Bring workers and the store to where a checkpoint was taken."""
+        outputs = self._state.load_outputs(point, self._flow.num_chunks if self._segment else 0)
+        self._state.load(point)
+        for role, home in self._flow.homes.items():
+            self._trained[role] = (self._name, home)
+        self._store.update(outputs)

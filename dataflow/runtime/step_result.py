@@ -9,7 +9,7 @@ from typing import Any
 from ..graph.graph import Graph, NodeKind
 from ..graph.role import Metric, add_metrics
 from ..scheduler.events import NodeTask, StepCompleted, Versions
-from .executor import TaskSpan
+from .executor import Restart, TaskSpan
 from .messages import Report
 from .placement import Placement
 
@@ -31,6 +31,8 @@ class StepResult:
             tensors on the CPU, ragged ones padded on the right: ids with -1, other numbers with 0.
         weights_s: Start and end, in seconds since the epoch, of every time that new weights were
             brought from group to group since the step before.
+        mirrored_bytes: Bytes that were copied to a mirror's memory since the step before.
+        restarts: Groups that were started again beside the run since the step before.
     """
 
     step: int
@@ -41,6 +43,8 @@ class StepResult:
     controller_bytes: int = 0
     kept: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
     weights_s: tuple[tuple[float, float], ...] = ()
+    mirrored_bytes: int = 0
+    restarts: tuple[Restart, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ def step_result(
     controller_bytes: int,
     kept: Mapping[str, Any],
     weights_s: Sequence[tuple[float, float]] = (),
+    mirrored_bytes: int = 0,
+    restarts: Sequence[Restart] = (),
 ) -> StepResult:
     """Put together what ranks report of the tasks of a step.
 
@@ -72,6 +78,8 @@ def step_result(
         controller_bytes: Bytes that passed through the controller since the step before.
         kept: What is kept of it.
         weights_s: See `StepResult`.
+        mirrored_bytes: See `StepResult`.
+        restarts: See `StepResult`.
     """
     rows: dict[str, int] = {}
     for one in done:
@@ -86,6 +94,8 @@ def step_result(
         controller_bytes,
         kept,
         tuple(weights_s),
+        mirrored_bytes,
+        tuple(restarts),
     )
 
 

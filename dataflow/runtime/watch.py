@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 from ..graph.graph import Graph, Node, NodeKind, Ref, WeightRead
 from ..graph.role import Role
+from .checkpoint import Suspended
 from .executor import Program
+from .kept import Hold, KeptColumns
 from .messages import CallWork, Handle
 from .placement import Placement
 
-__all__ = ["WATCH", "Watch", "watch_before"]
+__all__ = ["WATCH", "Watch", "holds", "watch_before"]
 
 WATCH = "watch"
 """The program that looks."""
@@ -108,3 +110,10 @@ def watch_before(
     group = placement.nodes[node.name]
     placed = Placement(placement.groups, {look.name: group}, placement.num_chunks)
     return Watch(node.name, Program(watched, placed))
+
+
+def holds(watch: Watch | None, kept: KeptColumns, suspended: Suspended | None) -> tuple[Hold, Hold]:
+    """What is held until it has been looked at, and until it has been handed out."""
+    if suspended is not None:
+        return suspended.holds
+    return Hold(watch.nodes if watch else ()), Hold(kept.nodes)

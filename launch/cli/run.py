@@ -15,7 +15,9 @@ import yaml
 from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, WorkerError, no_exit
 from ..inputs.failures import in_our_words
 from ..run_dir.stop import Terminated, say
+from ..run_dir.supervised import tell
 from .hydra_app import given_overrides, hydra_app
+from .supervise import SUPERVISE, supervise_command
 
 if TYPE_CHECKING:
     from ..run_dir.environment import Environment
@@ -39,7 +41,9 @@ def run_command(arguments: list[str]) -> int:
     if DRY_RUN in arguments:
         from .dry_run import dry_run_command
 
-        return dry_run_command([word for word in arguments if word != DRY_RUN])
+        return dry_run_command([w for w in arguments if w not in (DRY_RUN, SUPERVISE)])
+    if SUPERVISE in arguments:
+        return supervise_command([word for word in arguments if word != SUPERVISE])
     if any(word.startswith("sweep.") for word in arguments):
         from .sweep import sweep_command
 
@@ -122,6 +126,7 @@ def _carry_out(
     file = file if again is None else again.folder.plan
     placed = Plan.read(file) if file is not None and file.exists() else None
     config = run_config(composed)
+    tell(recovery=config.recovery.model_dump())
     tables = config.samples.track_every is not None
     trackers = Trackers(config.tracker, tables=tables)
     if shown is not None:
@@ -207,6 +212,7 @@ def _tracked(
     from ..run_dir.run_folder import record_of
     from ..run_dir.trackers.tracker import RunInfo
 
+    tell(folder=str(folder.path))
     homes = {stage.name: folder.stage(stage.name) for stage in job.stages[:-1]}
     homes[job.main.name] = folder
     paths = {name: home.path for name, home in homes.items()}
@@ -270,7 +276,8 @@ def _check_unchanged(
 
 def _print_data(job: Job, progress: RunProgress) -> None:
     """Where the run is placed, whether it can be repeated, and what was left out of its data."""
-    for line in (job.note, job.not_reproducible and f"not reproducible: {job.not_reproducible}"):
+    reproducible = job.not_reproducible and f"not reproducible: {job.not_reproducible}"
+    for line in (job.note, reproducible, *job.not_exact):
         if line:
             progress.note(line)
     for report in job.reports:

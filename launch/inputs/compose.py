@@ -25,6 +25,7 @@ from ...configs.schema import (
 )
 from ...configs.validate import check_finite, validated
 from ...dataflow.errors import ConfigError, PlanError
+from ...dataflow.runtime.recovery.limits import Recovery
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.cost.calibration import Calibration
 from ...planner.inputs.cluster import ClusterSpec
@@ -92,6 +93,8 @@ class Resolved:
         seed: Of all randomness.
         checkpoint_every: Steps between checkpoints.
         keep_checkpoints: How many are kept.
+        recovery: How often it may go back when processes die.
+        mirrored: Whether its state is kept in memory after every step.
         snapshots: Role's start as written -> the same with the commit of a hub's model that it is.
         longest_sequence: Tokens of the longest prompt with its response that any stage or its
             evaluation samples; None if unknown, as it is before the data is read.
@@ -110,6 +113,8 @@ class Resolved:
     seed: int
     checkpoint_every: int
     keep_checkpoints: int
+    recovery: Recovery = Recovery()
+    mirrored: bool = False
     snapshots: Mapping[str, str] = field(default_factory=dict[str, str])
     longest_sequence: int | None = None
 
@@ -145,6 +150,7 @@ def resolve(config: RunConfig, device: str | None = None) -> Resolved:
     if config.calibration is not None:
         check_calibration(Path(config.calibration))
     _check_known_elsewhere(config)
+    recovery = _recovery_of(config)
     stages = recorded(config.algorithm, config.seed)
     check_architecture(config.model.architecture)
     for stage in stages[:-1]:
@@ -168,7 +174,27 @@ def resolve(config: RunConfig, device: str | None = None) -> Resolved:
         seed=config.seed,
         checkpoint_every=config.checkpoint_every,
         keep_checkpoints=config.keep_checkpoints,
+        recovery=recovery,
+        mirrored=config.checkpoint.mirror == "neighbor",
     )
+
+
+def _recovery_of(config: RunConfig) -> Recovery:
+    """What is done when processes die.
+
+    Raises:
+        ConfigError: If copies are to be kept in other processes, and there are none.
+    """
+    kind = entry_or_own(config.executor.kind, EXECUTORS, "executor.kind", "executor", ExecutorKind)
+    if config.checkpoint.mirror == "neighbor" and not kind.has_processes:
+        raise ConfigError(
+            f"'checkpoint.mirror' is 'neighbor', but executor={kind.name} computes everything in "
+            "one process, which has no neighbor to keep a copy\n    set executor=ray, or "
+            "checkpoint.mirror=none and a smaller checkpoint_every"
+        )
+    said = config.recovery
+    longest_s = max(Recovery.longest_pause_s, said.pause_s)
+    return Recovery(said.max_restarts, said.max_repeats, said.pause_s, longest_s)
 
 
 _HERE = "__main__:"

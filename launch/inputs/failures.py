@@ -9,16 +9,33 @@ from __future__ import annotations
 from ...dataflow.errors import (
     ConfigError,
     PenstockError,
+    StateError,
     Where,
     WorkerError,
     raised_at,
     users_line,
 )
 from ...dataflow.file_errors import file_error
+from ...dataflow.runtime.recovery.limits import WorkerLost
 
-__all__ = ["in_our_words"]
+__all__ = ["Unforeseen", "in_our_words", "may_go_on"]
 
 _MOST_CHARACTERS = 2000
+
+
+class Unforeseen(WorkerError):
+    """What nobody foresaw, and no line of the user's has raised."""
+
+
+def may_go_on(error: PenstockError) -> bool:
+    """Whether a run that ended with it may get further if it is started again.
+
+    The user's own code, and what was refused, would fail again; and a run that has gone back as
+    often as it may is not to.
+    """
+    if isinstance(error, WorkerLost):
+        return not isinstance(error.__cause__, WorkerLost)
+    return isinstance(error, Unforeseen | StateError)
 
 
 def in_our_words(error: BaseException, *, running: bool) -> PenstockError:
@@ -31,7 +48,9 @@ def in_our_words(error: BaseException, *, running: bool) -> PenstockError:
     Returns:
         A `WorkerError` if running, else a `ConfigError`; with `error` as its cause.
     """
-    kind = WorkerError if running else ConfigError
+    kind = ConfigError
+    if running:
+        kind = Unforeseen if users_line(error) is None else WorkerError
     made = kind(_text(error))
     made.__cause__ = error
     return made

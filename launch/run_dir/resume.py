@@ -26,7 +26,12 @@ __all__ = ["Resumed", "copy_value", "resumed_config", "stored_config"]
 _ELSEWHERE = ("engine", "rollout", "executor", "placement")
 """What a resumed run may change: checkpoints are the same for every engine and layout."""
 
-_PATIENCE = (*(f"task.{name}" for name in PATIENCE), "progress")
+_PATIENCE = (
+    *(f"task.{name}" for name in PATIENCE),
+    *(f"recovery.{name}" for name in ("max_restarts", "max_repeats", "pause_s")),
+    "checkpoint.mirror",
+    "progress",
+)
 """And further keys, for as long as the process lasts."""
 
 _NUM_STEPS = "algorithm.num_steps"

@@ -9,6 +9,7 @@
     graph.svg        the graph of the main stage's step
     metrics.jsonl    one line per step               (trackers/jsonl.py)
     events.jsonl     what it warned of, if it did    (events.py)
+    ledger.jsonl     the rows that each step read, made and trained on (ledger.py)
     trace.json       the timeline of every task      (trace.py)
     checkpoints/     the newest usable ones          (checkpoint.py)
     stages/          of each stage before the main one, a folder like this

@@ -35,6 +35,7 @@ from ..run_dir.evaluations import WHOLE
 from .env_evaluation import env_actors
 from .evaluation import evaluation_graph
 from .memory_limit import check_memory
+from .not_exact import not_exact
 from .stages import MODEL, Stage, stages_of
 from .suites import HeldOut, Suite, check_metric, metrics_of, suites_of
 from .worker_specs import check_options, model_positions
@@ -79,6 +80,11 @@ class Job:
         if has_other_side(task) and not other_side(task).deterministic:
             reasons.append(f"what answers in '{task.task_id}' may answer the same otherwise")
         return "; ".join(filter(None, reasons))
+
+    @property
+    def not_exact(self) -> list[str]:
+        """Which groups cannot be restarted exactly, each with what to change."""
+        return not_exact(self.stages, self.run.schedule, self.data.task, self.run.spec)
 
     @property
     def about_model(self) -> str:

@@ -85,6 +85,8 @@ def summary_of(
         "wall_time_s": wall_time_s,
         "stage_times_s": dict(stage_times_s),
         "warnings": dict(warned),
+        **outcome.deaths.summary,
+        "ledger": outcome.ledger,
         "checkpoints_missed": outcome.checkpoints_missed,
         "main_stage_wall_time_s": outcome.wall_time_s,
         "resumed": resumed,
@@ -150,12 +152,13 @@ def write_report(
     stopped = [outcome.stopped] if outcome.stopped else []
     if missed := outcome.checkpoints_missed:
         stopped.append(f"checkpoints that were due and could not be written: {missed}")
+    stopped += [outcome.deaths.text] if outcome.deaths.text else []
     stopped += _best(job, folder)
     stopped += _stage_times(summary["stage_times_s"])
     if summary["not_reproducible"]:
         changed.append(f"not reproducible: {summary['not_reproducible']}")
     said = (*compared, *_examples(outcome), *_unverified(outcome), *changed, *suites, *stopped)
-    for line in said:
+    for line in (*said, f"ledger: {outcome.ledger}"):
         progress.note(line)
     shown = {
         "models": folder.path / "models",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Role
@@ -195,6 +196,11 @@ class Told:
         fields = asdict(sign)
         self._events.write(fields)
         self._shown.warn(sign.kind, sign.step, str(sign), fields)
+
+    def died(self, kind: str, step: int, text: str, fields: Mapping[str, Any]) -> None:
+        """Tell of a death that the run went on from; see `Deaths`."""
+        self._events.write({"kind": kind, "step": step, **fields})
+        self._shown.warn(kind, step, text, fields)
 
     def _show_sample(self, step: int) -> None:
         num_steps, live = self._stage.config.num_steps, self._shown.is_live

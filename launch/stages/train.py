@@ -7,23 +7,26 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...dataflow.errors import ConfigError, StateError
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.checkpoint import read_resume_point
 from ...dataflow.runtime.engine import Engine, StepResult
+from ...dataflow.runtime.recovery.ledger import check, text_of
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.scheduler import Scheduler
 from ..placement.place import make_executor
 from ..run_dir.checkpoint import CheckpointStore
 from ..run_dir.evaluations import Evaluations, Measured
+from ..run_dir.ledger import LEDGER, opened_ledger, read_ledger
 from ..run_dir.progress import RunProgress, StageProgress
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.stop import stoppable
 from ..run_dir.trackers.registry import Trackers
 from .checks import node_seconds
+from .deaths import Deaths, mirror_of
 from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import stage_evaluator
 from .export import combined_sha256, export_roles, files_sha256
@@ -68,6 +71,8 @@ class Outcome:
         after: And after the last.
         checkpoints_missed: Checkpoints that were due and could not be written.
         stopped: Why it ended before its last step, in words; "" if it did not.
+        deaths: Of processes, that it went on from.
+        ledger: What its ledger says, once that adds up.
         wall_time_s: From the first model built to the last file written.
     """
 
@@ -86,6 +91,8 @@ class Outcome:
     after: dict[str, Measured] = field(default_factory=dict[str, Measured])
     checkpoints_missed: int = 0
     stopped: str = ""
+    deaths: Deaths = field(default_factory=Deaths)
+    ledger: str = ""
     wall_time_s: float = 0.0
 
     @property
@@ -153,16 +160,20 @@ def _carried_out(
     """The stage's steps and evaluations from its first step on, and what is left of them."""
     started_s = time.monotonic()
     run, evaluator = job.run, _evaluator(job, stage, home, shown)
-    engine = _engine(job, stage, specs, evaluator, home)
     outcome = Outcome(first_step=first_step)
+    engine = _engine(job, stage, specs, evaluator, home, outcome.deaths)
     config, num_steps, kept = run.evaluation, stage.config.num_steps, Evaluations(home.path)
     tables = SampleTables(stage.name, home.path, first_step, run.samples.track_every, trackers)
     measuring = Measuring(evaluator, config, kept, first_step, num_steps, store)
     shown.working = engine.working
     took = (lambda: evaluator.took_s) if evaluator else (lambda: None)
     with engine, told(job, stage, home, shown, trackers, first_step, took) as all_told:
+        outcome.deaths.tell = all_told.died
         measuring.begin(engine, all_told.evaluated)
-        with stoppable(engine.longest.limit_s) as stop:
+        with (
+            mirror_of(home.path, mirrored=run.mirrored) as mirror,
+            stoppable(engine.longest.limit_s) as stop,
+        ):
             steps = engine.run(
                 job.sources[stage.name],
                 num_steps,
@@ -171,16 +182,21 @@ def _carried_out(
                 stop=stop,
                 pauses=measuring.pauses(engine),
                 scale=stage_scale(engine, home.path, shown.note) if stage is job.main else None,
+                mirror=mirror,
+                ledger=opened_ledger(stage.graph, home.path / LEDGER, first_step),
             )
             left = steps if measuring.stopped is None else ()
             for result in _timed(left, stage, outcome, measuring):
                 samples, env_steps = num_samples(stage, result), num_env_steps(result)
                 took_s = outcome.step_times_s[-1]
                 all_told.step(result, took_s, samples, env_steps, outcome.env_unit)
+                for restart in result.restarts:
+                    outcome.deaths.restarted(restart, result.step)
                 tables.send(result.step)
         outcome.num_steps = first_step + len(outcome.step_times_s)
         stop.end(f"after {outcome.num_steps} of {num_steps} steps, with a checkpoint")
         unmeasured = measuring.end(engine)
+    outcome.ledger = _ledger(stage, home, outcome.num_steps)
     tables.send(outcome.num_steps)
     outcome.checkpoints_missed = store.num_missed
     outcome.before, outcome.after = measuring.before, measuring.after
@@ -190,6 +206,21 @@ def _carried_out(
         raise unmeasured  # what was learnt is written by now
     outcome.wall_time_s = time.monotonic() - started_s
     return outcome
+
+
+def _ledger(stage: Stage, home: RunFolder, num_steps: int) -> str:
+    """What the stage's ledger says.
+
+    Raises:
+        LedgerError: If a step is missing in it, or there twice.
+    """
+    lines = read_ledger(home.path / LEDGER)
+    if not lines:
+        return "no step was taken since there are ledgers"
+    first = lines[0].step
+    check([replace(line, step=line.step - first) for line in lines], num_steps - first)
+    rollouts = [node.name for node in stage.graph.nodes if node.kind is NodeKind.ROLLOUT]
+    return text_of(lines, rollouts)
 
 
 def _evaluator(
@@ -212,6 +243,7 @@ def _engine(
     specs: dict[str, WorkerSpec | Role],
     evaluator: Evaluates | None,
     home: RunFolder,
+    deaths: Deaths,
 ) -> Engine:
     watch, log = sample_watch(stage, job.run.samples, job.data, home.path)
     return Engine(
@@ -223,6 +255,8 @@ def _engine(
         executor=make_executor(job.run.placement.executor),
         also=evaluator.programs if evaluator else None,
         watch=watch,
+        recovery=job.run.recovery,
+        recovered=deaths.went_back,
     )
 
 

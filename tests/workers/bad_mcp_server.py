@@ -36,7 +36,11 @@ def called(name: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
         COUNTED.append(name)
         text = str(len(COUNTED))
     elif name == "vanish":
-        os._exit(3)
+        mark = arguments.get("once")
+        if mark is None or not os.path.exists(mark):
+            if mark is not None:
+                open(mark, "w").close()
+            os._exit(3)
     elif name == "hang":
         time.sleep(1000)
     elif name == "ignore":

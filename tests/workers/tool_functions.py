@@ -166,6 +166,18 @@ _WAYS: dict[str, Any] = {
 WAYS = tuple(_WAYS)
 
 
+def linger(mark: str) -> str:
+    """Never answer the first call.
+
+    Args:
+        mark: A file that tells whether it is the first.
+    """
+    if not os.path.exists(mark):
+        open(mark, "w").close()
+        time.sleep(1000)
+    return "done"
+
+
 def undocumented(a: int) -> int:
     return a
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...dataflow.errors import WorkerError
 from .process_backend import Ref
-from .rank_group import RankGroup, results
+from .rank_group import RankGroup, all_results
 
 __all__ = ["Joining"]
 
@@ -60,7 +60,7 @@ class Joining:
         """
         backend = self._group.backend
         ready = backend.watch(self._calls, 0.0) if self._calls else []
-        results(backend, ready, "starting to join its group", self._start_s)
+        all_results(backend, ready, "starting to join its group", self._start_s)
         self._calls = [call for call in self._calls if call not in ready]
         if self._calls and time.monotonic() > self._end_s:
             raise WorkerError(f"a rank was still starting after {self._start_s:g} s")

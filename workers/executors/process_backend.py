@@ -104,6 +104,10 @@ class Reservation(Protocol):
         """Give back what a group has and no other; idempotent. Its processes have ended."""
         ...
 
+    def is_there(self, group: str) -> bool:
+        """Whether all that a group has are still there: no machine that has some is gone."""
+        ...
+
 
 class ProcessBackend(ObjectStore, Protocol):
     """Starts processes, calls them, and tells what has become of that.

@@ -11,9 +11,8 @@ them.
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,11 +33,10 @@ from .rank_process import RankProcess
 __all__ = [
     "LEAST_START_S",
     "RankGroup",
-    "connect_groups",
+    "all_results",
     "end_groups",
     "forget_warm",
     "keep_warm",
-    "results",
     "start_groups",
     "start_rank",
     "take_warm",
@@ -160,7 +158,7 @@ class RankGroup:
             return [every] if len(every) > 1 else []
         own = replace(self.group, num_ranks=1, devices=(), nodes=())
         together: list[list[int]] = []
-        for rank in range(self.group.num_ranks) if ranks is None else ranks:
+        for rank in range(self.num_ranks) if ranks is None else ranks:
             replica = rank, max(self.num_ranks, rank + 1)
             together.append(sorted(self.group.processes(rank)))
             for place, process in enumerate(together[-1]):
@@ -230,13 +228,13 @@ def start_groups(
         group.is_warm = False
     backend = groups[0].backend
     joining = [call for group in new for call in group.join(group.spawn(start_s))]
-    results(backend, joining, "joining its process group", start_s)
+    all_results(backend, joining, "joining its process group", start_s)
     for some in _together(groups, asleep):
         building = [call for group in some for call in group.call_all("build", hosted, seed)]
-        results(backend, building, "building its roles", start_s)
+        all_results(backend, building, "building its roles", start_s)
         sleeping = [group for group in some if group.group.name in asleep]
         calls = [call for group in sleeping for call in group.call_all("sleep")]
-        results(backend, calls, "giving its devices up", start_s)
+        all_results(backend, calls, "giving its devices up", start_s)
 
 
 def start_rank(group: RankGroup, rank: int, hosted: Ref, seed: int, start_s: float) -> None:
@@ -254,39 +252,10 @@ def start_rank(group: RankGroup, rank: int, hosted: Ref, seed: int, start_s: flo
         PenstockError: Whatever of ours building a worker raises.
     """
     joining = group.join(group.spawn(start_s, [rank]))
-    results(group.backend, joining, "joining its process group", start_s)
+    all_results(group.backend, joining, "joining its process group", start_s)
     processes = group.group.processes(rank)
     building = [group.call(process, "build", hosted, seed) for process in processes]
-    results(group.backend, building, "building its roles", start_s)
-
-
-def connect_groups(
-    groups: Sequence[RankGroup], servers: Mapping[str, Sequence[str]], start_s: float
-) -> None:
-    """Have groups answer inference requests of others, and tell those where.
-
-    Args:
-        groups: All groups; built.
-        servers: Group that serves -> the groups that it serves.
-        start_s: How long each phase may take.
-
-    Raises:
-        WorkerError: If a process fails or takes too long.
-    """
-    backend, token = groups[0].backend, secrets.token_hex(32)
-    named = {group.group.name: group for group in groups}
-    serving = {name: named[name].call_all("serve", token) for name in servers}
-    places = {
-        name: results(backend, calls, "opening a socket to answer at", start_s)
-        for name, calls in serving.items()
-    }
-    clients = {client for names in servers.values() for client in names}
-    calls = [
-        call
-        for name in clients
-        for call in named[name].call_all("connect_to_servers", places, token)
-    ]
-    results(backend, calls, "being told who answers", start_s)
+    all_results(group.backend, building, "building its roles", start_s)
 
 
 def _together(
@@ -299,18 +268,20 @@ def _together(
         yield [group]
 
 
-def results(backend: ProcessBackend, calls: Sequence[Ref], doing: str, start_s: float) -> list[Any]:
+def all_results(
+    backend: ProcessBackend, calls: Sequence[Ref], doing: str, start_s: float
+) -> list[Any]:
     """What all of the calls return.
 
     Args:
-        backend: Whose calls they are.
+        backend: Of the processes that were called.
         calls: The calls.
-        doing: What a rank does meanwhile, for messages.
-        start_s: How long they may take.
+        doing: What they do, for messages.
+        start_s: How long all of them may take.
 
     Raises:
-        WorkerError: If a process fails or takes too long.
-        PenstockError: Whatever of ours was raised.
+        WorkerError: If one fails or takes too long.
+        PenstockError: Whatever of ours one raises.
     """
     try:
         return backend.get(calls, start_s)

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ from ...dataflow.runtime.messages import (
 )
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.ragged import Packed
+from ...dataflow.runtime.recovery.limits import WorkerLost
 from ...dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from ...dataflow.runtime.worker_protocol import WorkerContext, close_workers
 from ..inference.client import InferenceClient
@@ -51,7 +52,7 @@ from ..inference.server import InferenceServer
 from ..weight_sync.channel import ChannelEnd, Offer
 from ..weight_sync.registry import CHANNELS, DEFAULT_TRANSPORT
 from ..weight_sync.slice_exchange import SliceTraffic
-from .process_backend import ProcessDied, ProcessHome, Ref
+from .process_backend import BackendError, CallFailed, NotInTime, ProcessDied, ProcessHome, Ref
 from .process_setup import Address, bound_groups, meet, use_threads
 
 __all__ = ["Answer", "RankProcess", "WarmWorker", "part_from_numpy", "part_to_numpy"]
@@ -71,6 +72,7 @@ class Answer:
         error: What was raised.
         trace: Its traceback.
         leads: Whether this process answers for its rank.
+        lost: See `Completion.lost`.
     """
 
     report: Report | None
@@ -79,6 +81,7 @@ class Answer:
     error: str = ""
     trace: str = ""
     leads: bool = True
+    lost: Literal["", "process", "stored"] = ""
 
 
 @dataclass(frozen=True)
@@ -200,13 +203,22 @@ class RankProcess:
         found = program.placement.served_roles(program.graph, self._group.name)
         for role, server in found.items():
             if server not in self._clients:
-                self._clients[server] = InferenceClient(f"group '{server}'", self._deadline_s)
+                self._clients[server] = InferenceClient(
+                    f"group '{server}'", self._deadline_s, self._start_s
+                )
             served[role] = ServedRole(role, program.graph.roles[role], self._clients[server].send)
         return served
 
-    def serve(self, token: str) -> tuple[str, int]:
-        """Answer inference requests from now on, on this process's own address; where that is."""
-        self._server = InferenceServer(self._served_weights, self._home.host, token)
+    def serve(self, token: str, before: Address | None) -> Address:
+        """Answer inference requests from now on, on this process's own address; where that is.
+
+        Args:
+            token: What whoever asks must know.
+            before: Where the process was in whose place this one is: the same, if it can be had.
+        """
+        host = self._home.host
+        port = before[1] if before is not None and before[0] == host else 0
+        self._server = InferenceServer(self._served_weights, host, token, port)
         return self._server.address
 
     def connect_to_servers(
@@ -296,7 +308,7 @@ class RankProcess:
             said = str(error) if isinstance(error, PenstockError) else file_error(error)
             text = said or f"{type(error).__name__}: {error}"
             trace = "" if said else traceback.format_exc()
-            return Answer(None, error=text, trace=trace, leads=leads), []
+            return Answer(None, error=text, trace=trace, leads=leads, lost=_lost(error)), []
         weights: Any = None
         if isinstance(result, _Exported):
             weights = result.offer
@@ -398,6 +410,17 @@ class RankProcess:
         if isinstance(stored, dict):
             return {name: _tensor(array, dtype) for name, (dtype, array) in stored.items()}
         return part_from_numpy(stored)
+
+
+def _lost(error: BaseException | None) -> Literal["", "process", "stored"]:
+    """Whether something failed because a process died, and what of it is gone."""
+    while error is not None:
+        if isinstance(error, WorkerLost):
+            return "stored" if error.stored else "process"
+        if isinstance(error, BackendError) and not isinstance(error, CallFailed | NotInTime):
+            return "stored"  # who has made it has died, or its machine is gone
+        error = error.__cause__
+    return ""
 
 
 # --- tensors as they are stored: numpy arrays, which Ray stores without copying

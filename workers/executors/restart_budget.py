@@ -22,7 +22,7 @@ class RestartBudget:
 
     Args:
         recovery: How many deaths in a row are too many; `max_restarts` limits how often a run goes
-            back, which this is not, but 0 of them allows none here either.
+            back, which this is not.
     """
 
     def __init__(self, recovery: Recovery) -> None:
@@ -30,7 +30,12 @@ class RestartBudget:
         self._in_a_row: Counter[_Place] = Counter()
 
     def answered(self, group: str, rank: int) -> None:
-        """The rank has done something that it was asked for."""
+        """The rank has done something that it was asked for: it lives.
+
+        Args:
+            group: Its group.
+            rank: The rank; where all of a group are started again together, any of them.
+        """
         self._in_a_row.pop((group, rank), None)
         self._in_a_row.pop((group, None), None)
 
@@ -46,8 +51,6 @@ class RestartBudget:
             WorkerError: If it is not to be started again.
         """
         limits, place = self._recovery, (group, rank)
-        if not limits.max_restarts:
-            raise WorkerError(said)
         count = self._in_a_row[place]
         if count >= limits.max_repeats:
             raise WorkerError(

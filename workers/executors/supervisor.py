@@ -16,8 +16,7 @@ import logging
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +24,7 @@ import torch
 from ...dataflow.errors import ConfigError, PenstockError, StateError, WorkerError
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.device_sharing import DeviceSharing, needs_device
-from ...dataflow.runtime.executor import (
-    Completion,
-    Program,
-    Restart,
-    groups_of,
-    longest_s,
-    servers_of,
-)
+from ...dataflow.runtime.executor import Completion, Lost, Program, Restart, groups_of, longest_s
 from ...dataflow.runtime.messages import (
     AnswerWork,
     BeginStreamWork,
@@ -40,21 +32,24 @@ from ...dataflow.runtime.messages import (
     Handle,
     ImportSlicesWork,
     ImportWork,
+    LayoutWork,
     Part,
+    SetServedVersionWork,
     Work,
 )
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.recovery.limits import Recovery
-from ...dataflow.runtime.recovery.resizing import replica_groups
+from ...dataflow.runtime.recovery.resizing import replica_groups, restartable_groups
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport
+from .connections import Connections
+from .jobs import LOOK, Job, Started
 from .joining import Joining
 from .process_backend import BackendError, Process, ProcessBackend, ProcessDied, Ref
 from .rank_group import (
     LEAST_START_S,
     RankGroup,
-    connect_groups,
     end_groups,
     keep_warm,
     start_groups,
@@ -63,76 +58,17 @@ from .rank_group import (
 )
 from .rank_process import Answer, part_from_numpy, part_to_numpy
 from .restart_budget import RestartBudget
+from .revival import dead_processes, reserve_again
 
 __all__ = ["Supervisor"]
 
 _LOG = logging.getLogger("penstock.executor")
 
+_LASTING = ImportWork, ImportSlicesWork, SetServedVersionWork
+"""Work that a group that is started again has to do again first, the last of each kind."""
+
 _OfferKey = tuple[str, int, int]
 """Group, process and number of an `Offer`."""
-
-
-@dataclass
-class _Job:
-    """Work that the processes of one rank are doing.
-
-    Attributes:
-        ticket: See `Executor.submit`.
-        program: Name of the program it belongs to.
-        group: The group that does it.
-        rank: The data-parallel rank.
-        work: What to do.
-        parts: Handles that its outputs will have, if they are to outlive the process.
-        processes: All that must answer; none once it is over.
-        answers: Those that have, by process.
-    """
-
-    ticket: int
-    program: str
-    group: str
-    rank: int
-    work: Work
-    processes: set[int]
-    parts: Sequence[Handle] | None = None
-    answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
-
-    def failed(self, text: str, trace: str = "") -> Completion | None:
-        """The first failure speaks for the rank."""
-        if not self.processes:
-            return None
-        self.processes.clear()
-        return Completion(self.ticket, self.rank, None, error=WorkerError(text), trace=trace)
-
-    def complete(self) -> Completion | None:
-        """What the rank answers, if all its processes have."""
-        if self.answers.keys() != self.processes:
-            return None
-        (lead,) = (one for one in self.answers.values() if one.leads)
-        weights = lead.weights
-        if isinstance(weights, Offer):  # slices: every process has its own
-            weights = tuple(one.weights for _, one in sorted(self.answers.items()))
-        parts = lead.parts
-        if self.parts is not None and lead.report is not None:
-            parts = tuple(self.parts[: len(lead.report.num_rows)])
-        self.processes.clear()
-        reports = [one.report for one in self.answers.values() if one.report is not None]
-        answers = tuple(report.answer for report in reports)
-        return Completion(self.ticket, self.rank, lead.report, parts, weights, answers=answers)
-
-
-@dataclass(frozen=True)
-class _Started:
-    """What there is between `start` and `stop`.
-
-    Attributes:
-        backend: What provides the processes.
-        hosted: Programs, workers and the weight channel's name, stored.
-        seed: The run's.
-    """
-
-    backend: ProcessBackend
-    hosted: Ref
-    seed: int
 
 
 class Supervisor:
@@ -140,10 +76,10 @@ class Supervisor:
 
     A rank of a group that trains nothing and keeps no state is started again when one of its
     processes dies: it takes the weights it had, and does again what it had not finished. The other
-    ranks go on with their work; only those that take turns on devices with another group are
-    started again together. Random numbers belong to samples, so the run's result is the same. What
-    its calls had made is kept by the backend, not by the dead. A group that serves roles to another
-    is not started again, nor is that other one.
+    ranks go on with their work; only those that take turns on devices with another group, or talk
+    to one, are started again together. Random numbers belong to samples, so the run's result is the
+    same. What its calls had made is kept by the backend, not by the dead. A group that serves roles
+    to another listens where it did, and is asked again.
 
     The processes of a group that generates with an engine that is expensive to start (vLLM) stay
     warm when the executor stops. The next executor takes them if it needs such a group, and ends
@@ -161,8 +97,10 @@ class Supervisor:
         transport: The weight channel, by which slices of weights get to other groups. Weights of
             workers that cannot say how they hold them, and all columns, go through the backend's
             store.
+
+    Attributes:
         recovery: How often a rank is started again without an answer in between, and how long to
-            wait before.
+            wait before. An engine sets it before `start`.
     """
 
     one_at_a_time = False
@@ -175,10 +113,9 @@ class Supervisor:
         num_threads: int | None = None,
         *,
         transport: Transport = DEFAULT_TRANSPORT,
-        recovery: Recovery | None = None,
     ) -> None:
-        self._recovery = recovery or Recovery()
-        self._budget = RestartBudget(self._recovery)
+        self.recovery = Recovery()
+        self._budget = RestartBudget(self.recovery)
         self._where, self._connect = where, connect
         self._num_threads = num_threads
         self._transport: Transport = transport
@@ -188,11 +125,13 @@ class Supervisor:
         self._sharing = DeviceSharing(())
         self._asleep: dict[str, list[Ref]] = {}
         self._restartable: set[str] = set()
-        self._loaded: dict[tuple[str, int, str], _Job] = {}
-        self._begun: dict[tuple[str, int], _Job] = {}
+        self._replicas: set[str] = set()
+        self._connections = Connections({})
+        self._loaded: dict[tuple[str, int, str], Job] = {}
+        self._begun: dict[tuple[str, int], Job] = {}
         self._joining: dict[str, Joining] = {}
-        self._pending: dict[Ref, tuple[_Job, int]] = {}
-        self._started: _Started | None = None
+        self._pending: dict[Ref, tuple[Job, int]] = {}
+        self._started: Started | None = None
         self._controller_bytes = 0
         self._deadline_s = self._start_s = LEAST_START_S
 
@@ -219,8 +158,9 @@ class Supervisor:
             1, torch.get_num_threads() // max(group.num_processes for group in groups)
         )
         self._sharing = DeviceSharing(groups)
-        self._budget = RestartBudget(self._recovery)
-        self._restartable = replica_groups(programs)
+        self._budget = RestartBudget(self.recovery)
+        self._restartable = restartable_groups(programs)
+        self._replicas = replica_groups(programs)
         self._groups = {
             group.name: RankGroup(
                 backend,
@@ -228,7 +168,7 @@ class Supervisor:
                 threads,
                 self._deadline_s,
                 _hosted(programs, workers, group.name),
-                replicas=group.name in self._restartable,
+                replicas=group.name in self._replicas,
             )
             for group in groups
         }
@@ -236,11 +176,11 @@ class Supervisor:
         take_warm(backend, every)
         self._reserve(backend, every)
         hosted = backend.put((dict(programs), dict(workers), self._transport))
-        self._started = _Started(backend, hosted, seed)
+        self._started = Started(backend, hosted, seed)
         asleep = frozenset(group.name for group in groups if self._sharing.shares(group.name))
         start_groups(every, hosted, seed, self._start_s, asleep)
-        if servers := servers_of(programs):
-            connect_groups(every, servers, self._start_s)
+        self._connections = Connections(programs)
+        self._connections.open(self._groups, self._groups, self._start_s)
 
     def _reserve(self, backend: ProcessBackend, groups: Sequence[RankGroup]) -> None:
         """Set devices aside for the groups that have none from before."""
@@ -255,14 +195,14 @@ class Supervisor:
             group.devices = devices
 
     @property
-    def _here(self) -> _Started:
+    def _here(self) -> Started:
         if self._started is None:
             raise StateError("the executor has not been started, or has been stopped")
         return self._started
 
     def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
         """Ask every process of the rank. See `Executor.submit`."""
-        self._send(_Job(ticket, program, group, rank, work, set()))
+        self._send(Job(ticket, program, group, rank, work, set()))
 
     def _hand_off(self, group: str, *, awake: bool = False) -> None:
         """Give a group its devices before its next work; comes back at once.
@@ -282,7 +222,7 @@ class Supervisor:
         others = sorted(self._sharing.others(group))
         return [call for name in others for call in self._asleep.get(name, ())]
 
-    def _send(self, job: _Job) -> None:
+    def _send(self, job: Job) -> None:
         if needs_device(job.work):
             self._hand_off(job.group)
         group = self._groups[job.group]
@@ -300,7 +240,7 @@ class Supervisor:
                 answer = group.call(process, "perform", job.program, job.work, leads)
             self._pending[answer] = (job, process)
 
-    def _num_parts(self, job: _Job) -> int:
+    def _num_parts(self, job: Job) -> int:
         """Outputs that work may have."""
         match job.work:
             case AnswerWork():
@@ -315,9 +255,19 @@ class Supervisor:
         """See `Executor.wait`."""
         if not self._pending:
             return []
+        self._look()
         ready = self._here.backend.watch(list(self._pending), timeout_s)
         answers = [self._answer(ref) for ref in ready]
         return [answer for answer in answers if answer is not None]
+
+    def _look(self) -> None:
+        """Have servers show that they live, if nothing else would."""
+        for name in self._connections.to_look_at({job.group for job, _ in self._pending.values()}):
+            group = self._groups[name]
+            for process in range(len(group.processes)):
+                rank = group.group.rank_of(process)
+                job = Job(LOOK, "", name, rank, LayoutWork(""), {process})
+                self._pending[group.call(process, "is_running")] = (job, process)
 
     def _answer(self, ref: Ref) -> Completion | Restart | None:
         """What a rank answers: once all its processes have, or as soon as one of them fails."""
@@ -333,20 +283,31 @@ class Supervisor:
         except ProcessDied as error:
             return self._died(job, f"rank {job.rank} {of} died: {error}")
         except BackendError as error:
-            return job.failed(f"rank {job.rank} {of} lost its work: {error}")
+            lost = f"rank {job.rank} {of} lost its work: {error}"
+            return job.failed(lost, lost="stored")
+        if job.ticket == LOOK:
+            return None
         self._controller_bytes += len(pickle.dumps(answer.report))
+        if answer.report is None and answer.lost == "process":
+            # A process without one that it has started is as good as dead.
+            self._here.backend.kill(self._groups[job.group].processes[process])
+            return self._died(job, f"rank {job.rank} {of} died: {answer.error}")
         if answer.report is None:
-            return job.failed(answer.error, answer.trace)
+            return job.failed(answer.error, answer.trace, answer.lost)
         if isinstance(answer.weights, Offer):
             self._watch(answer.weights)
         job.answers[process] = answer
         completion = job.complete()
-        if completion is not None and isinstance(job.work, (ImportWork, ImportSlicesWork)):
-            self._loaded[job.group, job.rank, job.work.role] = job
+        if completion is not None and isinstance(job.work, _LASTING):
+            what = "version" if isinstance(job.work, SetServedVersionWork) else "weights"
+            self._loaded[job.group, job.rank, f"{what} of {job.work.role}"] = job
         if completion is not None and isinstance(job.work, BeginStreamWork):
             self._begun[job.group, job.rank] = job
         if completion is not None and isinstance(job.work, (CallWork, AnswerWork)):
             self._budget.answered(job.group, job.rank)
+            for server, clients in self._connections.servers.items():
+                if job.group in clients:  # nobody else hears that it answers
+                    self._budget.answered(server, job.rank)
         return completion
 
     def _watch(self, offer: Offer) -> None:
@@ -357,25 +318,21 @@ class Supervisor:
         forget.atexit = False
         self._offers[key] = forget
 
-    def _died(self, job: _Job, said: str) -> Completion | Restart | None:
+    def _died(self, job: Job, said: str) -> Completion | Restart | None:
         """Start the rank again if that can be done, and have it do again what it owes."""
         if job.group not in self._restartable:
-            return job.failed(said)
-        # Those that take turns on devices are woken together.
-        rank = None if self._sharing.shares(job.group) else job.rank
+            return self._failed(job, said)
+        # Those that take turns on devices, or talk to others, are started together.
+        alone = job.group in self._replicas and not self._sharing.shares(job.group)
+        rank = job.rank if alone else None
         since_s = time.monotonic()
         try:
             pause_s = self._budget.pause_s(job.group, rank, said)
         except WorkerError as error:
-            return job.failed(str(error))
-        _LOG.warning("%s; it is started again", said)
+            return self._failed(job, str(error), "for good")
+        _LOG.warning("%s; %s is started again", said, "it" if alone else "its group")
         owed = self._take_owed(job, rank)
         time.sleep(pause_s)
-        try:
-            self._start_again(job.group, rank)
-        except PenstockError as error:
-            self._pending.clear()
-            return job.failed(f"{said}; it could not be started again: {error}")
         before = [one for key, one in self._loaded.items() if _is_of(key, job.group, rank)]
         # A stream that was begun goes on from what was answered; nothing is done of one that ended.
         before += [
@@ -383,14 +340,19 @@ class Supervisor:
             for key, begun in self._begun.items()
             if _is_of(key, job.group, rank) and begun not in owed
         ]
-        for again in (*before, *owed):
-            again.processes.clear()
-            again.answers.clear()
-            self._send(again)
+        try:
+            self._start_again(job.group, rank)
+            self._send_again(before)
+            self._reconnect(job.group)
+        except PenstockError as error:
+            self._groups[job.group].kill(rank)  # whoever goes back finds it dead
+            self._take_owed(job, rank)
+            return self._failed(job, f"{said}; it could not be started again: {error}")
+        self._send_again(owed)
         ranks = () if rank is None else (rank,)
         return Restart(job.group, time.monotonic() - since_s, ranks)
 
-    def _take_owed(self, died: _Job, rank: int | None) -> list[_Job]:
+    def _take_owed(self, died: Job, rank: int | None) -> list[Job]:
         """What a rank has not finished, or all ranks of its group, in order of submission."""
         owed = {id(died): died}
         for ref, (job, _) in list(self._pending.items()):
@@ -462,7 +424,28 @@ class Supervisor:
             for answer in self._here.backend.get(calls, self._deadline_s):
                 if answer.report is None:
                     raise WorkerError(answer.trace or answer.error)
-            self._loaded[group, rank, role] = _Job(0, job.program, group, rank, job.work, set())
+            self._loaded[group, rank, role] = Job(0, job.program, group, rank, job.work, set())
+
+    def _send_again(self, jobs: Sequence[Job]) -> None:
+        for job in sorted(jobs, key=lambda job: job.ticket):
+            job.processes.clear()
+            job.answers.clear()
+            if job.ticket != LOOK:
+                self._send(job)
+
+    def _reconnect(self, group: str) -> None:
+        """Have a group that was started again, and has its weights, be asked and ask as before."""
+        moved = self._connections.open(self._groups, [group], self._start_s)
+        for name in moved & {job.group for job, _ in self._pending.values()}:
+            self._groups[name].kill()  # it waits for somebody who will not come
+
+    def _failed(self, job: Job, said: str, lost: Lost = "process") -> Completion | None:
+        """The failure of what a dead process was doing, or of what somebody is asking it."""
+        if job.ticket != LOOK:
+            return job.failed(said, lost=lost)
+        clients = self._connections.servers[job.group]
+        asking = (one for one, _ in self._pending.values() if one.group in clients)
+        return next((failed for one in asking if (failed := one.failed(said, lost=lost))), None)
 
     def _wait_asleep(self, group: str) -> None:
         """Until the devices of a group that is started again are its own."""
@@ -474,6 +457,53 @@ class Supervisor:
                     self._here.backend.get([call], max(end_s - time.monotonic(), 0.001))
         except BackendError as error:
             raise WorkerError(f"its devices were not given up: {error}") from error
+
+    def died(self) -> str:
+        """See `Executor.died`."""
+        dead = dead_processes(self._here.backend, self._groups.values())
+        return "\n".join(
+            f"rank {rank} of group '{name}' died: {said}" for (name, rank), said in dead.items()
+        )
+
+    def revive(self, groups: Collection[str]) -> frozenset[str]:
+        """See `Executor.revive`."""
+        here = self._here
+        dead = dead_processes(here.backend, self._groups.values())
+        wanted = {*groups, *(name for name, _ in dead)}
+        names = [name for name in self._groups if name in wanted]
+        again = [self._groups[name] for name in names]
+        self._let_go(set(names))
+        for joining in [self._joining.pop(name) for name in names if name in self._joining]:
+            joining.give_up()
+        for group in again:
+            group.kill()
+        others = [group for name, group in self._groups.items() if name not in names]
+        training = self._groups.keys() - self._restartable
+        reserve_again(here.backend, again, others, training, self._start_s)
+        # Those that share devices build one after another, each after the others have slept.
+        together = [group for group in again if not self._sharing.shares(group.group.name)]
+        turns = [together] if together else []
+        turns += [[group] for group in again if group not in together]
+        for some in turns:
+            for group in some:
+                self._wait_asleep(group.group.name)
+            start_groups(some, here.hosted, here.seed, self._start_s)
+        waiting = self._connections.open(self._groups, names, self._start_s)
+        waiting &= {job.group for job, _ in self._pending.values()}
+        return frozenset(names) | (self.revive(waiting) if waiting else set())
+
+    def _let_go(self, names: set[str]) -> None:
+        """What groups have been given, were loaded with or have ready for others is gone."""
+        for key in [key for key in self._offers if key[0] in names]:
+            self._offers.pop(key).detach()
+        self._pending = {r: p for r, p in self._pending.items() if p[0].group not in names}
+        self._loaded = {k: job for k, job in self._loaded.items() if k[0] not in names}
+        self._begun = {k: job for k, job in self._begun.items() if k[0] not in names}
+        self._asleep = {k: calls for k, calls in self._asleep.items() if k not in names}
+
+    def outlives(self, group: str) -> bool:
+        """See `Executor.outlives`."""
+        return group in self._restartable
 
     def put(self, part: Part) -> Handle:
         """See `Executor.put`; these bytes do pass through the controller."""

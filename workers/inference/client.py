@@ -9,12 +9,17 @@ import time
 from typing import Any
 
 from ...dataflow.errors import StateError, WorkerError
+from ...dataflow.runtime.recovery.limits import WorkerLost
 from ...dataflow.runtime.remote_inference import InferenceRequest
 from .protocol import CHALLENGE_BYTES, FrameReader, answer_from, proof, request_frame
 
 __all__ = ["InferenceClient"]
 
 _PIECE = 1 << 20
+_PAUSE_S = 0.1
+"""Between two attempts to reach a server."""
+_MOST_LOST = 3
+"""Servers that may go while they have a request: after more of them it is the request's fault."""
 
 
 class InferenceClient:
@@ -26,10 +31,12 @@ class InferenceClient:
     Args:
         where: What to call the server in messages: "group 'policy'".
         deadline_s: How long an answer may take.
+        restart_s: How long to wait for another server in the place of one that has gone. It is
+            asked again: an answer depends on the request and the weights alone.
     """
 
-    def __init__(self, where: str, deadline_s: float) -> None:
-        self._where, self._deadline_s = where, deadline_s
+    def __init__(self, where: str, deadline_s: float, restart_s: float = 0.0) -> None:
+        self._where, self._deadline_s, self._restart_s = where, deadline_s, restart_s
         self._address: tuple[str, int] | None = None
         self._token = ""
         self._idle: list[socket.socket] = []
@@ -44,29 +51,52 @@ class InferenceClient:
         """See `SendRequest`.
 
         Raises:
-            WorkerError: If the server refuses, cannot be reached, or does not answer in time.
+            WorkerError: If the server refuses, or does not answer in time.
+            WorkerLost: If it has gone, and no other is in its place in time.
         """
-        frame = request_frame(request)
-        end_s = time.monotonic() + self._deadline_s
-        link: socket.socket | None = None
+        frame, what = request_frame(request), f"'{request.role}.{request.method}' of {self._where}"
+        end_s = time.monotonic() + self._restart_s
+        num_lost = 0
+        while True:
+            since_s = time.monotonic()
+            try:
+                return answer_from(self._answer(frame, since_s + self._deadline_s), returns)
+            except _Gone as error:
+                num_lost += error.was_there
+                if num_lost > _MOST_LOST or time.monotonic() + _PAUSE_S >= end_s:
+                    why = f"calling {what} failed: {error}; has its process ended?"
+                    raise WorkerLost(why) from error
+                self.close()  # they lead to the same
+                time.sleep(_PAUSE_S)
+            except TimeoutError as error:
+                raise WorkerError(
+                    f"calling {what} failed: no answer within {self._deadline_s:g} s"
+                ) from error
+
+    def _answer(self, frame: bytes, end_s: float) -> Any:
+        """Ask once.
+
+        Raises:
+            _Gone: If nobody is there, or who was is no more.
+            TimeoutError: If there is no answer by then.
+        """
+        link, is_new = self._taken(end_s)
         try:
-            link = self._taken(end_s)
             _limit(link, end_s)
             link.sendall(frame)
             answer = _next_frame(link, end_s)
+        except TimeoutError:
+            link.close()
+            raise
         except OSError as error:
-            what = f"calling '{request.role}.{request.method}' of {self._where} failed"
-            if isinstance(error, TimeoutError):
-                raise WorkerError(f"{what}: no answer within {self._deadline_s:g} s") from error
-            raise WorkerError(f"{what}: {error}; has its process ended?") from error
-        else:
-            with self._lock:
-                self._idle.append(link)
-            link = None
-        finally:
-            if link is not None:
-                link.close()
-        return answer_from(answer, returns)
+            link.close()
+            raise _Gone(str(error), was_there=is_new) from error
+        except BaseException:
+            link.close()
+            raise
+        with self._lock:
+            self._idle.append(link)
+        return answer
 
     def close(self) -> None:
         """Give up all connections that are idle."""
@@ -75,22 +105,42 @@ class InferenceClient:
         for link in idle:
             link.close()
 
-    def _taken(self, end_s: float) -> socket.socket:
+    def _taken(self, end_s: float) -> tuple[socket.socket, bool]:
+        """A connection, and whether it is new."""
         with self._lock:
             if self._idle:
-                return self._idle.pop()
+                return self._idle.pop(), False
         if self._address is None:
             raise StateError(f"nobody has said where {self._where} is")
-        link = socket.create_connection(self._address, max(end_s - time.monotonic(), 1e-3))
+        try:
+            link = socket.create_connection(self._address, max(end_s - time.monotonic(), 1e-3))
+        except OSError as error:
+            raise _Gone(str(error), was_there=False) from error
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            challenge = b""
-            while len(challenge) < CHALLENGE_BYTES:
-                challenge += _piece(link, end_s, CHALLENGE_BYTES - len(challenge))
-            link.sendall(proof(self._token, challenge))
+            try:
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                challenge = b""
+                while len(challenge) < CHALLENGE_BYTES:
+                    challenge += _piece(link, end_s, CHALLENGE_BYTES - len(challenge))
+                link.sendall(proof(self._token, challenge))
+            except ConnectionError as error:
+                raise _Gone(str(error), was_there=True) from error
             undo.pop_all()
-        return link
+        return link, True
+
+
+class _Gone(Exception):
+    """There is no server.
+
+    Args:
+        said: Why not.
+        was_there: Whether somebody took the connection, and closed it.
+    """
+
+    def __init__(self, said: str, *, was_there: bool) -> None:
+        super().__init__(said)
+        self.was_there = was_there
 
 
 def _limit(link: socket.socket, end_s: float) -> None:

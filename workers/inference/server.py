@@ -87,6 +87,7 @@ class InferenceServer:
         served_weights: The weights that answer.
         host: The address to listen at, no other.
         token: What whoever connects must know.
+        port: Where to listen if nobody else does; 0 for anywhere.
 
     Attributes:
         address: Host and port.
@@ -94,9 +95,9 @@ class InferenceServer:
         num_batches: In how many batches.
     """
 
-    def __init__(self, served_weights: ServedWeights, host: str, token: str) -> None:
+    def __init__(self, served_weights: ServedWeights, host: str, token: str, port: int = 0) -> None:
         self._served_weights, self._token = served_weights, token
-        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._listener = _listening(host, port)
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self.num_requests = self.num_batches = 0
@@ -292,6 +293,15 @@ class InferenceServer:
         if self._peers.pop(number, None) is not None:
             self._selector.unregister(peer.link)
             peer.link.close()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except OSError:
+        if not port:
+            raise
+        return socket.create_server((host, 0), backlog=1024)
 
 
 def _frame_of(request: InferenceRequest, answer: object) -> bytes:

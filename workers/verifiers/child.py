@@ -43,6 +43,8 @@ _OURS = tuple(
     for name in ("algorithms", "configs", "dataflow", "launch", "planner", "workers")
 )
 """Folders of this package: frames in them say nothing to somebody whose function failed."""
+_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""What is sent to a process from outside. All else comes of what it does itself."""
 _HEAD, _TAIL = 1000, 3000
 """Characters of an error that are told. As JSON a character takes 12 bytes at most."""
 
@@ -94,6 +96,20 @@ def supervise(verifier: int, lifeline: int) -> NoReturn:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def was_killed(exit_code: int | None) -> bool:
+    """Whether a process was killed from outside, which is no fault of what it was doing.
+
+    Whoever has it starts another and has it do the same again, once: what kills itself, or is
+    killed because memory runs out, looks alike, and would go on for ever.
+
+    Args:
+        exit_code: The code, minus a signal or of a shell.
+    """
+    if exit_code is None:
+        return False
+    return (128 - exit_code if exit_code > 128 else exit_code) in {-s for s in _FROM_OUTSIDE}
 
 
 def _end_with_pool(lifeline: int, verifier: int) -> None:

@@ -1,9 +1,10 @@
 """Processes that run a verifier under a time limit per call.
 
 A process that overruns the limit is killed and replaced with all that it has started, so a verifier
-may loop for ever, fill the memory of its process or crash it, and costs one row. Each process has
-one call at a time; its limit runs from the moment the call begins to be sent, whether the process
-reads, computes or writes, and starting a process has a deadline of its own.
+may loop for ever, fill the memory of its process or crash it, and costs one row. What a process had
+that was killed from outside, another does again. Each process has one call at a time; its limit
+runs from the moment the call begins to be sent, whether the process reads, computes or writes, and
+starting a process has a deadline of its own.
 
 A call has a number and a nonce, and the one reply to it has both. A process that says anything else
 is believed no more: the row it has is a failure, and it is replaced.
@@ -23,13 +24,14 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import ConfigError, WorkerError
+from .child import was_killed
 
 __all__ = ["LONGEST_S", "MOST_PROCESSES", "SHORTEST_S", "Outcome", "VerifierPool"]
 
@@ -45,6 +47,8 @@ _END_S = 0.5
 """Seconds a killed process may take to vanish."""
 _MOST_REPLY = 1 << 16
 """Most bytes of a reply."""
+_MOST_KILLED = 3
+"""Processes that may be killed before they are ready, in one batch."""
 _MAKING = -1
 """The row of the first message, from which the verifier is made."""
 _NOT_A_REPLY = (
@@ -190,6 +194,7 @@ class _Run:
         self._waiting = deque(range(len(calls)))
         self._outcomes: dict[int, Outcome] = {}
         self._deadline = time.monotonic() + pool.batch_limit_s(len(calls))
+        self._killed: Counter[int] = Counter()
 
     def outcomes(self) -> list[Outcome]:
         while len(self._outcomes) < len(self._calls):
@@ -246,12 +251,28 @@ class _Run:
 
     def _died(self, child: _Child) -> None:
         code = child.exit_code()
+        if was_killed(code) and self._again(child):
+            return
         if code is None:
             how = "closed its replies and went on"
         else:
             how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         when = " before it was ready" if child.row == _MAKING else ""
         self._failed(child, f"the verifier's process {how}{when}\n")
+
+    def _again(self, child: _Child) -> bool:
+        """Have another process do what a killed one had, unless that was killed too."""
+        row = child.row
+        assert row is not None
+        self._killed[row] += 1
+        if self._killed[row] > (_MOST_KILLED if row == _MAKING else 1):
+            return False
+        _LOG.warning("a verifier's process was killed; another takes its place")
+        self._pool.replace(child)
+        self._deadline += self._pool.batch_limit_s(1)
+        if row != _MAKING:
+            self._waiting.appendleft(row)
+        return True
 
     def _expired(self, child: _Child) -> None:
         if child.row == _MAKING:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from ...errors import WorkerError
 
@@ -39,15 +40,12 @@ class Recovery:
             again each time is not one that starting again mends.
         pause_s: Seconds before the second time in a row; they double with each further one.
         longest_pause_s: And how long they become at most.
-        mirror: Whether what changes is copied to a neighbor's memory after every step, so that a
-            run goes back one step at most, whenever its last checkpoint was.
     """
 
     max_restarts: int = 20
     max_repeats: int = 3
     pause_s: float = 1.0
     longest_pause_s: float = 60.0
-    mirror: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Recovered:
         said: Who had died, and how.
         step: Steps that are complete where it goes on.
         completed: Steps that had been complete.
-        source: What it goes on from: "checkpoint", "mirror", or "start".
+        source: What it goes on from: its own start if there was no checkpoint yet.
         took_s: Seconds from the news to where it goes on, the pause included.
         number: How often it has gone back by now.
     """
@@ -66,7 +64,7 @@ class Recovered:
     said: str
     step: int
     completed: int
-    source: str
+    source: Literal["checkpoint", "mirror", "start"]
     took_s: float
     number: int
 

@@ -17,8 +17,16 @@ from ...errors import PenstockError
 from ...scheduler.events import Resize, Resized, ResizeGroup
 from ...scheduler.flow import Flow
 from ..executor import Program, groups_of, servers_of
+from .limits import Recovery
 
-__all__ = ["ElasticExecutor", "Resizing", "Scale", "replica_groups", "why_not_elastic"]
+__all__ = [
+    "ElasticExecutor",
+    "Resizing",
+    "Scale",
+    "replica_groups",
+    "restartable_groups",
+    "why_not_elastic",
+]
 
 _LOOK_S = 1.0
 """How often anybody is asked for a wish."""
@@ -26,7 +34,13 @@ _LOOK_S = 1.0
 
 @runtime_checkable
 class ElasticExecutor(Protocol):
-    """An executor whose groups can have other ranks while a run goes on."""
+    """An executor whose groups can have other ranks while a run goes on, and may die alone.
+
+    Attributes:
+        recovery: How often it may start a rank again by itself; to be set before `start`.
+    """
+
+    recovery: Recovery
 
     def prepare(self, group: str, num_ranks: int) -> bool:
         """Start the ranks that are missing, beside what runs; says whether all have started.
@@ -146,19 +160,24 @@ class Resizing:
         self._scale.told(f"group '{group}' cannot have {num_ranks} ranks: {why}{still}")
 
 
+def restartable_groups(programs: Mapping[str, Program]) -> set[str]:
+    """The groups that change nothing, so that they can be started again beside a run.
+
+    Args:
+        programs: All that run on the same workers, by name.
+    """
+    return {group.name for group in groups_of(programs) if not _changes(programs, group.name)}
+
+
 def replica_groups(programs: Mapping[str, Program]) -> set[str]:
-    """The groups that change nothing, and that no other talks to: each of their ranks is a replica.
+    """Those of them that talk to no other: each of their ranks is a replica.
 
     Args:
         programs: All that run on the same workers, by name.
     """
     servers = servers_of(programs)
     connected = {*servers, *(name for names in servers.values() for name in names)}
-    return {
-        group.name
-        for group in groups_of(programs)
-        if group.name not in connected and not _changes(programs, group.name)
-    }
+    return restartable_groups(programs) - connected
 
 
 def why_not_elastic(programs: Mapping[str, Program], name: str) -> str:

@@ -4,6 +4,9 @@
     look     between tasks: have all ranks written theirs? then seal it, in a thread
     settle   where it must be known: wait for the one that is being written
 
+A *mirror* is a second place, in memory, for the state after every step: a run that goes back has at
+most one step to do again. Nothing is kept there while a checkpoint is still being written.
+
 At most one checkpoint is being written. The next one waits for it, as long as a call may take. If
 it takes longer the disk is too slow: checkpoints are left out until it is there.
 
@@ -19,13 +22,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from ...errors import WorkerError
 from ...file_errors import disk_refusal, writing
+from ...graph.graph import Graph
 from ...scheduler.schedule import Deadline
 from ...written_files import Background, WrittenFile
-from ..checkpoint import CheckpointFolder
-from ..dispatcher import Dispatcher, Submission, describe
+from ..checkpoint import CheckpointFolder, ResumePoint, read_resume_point
+from ..dispatcher import Dispatcher, Submission
 from ..messages import SaveReport, SaveReportWork
 
 __all__ = ["Saving", "Take"]
@@ -46,6 +51,7 @@ class _Pending:
 
     Attributes:
         step: Its step.
+        store: Where it is being written.
         failed: What the disk refused; "" as long as it refused nothing.
         asked: Out at the ranks, to say how far they have come; None if nobody has been asked.
         asked_s: When they were asked last.
@@ -54,6 +60,7 @@ class _Pending:
     """
 
     step: int
+    store: CheckpointFolder
     failed: str = ""
     asked: list[Submission] | None = None
     asked_s: float = 0.0
@@ -70,6 +77,7 @@ class Saving:
         program: The program that is run.
         ranks: Group -> its number of ranks, of all groups that keep a state.
         deadline: How long is waited for one.
+        mirror: Where the state after every step is kept; None if it is not.
 
     Attributes:
         store: The same.
@@ -83,8 +91,10 @@ class Saving:
         program: str,
         ranks: Mapping[str, int],
         deadline: Deadline,
+        mirror: CheckpointFolder | None = None,
     ) -> None:
-        self.store = store
+        self.store, self._mirror = store, mirror
+        self._mirrored_bytes = 0
         self.saved: int | None = None
         self._dispatcher, self._program = dispatcher, program
         self._ranks, self._deadline = ranks, deadline
@@ -93,12 +103,18 @@ class Saving:
         self._failed: tuple[int, str] | None = None
         self._has_warned = False
 
-    def begin(self, step: int, take: Take) -> bool:
+    @property
+    def has_mirror(self) -> bool:
+        """Whether the state is kept after every step."""
+        return self._mirror is not None
+
+    def begin(self, step: int, take: Take, *, due: bool = True) -> bool:
         """Take a checkpoint; the run may go on when this returns.
 
         Args:
             step: The number of steps that are complete.
             take: Called with the folder, which is made; not again once the run has gone on.
+            due: Whether it is a checkpoint. What is none is for the mirror.
 
         Returns:
             Whether it is being written; a warning has said why not.
@@ -106,37 +122,69 @@ class Saving:
         Raises:
             WorkerError: If a worker fails.
         """
-        self._last = (step, take)
+        store = self.store if due else self._mirror
         pending = self._pending
+        if store is None or (not due and pending is not None and pending.store is self.store):
+            return False
+        if due:
+            self._last = (step, take)
         if pending is not None and (pending.is_late or not self.settle(self._deadline.limit_s)):
             pending.is_late = True
             slow = f"that of step {pending.step} is being written for more than"
-            self._note_failure(step, f"{slow} {self._deadline.limit_s:g} s; the disk is too slow")
+            why = f"{slow} {self._deadline.limit_s:g} s; the disk is too slow"
+            self._note_failure(_Pending(step, store), why)
             return False
         try:
-            failed = self._taken(step, take)
+            failed = self._taken(step, take, store)
         except BaseException:
-            self.store.abandon(step)
+            store.abandon(step)
             raise
-        self._pending = _Pending(step, failed)
+        self._pending = _Pending(step, store, failed)
         if failed:
             self.settle(self._deadline.limit_s)
         return not failed
 
-    def _taken(self, step: int, take: Take) -> str:
+    def _taken(self, step: int, take: Take, store: CheckpointFolder) -> str:
         """What the disk refused; "" if all is taken."""
         try:
-            folder = self.store.begin(step)
+            folder = store.begin(step)
             with writing(folder):
                 return take(folder)
         except OSError as error:
             return _refused(error)
 
+    def newest_point(self, graph: Graph, seed: int) -> ResumePoint | None:
+        """Where a run would go on from; None if it would begin.
+
+        Raises:
+            ConfigError: If the checkpoint was written by another graph or with another seed.
+        """
+        saved = read_resume_point(self.store, graph, seed)
+        self.saved = saved.state.step if saved else None
+        kept = read_resume_point(self._mirror, graph, seed) if self._mirror else None
+        if kept is None or (saved is not None and saved.state.step > kept.state.step):
+            return saved
+        return kept
+
+    def has_any(self) -> bool:
+        """Whether there is anything to go on from."""
+        stores = (self.store, self._mirror)
+        return any(store is not None and store.latest() is not None for store in stores)
+
+    def source_of(self, step: int) -> Literal["start", "checkpoint", "mirror"]:
+        """Where a run goes on from at this step."""
+        if not self.has_any():
+            return "start"
+        return "checkpoint" if self.saved == step else "mirror"
+
     def has(self, step: int) -> bool:
         """Whether the checkpoint of a step is written, or being written."""
         pending = self._pending
         return self.saved == step or (
-            pending is not None and pending.step == step and not pending.failed
+            pending is not None
+            and pending.store is self.store
+            and pending.step == step
+            and not pending.failed
         )
 
     def look(self) -> None:
@@ -211,10 +259,35 @@ class Saving:
                 f"{why}"
             )
 
+    def go_back(self) -> None:
+        """Processes have died: the one that is being written counts if only its end is missing.
+
+        Raises:
+            WorkerError: If that does not come within the deadline.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        if pending.sealing is None:
+            pending.failed = "processes have died"
+            for group in self._ranks:  # those that live are to end before they begin the next
+                self._dispatcher.submit(None, self._program, group, self._works(group, 0.0))
+            self._pending = None
+            pending.store.abandon(pending.step)
+        elif not self.settle(self._deadline.limit_s):
+            raise WorkerError(
+                f"the checkpoint of step {pending.step} is not sealed after {self._deadline}"
+            )
+
+    def take_mirrored_bytes(self) -> int:
+        """Bytes that were written to the mirror since this was asked last."""
+        taken, self._mirrored_bytes = self._mirrored_bytes, 0
+        return taken
+
     def give_up(self) -> None:
         """Say of one that is still being written that nobody waits for it any more."""
         pending, self._pending = self._pending, None
-        if pending is not None:
+        if pending is not None and pending.store is self.store:
             self.store.missed(pending.step)
             self.store.warn(
                 f"the checkpoint of step {pending.step} was not complete when its run was closed, "
@@ -230,8 +303,8 @@ class Saving:
         for one in answers:
             if one.failed is not None:
                 self._pending = None
-                self.store.abandon(pending.step)
-                raise WorkerError(describe(one.failed)) from one.failed.error
+                pending.store.abandon(pending.step)
+                raise self._dispatcher.failure(one.failed) from one.failed.error
         reports = [report for one in answers for report in one.answers]
         files: dict[str, WrittenFile] = {}
         is_writing = False
@@ -244,10 +317,12 @@ class Saving:
             return
         if pending.failed:
             self._pending = None
-            self.store.abandon(pending.step)
-            self._note_failure(pending.step, pending.failed)
+            pending.store.abandon(pending.step)
+            self._note_failure(pending, pending.failed)
         else:
-            seal = partial(self.store.seal, pending.step, files)
+            if pending.store is not self.store:
+                self._mirrored_bytes += sum(file.size_bytes for file in files.values())
+            seal = partial(pending.store.seal, pending.step, files)
             pending.sealing = Background(seal, f"seal step {pending.step}")
 
     def _try_end(self, sealing: Background[str], wait_s: float) -> None:
@@ -259,23 +334,27 @@ class Saving:
         try:
             left_over = sealing.result()
         except OSError as error:
-            self._note_failure(pending.step, _refused(error))
+            self._note_failure(pending, _refused(error))
             return
-        self.saved, self._has_warned = pending.step, False
-        if self._failed is not None and self._failed[0] <= pending.step:
-            self._failed = None
+        self._has_warned = False
+        if pending.store is self.store:
+            self.saved = pending.step
+            if self._failed is not None and self._failed[0] <= pending.step:
+                self._failed = None
         if left_over:
             self.store.warn(f"checkpoints older than is kept cannot be removed: {left_over}")
 
-    def _note_failure(self, step: int, why: str) -> None:
-        self._failed = (step, why)
-        self.store.missed(step)
+    def _note_failure(self, pending: _Pending, why: str) -> None:
+        what = "copy in memory"
+        if pending.store is self.store:
+            what, self._failed = "checkpoint", (pending.step, why)
+            self.store.missed(pending.step)
         if not self._has_warned:
             self._has_warned = True
             self.store.warn(
-                f"the checkpoint of step {step} was not written, and {self._counts}. The run goes "
-                f"on, tries again at the next one, and says no more of it until it is written: "
-                f"{why}"
+                f"the {what} of step {pending.step} was not written, and {self._counts}. The run "
+                f"goes on, tries again at the next one, and says no more of it until it is "
+                f"written: {why}"
             )
 
     @property

@@ -10,6 +10,7 @@ import pytest
 from penstock.configs.schema import RunConfig
 from penstock.configs.validate import validated
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.runtime.recovery.limits import Recovery
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import dumped, resolve, resolved, run_config
 
@@ -93,3 +94,14 @@ def test_numbers_are_finite(key: str, value: str) -> None:
 def test_what_a_cut_off_response_costs_is_finite(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}.: expected a finite number"):
         resolved(composed("algorithm=online_dpo", f"+algorithm.cfg.{key}={value}"))
+
+
+def test_what_is_said_of_deaths_is_carried_over() -> None:
+    words = ("executor=ray", "recovery.max_restarts=5", "recovery.pause_s=90")
+    run = resolved(composed(*words, "checkpoint.mirror=neighbor"))
+    assert run.mirrored
+    assert run.recovery == Recovery(
+        max_restarts=5, max_repeats=3, pause_s=90.0, longest_pause_s=90.0
+    )
+    run = resolved(composed())
+    assert (run.recovery, run.mirrored) == (Recovery(), False)

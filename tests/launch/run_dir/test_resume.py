@@ -19,7 +19,8 @@ from ..conftest import Penstock
 
 NOW = datetime(2026, 11, 21, 3, 14, 54, tzinfo=UTC)
 MAY_CHANGE = (
-    "engine, rollout, executor, placement, task.max_restarts, task.step_limit_s, progress, "
+    "engine, rollout, executor, placement, task.max_restarts, task.step_limit_s, "
+    "recovery.max_restarts, recovery.max_repeats, recovery.pause_s, checkpoint.mirror, progress, "
     "algorithm.num_steps, algorithm.optimizer.lr, algorithm.roles.ROLE.optimizer.lr"
 )
 

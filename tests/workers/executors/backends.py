@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Protocol
 
 import psutil
@@ -57,6 +58,6 @@ class OnRay:
         found: list[int] = []
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.name().startswith("ray::RankActor"):
+                if re.match(r"ray::[^\[]+\[\d+\]", process.name()):
                     found.append(process.pid)
         return found

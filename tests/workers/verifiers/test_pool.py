@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from killer import killing
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.workers.verifiers.pool import Outcome, VerifierPool, VerifierSpec
 
@@ -56,6 +57,18 @@ def act(what, value=None):
         return "torch" in sys.modules or "numpy" in sys.modules
     if what == "pid":
         return os.getpid()
+    if what == "linger":
+        if not os.path.exists(value):
+            open(value, "w").close()
+            time.sleep(600)
+        return 0.5
+
+def linger():
+    mark = os.environ["LINGER"]
+    if not os.path.exists(mark):
+        open(mark, "w").close()
+        time.sleep(600)
+    return act
 
 def fail():
     raise RuntimeError("no license")
@@ -258,3 +271,29 @@ def test_numbers_out_of_range_are_refused() -> None:
         "num_processes=0, time_limit_s=5\n"
         "    a verifier needs 1 to 256 processes and a time limit of 0.001 to 86400 s"
     )
+
+
+@pytest.mark.parametrize("whom", ["supervisor", "verifier"])
+def test_what_a_killed_process_had_another_does(
+    make_pool: MakePool, tmp_path: Path, whom: str
+) -> None:
+    pool, mark = make_pool(num_processes=1, time_limit_s=60.0), tmp_path / "mark"
+
+    def find() -> list[int]:
+        (supervisor,) = pool.process_ids
+        children = [child.pid for child in psutil.Process(supervisor).children()]
+        return [supervisor] if whom == "supervisor" else children
+
+    with killing(find, mark.exists):
+        outcomes = pool.run([("linger", str(mark)), ("return", 0.25)])
+    assert outcomes == [Outcome(score=0.5), Outcome(score=0.25)]
+
+
+def test_one_that_is_killed_before_it_is_ready_is_replaced(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "mark"
+    monkeypatch.setenv("LINGER", str(mark))
+    pool = make_pool("linger", num_processes=1)
+    with killing(lambda: pool.process_ids, mark.exists):
+        assert pool.run([("return", 1)]) == [Outcome(score=1.0)]

@@ -17,7 +17,7 @@ from ..conversation import Conversation, Exchange
 from ..floor import Floor
 from ..rendering import TurnRenderer
 from .endpoint import Endpoint, served
-from .program import Access, HasPrograms, ProgramFailed
+from .program import Access, HasPrograms, ProgramFailed, ProgramKilled
 from .sequences import Sequences
 
 __all__ = ["ProgramHolder"]
@@ -63,14 +63,18 @@ class ProgramHolder:
         made = [self._sequences(one, exchange, sampling, max_turns) for one in begun]
         room = asyncio.Semaphore(self.task.max_running)
 
-        async def run(one: Conversation, sequences: Sequences) -> None:
+        async def run(number: int, one: Conversation) -> None:
             async with room:  # the time limit begins with its turn to run
-                await self._run(one, sequences, endpoint, exchange)
-            for row in sequences.rows():
-                floor.release(row.row)
+                try:
+                    await self._run(one, made[number], endpoint, exchange, is_last=False)
+                except ProgramKilled:  # the same is said to the same
+                    _release(floor, made[number])
+                    made[number] = self._sequences(one, exchange, sampling, max_turns)
+                    await self._run(one, made[number], endpoint, exchange, is_last=True)
+            _release(floor, made[number])
 
         async with served(endpoint):
-            running = {asyncio.create_task(run(*each)) for each in zip(begun, made, strict=True)}
+            running = {asyncio.create_task(run(*each)) for each in enumerate(begun)}
             await floor.serve(running, frees=True)
         rows = [row for sequences in made for row in sequences.rows()]
         if endpoint.refused:
@@ -94,9 +98,19 @@ class ProgramHolder:
         return tuple(self.tokenizer.decode([each]) for each in token.tolist())
 
     async def _run(
-        self, one: Conversation, sequences: Sequences, endpoint: Endpoint, exchange: Exchange
+        self,
+        one: Conversation,
+        sequences: Sequences,
+        endpoint: Endpoint,
+        exchange: Exchange,
+        *,
+        is_last: bool,
     ) -> None:
-        """One conversation to its end, whatever the program does."""
+        """One conversation to its end, whatever the program does.
+
+        Raises:
+            ProgramKilled: If its process was killed, unless this is the last time.
+        """
         ending, earned, failure = "done", 0.0, None
         with endpoint.opened(one.row, sequences) as (url, key):
             seed = exchange.seed(one.problem, one.sample, -1)
@@ -116,12 +130,19 @@ class ProgramHolder:
         if failure is not None:
             ending = sequences.limit or "failed"
         await sequences.settled()
+        if isinstance(failure, ProgramKilled) and not is_last:
+            raise failure
         rows = sequences.rows()
         for row in rows:
             row.ending = ending
             if row.rewards:
                 row.rewards[-1] += earned
         rows[0].error = failure if ending == "failed" else None
+
+
+def _release(floor: Floor, sequences: Sequences) -> None:
+    for row in sequences.rows():
+        floor.release(row.row)
 
 
 def _finite(earned: Any) -> float:

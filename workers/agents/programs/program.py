@@ -18,9 +18,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from ...data.task import Message
+from ...verifiers.child import was_killed
 from ..tools.supervised import supervised
 
-__all__ = ["Access", "Command", "Function", "HasPrograms", "Program", "ProgramFailed"]
+__all__ = [
+    "Access",
+    "Command",
+    "Function",
+    "HasPrograms",
+    "Program",
+    "ProgramFailed",
+    "ProgramKilled",
+]
 
 _MOST_BYTES = 1 << 20
 """Of what a command prints."""
@@ -32,6 +41,10 @@ _SHOWN = 500
 
 class ProgramFailed(Exception):
     """What a program did wrong, in words."""
+
+
+class ProgramKilled(ProgramFailed):
+    """A program's process was killed, which may be no fault of its own."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,8 @@ class Program(Protocol):
         """The answer to one problem.
 
         Raises:
-            Exception: Of any kind, if it fails.
+            ProgramKilled: If its process was killed; then it is run once more, from the beginning.
+            Exception: Of any other kind, if it fails.
         """
         ...
 
@@ -190,7 +204,8 @@ class Command:
         code = await process.wait()
         if code:
             why = complained.decode(errors="replace").strip()[-_SHOWN:]
-            raise ProgramFailed(f"it ended with code {code}: {why or 'it said nothing'}")
+            failure = ProgramKilled if was_killed(code) else ProgramFailed
+            raise failure(f"it ended with code {code}: {why or 'it said nothing'}")
         return said.decode(errors="replace").strip()
 
 

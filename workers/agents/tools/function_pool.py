@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...verifiers.child import was_killed
 from .lines import Lines, NotSaid
 from .tool import ToolText
 
@@ -43,6 +44,8 @@ class FunctionPool:
         time_limit_s: Seconds one call may take, once it has its turn.
         start_limit_s: Seconds a process may take to start and import the functions.
         max_bytes: Of a result.
+        repeats: Whether a call whose process is killed is made again, once: whoever has killed it
+            did not mean the call.
     """
 
     def __init__(
@@ -53,11 +56,12 @@ class FunctionPool:
         time_limit_s: float,
         start_limit_s: float,
         max_bytes: int,
+        repeats: bool = False,
     ) -> None:
         self._functions = dict(functions)
         self._num_processes = num_processes
         self._time_limit_s, self._start_limit_s = time_limit_s, start_limit_s
-        self._max_bytes = max_bytes
+        self._max_bytes, self._repeats = max_bytes, repeats
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turns = asyncio.Semaphore(num_processes)
         self._idle: list[_Process] = []
@@ -81,7 +85,10 @@ class FunctionPool:
         if loop is not self._loop:  # a semaphore belongs to the loop that waits for it
             self._loop, self._turns = loop, asyncio.Semaphore(self._num_processes)
         async with self._turns:
-            return await self._run(name, arguments)
+            try:
+                return await self._run(name, arguments, is_last=not self._repeats)
+            except _Killed:
+                return await self._run(name, arguments, is_last=True)
 
     async def close(self) -> None:
         """Kill all processes, and wait for that; may be called again."""
@@ -90,9 +97,14 @@ class FunctionPool:
         for process in tuple(self._all):
             await self._gone(process)
 
-    async def _run(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
+    async def _run(self, name: str, arguments: Mapping[str, Any], *, is_last: bool) -> ToolText:
+        """Make a call once.
+
+        Raises:
+            _Killed: If its process was killed, unless this is the last time.
+        """
         try:
-            process = await self._take()
+            process = await self._take(is_last=is_last)
         except NotSaid as error:
             return ToolText(f"{name} cannot be started: {error}", error=True)
         message = {"nonce": secrets.token_hex(8), "name": name, "arguments": dict(arguments)}
@@ -105,8 +117,10 @@ class FunctionPool:
             if error.ended:
                 await _ends(process, _END_S)
             process.kill()
-            how = await self._gone(process)
-            how = how if error.ended else ""
+            code = await self._gone(process)
+            if error.ended and was_killed(code) and not is_last:
+                raise _Killed from error
+            how = _ended_how(code) if error.ended else ""
             if error.timed_out:
                 limit = f"{self._time_limit_s:g}"
                 text = f"{name} took longer than {limit} s and was stopped"
@@ -116,10 +130,11 @@ class FunctionPool:
             process.kill()
             raise
 
-    async def _take(self) -> _Process:
+    async def _take(self, *, is_last: bool) -> _Process:
         """A process without a call.
 
         Raises:
+            _Killed: If it is killed as it starts, unless this is the last time.
             NotSaid: If none can be started.
         """
         while self._idle:
@@ -136,25 +151,29 @@ class FunctionPool:
             answer = await process.lines.ask(message, self._start_limit_s)
             if answer.get("error") is not False:
                 raise NotSaid(str(answer.get("text")))
-        except NotSaid:
+        except NotSaid as error:
+            if error.ended:
+                await _ends(process, _END_S)
             process.kill()
-            await self._gone(process)
+            code = await self._gone(process)
+            if error.ended and was_killed(code) and not is_last:
+                raise _Killed from error
             raise
         except BaseException:
             process.kill()
             raise
         return process
 
-    async def _gone(self, process: _Process) -> str:
-        """Wait for a killed process; how it ended by itself, for messages."""
+    async def _gone(self, process: _Process) -> int:
+        """Wait for a killed process; its exit code."""
         await _ends(process, _STOP_S)
         process.let_go()
         self._all.discard(process)
-        code = process.popen.returncode
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                return f" by {signal.Signals(-code).name}"
-        return f" with exit code {code}"
+        return process.popen.returncode
+
+
+class _Killed(Exception):
+    """The process that had a call was killed."""
 
 
 class _Process:
@@ -212,6 +231,14 @@ class _Process:
         for pipe in (self.popen.stdin, self.popen.stdout):
             assert pipe is not None
             pipe.close()
+
+
+def _ended_how(code: int) -> str:
+    """How a process ended by itself, for messages."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f" by {signal.Signals(-code).name}"
+    return f" with exit code {code}"
 
 
 async def _ends(process: _Process, wait_s: float) -> None:

@@ -83,6 +83,7 @@ class FunctionTools:
             time_limit_s=self.time_limit_s,
             start_limit_s=self.start_limit_s,
             max_bytes=self.max_bytes,
+            repeats=self.deterministic,
         )
         return PooledFunctions(found, pool, deterministic=self.deterministic)
 

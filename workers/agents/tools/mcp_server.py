@@ -88,13 +88,25 @@ class McpServer:
     Args:
         address: Where it is.
         max_restarts: How often it may be connected to again.
+
+    Attributes:
+        num_made: Connections so far.
     """
 
     def __init__(self, address: McpAddress, max_restarts: int) -> None:
         self._address, self._max_restarts = address, max_restarts
-        self._num_restarts = 0
+        self._num_restarts = self.num_made = 0
         self._connection: _Connection | None = None
         self._closing: set[_Connection] = set()
+
+    def which(self) -> int:
+        """Number of the server that is called next: another one has seen nothing of earlier calls.
+
+        Raises:
+            ServerLost: If there is none any more.
+        """
+        self._connected()
+        return self.num_made
 
     async def call(self, name: str, arguments: Mapping[str, Any], limit_s: float) -> CallToolResult:
         """Call a tool.
@@ -153,6 +165,7 @@ class McpServer:
                     f"the tool's server is gone, after {self._max_restarts} restarts of it"
                 )
             self._connection = _Connection(self._address)
+            self.num_made += 1
         return self._connection
 
     async def _client(self, connection: _Connection) -> Client:

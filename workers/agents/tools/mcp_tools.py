@@ -3,7 +3,8 @@
 Needs the package `mcp`. The server tells the schemas of its tools when the tools are built, by a
 connection that is closed again; the one that calls use is made with the first call, in the event
 loop of that call, and is shared by all conversations unless each is to have its own. A server that
-vanishes or hangs costs its own calls.
+vanishes or hangs costs its own calls; but one that is deterministic is started again, told what it
+had been told of the conversation, and called again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from .tool import Tool, ToolSession, ToolText
 
 __all__ = ["McpTool", "McpTools"]
 
+_ENDED = "the tool's server ended between two calls"
+_OTHERWISE = "the tool's server was started again, and answers otherwise than before"
 _MOST_PAGES = 100
 """Of a list of tools."""
 
@@ -60,7 +63,8 @@ class McpTools:
     allowed: tuple[str, ...] | None = None
     """Names of the tools that a model may call; all if not given."""
     deterministic: bool = False
-    """Whether what the server answers depends on the conversation alone."""
+    """Whether what the server answers depends on the conversation alone; then a call whose server
+    ends is made once more."""
 
     def __post_init__(self) -> None:
         check_range(self, "time_limit_s", "start_limit_s", above=0, at_most=86_400)
@@ -177,19 +181,60 @@ class _Session:
         own: set[McpServer] | None,
     ) -> None:
         self._options, self._names, self._server, self._own = options, names, server, own
+        self._made: list[tuple[str, Mapping[str, Any], ToolText]] = []
+        self._which = 0
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
         """Call a tool of the server."""
         if name not in self._names:
             return ToolText(f"there is no tool {name!r}", error=True)
+        try:
+            return await self._call_once(name, arguments)
+        except ServerLost as error:
+            lost = error
+        if self._options.deterministic:
+            try:
+                return await self._call_once(name, arguments)
+            except ServerLost as error:
+                lost = error
+        return ToolText(cut(str(lost), self._options.max_bytes), error=True)
+
+    async def _call_once(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
+        """Call a tool of a server that knows what was said before, if that matters to it.
+
+        Raises:
+            ServerLost: If there is no server, or it is lost, or is not as the one before.
+        """
+        if self._own is None or not self._options.deterministic:
+            return await self._answer(name, arguments)
+        which = self._server.which()
+        known = self._made if which == self._which else await self._told_again(which)
+        told = await self._noted(which, name, arguments)
+        self._which, self._made = which, [*known, (name, arguments, told)]
+        return told
+
+    async def _told_again(self, which: int) -> list[tuple[str, Mapping[str, Any], ToolText]]:
+        """Make all calls again of a server that knows nothing of them."""
+        for name, arguments, told in self._made:
+            if await self._noted(which, name, arguments) != told:
+                raise ServerLost(_OTHERWISE)
+        return self._made
+
+    async def _noted(self, which: int, name: str, arguments: Mapping[str, Any]) -> ToolText:
+        told = await self._answer(name, arguments)
+        if self._server.num_made != which:
+            raise ServerLost(_ENDED)
+        return told
+
+    async def _answer(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
         limit_s, most = self._options.time_limit_s, self._options.max_bytes
         try:
             result = await self._server.call(name, arguments, limit_s)
             return ToolText(cut(_text(result), most), error=bool(result.is_error))
         except TimeoutError:
             return ToolText(f"{name} took longer than {limit_s:g} s", error=True, timed_out=True)
-        except ServerLost as error:
-            return ToolText(cut(str(error), most), error=True)
+        except ServerLost:
+            raise
         except Exception as error:  # the server's answer, or the library's opinion of it
             return ToolText(cut(f"{name} failed: {why_not(error)}", most), error=True)
 

@@ -3,7 +3,8 @@
 What a model wrote runs in the sandbox that programs are verified in: without network, files,
 further processes, and beyond its limits. The interpreter is a persistent one; a piece that overruns
 its time, fills its memory in a way that Python does not survive, or starts too many threads costs
-the state of its own conversation, and the text says so. Between two calls it is stopped.
+the state of its own conversation, and the text says so. One that is killed from outside is replaced
+by another, which runs all pieces again and has to say the same. Between two calls it is stopped.
 
 The same code gives the same text as long as it asks for nothing else: hashes of texts are fixed,
 and the module `random` begins with the conversation's seed. A model can ask for the time or random
@@ -18,7 +19,7 @@ import logging
 import secrets
 import signal
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,8 @@ __all__ = ["PythonTool", "PythonTools"]
 _LOG = logging.getLogger("penstock.tools")
 _LOOK_S = 0.05
 """Between two looks at how many threads there are."""
+_END_S = 0.5
+"""Between an interpreter's closing its end and its own, so that how it ended can be told."""
 _GONE = "the interpreter was ended, and all that it had defined is gone"
 _DESCRIPTION = (
     "Run Python code and see what it prints and the value of its last expression. Names that are "
@@ -143,6 +146,7 @@ class _Session:
         self._tool, self._options, self._kind, self._seed = tool, options, kind, seed
         self._running: tuple[Interpreter, Lines] | None = None
         self._finalizer: Any = None
+        self._done: list[tuple[str, ToolText]] = []
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
         """Run a piece of code."""
@@ -160,11 +164,12 @@ class _Session:
             try:
                 result = await self._ask(interpreter, lines, code)
             except NotSaid as error:
-                return self._lost(error)
+                return await self._lost(interpreter, error, code)
             except BaseException:  # whoever waits for the call has given up
                 self._end()
                 raise
             interpreter.pause()
+            self._done.append((code, result))
             return result
 
     async def close(self) -> None:
@@ -183,12 +188,12 @@ class _Session:
         limits = Limits(time_s=options.cpu_limit_s, memory_mb=options.memory_mb)
         interpreter = Interpreter(self._kind, self._seed, limits)
         try:
-            deadline = asyncio.get_running_loop().time() + START_S
-            await ready(interpreter.verdict, deadline)
-            interpreter.check_confined()
-        except BaseException:
-            interpreter.kill()
-            raise
+            await _confined(interpreter)
+        except Unconfined:
+            if not interpreter.was_killed:
+                raise
+            interpreter = Interpreter(self._kind, self._seed, limits)
+            await _confined(interpreter)
         most = 12 * options.max_bytes + 1000
         self._running = (interpreter, Lines(interpreter.writing, interpreter.reading, most))
         # Also at garbage collection and at exit.
@@ -203,7 +208,7 @@ class _Session:
         """
         nonce, most = secrets.token_hex(8), self._options.max_bytes
         if not lines.quiet:
-            raise NotSaid("it ended or spoke between two calls")
+            raise NotSaid("it ended or spoke between two calls", ended=True)
         interpreter.resume()
         message = {"nonce": nonce, "code": code, "most_chars": most}
         asked = asyncio.ensure_future(lines.ask(message, self._options.time_limit_s))
@@ -221,27 +226,73 @@ class _Session:
             raise NotSaid("what it said is no answer")
         return ToolText(cut(text, most + 100), error=answer.get("error") is not False)
 
-    def _lost(self, error: NotSaid) -> ToolText:
-        """End an interpreter that did not answer, and say what has become of it."""
+    async def _lost(self, interpreter: Interpreter, error: NotSaid, code: str) -> ToolText:
+        """What to tell instead of an answer that an interpreter has not given."""
+        exit_code = self._end(_END_S if error.ended else 0.0)
+        done, self._done = self._done, []
+        if interpreter.was_killed:
+            again = await self._again(done, code)
+            if again is not None:
+                return again
         if error.timed_out:
-            self._end()
             text = f"the code took longer than {self._options.time_limit_s:g} s; {_GONE}"
             return ToolText(text, error=True, timed_out=True)
-        code = self._end()
-        if code == -signal.SIGXCPU:
+        if exit_code == -signal.SIGXCPU or interpreter.used_up:
             text = f"the code took more than {self._options.cpu_limit_s:g} s of CPU time; {_GONE}"
             return ToolText(text, error=True, timed_out=True)
         return ToolText(f"{error}; {_GONE}", error=True)
 
-    def _end(self) -> int | None:
-        """Kill the interpreter, which takes no time worth waiting for; its exit code."""
+    async def _again(self, done: Sequence[tuple[str, ToolText]], code: str) -> ToolText | None:
+        """A piece in another interpreter, which has done all that the killed one had.
+
+        Returns:
+            What it says; None if that one has ended as well, or is not as the other was.
+        """
+        told: list[tuple[str, ToolText]] = []
+        try:
+            interpreter, lines = await self._start()
+            for piece, text in (*done, (code, None)):
+                told.append((piece, await self._ask(interpreter, lines, piece)))
+                if text is not None and told[-1][1] != text:
+                    raise NotSaid("it says something else")
+        except (NotSaid, Unconfined, OSError):
+            self._end()
+            return None
+        except BaseException:  # whoever waits for the call has given up
+            self._end()
+            raise
+        interpreter.pause()
+        self._done = told
+        return told[-1][1]
+
+    def _end(self, wait_s: float = 0.0) -> int | None:
+        """Kill the interpreter, unless it ends by itself within this time; its exit code."""
         if self._running is None:
             return None
         interpreter, _ = self._running
         self._running = None
         self._finalizer.detach()
         try:
-            return interpreter.kill()
+            return interpreter.kill(wait_s)
         except WorkerError as error:  # a tool raises nothing
             _LOG.warning("%s", error)
             return None
+
+
+async def _confined(interpreter: Interpreter) -> None:
+    """Wait until an interpreter is confined; kill it if it is not.
+
+    Raises:
+        NotSaid: If it takes too long.
+        Unconfined: If it cannot be.
+    """
+    try:
+        deadline = asyncio.get_running_loop().time() + START_S
+        await ready(interpreter.verdict, deadline)
+        interpreter.check_confined()
+    except Unconfined:
+        interpreter.kill(_END_S)
+        raise
+    except BaseException:
+        interpreter.kill()
+        raise

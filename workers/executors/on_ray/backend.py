@@ -101,7 +101,9 @@ class RayBackend(_Store):
     ) -> Process:
         """See `ProcessBackend.spawn`."""
         options = devices.options(group, process)
-        actor: Any = ray.remote(RankActor)
+        # Ray calls a process after its class: `ps` is to say which of a run's it is.
+        named = type(f"{group.name}[{process}]", (RankActor,), {})
+        actor: Any = ray.remote(named)
         return actor.options(num_cpus=0, max_restarts=0, **options).remote(make, arguments)
 
     def call(

@@ -123,6 +123,12 @@ class RayDevices:
             ),
         }
 
+    def is_there(self, group: str) -> bool:
+        """See `Reservation.is_there`."""
+        devices = self._users.get(group, ())
+        nodes = {self._nodes[device] for device in devices if device in self._nodes}
+        return nodes <= _alive()
+
     def release(self, group: str) -> None:
         """See `Reservation.release`."""
         self._users.pop(group, None)
@@ -154,6 +160,11 @@ def _gpu_names(resources: Mapping[str, float], labels: Mapping[str, str]) -> tup
     named = {name.removeprefix(_NAMED) for name in resources if name.startswith(_NAMED)}
     named |= {labels[_NAME_LABEL]} if _NAME_LABEL in labels else set()
     return tuple(sorted(named, key=lambda name: (-len(name), name)))
+
+
+def _alive() -> set[str]:
+    """Ids of Ray's nodes that are alive."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def ray_nodes() -> list[Machine]:
@@ -198,6 +209,8 @@ def reserve(
     """
     shares = shares_of(groups)
     numbers = {number: node for one in held for number, node in one.numbers.items()}
+    alive = _alive()  # another may stand for what a node stood for that is gone
+    numbers = {number: node for number, node in numbers.items() if node in alive}
     try:
         assign(shares, ray_nodes(), numbers, free_only=False)
     except NoRoom as error:

@@ -15,6 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from ..child import was_killed
 from .child import CONFINED
 from .kernel import Unconfined
 from .kinds import SandboxKind
@@ -24,7 +25,9 @@ from .process import (
     Pipe,
     bounds,
     check_nothing_left,
+    ended,
     fill,
+    has_used_up,
     kill,
     members,
     num_threads,
@@ -50,6 +53,8 @@ class Interpreter:
         reading: Descriptor of the pipe from it.
         verdict: Descriptor that can be read when it is confined, or cannot be; then call
             `check_confined`.
+        used_up: Once it has ended: whether the kernel has, for the CPU time that it took.
+        was_killed: The same: whether somebody else has.
 
     Raises:
         Unconfined: If there is no such sandbox here.
@@ -59,7 +64,8 @@ class Interpreter:
     def __init__(self, kind: SandboxKind, seed: int, limits: Limits) -> None:
         if reason := kind.missing():
             raise Unconfined(reason)
-        self._max_threads = limits.threads
+        self._max_threads, self._limits = limits.threads, limits
+        self.was_killed = self.used_up = False
         program = f"{_PROGRAM.read_text(encoding='utf-8')}\nserve({seed})\n"
         work = {"program": program, "calls": [], "asserts": [], "token": ""}
         with contextlib.ExitStack() as undo:
@@ -114,8 +120,11 @@ class Interpreter:
         """Let it go on."""
         self._signal(signal.SIGCONT)
 
-    def kill(self) -> int:
+    def kill(self, wait_s: float = 0.0) -> int:
         """Kill it with all that is in it; may be called again.
+
+        Args:
+            wait_s: How long it may take to end by itself before.
 
         Returns:
             The exit code, or minus the signal that ended it.
@@ -126,8 +135,12 @@ class Interpreter:
         if not self._ended:
             self._signal(signal.SIGCONT)
             self._ended = True
+            by_itself = ended(self._process, wait_s)
             try:
-                kill(self._process)
+                cpu_s = kill(self._process)
+                by_signal = by_itself and was_killed(self._process.returncode)
+                self.used_up = by_signal and has_used_up(cpu_s, self._limits)
+                self.was_killed = by_signal and not self.used_up
                 check_nothing_left(self._process.pid, STOP_S)
             finally:
                 for pipe in self._pipes:

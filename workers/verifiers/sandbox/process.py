@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import resource
 import secrets
 import select
 import signal
@@ -24,6 +25,7 @@ from typing import IO, Any
 
 from ....dataflow.errors import WorkerError
 from ....dataflow.option_checks import check_range
+from ..child import was_killed
 from .child import CONFINED
 from .kernel import Unconfined
 from .kinds import SandboxKind
@@ -36,7 +38,9 @@ __all__ = [
     "Ran",
     "bounds",
     "check_nothing_left",
+    "ended",
     "fill",
+    "has_used_up",
     "kill",
     "members",
     "num_threads",
@@ -46,8 +50,11 @@ __all__ = [
 ]
 
 _POLL_S = 0.01
+_TICKS_S = 0.1
 START_S = 30.0
 """Seconds until a process is confined; they do not count as the program's."""
+_END_S = 0.5
+"""Between a process's closing all it had and its end."""
 STOP_S = 5.0
 """Seconds killed processes may take to vanish."""
 _RESULT_BYTES = 1 << 20
@@ -122,6 +129,31 @@ def run_in(
     limits = limits or Limits()
     token = secrets.token_hex(16)
     work = {"program": program, "calls": list(calls), "asserts": list(asserts), "token": token}
+    try:
+        return _run(kind, work, stdin, limits, code, is_last=False)
+    except _Killed:  # what a program does is a function of what it reads: so does another
+        return _run(kind, work, stdin, limits, code, is_last=True)
+
+
+class _Killed(Exception):
+    """A process was killed, and not by us."""
+
+
+def _run(
+    kind: SandboxKind,
+    work: Mapping[str, Any],
+    stdin: str,
+    limits: Limits,
+    code: Path | None,
+    *,
+    is_last: bool,
+) -> Ran:
+    """Run some work once.
+
+    Raises:
+        _Killed: If the process is killed, unless this is the last time.
+    """
+    num_calls, num_asserts = len(work["calls"]), len(work["asserts"])
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(unnamed_file(name)) for name in _STREAMS}
         # One end of each is the child's: it learns that this process is gone, and tells that it is
@@ -139,14 +171,16 @@ def run_in(
         command = kind.command(code, files["given"].fileno())
         passed = [files["given"].fileno(), *descriptors.values()]
         process = start(command, kind.environment, streams, passed)
-        told, timed_out = _finish(process, verdict, limits)
+        told, timed_out, by_itself = _finish(process, verdict, limits)
+        if by_itself and was_killed(process.returncode) and not is_last:
+            raise _Killed
         stderr = _text(files["stderr"], limits.output_bytes)
         exit_code = process.returncode if process.returncode <= 128 else 128 - process.returncode
         if told != CONFINED:
             reason = told.decode() or f"exit code {exit_code} {stderr[-200:].strip()}"
             raise Unconfined(reason)
-        results = _results(files["results"], len(calls) + len(asserts))
-        checked = [r for i, r in enumerate(results) if i < len(calls) or r.get("token") == token]
+        token, results = work["token"], _results(files["results"], num_calls + num_asserts)
+        checked = [r for i, r in enumerate(results) if i < num_calls or r.get("token") == token]
         return Ran(
             exit_code=exit_code,
             stdout=_text(files["stdout"], limits.output_bytes),
@@ -222,6 +256,11 @@ def bounds(limits: Limits) -> dict[str, int]:
     }
 
 
+def has_used_up(cpu_s: float, limits: Limits) -> bool:
+    """Whether the kernel has ended a process for its CPU time; it counts by the tick."""
+    return cpu_s >= bounds(limits)["cpu_s"] - _TICKS_S
+
+
 def start(
     command: Sequence[str],
     environment: Mapping[str, str],
@@ -251,26 +290,31 @@ def start(
     return process
 
 
-def _finish(process: subprocess.Popen[bytes], verdict: Pipe, limits: Limits) -> tuple[bytes, bool]:
-    """What the process told of its confinement, and whether it was ended for the time it used."""
-    timed_out = False
+def _finish(
+    process: subprocess.Popen[bytes], verdict: Pipe, limits: Limits
+) -> tuple[bytes, bool, bool]:
+    """What it told of its confinement, and whether it used up its time, and ended by itself."""
+    timed_out = by_itself = False
     try:
         verdict.close(verdict.writing)  # so that its end shows if the process ends without a word
         told = f"it was not ready after {START_S:g} s".encode()
         if _readable(verdict.reading, START_S):
             told = os.read(verdict.reading, 1000)
         deadline = time.monotonic() + limits.time_s
-        while told == CONFINED and not _ended(process, min(_POLL_S, limits.time_s)):
+        while told == CONFINED and not ended(process, min(_POLL_S, limits.time_s)):
             timed_out = time.monotonic() >= deadline
             if timed_out or any(num_threads(p) > limits.threads for p in members(process.pid)):
                 break
+        by_itself = ended(process, 0 if told == CONFINED else _END_S)
     finally:
-        kill(process)
+        cpu_s = kill(process)
         check_nothing_left(process.pid, STOP_S)
-    return told, timed_out
+    if by_itself and was_killed(process.returncode) and has_used_up(cpu_s, limits):
+        timed_out, by_itself = True, False  # by the kernel
+    return told, timed_out, by_itself
 
 
-def _ended(process: subprocess.Popen[bytes], wait_s: float) -> bool:
+def ended(process: subprocess.Popen[bytes], wait_s: float) -> bool:
     """Whether it ends within these seconds."""
     try:
         descriptor = os.pidfd_open(process.pid)
@@ -307,20 +351,24 @@ def num_threads(process_id: int) -> int:
         return 0
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> float:
     """Kill the process's whole group, and wait for the process itself.
 
     It is waited for last: until then nobody else can have its number, nor its group's.
+
+    Returns:
+        Seconds of CPU time that it took.
     """
-    if not _ended(process, 0):
+    if not ended(process, 0):
         first = [member for member in members(process.pid) if member != process.pid]
         for member in first:  # it takes all its namespace along
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member, signal.SIGKILL)
         # The one in front waits for it; else it would be left to whoever waits for orphans.
-        _ended(process, STOP_S if first else 0)
+        ended(process, STOP_S if first else 0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    before_s = _cpu_of_children_s()
     try:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired as error:
@@ -328,6 +376,13 @@ def kill(process: subprocess.Popen[bytes]) -> None:
             f"process {process.pid}, which ran a model's program, is still there {STOP_S:g} s "
             "after it was killed"
         ) from error
+    return _cpu_of_children_s() - before_s
+
+
+def _cpu_of_children_s() -> float:
+    """Of all children that have been waited for, and theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def check_nothing_left(group: int, wait_s: float) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import program_agents
+import psutil
 import pytest
 import torch
 from echo_task import EchoSpec, EchoTask
+from killer import killing
 from penstock.algorithms.ops.turns import conversation_advantage
 from penstock.algorithms.roles import Conversations, Sampling
 from penstock.algorithms.roles.agents import ENDINGS
@@ -245,3 +247,22 @@ def test_few_run_at_once_and_none_waits_within_its_time(talks: Talks) -> None:
 def test_conversations_of_programs_do_not_branch_for_pairs(talks: Talks) -> None:
     with pytest.raises(ConfigError, match="a program decides by itself where its own go on"):
         talks("turns").hold(branch=True)
+
+
+def test_a_command_that_is_killed_runs_again(talks: Talks, tmp_path: Path) -> None:
+    mark, script = tmp_path / "mark", tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\nfrom openai import OpenAI\n\nclient = OpenAI()\n"
+        'said = [{"role": "user", "content": sys.stdin.read()}]\n'
+        'answer = client.chat.completions.create(model="x", messages=said)\n'
+        f"if sys.argv[1:] and not os.path.exists({str(mark)!r}):\n"
+        f"    open({str(mark)!r}, 'w').write(str(os.getpid()))\n    time.sleep(600)\n"
+        "print(answer.choices[0].message.content)\n"
+    )
+    command = (sys.executable, str(script))
+    expected = talks(command=command, max_running=2).hold()
+    talk = talks(command=(*command, "linger"), max_running=2)
+    with killing(lambda: [int(mark.read_text())], lambda: mark.exists() and mark.read_text() != ""):
+        held = talk.hold()
+    assert same(held, expected)
+    assert not psutil.pid_exists(int(mark.read_text()))

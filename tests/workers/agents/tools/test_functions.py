@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from killer import killing
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.tools.functions import FunctionTools, QuickFunctions
 from penstock.workers.agents.tools.tool import Tool, ToolText
@@ -307,3 +308,22 @@ def test_numbers_out_of_range_are_refused() -> None:
         FunctionTools(functions=()).build()
     with pytest.raises(ConfigError, match="two functions are called 'add'"):
         FunctionTools(functions=(PLACES[1], PLACES[1])).build()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_call_whose_process_is_killed_is_made_again(
+    tmp_path: Path, children: Children, *, deterministic: bool
+) -> None:
+    places = ("tool_functions:linger",)
+    options = FunctionTools(
+        functions=places, num_processes=1, time_limit_s=60, deterministic=deterministic
+    )
+    loop, mark = Loop(options.build()), tmp_path / "mark"
+
+    with killing(lambda: [child.pid for child in children()], mark.exists):
+        found = loop.call("linger", mark=str(mark))
+
+    lost = ToolText("linger failed: its process ended by SIGKILL", error=True)
+    assert found == (ToolText("done") if deterministic else lost)
+    loop.runner.run(loop.tool.close())
+    loop.runner.close()

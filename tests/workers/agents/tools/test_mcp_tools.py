@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from killer import killing
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.tools import mcp_tools
 from penstock.workers.agents.tools.mcp_tools import McpTools
@@ -208,3 +209,42 @@ def test_what_cannot_be_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert str(caught.value) == (
         "MCP servers need the package mcp, which is not installed\n    pip install penstock-rl[mcp]"
     )
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_deterministic_server_that_is_killed_is_told_again(
+    children: Children, *, own: bool
+) -> None:
+    server = Server(
+        McpTools(command=BAD, time_limit_s=60, per_conversation=own, deterministic=True)
+    )
+
+    async def calls() -> list[str]:
+        session = server.tool.open(0)
+        name = "count" if own else "add"
+        texts = [(await session.call(name, {"a": 1})).text for _ in range(2)]
+        with killing(lambda: [child.pid for child in children()], lambda: True):
+            pass  # between two calls
+        texts.append((await session.call(name, {"a": 1})).text)
+        await session.close()
+        return texts
+
+    assert server.run(calls()) == (["1", "2", "3"] if own else ["2", "2", "2"])
+    server.close()
+
+
+def test_and_so_is_one_that_ends_in_a_call_but_once(tmp_path: Path) -> None:
+    server = Server(
+        McpTools(command=BAD, time_limit_s=60, per_conversation=True, deterministic=True)
+    )
+    mark = tmp_path / "mark"
+
+    async def calls() -> list[str]:
+        session = server.tool.open(0)
+        given = [("count", {}), ("vanish", {"once": str(mark)}), ("count", {}), ("vanish", {})]
+        texts = [(await session.call(name, arguments)).text for name, arguments in given]
+        await session.close()
+        return texts
+
+    assert server.run(calls()) == ["1", "vanish", "2", "the tool's server ended during the call"]
+    server.close()

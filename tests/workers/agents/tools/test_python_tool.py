@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+from killer import killing
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.tools.python_tool import PythonTools
 from penstock.workers.agents.tools.tool import ToolSession, ToolText
@@ -237,3 +238,49 @@ def test_a_machine_or_name_that_does_not_do_is_refused() -> None:
         PythonTools(name="my tool").build()
     with pytest.raises(ValueError, match="memory_mb is 1; expected at least 64"):
         PythonTools(memory_mb=1)
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_an_interpreter_that_is_killed_from_outside_is_made_again(
+    conversation: Conversation, children: Children, when: str
+) -> None:
+    conversation.run("import random\nx = [random.random()]")
+    expected = conversation.run("x")
+    (front,) = children()
+
+    if when == "before":
+        with killing(lambda: _family(front), lambda: True):
+            pass
+        found = conversation.run("x")
+    else:
+        used_s = _cpu_s(front)
+        code = "n = 0\nwhile n < 20_000_000: n += 1\nx"
+        with killing(lambda: [front.pid], lambda: _cpu_s(front) > used_s + 0.3):
+            found = conversation.run(code)
+    assert found == expected
+    assert front not in children()
+    assert conversation.run("x") == expected
+
+
+def _family(front: psutil.Process) -> list[int]:
+    return [one.pid for one in (front, *front.children(recursive=True))]
+
+
+def _cpu_s(front: psutil.Process) -> float:
+    try:
+        times = [one.cpu_times() for one in (front, *front.children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return 0.0
+    return sum(one.user + one.system for one in times)
+
+
+def test_one_that_says_something_else_is_none(
+    conversation: Conversation, children: Children
+) -> None:
+    assert conversation.run("import os; os.urandom(8)").text.startswith("b")
+    (front,) = children()
+    with killing(lambda: _family(front), lambda: True):
+        pass
+    lost = ToolText(f"it ended or spoke between two calls{GONE}", error=True)
+    assert conversation.run("1") == lost
+    assert conversation.run("1") == ToolText("1\n")

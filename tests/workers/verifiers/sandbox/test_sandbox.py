@@ -19,8 +19,9 @@ from typing import Any
 
 import psutil
 import pytest
+from killer import killing
 from penstock.dataflow.errors import ConfigError, WorkerError
-from penstock.workers.verifiers.sandbox import sandbox
+from penstock.workers.verifiers.sandbox import process, sandbox
 from penstock.workers.verifiers.sandbox.kernel import Unconfined
 from penstock.workers.verifiers.sandbox.kinds import (
     BUBBLEWRAP,
@@ -496,3 +497,54 @@ def test_a_filter_allows_each_call_once_and_ends_by_denying(machine: str) -> Non
 def test_limits_out_of_range(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="; expected "):
         Limits(**options)
+
+
+@pytest.mark.parametrize("when", ["at once", "while it runs"])
+@pytest.mark.parametrize("whom", ["front", "program"])
+def test_a_program_that_is_killed_from_outside_runs_again(
+    kind: SandboxKind, when: str, whom: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    begin = process.start
+
+    def start(*args: Any) -> subprocess.Popen[bytes]:
+        started.append(begin(*args))
+        return started[-1]
+
+    def busy_s() -> float:
+        family = psutil.Process(started[0].pid)
+        times = [one.cpu_times() for one in (family, *family.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
+
+    def find() -> list[int]:
+        front = psutil.Process(started[0].pid)
+        inside = [one.pid for one in front.children(recursive=True)]
+        return inside[-1:] if whom == "program" and inside else [front.pid]
+
+    monkeypatch.setattr(process, "start", start)
+    code = "n = 0\nwhile n < 20_000_000: n += 1\nprint(n)"
+    with killing(find, lambda: bool(started) and (when == "at once" or busy_s() > 0.3)):
+        ran = run_in(kind, code, limits=Limits(time_s=60.0))
+    assert (ran.exit_code, ran.stdout, ran.timed_out) == (0, "20000000\n", False)
+    assert len(started) == 2
+
+
+def test_one_that_takes_all_its_cpu_time_is_not_run_again(
+    kind: SandboxKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    begin, bounds = process.start, process.bounds
+
+    def start(*args: Any) -> subprocess.Popen[bytes]:
+        made = begin(*args)
+        started.append(made.pid)
+        return made
+
+    def less(limits: Limits) -> dict[str, int]:
+        return {**bounds(limits), "cpu_s": 1}
+
+    monkeypatch.setattr(process, "start", start)
+    monkeypatch.setattr(process, "bounds", less)
+    ran = run_in(kind, "while True: pass", limits=Limits(time_s=60.0))
+    assert ran.timed_out
+    assert len(started) == 1

@@ -1,0 +1,181 @@
+"""`penstock run --supervise`: a small parent that starts a run again when its process dies.
+
+It imports neither torch nor Ray, and does nothing but wait. The run's process says in which folder
+it is; from there `penstock run resume=FOLDER` goes on, with the weights of a run that nothing has
+killed. The parent starts it again if it was killed or ended with an error that nobody foresaw: not
+if it was refused, interrupted or terminated, nor if the user's own code has failed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+
+from ...dataflow.errors import ConfigError
+from ...dataflow.runtime.recovery.limits import Recoveries, Recovery, WorkerLost
+from ..run_dir.run_folder import RunFolder
+from ..run_dir.stop import say
+from ..run_dir.supervised import environment_of, what_was_told
+from ..run_dir.trackers.jsonl import read_metrics
+
+__all__ = ["SUPERVISE", "supervise_command"]
+
+SUPERVISE = "--supervise"
+"""As an option of `penstock run`: start it again when its process dies."""
+
+_PROGRAM = (sys.executable, "-P", "-m", "penstock.launch.main")
+_PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+_ENDED = frozenset({0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM})
+"""Exit codes that are an end: done, refused, interrupted, terminated."""
+_LOOK_S = 0.1
+"""How soon a signal ends a pause."""
+
+
+def supervise_command(arguments: Sequence[str]) -> int:
+    """Run the command; `arguments` are the words after `penstock run`, without `--supervise`.
+
+    Returns:
+        The exit code of the run's last process; 128 and its number if that was a signal.
+
+    Raises:
+        ConfigError: If the words are of several runs.
+    """
+    several = [word for word in arguments if word in ("-m", "--multirun") or word[:6] == "sweep."]
+    if several:
+        raise ConfigError(
+            f"{SUPERVISE} looks after one run, and {several[0]} makes several\n    leave one of "
+            "them out"
+        )
+    with TemporaryDirectory(prefix="penstock-supervise-") as place, _passing_on() as child:
+        return _looked_after(child, list(arguments), Path(place) / "told.jsonl")
+
+
+class _Child:
+    """The run's process, of which there is one at a time.
+
+    Attributes:
+        asked: The first signal that came for it; None if none has.
+    """
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on."""
+        del frame
+        self.asked = self.asked or number
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def run(self, words: Sequence[str], told: Path) -> int:
+        """Start the process and wait until it ends, which may take days.
+
+        In a process group of its own: what a terminal sends at Ctrl-C comes once, from here. A
+        second signal would end the run without its checkpoint.
+
+        Returns:
+            Its exit code, the negative number of a signal.
+        """
+        environment = {**os.environ, **environment_of(told)}
+        self._process = subprocess.Popen(
+            [*_PROGRAM, "run", *words], env=environment, process_group=0
+        )
+        if self.asked is not None:  # while it was being started
+            self._process.send_signal(self.asked)
+        code = self._process.wait()
+        self._process = None
+        return code
+
+    def pause(self, seconds: float) -> bool:
+        """Wait that long; returns whether a signal has ended it."""
+        end_s = time.monotonic() + seconds
+        while self.asked is None and (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _LOOK_S))
+        return self.asked is not None
+
+
+@contextmanager
+def _passing_on() -> Generator[_Child]:
+    """While it is entered, signals for this process are for the run's."""
+    child = _Child()
+    heard = [number for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, child.hear) for number in heard}
+    try:
+        yield child
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _looked_after(child: _Child, words: list[str], file: Path) -> int:
+    """Have the run's process started until it is over."""
+    recoveries: Recoveries | None = None
+    while True:
+        file.unlink(missing_ok=True)
+        code = child.run(words, file)
+        told = what_was_told(file)
+        if child.asked is not None or not _may_go_on(code, told):
+            return code if code >= 0 else 128 - code
+        run = RunFolder(Path(told["folder"])) if "folder" in told else None
+        if run is not None and run.summary.exists():
+            say(f"{_how(code)}, but the run had finished: {run.summary}")
+            return 0
+        recoveries = recoveries or Recoveries(_limits(told))
+        said = _how(code) if run is None else f"{_how(code)} after {_completed(run)} steps"
+        try:
+            pause_s = recoveries.pause_s(WorkerLost(said), _completed(run) if run else 0)
+        except WorkerLost as spent:
+            say(str(spent))
+            return code if code >= 0 else 128 - code
+        if run is not None:
+            words = _to_resume(words, run)
+        where = "it is started anew" if run is None else f"it goes on from its folder {run.path}"
+        say(f"{said}; {where} (start {recoveries.number + 1}, after {pause_s:.1f} s)")
+        if child.pause(pause_s):
+            return 128 + (child.asked or 0)
+
+
+def _may_go_on(code: int, told: Mapping[str, Any]) -> bool:
+    """Whether the process has died, or ended with what starting again may mend."""
+    if code < 0:
+        return -code not in _PASSED_ON  # somebody wanted it to end
+    return bool(told.get("may_go_on", code not in _ENDED))
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"the run's process ended with exit code {code}"
+    known = {one.value: one.name for one in signal.Signals}
+    return f"the run's process was killed by {known.get(-code, f'signal {-code}')}"
+
+
+def _limits(told: Mapping[str, Any]) -> Recovery:
+    """How often it may be started again; by default until its configuration has been read."""
+    given = told.get("recovery", {})
+    return Recovery(**{one.name: given[one.name] for one in fields(Recovery) if one.name in given})
+
+
+def _completed(run: RunFolder) -> int:
+    """Steps that have been complete, those of all stages together."""
+    stages = sorted((run.path / "stages").glob("*"))
+    found = (read_metrics(RunFolder(path).metrics) for path in (*stages, run.path))
+    return sum(lines[-1]["step"] + 1 for lines in found if lines)
+
+
+def _to_resume(words: Sequence[str], run: RunFolder) -> list[str]:
+    """The words that go on with the run: those that did already, or else its folder alone."""
+    if any(word.startswith("resume=") for word in words):
+        return list(words)
+    quoted = str(run.path).replace("'", "\\'")
+    return [f"resume='{quoted}'"]

@@ -1,0 +1,49 @@
+"""What a run tells the process that started it to look after it: `penstock run --supervise`.
+
+A line of JSON in a file that the parent reads once the run's process has ended, however it ended.
+The parent names the file in an environment variable, with its own process: whoever else inherits
+that variable is nobody's child, and tells nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["environment_of", "tell", "what_was_told"]
+
+_VARIABLE = "PENSTOCK_SUPERVISED"
+
+
+def environment_of(file: Path) -> dict[str, str]:
+    """What a child of this process finds in its environment, so that it tells in `file`."""
+    return {_VARIABLE: f"{os.getpid()}:{file}"}
+
+
+def tell(**said: Any) -> None:
+    """Tell the parent something, if it looks after this process.
+
+    Args:
+        **said: `recovery`: how often it may start the run again. `folder`: where the run is.
+            `may_go_on`: whether the error with which this process ends is one that starting again
+            may mend.
+    """
+    parent, _, file = os.environ.get(_VARIABLE, "").partition(":")
+    if parent != str(os.getppid()):
+        return
+    # A disk that is full where the parent looks is no reason for the run to end.
+    with contextlib.suppress(OSError), Path(file).open("a") as told:
+        told.write(f"{json.dumps(said)}\n")
+
+
+def what_was_told(file: Path) -> Mapping[str, Any]:
+    """All that was told, the latest of each; a line cut short by a kill is left out."""
+    found: dict[str, Any] = {}
+    if file.exists():
+        for line in file.read_text().split("\n")[:-1]:
+            found |= json.loads(line)
+    return found

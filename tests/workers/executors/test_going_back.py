@@ -1,0 +1,188 @@
+"""Runs whose trainers die go back, compute the same again, and hand every step out once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from penstock.dataflow.errors import WorkerError
+from penstock.dataflow.graph.role import Role
+from penstock.dataflow.runtime.engine import Engine, StepResult
+from penstock.dataflow.runtime.executor import Executor
+from penstock.dataflow.runtime.in_process import InProcess
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
+from penstock.dataflow.runtime.recovery.ledger import Ledger, check
+from penstock.dataflow.runtime.recovery.limits import Recovered, Recovery
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.launch.run_dir.checkpoint import CheckpointStore
+
+from ...algorithms import runs
+from .backends import Backend
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 6
+EVERY = 2
+
+
+@dataclass(frozen=True)
+class MortalSpec:
+    """The worker kills its process at some of its calls of a method, each once in all.
+
+    Attributes:
+        spec: What makes the worker.
+        folder: Where calls leave a mark.
+        method: Which calls.
+        fatal: Their numbers, counted over all processes.
+        rank: Of the process.
+    """
+
+    spec: Any
+    folder: str
+    method: str
+    fatal: tuple[int, ...]
+    rank: int = 0
+
+    def build(self, context: WorkerContext) -> Role:
+        worker = self.spec.build(context)
+        if self.method in context.methods and context.rank == self.rank:
+            call, mark = getattr(worker, self.method), Path(self.folder)
+
+            def mortal(*args: Any, **kwargs: Any) -> Any:
+                count = len(list(mark.glob(f"{self.method}-*")))
+                (mark / f"{self.method}-{count}").touch()
+                if count in self.fatal:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args, **kwargs)
+
+            setattr(worker, self.method, mortal)
+        return worker
+
+
+@dataclass
+class Finished:
+    """How a run has ended."""
+
+    weights: dict[str, str]
+    steps: list[StepResult]
+    told: list[Recovered]
+
+
+def finish(
+    run: runs.Run,
+    placement: Placement,
+    executor: Executor,
+    max_lag: int = 0,
+    folder: Path | None = None,
+    every: int = EVERY,
+    mirror: Path | None = None,
+    recovery: Recovery | None = None,
+    streaming: int = 0,
+    segment_tokens: int = 0,
+    **workers: Any,
+) -> Finished:
+    told: list[Recovered] = []
+    engine = Engine(
+        run.graph,
+        placement,
+        workers={**run.workers, **workers},
+        executor=executor,
+        schedule=Schedule(max_lag=max_lag, streaming=streaming, segment_tokens=segment_tokens),
+        recovery=recovery or Recovery(pause_s=0.0),
+        recovered=told.append,
+    )
+    ledger = Ledger(run.graph, lambda _: None)
+    with engine:
+        steps = list(
+            engine.run(
+                run.sources,
+                NUM_STEPS,
+                checkpoint_every=every,
+                checkpoints=CheckpointStore(folder) if folder else None,
+                mirror=CheckpointStore(mirror, keep=1) if mirror else None,
+                ledger=ledger,
+            )
+        )
+        weights = {role: engine.call(role, "weights_sha256") for role in run.trained}
+    check([*ledger.lines.values()], NUM_STEPS)
+    assert not any(line.unseen for line in ledger.lines.values())
+    return Finished(weights, steps, told)
+
+
+def apart(run: runs.Run, ranks: int = 1) -> Placement:
+    """Rollouts on two ranks of their own, all else on `ranks` of another group."""
+    names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]
+    nodes = {name: "rollout" if name == "actor.generate" else "main" for name in names}
+    return Placement((DeviceGroup("main", ranks), DeviceGroup("rollout", 2)), nodes, num_chunks=2)
+
+
+def undisturbed(run: runs.Run, **options: Any) -> Finished:
+    return finish(run, replace(one_group(run.graph), num_chunks=2), InProcess(), **options)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize("fatal", [(0,), (5,), (3, 6)])
+def test_a_trainer_that_dies_changes_nothing(
+    tmp_path: Path, backend: Backend, max_lag: int, fatal: tuple[int, ...]
+) -> None:
+    run = runs.make("grpo")
+    plain = undisturbed(run, max_lag=max_lag)
+    mortal = MortalSpec(run.workers["actor"], str(tmp_path), "train", fatal)
+    found = finish(
+        run, apart(run), backend.executor(), max_lag, tmp_path / "checkpoints", actor=mortal
+    )
+    assert found.weights == plain.weights
+    assert [step.step for step in found.steps] == list(range(NUM_STEPS))
+    assert [step.num_rows for step in found.steps] == [step.num_rows for step in plain.steps]
+    assert [told.number for told in found.told] == list(range(1, len(fatal) + 1))
+    assert all("rank 0 of group 'main' died" in told.said for told in found.told)
+    # A checkpoint that was being written when the trainer died is none.
+    assert all(told.completed - told.step < 2 * EVERY for told in found.told)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_with_a_mirror_one_step_at_most_is_done_again(
+    tmp_path: Path, spawned: Backend, max_lag: int
+) -> None:
+    run = runs.make("ppo")
+    plain = undisturbed(run, max_lag=max_lag)
+    mortal = MortalSpec(run.workers["critic"], str(tmp_path), "train", (3, 5))
+    found = finish(
+        run,
+        apart(run),
+        spawned.executor(),
+        max_lag,
+        tmp_path / "checkpoints",
+        NUM_STEPS,
+        tmp_path / "mirror",
+        critic=mortal,
+    )
+    assert found.weights == plain.weights
+    assert [step.step for step in found.steps] == list(range(NUM_STEPS))
+    assert [told.source for told in found.told] == ["mirror", "mirror"]
+    # What was being written when the trainer died is not there.
+    assert all(told.completed - told.step <= 1 for told in found.told)
+    assert sum(step.mirrored_bytes for step in found.steps) > 0
+
+
+def test_a_fault_that_comes_again_each_time_ends_the_run(tmp_path: Path, spawned: Backend) -> None:
+    run = runs.make("grpo")
+    mortal = MortalSpec(run.workers["actor"], str(tmp_path), "train", tuple(range(2, 99)))
+    with pytest.raises(WorkerError) as raised:
+        finish(
+            run,
+            apart(run),
+            spawned.executor(),
+            folder=tmp_path / "checkpoints",
+            recovery=Recovery(max_repeats=2, pause_s=0.0),
+            actor=mortal,
+        )
+    said = str(raised.value)
+    assert said.startswith("rank 0 of group 'main' died: ")
+    assert "starting again does not mend it (recovery.max_repeats)" in said
+    assert len(list(tmp_path.glob("train-*"))) == 5  # two steps, then three deaths

@@ -1,0 +1,107 @@
+"""A process whose own child has died counts as dead itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from killer import killing
+from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.recovery.limits import Recovered, WorkerLost
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.launch.run_dir.checkpoint import CheckpointStore
+
+from ...dataflow import counter
+from .backends import Backend
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class ParentSpec:
+    """A counter that needs a process of its own where `method` is asked for."""
+
+    folder: str
+    method: str
+
+    def build(self, context: WorkerContext) -> counter.Counter:
+        if self.method not in context.methods:
+            return counter.Counter()
+        return Parent(Path(self.folder) / "child", self.method)
+
+
+class Parent(counter.Counter):
+    def __init__(self, file: Path, method: str) -> None:
+        super().__init__()
+        code = "import sys; sys.stdin.read()"
+        self.child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        self.file, self.method = file, method
+
+    def sample(self, key: counter.Key) -> counter.Score:
+        found = super().sample(key)
+        if self.weight > 0 and self.method == "sample":
+            self.work()
+        return found
+
+    def train(self, loss: object, batch: counter.Batch) -> counter.Metrics:
+        if self.weight > 0 and self.method == "train":
+            self.work()
+        return super().train(counter.AnyLoss(), batch)
+
+    def work(self) -> None:
+        """What the child does; the first one dies of it."""
+        if not self.file.exists():
+            self.file.write_text(str(self.child.pid))
+            self.child.wait(60)
+        if self.child.poll() is not None:
+            raise WorkerLost(f"its child ended with exit code {self.child.returncode}")
+
+    def close(self) -> None:
+        self.child.communicate(timeout=60)
+
+
+TOLD: list[Recovered] = []
+
+
+def engine_of(backend: Backend, folder: Path, method: str) -> Engine:
+    return Engine(
+        counter.COUNT,
+        counter.apart(counter.COUNT, model__sample="rollout"),
+        workers={"model": ParentSpec(str(folder), method)},
+        schedule=Schedule(deadline_s=60.0),
+        executor=backend.executor(),
+        recovered=TOLD.append,
+    )
+
+
+def pids(file: Path) -> list[int]:
+    return [int(text)] if file.exists() and (text := file.read_text()) else []
+
+
+def test_its_group_is_started_again(
+    spawned: Backend, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "child"
+    with engine_of(spawned, tmp_path, "sample") as engine, killing(lambda: pids(file), file.exists):
+        steps = list(engine.run(counter.SOURCES, 3))
+    assert counter.seen(steps) == [0.0, 1.0, 2.0]
+    (told,) = [r.getMessage() for r in caplog.records if r.name == "penstock.executor"]
+    assert told == (
+        "rank 0 of group 'rollout' died: its child ended with exit code -9; its group is started "
+        "again"
+    )
+
+
+def test_where_weights_are_lost_with_it_the_run_goes_back(spawned: Backend, tmp_path: Path) -> None:
+    file = tmp_path / "child"
+    with engine_of(spawned, tmp_path, "train") as engine, killing(lambda: pids(file), file.exists):
+        store = CheckpointStore(tmp_path / "checkpoints")
+        steps = list(engine.run(counter.SOURCES, 3, checkpoint_every=1, checkpoints=store))
+    assert counter.seen(steps) == [0.0, 1.0, 2.0]
+    (told,) = TOLD
+    assert told.said == "rank 0 of group 'main' died: its child ended with exit code -9"
+    assert told.completed == 1

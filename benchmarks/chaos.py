@@ -146,7 +146,7 @@ def carried_out(case: Case, folder: Path, num_kills: int, draw: random.Random) -
         "weights_sha256": summary.get("weights_sha256"),
         "ledger": summary.get("ledger"),
         "took_s": round(time.monotonic() - since_s, 1),
-        "said": (folder / "said").read_text()[-2000:] if ended != 0 else "",
+        "said": (folder / "said").read_text()[-6000:] if ended != 0 else "",
     }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 __all__ = ["CASES", "Case"]
 
 _STEPS = 16
+_ACTING_STEPS = 80
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ _ALL = (
     "executor.num_threads=1",
     "checkpoint_every=3",
     "recovery.pause_s=0.1",
-    f"algorithm.num_steps={_STEPS}",
 )
 _TEXT = (
     *_ALL,
+    f"algorithm.num_steps={_STEPS}",
     "evaluation.num_prompts=8",
     "task.num_train=200",
     "task.num_held_out=16",
@@ -62,6 +63,7 @@ _ENV = (
     "algorithm=env_ppo",
     "task=cartpole",
     "model=mlp",
+    f"algorithm.num_steps={_ACTING_STEPS}",
     "task.group_size=2",
     "evaluation.num_episodes=4",
     "executor.groups={train: 1, acting: 2, policy: 1}",
@@ -81,8 +83,8 @@ _CASES = (
     Case("ppo, k=1, mirror", (*_PPO, "schedule.max_lag=1", "checkpoint.mirror=neighbor")),
     Case("grpo on two ranks, k=0", _GRPO),
     Case("grpo, partial", (*_GRPO, "schedule=streaming", "schedule.segment_tokens=4")),
-    Case("environments, k=0", _ENV),
-    Case("environments, k=1", (*_ENV, "schedule.max_lag=1")),
+    Case("environments, k=0", _ENV, _ACTING_STEPS),
+    Case("environments, k=1", (*_ENV, "schedule.max_lag=1"), _ACTING_STEPS),
     Case("conversations, k=0", _TALK),
     Case("vllm, k=1", (*_GRPO, "rollout=vllm", "schedule.max_lag=1"), gap_s=8.0),
 )

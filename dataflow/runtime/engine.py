@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..graph.check import check_lag
-from ..graph.graph import Graph
+from ..graph.graph import Graph, NodeKind
 from ..graph.role import Role
 from ..graph.segments import check_segments
 from ..scheduler.events import Load, NodeTask, Publish
@@ -283,7 +283,7 @@ class Engine:
         self, asked: _Asked, checkpoints: CheckpointFolder | None, mirror: CheckpointFolder | None
     ) -> Generator[StepResult]:
         self.start()
-        homes = self._state_of(asked.program).homes
+        homes = self._changed_by(asked.program)
         saving = self._new_saving(asked.program, checkpoints, mirror) if checkpoints else None
         reset, self._at_rest = self._at_rest, None
         going = GoingBack(
@@ -296,21 +296,30 @@ class Engine:
             saving=saving,
             reset=reset,
         )
-        completed = 0
         try:
-            for result in self._going_on(asked, saving, going):
-                completed = result.step + 1
-                yield result
+            completed = yield from self._going_on(asked, saving, going)
         finally:
             if not homes:
                 self._at_rest = reset
         if homes and saving is not None and saving.saved == completed:
             self._at_rest = partial(self._reload, asked.program, saving)
 
+    def _changed_by(self, program: str) -> dict[str, str]:
+        """Role that a program changes -> its group.
+
+        An evaluation only has methods called that change nothing of what its roles are besides.
+        """
+        homes = self._state_of(program).homes
+        if program == "main":
+            return dict(homes)
+        nodes = self.programs[program].graph.nodes
+        changed = {node.role for node in nodes if node.kind is not NodeKind.FORWARD}
+        return {role: group for role, group in homes.items() if role in changed}
+
     def _going_on(
         self, asked: _Asked, saving: Saving | None, going: GoingBack
-    ) -> Generator[StepResult]:
-        """Every step once, however often the run pauses or goes back."""
+    ) -> Generator[StepResult, None, int]:
+        """Every step once, however often the run pauses or goes back; the number of steps."""
         suspended: Suspended | None = None
         ahead, handed_out = asked.pauses.steps, 0
         while True:
@@ -322,13 +331,13 @@ class Engine:
                         yield result
                 place = run.place
                 if place is None:
-                    return
+                    return run.scheduler.completed
                 suspended = run.suspended(place)
                 if asked.pauses.between(run.interval(place)):
                     if saving is not None:
                         saving.finish(place.step)
                     self.executor.release(list(suspended.outputs.values()))
-                    return
+                    return run.scheduler.completed
                 ahead = frozenset(step for step in ahead if step > place.step)
             except WorkerLost as lost:
                 going.back(lost, max(handed_out, run.scheduler.completed), run.known)

@@ -531,8 +531,14 @@ class Run:
         if self._mixes_versions:
             self.known = Known()  # what was read when depends on the time
             return
-        nodes = [node for node in self._flow.nodes if node.kind != "source" and not node.trains]
-        num_parts = {node.name: self._flow.num_chunks for node in nodes}
+        keeps_state = self._placement.state_homes(self._graph)  # calls of these change it
+        num_parts = {
+            node.name: self._flow.num_chunks
+            for node in self._flow.nodes
+            if node.kind != "source"
+            and not node.trains
+            and self._graph[node.name].role not in keeps_state
+        }
         every = [one for done in self._done_by_step.values() for one in done]
         self.known.made |= made_by(every, self._store, num_parts)
         versions = {

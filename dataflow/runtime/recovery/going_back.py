@@ -66,10 +66,10 @@ class GoingBack:
         self.known = Known() if lost.stored else known
         while True:
             self._lost = lost
-            self._check_can(lost)
-            pause_s = self._recoveries.pause_s(lost, self._completed)
             if self._saving is not None:
                 self._saving.go_back()
+            self._check_can(lost)
+            pause_s = self._recoveries.pause_s(lost, self._completed)
             time.sleep(pause_s)
             try:
                 self._start_again()

@@ -531,22 +531,16 @@ class Run:
         if self._mixes_versions:
             self.known = Known()  # what was read when depends on the time
             return
-        keeps_state = self._placement.state_homes(self._graph)  # calls of these change it
+        keeps = self._placement.state_homes(self._graph)  # calls of these change it
         num_parts = {
             node.name: self._flow.num_chunks
             for node in self._flow.nodes
-            if node.kind != "source"
-            and not node.trains
-            and self._graph[node.name].role not in keeps_state
+            if not (node.kind == "source" or node.trains or self._graph[node.name].role in keeps)
         }
         every = [one for done in self._done_by_step.values() for one in done]
         self.known.made |= made_by(every, self._store, num_parts)
-        versions = {
-            task: versions
-            for task, versions in self._versions.items()
-            if task.node in num_parts and task not in self._streams
-        }
-        self.known.leave_out(self._dispatcher.out(), versions)
+        tasks = [t for t in self._versions if t.node in num_parts and t not in self._streams]
+        self.known.leave_out(self._dispatcher.out(), {t: self._versions[t] for t in tasks})
 
     # --- weights between runs
 

@@ -24,9 +24,9 @@ def measure(waits: bool) -> dict[int, float]:
     held_s: dict[int, float] = {}
     begin = Saving.begin
 
-    def measured(self: Saving, step: int, take: Take) -> bool:
+    def measured(self: Saving, step: int, take: Take, *, due: bool = True) -> bool:
         since_s = time.monotonic()
-        taken = begin(self, step, take)
+        taken = begin(self, step, take, due=due)
         if waits:
             self.settle(LIMIT_S)
         held_s[step] = time.monotonic() - since_s

@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, str] = {
     "export": "write a run's model at a checkpoint as a Hugging Face folder, or upload it",
     "profile": "measure this machine or a cluster, for plans and for runs that are planned",
     "samples": "show what a run sampled, and what it earned",
+    "scale": "have a run that goes on sample with more replicas, or fewer",
     "runs": "list, compare, plot, check, reproduce and send runs",
     "watch": "show runs in the browser while they go on: curves, samples, timelines",
     "doctor": "say what is installed and what this machine has, for a report of a fault",
@@ -141,6 +142,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from .cli.samples import samples_command
 
         return samples_command
+    if name == "scale":
+        from .cli.scale import scale_command
+
+        return scale_command
     if name == "watch":
         from .cli.watch import watch_command
 

@@ -202,7 +202,7 @@ class Dispatcher:
         return self.loss(failed) or WorkerError(describe(failed))
 
     def loss(self, failed: Completion | None = None) -> WorkerLost | None:
-        """What to raise if processes have died; None if none has.
+        """What to raise if processes have died; None if none has, or going back does not help.
 
         Args:
             failed: Work that failed, if that is why one asks.
@@ -210,6 +210,8 @@ class Dispatcher:
         lost = failed.lost if failed is not None else ""
         if failed is not None and lost == "process":  # it says more than who is found dead
             return WorkerLost(str(failed.error))
+        if lost == "for good":
+            return None
         said = self._executor.died()
         if not said and not lost:
             return None

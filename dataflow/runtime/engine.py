@@ -17,6 +17,7 @@ from ..graph.graph import Graph, NodeKind
 from ..graph.role import Role
 from ..graph.segments import check_segments
 from ..scheduler.events import Load, NodeTask, Publish
+from ..scheduler.flow import Flow
 from ..scheduler.schedule import Deadline, Schedule
 from .checkpoint import CheckpointFolder, Pauses, Suspended
 from .dispatcher import Dispatcher
@@ -29,6 +30,7 @@ from .placement import Placement, flow_of
 from .recovery.going_back import GoingBack
 from .recovery.ledger import Ledger
 from .recovery.limits import Recovery, Told, WorkerLost
+from .recovery.resizing import ElasticExecutor, Resizing, Scale
 from .run import Run, Trained
 from .saving.in_workers import StateInWorkers
 from .saving.of_run import Saving
@@ -55,6 +57,7 @@ class _Asked:
     pauses: Pauses
     keep: Sequence[str]
     ledger: Ledger | None
+    scale: Scale | None
 
 
 class Engine:
@@ -134,6 +137,7 @@ class Engine:
         self._workers = workers
         self._dispatcher = Dispatcher(self.executor)
         self._trained: Trained = {}
+        self._sizes: dict[str, int] = {}
         self._saving: Saving | None = None
         self._started = False
         self._recovery, self._recovered = recovery or Recovery(), recovered
@@ -148,6 +152,8 @@ class Engine:
             WorkerError: If a worker process fails or is not ready in time.
         """
         if not self._started:
+            if isinstance(self.executor, ElasticExecutor):
+                self.executor.recovery = self._recovery
             try:
                 self.executor.start(self.programs, self._workers, self.seed, self.schedule.wait_s)
             except BaseException:
@@ -171,6 +177,7 @@ class Engine:
         self.executor.stop()
         self._dispatcher = Dispatcher(self.executor)
         self._trained.clear()
+        self._sizes.clear()
         self._started = False
 
     def __enter__(self) -> Engine:
@@ -208,6 +215,7 @@ class Engine:
         keep: Sequence[str] = (),
         mirror: CheckpointFolder | None = None,
         ledger: Ledger | None = None,
+        scale: Scale | None = None,
     ) -> Generator[StepResult]:
         """Run steps and yield each as it completes, in order.
 
@@ -237,6 +245,8 @@ class Engine:
             mirror: Where the state after every step is kept besides, in memory, so that the run has
                 one step at most to do again when processes die.
             ledger: Where it is noted what each step reads, makes and trains on.
+            scale: Who may wish that a group which trains nothing and keeps no state has more ranks,
+                or fewer, while the run goes on. The weights come out as without.
 
         Raises:
             ConfigError: If a source is missing, or there is no such name to keep; with the first
@@ -263,6 +273,7 @@ class Engine:
                 pauses or Pauses(frozenset(), lambda _: True),
                 keep,
                 ledger,
+                scale,
             ),
             checkpoints,
             mirror,
@@ -344,7 +355,7 @@ class Engine:
         if not is_main:
             schedule = replace(schedule, streaming=0, segment_tokens=0, in_flight=False)
         return Run(
-            self.programs[asked.program],
+            self._as_sized(asked.program),
             asked.program,
             asked.sources,
             schedule,
@@ -364,7 +375,22 @@ class Engine:
             known=going.known,
             begun=going.begun,
             ledger=asked.ledger,
+            resizing=self._resizing(asked.scale),
         )
+
+    def _as_sized(self, name: str) -> Program:
+        """A program on groups that have the ranks that they have by now."""
+        program = self.programs[name]
+        groups = tuple(
+            replace(group, num_ranks=self._sizes.get(group.name, group.num_ranks))
+            for group in program.placement.groups
+        )
+        return replace(program, placement=replace(program.placement, groups=groups))
+
+    def _resizing(self, scale: Scale | None) -> Callable[[Flow], Resizing] | None:
+        if scale is None:
+            return None
+        return lambda flow: Resizing(scale, self.executor, self.programs, flow, self._sizes)
 
     def _reload(self, program: str, saving: Saving) -> None:
         """Bring what a run has trained to where its last checkpoint was taken."""
@@ -424,7 +450,7 @@ class Engine:
             WorkerError: If the method fails or does not answer within the deadline.
         """
         self.start()
-        graph, placement = self.programs[program].graph, self.programs[program].placement
+        graph, placement = self.programs[program].graph, self._as_sized(program).placement
         hosts = [g for g in placement.groups if role in placement.hosted_roles(graph, g.name)]
         if not hosts:
             raise ConfigError(

@@ -23,6 +23,7 @@ from .worker_protocol import WorkerContext, WorkerSpec
 __all__ = [
     "Completion",
     "Executor",
+    "Lost",
     "Program",
     "Restart",
     "TaskSpan",
@@ -33,6 +34,10 @@ __all__ = [
     "methods_of",
     "servers_of",
 ]
+
+
+Lost = Literal["", "process", "stored", "for good"]
+"""What a failure has to do with a process that died; see `Completion.lost`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class Completion:
         trace: The traceback as text, if the failure was in another process.
         answers: `Report.answer` of all processes of the rank, if it has several.
         lost: Whether it failed because a process died ("process"), or because what others had made
-            is gone ("stored"); "" if it did not, or as far as is known.
+            is gone ("stored"), or one dies however often it is started again ("for good", of which
+            nothing is tried any more); "" if it did not, or as far as is known.
     """
 
     ticket: int
@@ -75,20 +81,22 @@ class Completion:
     error: BaseException | None = None
     trace: str = ""
     answers: tuple[Any, ...] = ()
-    lost: Literal["", "process", "stored"] = ""
+    lost: Lost = ""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """A group was started again, and does again what it had not finished.
+    """Ranks of a group were started again, and do again what they had not finished.
 
     Attributes:
         group: The group.
         took_s: How long `Executor.wait` was busy with it.
+        ranks: Which of its ranks; all if none is named.
     """
 
     group: str
     took_s: float
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

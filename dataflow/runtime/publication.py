@@ -6,7 +6,7 @@ lacks, cut out where it lies. Otherwise one rank exports everything and every co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..scheduler.schedule import Deadline
 from .dispatcher import Dispatcher
@@ -25,7 +25,7 @@ __all__ = ["Publication"]
 
 
 class Publication:
-    """Makes the work of publishing and loading.
+    """Makes the work of publishing and loading, and has it done between runs.
 
     Args:
         dispatcher: Where workers are asked how they hold weights.
@@ -77,6 +77,34 @@ class Publication:
             return ImportWork(role, weights, version)
         slices = weights if isinstance(weights, tuple) else (weights,)
         return ImportSlicesWork(role, group, self._known(role, home).sends, slices, version)
+
+    def share(
+        self,
+        role: str,
+        version: int,
+        trained: tuple[str, str],
+        program: str,
+        replicas: Mapping[str, int],
+    ) -> None:
+        """Bring all copies of a role to the weights that an earlier run has trained last.
+
+        Args:
+            role: The role.
+            version: What the weights count as.
+            trained: Program and group where it was trained.
+            program: Name of the program of the copies.
+            replicas: Their groups -> how many ranks each has.
+        """
+        if not replicas:
+            return
+        self.learn(role, trained, program, list(replicas))
+        where, home = trained
+        exporting = {0: self.export(role, version)}
+        exported = self._dispatcher.perform_now(where, home, exporting, self._deadline)
+        for group, num_ranks in replicas.items():
+            take = self.take(role, home, group, exported.first.weights, version)
+            works = dict.fromkeys(range(num_ranks), take)
+            self._dispatcher.perform_now(program, group, works, self._deadline)
 
     def _known(self, role: str, group: str) -> HeldLayout:
         layout = self._layouts[role, group]

@@ -28,6 +28,7 @@ from ..scheduler.events import (
     Pause,
     Publish,
     Release,
+    ResizeGroup,
     Restarted,
     RunCall,
     RunStream,
@@ -42,32 +43,23 @@ from ..scheduler.events import (
     Tick,
     Versions,
 )
+from ..scheduler.flow import Flow
 from ..scheduler.schedule import Deadline, Schedule
 from ..scheduler.scheduler import Scheduler
 from .call_context import Piece
-from .checkpoint import (
-    Interval,
-    ResumePoint,
-    SavedRun,
-    Suspended,
-)
+from .checkpoint import Interval, ResumePoint, SavedRun, Suspended
 from .cuts import rank_shares
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
 from .executor import Executor, Program, Restart
 from .kept import KeptColumns
-from .messages import (
-    BeginStreamWork,
-    CallWork,
-    Handle,
-    SetServedVersionWork,
-    Work,
-)
+from .messages import BeginStreamWork, CallWork, Handle, SetServedVersionWork, Work
 from .open_streams import OpenStream, OpenStreams
 from .placement import flow_of
 from .publication import Publication
 from .recovery.known import Known, made_by
 from .recovery.ledger import Ledger, NoLedger
 from .recovery.limits import WorkerLost
+from .recovery.resizing import Resizing
 from .saving.in_workers import StateInWorkers, is_unfinished, unfinished
 from .saving.of_run import Saving
 from .source import Source, read_source
@@ -97,6 +89,7 @@ class Run:
         known: What a run has left that went back, if this one goes on in its place.
         begun: Called when workers are where the run begins, with the number of steps complete.
         ledger: Where it is noted what each step reads, makes and trains on.
+        resizing: Makes what does as `Engine.run` was told by `scale`, of the run's flow.
 
     Attributes:
         place: Where it has paused; None if it has not.
@@ -126,6 +119,7 @@ class Run:
         known: Known | None = None,
         begun: Callable[[int], None] | None = None,
         ledger: Ledger | None = None,
+        resizing: Callable[[Flow], Resizing] | None = None,
     ) -> None:
         self.place: SaveCheckpoint | None = None
         self.known, self._begun = known or Known(), begun
@@ -137,13 +131,13 @@ class Run:
         self._segment = schedule.segment_tokens or None
         self._mixes_versions = bool(schedule.segment_tokens or schedule.in_flight)
         self._flow = flow_of(program.graph, program.placement, schedule)
+        self._resizing = resizing(self._flow) if resizing else None
         self._state = StateInWorkers(dispatcher, name, program, longest)
         self._name, self._sources, self._wait_s = name, sources, schedule.wait_s
         self._executor, self._dispatcher, self._trained = executor, dispatcher, trained
-        self._seed, self._saving, self._longest = seed, saving, longest
-        self._stop, self._watch = stop, watch
+        self._seed, self._saving, self._longest, self._stop = seed, saving, longest, stop
+        self._watch, self._kept = watch, KeptColumns(program.graph, keep)
         self._checkpoint_every = checkpoint_every
-        self._kept = KeptColumns(program.graph, keep)
         self._looked, self._handed = holds(watch, self._kept, suspended)
         self._store: dict[Output, Handle] = dict(suspended.outputs) if suspended else {}
         self._snapshots: dict[tuple[str, int], Handle] = {}
@@ -190,14 +184,11 @@ class Run:
         """Bring the workers to where the run begins, then yield steps as they complete."""
         with self._dispatcher.run(self._name):
             for role, home in self._flow.homes.items():
-                replicas = [
-                    group for group in self._placement.hosts(self._graph, role) if group != home
-                ]
+                replicas = list(self._replicas(role, home))
                 self._publication.learn(role, (self._name, home), self._name, replicas)
             if self._point:
                 self._restore(self._point)
-            self._share_weights(list(self._trained))
-            self._say_versions()
+            self._share_weights()
             if self._begun is not None:
                 self._begun(self.scheduler.completed)
             try:
@@ -240,6 +231,8 @@ class Run:
             if self._stop is not None and self._stop():
                 self._stop = None
                 events.append(Stop(self._waited_s))
+            if self._resizing is not None:
+                events += self._resizing.look(self._waited_s)
             todo.extend(self.scheduler.handle(*events, Tick(self._waited_s)))
 
     @property
@@ -279,6 +272,9 @@ class Run:
             case SaveCheckpoint():
                 self._save(instruction)
                 return self.scheduler.handle(CheckpointSaved(instruction.step, self._waited_s))
+            case ResizeGroup():
+                assert self._resizing is not None, "nobody else has a group resized"
+                return self.scheduler.handle(self._resizing.carry_out(instruction, self._waited_s))
             case Abort():
                 failure = self._failure(instruction)
                 # Whoever waits for the dead may be what did not answer in time.
@@ -317,7 +313,7 @@ class Run:
         else:
             if instruction.last:
                 self._look(node, task)
-            self._note_trained(node.role or "")
+            self._trained[node.role or ""] = (self._name, self._flow.homes[node.role or ""])
             works = self._train_works(node, instruction)
         self._submit(task, self._placement.nodes[node.name], works)
 
@@ -416,7 +412,7 @@ class Run:
         self._dispatcher.submit(task, self._name, group, works)
 
     def _on_all(self, group: str, work: Work) -> dict[int, Work]:
-        return dict.fromkeys(range(self._flow.groups[group]), work)
+        return dict.fromkeys(range(self.scheduler.index.num_ranks[group]), work)
 
     # --- answers
 
@@ -424,7 +420,7 @@ class Run:
         now = self._waited_s
         if isinstance(submission, Restart):
             self._restarts.append(submission)
-            return (Restarted(submission.group, now),)
+            return (Restarted(submission.group, now, submission.ranks),)
         task = submission.task
         assert task is not None, "a dispatcher keeps other answers from its run"
         if submission.carried:  # of the run before, and not asked for yet
@@ -535,54 +531,37 @@ class Run:
         if self._mixes_versions:
             self.known = Known()  # what was read when depends on the time
             return
-        keeps_state = self._placement.state_homes(self._graph)  # calls of these change it
+        keeps = self._placement.state_homes(self._graph)  # calls of these change it
         num_parts = {
             node.name: self._flow.num_chunks
             for node in self._flow.nodes
-            if node.kind != "source"
-            and not node.trains
-            and self._graph[node.name].role not in keeps_state
+            if not (node.kind == "source" or node.trains or self._graph[node.name].role in keeps)
         }
         every = [one for done in self._done_by_step.values() for one in done]
         self.known.made |= made_by(every, self._store, num_parts)
-        for submission in self._dispatcher.out():
-            task = submission.task
-            if isinstance(task, NodeTask) and task.node in num_parts and task not in self._streams:
-                if task in self._versions and not submission.carried:
-                    self.known.out[task, self._versions[task]] = submission
-                submission.carried = True
+        tasks = [t for t in self._versions if t.node in num_parts and t not in self._streams]
+        self.known.leave_out(self._dispatcher.out(), {t: self._versions[t] for t in tasks})
 
     # --- weights between runs
 
-    def _note_trained(self, role: str) -> None:
-        self._trained[role] = (self._name, self._flow.homes[role])
+    def _share_weights(self) -> None:
+        """Bring all copies to the weights that earlier runs trained last; say as what they count.
 
-    def _share_weights(self, roles: Sequence[str]) -> None:
-        """Bring every copy of these roles to the weights that earlier runs trained last."""
-        for role in roles:
-            program, home = self._trained[role]
+        Whoever serves a role has to know what its weights count as in this run.
+        """
+        for role, trained in self._trained.items():
+            replicas = self._replicas(role, trained[1])
             version = self.scheduler.version_of(role)
-            replicas = [
-                group for group in self._placement.hosts(self._graph, role) if group != home
-            ]
-            if not replicas:
-                continue
-            self._publication.learn(role, (program, home), self._name, replicas)
-            work = {0: self._publication.export(role, version)}
-            exported = self._dispatcher.perform_now(program, home, work, self._longest)
-            weights = exported.first.weights
-            for group in replicas:
-                take = self._publication.take(role, home, group, weights, version)
-                self._now(group, self._on_all(group, take))
-
-    def _say_versions(self) -> None:
-        """Tell whoever serves a role what its weights count as in this run."""
+            self._publication.share(role, version, trained, self._name, replicas)
         for role, group in self._placement.serving(self._graph):
             work = SetServedVersionWork(role, self.scheduler.version_of(role))
-            self._now(group, self._on_all(group, work))
+            works = self._on_all(group, work)
+            self._dispatcher.perform_now(self._name, group, works, self._longest)
 
-    def _replicas(self, role: str, home: str) -> list[str]:
-        return [group for group in self._placement.hosts(self._graph, role) if group != home]
+    def _replicas(self, role: str, home: str) -> dict[str, int]:
+        """Group with a copy of a role -> how many ranks it has."""
+        hosts, num_ranks = self._placement.hosts(self._graph, role), self.scheduler.index.num_ranks
+        return {group: num_ranks[group] for group in hosts if group != home}
 
     # --- checkpoints
 
@@ -594,9 +573,6 @@ class Run:
     def suspended(self, place: SaveCheckpoint) -> Suspended:
         """What the run that goes on needs of this one."""
         return Suspended(place.resume, self._store, (self._looked, self._handed))
-
-    def _now(self, group: str, works: Mapping[int, Work]) -> Submission:
-        return self._dispatcher.perform_now(self._name, group, works, self._longest)
 
     def _save(self, instruction: SaveCheckpoint, *, due: bool = False) -> None:
         if self._saving is None:
@@ -618,6 +594,6 @@ class Run:
         """Bring workers and the store to where a checkpoint was taken."""
         outputs = self._state.load_outputs(point, self._flow.num_chunks if self._segment else 0)
         self._state.load(point)
-        for role in self._flow.homes:
-            self._note_trained(role)
+        for role, home in self._flow.homes.items():
+            self._trained[role] = (self._name, home)
         self._store.update(outputs)

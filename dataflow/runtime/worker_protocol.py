@@ -60,6 +60,10 @@ class WorkerContext:
         stage: In which of them this process is.
         methods: What is asked of the role in this group, "generate" and "train" say; empty if that
             is not known.
+        replica: Which of the independent ranks this is, in a group that trains nothing and keeps no
+            state. Each of them is a worker group of its own here, of rank 0 alone, because it
+            is started again without the others, and others may come and go.
+        num_replicas: How many there were when this one was built.
 
     If the group has several processes, torch.distributed's default process group is initialized
     and spans exactly them before `build` is called, and so are groups that an engine makes of it.
@@ -75,6 +79,8 @@ class WorkerContext:
     pipeline_parallel: int = 1
     stage: int = 0
     methods: frozenset[str] = frozenset()
+    replica: int = 0
+    num_replicas: int = 1
 
     def __post_init__(self) -> None:
         if self.device == "cuda":

@@ -40,10 +40,9 @@ class Consumption:
         self.by_arrival = by_arrival
         self.order: list[int] = []
         self.sizes: dict[int, int] = {}
+        self._num_chunks = num_chunks
         self._unplaced: list[_Key] = []
-        self._left = [len(range(rank, num_chunks, num_ranks)) for rank in range(num_ranks)]
-        self._last: list[_Key] = [_FIRST] * num_ranks
-        self._slowest = [(_FIRST, rank) for rank, left in enumerate(self._left) if left]
+        self.spread(num_ranks)
 
     def answered(self, chunk: int, size: int) -> None:
         """Note that a chunk has been sampled.
@@ -70,6 +69,18 @@ class Consumption:
         known = self._known()
         while self._unplaced and (known is None or self._unplaced[0] <= known):
             self.order.append(heapq.heappop(self._unplaced)[1])
+
+    def spread(self, num_ranks: int) -> None:
+        """Rank r of so many has what is left of chunks r, r + num_ranks, ... from now on.
+
+        No rank is at work on any. What has its place keeps it: nothing that is left sorts before.
+        """
+        left = [chunk for chunk in range(self._num_chunks) if chunk not in self.sizes]
+        self._left = [0] * num_ranks
+        for chunk in left:
+            self._left[chunk % num_ranks] += 1
+        self._last = [_FIRST] * num_ranks
+        self._slowest = [(_FIRST, rank) for rank, count in enumerate(self._left) if count]
 
     def _known(self) -> _Key | None:
         """The last answer of the rank that is furthest behind; None if all chunks are answered."""

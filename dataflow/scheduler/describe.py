@@ -49,6 +49,8 @@ def _why_not_started(scheduler: SchedulerState, task: NodeTask) -> str:
         return "waiting for readers of the weights it would overwrite"
     if not scheduler.checkpoints.may_start(task):
         return f"held until checkpoint {scheduler.checkpoints.boundary} is saved"
+    if scheduler.flow.nodes[i].group in scheduler.ranks.resizing:
+        return "ready and waiting for its group to have other ranks"
     if scheduler.ranks.waits_for_turn(scheduler.flow.nodes[i].group):
         return "ready and waiting for its devices, on which another group works"
     return "ready and waiting for ranks"

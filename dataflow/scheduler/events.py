@@ -26,6 +26,9 @@ __all__ = [
     "Pause",
     "Publish",
     "Release",
+    "Resize",
+    "ResizeGroup",
+    "Resized",
     "Restarted",
     "ResumeState",
     "RunCall",
@@ -103,13 +106,17 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """What the scheduler waits for that is not a task: a step's batch, or a checkpoint."""
+    """What the scheduler waits for that is not a task: a step's batch, a checkpoint, or ranks.
 
-    what: Literal["batch", "checkpoint"]
+    Of ranks `group` names whose they are, and `step` counts the completed steps.
+    """
+
+    what: Literal["batch", "checkpoint", "ranks"]
     step: int
+    group: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what} of step {self.step}"
+        return f"{self.what} of {self.group or f'step {self.step}'}"
 
 
 @dataclass(frozen=True)
@@ -177,10 +184,14 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The processes of `group` were started again, and do again what it has running."""
+    """The processes of `group` were started again, and do again what they have running.
+
+    Those of some ranks, or of all if none is named.
+    """
 
     group: str
     at_s: float
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +208,38 @@ class Stop:
     at_s: float
 
 
-Event: TypeAlias = SourceReady | TaskDone | TaskFailed | CheckpointSaved | Restarted | Tick | Stop
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """`group` is to have so many ranks, once it has nothing to do; whoever joins is ready."""
+
+    group: str
+    num_ranks: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """`group` has so many ranks, and all of them the weights that it holds.
+
+    They are as many as before if who was to join could not.
+    """
+
+    group: str
+    num_ranks: int
+    at_s: float
+
+
+Event: TypeAlias = (
+    SourceReady
+    | TaskDone
+    | TaskFailed
+    | CheckpointSaved
+    | Restarted
+    | Tick
+    | Stop
+    | Resize
+    | Resized
+)
 
 
 # --- instructions: the scheduler asks
@@ -300,6 +342,14 @@ class SaveCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class ResizeGroup:
+    """Nothing of `group` runs; have so many ranks there, then send `Resized`."""
+
+    group: str
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """Nothing runs, and no instruction follows: another run goes on from `place`.
 
@@ -344,6 +394,7 @@ Instruction: TypeAlias = (
     | Release
     | DropSnapshot
     | SaveCheckpoint
+    | ResizeGroup
     | Pause
     | StepCompleted
     | Finished

@@ -28,6 +28,7 @@ def violations(scheduler: SchedulerState) -> list[str]:
         _instances,
         _snapshots,
         _checkpoint_boundary,
+        _sizes,
         _not_stalled,
     )
     return [text for check in checks for text in check(scheduler)]
@@ -212,10 +213,10 @@ def _every_task_in_one_place(scheduler: SchedulerState) -> Iterator[str]:
 def _queue_order(scheduler: SchedulerState) -> Iterator[str]:
     """Work conserving: idle ranks have nothing they may start, unless an SPMD task claims them.
 
-    Or unless others are at work on their devices.
+    Or unless others are at work on their devices, or the group is to have other ranks.
     """
     for name, group in scheduler.ranks.groups.items():
-        if scheduler.ranks.waits_for_turn(name):
+        if scheduler.ranks.waits_for_turn(name) or name in scheduler.ranks.resizing:
             continue
         for rank, tasks in enumerate(group.running):
             heap = group.single[rank]
@@ -309,6 +310,17 @@ def _checkpoint_boundary(scheduler: SchedulerState) -> Iterator[str]:
             yield f"{instance.role}@{instance.holds} is past the checkpoint due at {limit}"
     if any(awaited.what == "checkpoint" for awaited in scheduler.awaited) and scheduler.running:
         yield f"{len(scheduler.running)} task(s) run while a checkpoint is written"
+
+
+def _sizes(scheduler: SchedulerState) -> Iterator[str]:
+    for name, group in scheduler.ranks.groups.items():
+        if scheduler.index.num_ranks[name] != len(group.running):
+            yield f"group {name} has {len(group.running)} ranks, not {scheduler.index.num_ranks}"
+    if scheduler.ranks.resizing != scheduler.resizing.keys():
+        yield f"{scheduler.ranks.resizing} rest, but {scheduler.resizing} are to have other ranks"
+    for awaited in scheduler.awaited:
+        if awaited.what == "ranks" and scheduler.ranks.is_busy(awaited.group):
+            yield f"group {awaited.group} works while its ranks change"
 
 
 def _not_stalled(scheduler: SchedulerState) -> Iterator[str]:

@@ -71,6 +71,11 @@ class EventLog:
     def __len__(self) -> int:
         return len(self._noted)
 
+    def resize(self, group: str, num_ranks: int) -> None:
+        """A group has so many ranks from now on."""
+        last = self._last_of_rank[group]
+        self._last_of_rank[group] = [*last, *[None] * num_ranks][:num_ranks]
+
     def add(
         self, at_s: float, what: str, subject: Task | str, step: int | None, run: Running | None
     ) -> None:

@@ -8,6 +8,8 @@ group's ranks from starting anything behind it, so it runs as soon as the runnin
 Groups that share devices take turns: one starts nothing while another has a task running. The one
 whose turn it is goes on as long as it has something to start, because handing devices over costs
 time; then comes the one with the oldest task. What is in flight is bounded, so every turn ends.
+
+A group whose ranks are to become more or fewer starts nothing until it has others.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class RankPool:
 
     Attributes:
         groups: Group -> its ranks and queues.
+        resizing: Groups that start nothing, because they are to have other ranks.
         held: Queued tasks that were not allowed to start, with their place.
     """
 
@@ -71,6 +74,7 @@ class RankPool:
             for name, n in groups.items()
         }
         self._together, self._in_flight = together, in_flight
+        self.resizing: set[str] = set()
         self.held: list[tuple[Priority, Task, str, int | None]] = []
         self._sharing = sharing or {}
         self._in_turn: set[str] = set()
@@ -97,6 +101,35 @@ class RankPool:
                 state.num_free += 1
                 touched.add(rank)
 
+    def resize(self, group: str, num_ranks: int) -> None:
+        """Give a group at rest so many ranks, and spread what waits for one of them anew.
+
+        Only chunks of a step, and what rank 0 does, wait for one rank.
+        """
+        old = self.groups[group]
+        waiting = [entry for heap in old.single for entry in heap]
+        self.groups[group] = _Group(
+            [[] for _ in range(num_ranks)], num_ranks, [[] for _ in range(num_ranks)], old.whole
+        )
+        for priority, _, task in waiting:
+            self.push(priority, task, group, _rank_of(task, num_ranks))
+        self.held = [
+            (
+                priority,
+                task,
+                name,
+                _rank_of(task, num_ranks) if name == group and rank is not None else rank,
+            )
+            for priority, task, name, rank in self.held
+        ]
+        self.resizing.discard(group)
+        self._touched[group] = set(range(num_ranks))
+
+    def is_busy(self, group: str) -> bool:
+        """Whether any rank of a group runs anything."""
+        state = self.groups[group]
+        return state.num_free < len(state.running)
+
     def running_on(self, group: str, rank: int) -> tuple[Task, ...]:
         """What a rank runs, in the order in which it began."""
         return tuple(self.groups[group].running[rank])
@@ -119,7 +152,7 @@ class RankPool:
         started: list[tuple[list[Task], str, tuple[int, ...]]] = []
         touched, self._touched = self._touched, {}
         for name in self._by_turn(touched):
-            if self.waits_for_turn(name):
+            if name in self.resizing or self.waits_for_turn(name):
                 self._touched[name] = touched[name]
                 continue
             for tasks, on in self._dispatch_group(name, touched[name], may_start):
@@ -133,8 +166,7 @@ class RankPool:
         """Whether a group that shares its devices is at work on them."""
         if group not in self._sharing:
             return False
-        others = (self.groups[name] for name in self._sharing[group])
-        return any(other.num_free < len(other.running) for other in others)
+        return any(map(self.is_busy, self._sharing[group]))
 
     def _by_turn(self, names: Iterable[str]) -> list[str]:
         """Groups that share devices, whose turn it is first, then by their oldest task."""
@@ -208,6 +240,10 @@ class RankPool:
             for heap in (state.whole, *state.single):
                 tasks += [task for _, _, task in heap]
         return tasks
+
+
+def _rank_of(task: Task, num_ranks: int) -> int:
+    return (task.chunk or 0) % num_ranks if isinstance(task, NodeTask) else 0
 
 
 def _is_with(task: Task, first: NodeTask) -> bool:

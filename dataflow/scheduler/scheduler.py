@@ -15,6 +15,8 @@ Rules:
   what later steps had to do with older weights is done and part of the checkpoint.
 - A run that is told to stop ends with the first checkpoint that it can still take.
 - A run that is to pause ends at a point like a checkpoint's, from which another goes on.
+- A group that is to have other ranks starts nothing until those that it has are done. Then chunks
+  are spread anew. Who computes a chunk does not decide what comes out.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ from .events import (
     Pause,
     Publish,
     Release,
+    Resize,
+    Resized,
+    ResizeGroup,
     Restarted,
     ResumeState,
     RunCall,
@@ -158,9 +163,13 @@ class Scheduler(SchedulerState):
             case CheckpointSaved():
                 self._checkpoint_saved(event)
             case Restarted():
-                self._restarted(event.group)
+                self._restarted(event)
             case Stop():
                 self._stop()
+            case Resize():
+                self._resize(event)
+            case Resized():
+                self._resized(event)
             case Tick():
                 self._tick()
 
@@ -278,10 +287,11 @@ class Scheduler(SchedulerState):
         if not self.checkpoints.stopped:
             self.ranks.reconsider()
 
-    def _restarted(self, group: str) -> None:
-        """The time of what the group has running begins anew, and the oldest is listed first."""
+    def _restarted(self, event: Restarted) -> None:
+        """The time of what the ranks have running begins anew, and the oldest is listed first."""
+        ranks = event.ranks or range(self.index.num_ranks[event.group])
         for task, run in list(self.running.items()):
-            if run.group == group:
+            if run.group == event.group and not set(run.ranks).isdisjoint(ranks):
                 self._note("start again", task, self._since_now(task, run))
 
     def _since_now(self, task: Task, run: Running) -> Running:
@@ -293,6 +303,37 @@ class Scheduler(SchedulerState):
         """A rank has answered one of the tasks that it runs together: it is alive."""
         for task in self.ranks.running_on(answered.group, answered.ranks[0]):
             self._since_now(task, self.running[task])
+
+    def _resize(self, event: Resize) -> None:
+        group, num_ranks = event.group, event.num_ranks
+        if group in self.flow.homes.values() or not 1 <= num_ranks <= self.flow.num_chunks:
+            raise self._impossible(f"Resize of group '{group}' to {num_ranks}, which cannot be")
+        if any(one.what == "ranks" and one.group == group for one in self.awaited):
+            raise self._impossible(f"Resize of group '{group}', whose ranks are changing")
+        self.resizing[group] = num_ranks
+        self.ranks.resizing.add(group)
+        self._note("resize", group)
+
+    def _resized(self, event: Resized) -> None:
+        group, num_ranks = event.group, event.num_ranks
+        awaited = [one for one in self.awaited if one.what == "ranks" and one.group == group]
+        if not awaited or not 1 <= num_ranks <= self.flow.num_chunks:
+            raise self._impossible(f"Resized of group '{group}' to {num_ranks}, which is not asked")
+        del self.awaited[awaited[0]], self.resizing[group]
+        self.index.num_ranks[group] = num_ranks
+        self.ranks.resize(group, num_ranks)
+        self.log.resize(group, num_ranks)
+        for state in self.steps.values():
+            state.spread(group)
+        self._note("resized", group)
+
+    def _ask_for_ranks(self) -> None:
+        """Have the ranks changed of groups that are to have others and have come to rest."""
+        asked = {one.group for one in self.awaited if one.what == "ranks"}
+        for group, num_ranks in self.resizing.items():
+            if group not in asked and not self.ranks.is_busy(group) and not self.done:
+                self.awaited[Awaited("ranks", self.completed, group)] = self._now
+                self._out.append(ResizeGroup(group, num_ranks))
 
     def _stop(self) -> None:
         if self.done or self.checkpoints.stopping:
@@ -329,7 +370,7 @@ class Scheduler(SchedulerState):
         # A part that can be trained on goes before what others still need: it is the longest work.
         first = -1 if node.order_of else i
         priority: Priority = (task.step, first, task.chunk or 0)
-        rank = None if node.trains else (task.chunk or 0) % self.flow.groups[node.group]
+        rank = None if node.trains else (task.chunk or 0) % self.index.num_ranks[node.group]
         self.ranks.push(priority, task, node.group, rank)
 
     def _move_frontier(self, i: int) -> list[Task]:
@@ -350,6 +391,8 @@ class Scheduler(SchedulerState):
         self._advance_steps()
         for tasks, group, ranks in self.ranks.dispatch(self.checkpoints.may_start):
             self._start(tasks, group, ranks)
+        if self.resizing:
+            self._ask_for_ranks()
         if self.running or self.awaited or self.done:
             return
         if self.checkpoints.draining:

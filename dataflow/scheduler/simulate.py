@@ -23,6 +23,8 @@ from .events import (
     NodeTask,
     Pause,
     Publish,
+    Resized,
+    ResizeGroup,
     RunCall,
     RunStream,
     RunTrain,
@@ -36,7 +38,9 @@ from .scheduler import Scheduler
 
 __all__ = ["Simulation", "Span", "dry_run"]
 
-_Work: TypeAlias = RunCall | RunStream | RunTrain | Publish | Load | AdmitStep | SaveCheckpoint
+_Work: TypeAlias = (
+    RunCall | RunStream | RunTrain | Publish | Load | AdmitStep | SaveCheckpoint | ResizeGroup
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,8 @@ def _event(work: _Work, at_s: float, size: Callable[[NodeTask], int]) -> Event:
             return SourceReady(work.step, at_s)
         case SaveCheckpoint():
             return CheckpointSaved(work.step, at_s)
+        case ResizeGroup():
+            return Resized(work.group, work.num_ranks, at_s)
         case RunCall():
             return TaskDone(work.task, at_s, size=size(work.task))
         case RunTrain():

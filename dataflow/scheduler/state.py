@@ -34,6 +34,7 @@ class SchedulerState:
         admitted: Steps admitted.
         steps: Progress of the steps in flight.
         running: Tasks running, oldest first.
+        resizing: Group -> how many ranks it is to have.
         awaited: Other things asked of the shell, and when.
         lag_counts: Over the whole run, how many rollout reads were how many versions behind.
         done: True after `Finished`.
@@ -66,6 +67,7 @@ class SchedulerState:
         )
         self.completed = resume.step
         self.running: dict[Task, Running] = {}
+        self.resizing: dict[str, int] = {}
         self.awaited: dict[Awaited, float] = {}
         self.lag_counts: Counter[int] = Counter()
         self.done = self.aborted = False

@@ -24,6 +24,7 @@ class FlowIndex:
     Attributes:
         flow: The flow.
         in_flight: See above.
+        num_ranks: Group -> its ranks now.
         index: Node name -> index.
         inputs: Per node, the indices of its inputs.
         consumers: Per node, the indices of the nodes that take its output.
@@ -39,6 +40,7 @@ class FlowIndex:
 
     def __init__(self, flow: Flow, *, in_flight: bool = False) -> None:
         self.flow, self.in_flight = flow, in_flight
+        self.num_ranks = dict(flow.groups)
         self.index = {node.name: i for i, node in enumerate(flow.nodes)}
         self.inputs = tuple(tuple(self.index[n] for n in node.inputs) for node in flow.nodes)
         self.consumers = tuple(
@@ -113,7 +115,7 @@ class StepState:
         ]
         nodes = list(enumerate(index.flow.nodes))
         self.consumption = {
-            i: Consumption(num_chunks, index.flow.groups[node.group], by_arrival=index.in_flight)
+            i: Consumption(num_chunks, index.num_ranks[node.group], by_arrival=index.in_flight)
             for i, node in nodes
             if node.streams
         }
@@ -138,6 +140,12 @@ class StepState:
             elif not self._index.inputs[i] and i not in self.parts:
                 ready += self._index.tasks(i, self.step)
         return ready, []
+
+    def spread(self, group: str) -> None:
+        """The group has another number of ranks, none of which is at work."""
+        for i, consumption in self.consumption.items():
+            if self._index.flow.nodes[i].group == group:
+                consumption.spread(self._index.num_ranks[group])
 
     def is_done(self, task: NodeTask) -> bool:
         """Whether a task of this step is done."""
@@ -247,6 +255,9 @@ class StepState:
             return index.index[task.node], sizes.get(task, 0), task.chunk or 0
 
         self.has_source = True  # which is checked below
+        for consumption in self.consumption.values():
+            # Whoever answered may have been other ranks, so nothing follows from what one answered.
+            consumption.spread(len(index.chunks))
         for task in sorted(done, key=place):
             i = index.index[task.node]
             if self.waits(i, task):
@@ -254,6 +265,8 @@ class StepState:
             self.finish(i, task, sizes.get(task, 0))
         sources = [n.name for n in index.flow.nodes if n.kind == "source"]
         self.has_source = all(self.is_done(NodeTask(name, self.step)) for name in sources)
+        for group in index.num_ranks:
+            self.spread(group)
         if not self.has_source:
             raise ValueError(f"step {self.step} has tasks done, but its sources are not")
 

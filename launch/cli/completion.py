@@ -34,7 +34,7 @@ complete -o nospace -o default -F _penstock_complete penstock
 """
 
 
-_COMPOSE_NOTHING = ("samples", "runs", "watch")
+_COMPOSE_NOTHING = ("samples", "scale", "runs", "watch")
 
 
 def complete(words: list[str], commands: Iterable[str]) -> int:

@@ -275,6 +275,10 @@ class StageProgress:
         self._run.time.evaluation(self._name, step, took_s)
         self._run.tell(Evaluated(self._name, step, took_s, dict(values)))
 
+    def note(self, text: str) -> None:
+        """Say something about the run as a whole."""
+        self._run.note(text)
+
     def warn(self, kind: str, step: int, text: str, fields: Mapping[str, Any]) -> None:
         """Tell of a sign that the run goes wrong."""
         self._run.tell(Warned(self._name, kind, step, text, dict(fields)))

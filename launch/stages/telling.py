@@ -1,4 +1,7 @@
-"""Who is told of a stage's steps: trackers, the timeline, whoever watches; and of bad signs."""
+"""Who is told of a stage's steps: trackers, the timeline, whoever watches; and of bad signs.
+
+And who is listened to: somebody may wish for more replicas.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,20 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.engine import Engine, StepResult
-from ...dataflow.runtime.executor import Program
+from ...dataflow.runtime.executor import Program, groups_of
+from ...dataflow.runtime.recovery.resizing import ElasticExecutor, Scale, why_not_elastic
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..run_dir.evaluations import Measured, logged_name
 from ..run_dir.events import EVENTS, EventLog
 from ..run_dir.progress import StageProgress
 from ..run_dir.run_folder import RunFolder
+from ..run_dir.scaling import ElasticGroup, read_wish, write_groups
 from ..run_dir.time_left import StagePlan
 from ..run_dir.trace import TraceLog
 from ..run_dir.trackers.jsonl import read_metrics
@@ -30,7 +37,7 @@ from .signs import BadSign, Signs
 from .stages import Stage
 from .waits import Waits
 
-__all__ = ["Told", "TimedEvaluator", "is_shown", "stage_plans", "told"]
+__all__ = ["Told", "TimedEvaluator", "is_shown", "stage_plans", "stage_scale", "told"]
 
 
 def stage_plans(job: Job) -> list[StagePlan]:
@@ -217,3 +224,35 @@ def told(
     trackers.rewind(first_step, stage.name)
     with TraceLog(home.trace, first_step=first_step) as trace:
         yield Told(job, stage, home, shown, trace, trackers, first_step, evaluation_s)
+
+
+def stage_scale(engine: Engine, folder: Path, told: Callable[[str], None]) -> Scale:
+    """Say in a run's folder which groups can have other ranks, and listen there for wishes.
+
+    Args:
+        engine: Of the main stage.
+        folder: The run's.
+        told: Is told what becomes of a wish.
+    """
+    write_groups(folder, _groups(engine))
+    damaged: list[str] = []
+
+    def wish() -> Mapping[str, int]:
+        try:
+            return read_wish(folder)
+        except ConfigError as error:
+            if not damaged:
+                damaged.append(str(error))
+                told(str(error))
+            return {}
+
+    return Scale(wish, told)
+
+
+def _groups(engine: Engine) -> dict[str, ElasticGroup]:
+    most = engine.programs["main"].placement.num_chunks
+    alone = "" if isinstance(engine.executor, ElasticExecutor) else "one process does all the work"
+    return {
+        group.name: ElasticGroup(most, alone or why_not_elastic(engine.programs, group.name))
+        for group in groups_of(engine.programs)
+    }

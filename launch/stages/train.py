@@ -35,7 +35,7 @@ from .measuring import Evaluates, Measuring
 from .samples import SampleTables, sample_watch
 from .stages import Stage
 from .streaming import stage_flow, stage_schedule
-from .telling import TimedEvaluator, told
+from .telling import TimedEvaluator, stage_scale, told
 from .worker_specs import Results, exporting_specs, worker_specs
 
 __all__ = ["MODELS", "Outcome", "check_stage_models", "run_stage", "steps_taken"]
@@ -181,6 +181,7 @@ def _carried_out(
                 checkpoints=store,
                 stop=stop,
                 pauses=measuring.pauses(engine),
+                scale=stage_scale(engine, home.path, shown.note) if stage is job.main else None,
                 mirror=mirror,
                 ledger=opened_ledger(stage.graph, home.path / LEDGER, first_step),
             )

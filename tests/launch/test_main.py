@@ -107,7 +107,8 @@ def test_an_unknown_command_is_refused_with_the_nearest_one(penstock: Penstock) 
     assert said.code == 2
     assert said.err == (
         "penstock: penstock has no command 'rum'; did you mean 'run'?\n"
-        "    commands are: run, graph, plan, eval, export, profile, samples, runs, watch, doctor\n"
+        "    commands are: run, graph, plan, eval, export, profile, samples, scale, runs, watch, "
+        "doctor\n"
     )
 
 

@@ -1,5 +1,8 @@
 """The processes of one group: started, joined and built together, and ended together.
 
+Where a group keeps nothing its ranks are *replicas*: each is a worker group of its own, which is
+started and ended without the others.
+
 The *warm pool* keeps processes of an executor that has stopped for the next one. Only those that
 are expensive to start are kept: whose workers all leave an engine behind for the next of their
 kind, as vLLM's do. They end with their backend, or when an executor starts that has no use for
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...dataflow.errors import PenstockError, WorkerError
@@ -34,8 +38,12 @@ __all__ = [
     "forget_warm",
     "keep_warm",
     "start_groups",
+    "start_rank",
     "take_warm",
 ]
+
+_RESERVE_S = 10.0
+"""Devices of a rank that joins must be free by then: the run waits for the answer."""
 
 LEAST_START_S = 300.0
 """Starting processes and loading models may take this long, however short a step's deadline is."""
@@ -51,13 +59,14 @@ class RankGroup:
         deadline_s: How long a process waits for another in a call.
         hosted: What it builds, as bytes. Processes that share a model stay for the same again only:
             an engine that ends takes with it what they have in common.
+        replicas: Whether its ranks have nothing to do with each other.
 
     Attributes:
         backend: What has started them.
         group: The group.
         processes: The processes, by number.
         devices: What they run on; None before it is reserved.
-        num_starts: How often they were started.
+        num_ranks: How many it has now.
         is_warm: Whether they run since an executor before this one, and have no roles.
     """
 
@@ -68,13 +77,17 @@ class RankGroup:
         num_threads: int,
         deadline_s: float,
         hosted: bytes,
+        *,
+        replicas: bool = False,
     ) -> None:
         self.backend = backend
         self.group = group
-        self.processes: list[Process] = []
+        self.processes: dict[int, Process] = {}
         self.devices: Reservation | None = None
-        self.num_starts = 0
+        self.num_ranks = group.num_ranks
         self.is_warm = False
+        self._replicas = replicas
+        self._joined: dict[int, Reservation] = {}
         self._num_threads = num_threads
         self._deadline_s = deadline_s
         self._hosted = hosted if group.num_processes > group.num_ranks else b""
@@ -82,21 +95,94 @@ class RankGroup:
     @property
     def key(self) -> object:
         """Equal for groups whose processes can stand in for each other."""
-        return self.backend, self.group, self._num_threads, self._deadline_s, self._hosted
+        same = self.group, self._num_threads, self._deadline_s, self._hosted, self._replicas
+        return self.backend, *same
 
-    def spawn(self, start_s: float) -> None:
-        """Start the processes; comes back before they run."""
-        self.num_starts += 1
-        self.processes = [
-            self.backend.spawn(
-                RankProcess,
-                (self.group, process, self._num_threads, self._deadline_s, start_s),
-                self.group,
-                process,
-                self.devices,
-            )
-            for process in range(self.group.num_processes)
-        ]
+    @property
+    def reservations(self) -> list[Reservation]:
+        """What was set aside for it, and for ranks that have joined since."""
+        return [*([] if self.devices is None else [self.devices]), *self._joined.values()]
+
+    def reserve(self, ranks: Sequence[int], held: Sequence[Any]) -> None:
+        """Set devices aside for ranks that join, for each its own.
+
+        Those that the group had at first still have theirs, if they have left.
+
+        Args:
+            ranks: The ranks.
+            held: See `ProcessBackend.reserve`.
+
+        Raises:
+            PlanError: If there are none.
+        """
+        for rank in ranks:
+            if rank >= self.group.num_ranks and rank not in self._joined:
+                wanted = [self._alone(rank)]
+                self._joined[rank] = self.backend.reserve(wanted, _RESERVE_S, held=held)
+
+    def _alone(self, rank: int) -> DeviceGroup:
+        """A rank as a group of its own; where its processes are is not said."""
+        name = f"{self.group.name}[{rank}]"
+        return replace(self.group, name=name, num_ranks=1, devices=(), nodes=())
+
+    def end(self, ranks: Sequence[int], *, closing: bool) -> None:
+        """End the processes of some ranks, and give back what was set aside when they joined.
+
+        Args:
+            ranks: The ranks.
+            closing: Whether their workers are asked to close first, within `CLOSE_S`.
+        """
+        leaving = [p for rank in ranks for p in self.group.processes(rank) if p in self.processes]
+        if closing:
+            _wait(self.backend, [self.call(process, "close") for process in leaving])
+        for process in leaving:
+            self.backend.kill(self.processes.pop(process))
+        for rank in ranks:
+            if rank in self._joined:
+                self._joined.pop(rank).release(self._alone(rank).name)
+
+    def spawn(self, start_s: float, ranks: Sequence[int] | None = None) -> list[list[int]]:
+        """Start the processes; comes back before they run.
+
+        Args:
+            start_s: How long they wait for each other until all have started.
+            ranks: Those whose processes are started, of a group of replicas; all by default.
+
+        Returns:
+            Those that share a process group, of several.
+        """
+        if not self._replicas:
+            every = list(range(self.group.num_processes))
+            for process in every:
+                self._spawn(process, self.group, process, start_s, (0, 1))
+            return [every] if len(every) > 1 else []
+        own = replace(self.group, num_ranks=1, devices=(), nodes=())
+        together: list[list[int]] = []
+        for rank in range(self.num_ranks) if ranks is None else ranks:
+            replica = rank, max(self.num_ranks, rank + 1)
+            together.append(sorted(self.group.processes(rank)))
+            for place, process in enumerate(together[-1]):
+                self._spawn(process, own, place, start_s, replica)
+        return [processes for processes in together if len(processes) > 1]
+
+    def _spawn(
+        self, process: int, own: DeviceGroup, place: int, start_s: float, replica: tuple[int, int]
+    ) -> None:
+        """Start a process, which has a place in the group that it shares a process group with."""
+        arguments = own, place, self._num_threads, self._deadline_s, start_s, replica
+        joined = self._joined.get(replica[0]) if self._replicas else None
+        where = (self.group, process, self.devices)
+        if joined is not None:
+            where = (self._alone(replica[0]), place, joined)
+        self.processes[process] = self.backend.spawn(RankProcess, arguments, *where)
+
+    def join(self, together: Sequence[Sequence[int]]) -> list[Ref]:
+        """Have processes join the process groups that they share; comes back at once."""
+        joining: list[Ref] = []
+        for processes in together:
+            address = self.call(processes[0], "listen")
+            joining += [address, *(self.call(one, "join", address) for one in processes)]
+        return joining
 
     def call(self, process: int, method: str, *arguments: Any) -> Ref:
         """Call a method of one process's `RankProcess`; comes back at once."""
@@ -105,13 +191,13 @@ class RankGroup:
 
     def call_all(self, method: str, *arguments: Any) -> list[Ref]:
         """The same of all of them."""
-        return [self.call(process, method, *arguments) for process in range(len(self.processes))]
+        return [self.call(process, method, *arguments) for process in sorted(self.processes)]
 
-    def kill(self) -> None:
-        """End the processes at once."""
+    def kill(self, rank: int | None = None) -> None:
+        """End the processes at once, or those of one rank."""
         if self.backend.is_up:
-            for process in self.processes:
-                self.backend.kill(process)
+            for process in self.processes if rank is None else self.group.processes(rank):
+                self.backend.kill(self.processes[process])
 
 
 def start_groups(
@@ -140,17 +226,8 @@ def start_groups(
     new = [group for group in groups if not group.is_warm]
     for group in groups:
         group.is_warm = False
-    for group in new:
-        group.spawn(start_s)
     backend = groups[0].backend
-    several = [group for group in new if len(group.processes) > 1]
-    listening = [group.call(0, "listen") for group in several]
-    addresses = all_results(backend, listening, "opening a socket for its group", start_s)
-    joining = [
-        call
-        for group, address in zip(several, addresses, strict=True)
-        for call in group.call_all("join", address)
-    ]
+    joining = [call for group in new for call in group.join(group.spawn(start_s))]
     all_results(backend, joining, "joining its process group", start_s)
     for some in _together(groups, asleep):
         building = [call for group in some for call in group.call_all("build", hosted, seed)]
@@ -158,6 +235,27 @@ def start_groups(
         sleeping = [group for group in some if group.group.name in asleep]
         calls = [call for group in sleeping for call in group.call_all("sleep")]
         all_results(backend, calls, "giving its devices up", start_s)
+
+
+def start_rank(group: RankGroup, rank: int, hosted: Ref, seed: int, start_s: float) -> None:
+    """Start the processes of one rank of a group of replicas.
+
+    Args:
+        group: The group.
+        rank: The rank.
+        hosted: See `start_groups`.
+        seed: The run's.
+        start_s: How long each phase may take.
+
+    Raises:
+        WorkerError: If a process fails or takes too long.
+        PenstockError: Whatever of ours building a worker raises.
+    """
+    joining = group.join(group.spawn(start_s, [rank]))
+    all_results(group.backend, joining, "joining its process group", start_s)
+    processes = group.group.processes(rank)
+    building = [group.call(process, "build", hosted, seed) for process in processes]
+    all_results(group.backend, building, "building its roles", start_s)
 
 
 def _together(
@@ -215,6 +313,7 @@ def end_groups(groups: Sequence[RankGroup], *, closing: bool) -> None:
             _wait(groups[0].backend, calls)
     finally:
         for group in groups:
+            group.end(range(group.group.num_ranks, group.num_ranks), closing=False)
             group.kill()
             if group.devices is not None:
                 group.devices.release(group.group.name)
@@ -250,7 +349,7 @@ def take_warm(backend: ProcessBackend, groups: Sequence[RankGroup]) -> None:
     for group in groups:
         found = next((other for other in warm if other.key == group.key), None)
         if found is not None and _answers(found, found.call_all("is_running")):
-            group.processes, group.is_warm, group.num_starts = found.processes, True, 1
+            group.processes, group.is_warm = found.processes, True
             group.devices = found.devices
             warm.remove(found)
     end_groups(warm, closing=True)

@@ -110,6 +110,8 @@ class RankProcess:
         num_threads: Torch's and numpy's threads.
         deadline_s: How long to wait for another rank in a call, or for what it stored.
         start_s: The same until all ranks have started.
+        replica: Which of several groups of that name this one is, and how many there are: the ranks
+            of a group that keeps nothing.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class RankProcess:
         num_threads: int,
         deadline_s: float,
         start_s: float,
+        replica: tuple[int, int] = (0, 1),
     ) -> None:
         use_threads(num_threads)
         self._home = home
@@ -128,6 +131,7 @@ class RankProcess:
         self._end = ChannelEnd(group.name, process, home.host, deadline_s, home.put, home.get)
         self._channel = CHANNELS[DEFAULT_TRANSPORT](self._end)  # until `build` knows which
         self._deadline_s, self._start_s = deadline_s, start_s
+        self._replica = replica
         self._hosts: dict[str, Host] = {}
         self._roles: dict[str, Role] = {}
         self._listener: socket.socket | None = None
@@ -143,8 +147,10 @@ class RankProcess:
         self._listener = socket.create_server((self._home.host, 0))
         return self._listener.getsockname()
 
-    def join(self, address: Address) -> None:
-        """Join the group's process group, whose process 0 listens at `address`."""
+    def join(self, address: Address | Ref) -> None:
+        """Join the group's process group, whose process 0 listens at `address`, or will."""
+        if not isinstance(address, tuple):
+            address = self._got(address, self._start_s)
         listener, self._listener = self._listener, None
         bound_groups(self._deadline_s)
         dist.init_process_group(
@@ -239,6 +245,7 @@ class RankProcess:
             group.pipeline_parallel,
             stage,
             methods_of(programs, group.name, role),
+            *self._replica,
         )
 
     def sleep(self) -> None:
@@ -366,8 +373,8 @@ class RankProcess:
         report = Report(start_s, time.time(), answer=answer)
         return Result(report) if offer is None else _Exported(report, offer=offer)
 
-    def _got(self, ref: Ref) -> Any:
-        (found,) = self._home.get([ref], self._deadline_s)
+    def _got(self, ref: Ref, timeout_s: float = 0.0) -> Any:
+        (found,) = self._home.get([ref], timeout_s or self._deadline_s)
         return found
 
     def keep_warm(self) -> bool:
@@ -381,7 +388,7 @@ class RankProcess:
             if isinstance(role, WarmWorker):
                 role.keep_warm()
         again = self._home, self._group, self._process, torch.get_num_threads()
-        RankProcess.__init__(self, *again, self._deadline_s, self._start_s)
+        RankProcess.__init__(self, *again, self._deadline_s, self._start_s, self._replica)
         return True
 
     def close(self) -> None:

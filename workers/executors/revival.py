@@ -28,11 +28,15 @@ _POLL_S = 2.0
 def dead_processes(
     backend: ProcessBackend, groups: Iterable[RankGroup]
 ) -> dict[tuple[str, int], str]:
-    """Group and number of each process that has died -> one line that says how."""
+    """Group and rank of which a process has died -> one line that says how.
+
+    Of ranks that have not joined their group yet nothing is said: nobody depends on them.
+    """
     left: dict[Ref, tuple[str, int]] = {}
     for group in groups:
-        calls = group.call_all("is_running")
-        left |= {call: (group.group.name, process) for process, call in enumerate(calls)}
+        for rank in range(group.num_ranks):
+            for process in group.group.processes(rank):
+                left[group.call(process, "is_running")] = group.group.name, rank
     dead: dict[tuple[str, int], str] = {}
     end_s = time.monotonic() + _NOTICE_S
     while left and (left_s := end_s - time.monotonic()) > 0:
@@ -83,7 +87,7 @@ def reserve_again(
             moved.append(one)
     if not moved:
         return
-    held: list[Any] = [one.devices for one in others if one.devices is not None]
+    held: list[Any] = [held for one in others for held in one.reservations]
     end_s = time.monotonic() + timeout_s
     while True:
         left_s = end_s - time.monotonic()

@@ -17,21 +17,14 @@ import pickle
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ...dataflow.errors import ConfigError, PenstockError, StateError, WorkerError
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.device_sharing import DeviceSharing, needs_device
-from ...dataflow.runtime.executor import (
-    Completion,
-    Program,
-    Restart,
-    groups_of,
-    longest_s,
-)
+from ...dataflow.runtime.executor import Completion, Lost, Program, Restart, groups_of, longest_s
 from ...dataflow.runtime.messages import (
     AnswerWork,
     BeginStreamWork,
@@ -45,10 +38,14 @@ from ...dataflow.runtime.messages import (
     Work,
 )
 from ...dataflow.runtime.placement import DeviceGroup
+from ...dataflow.runtime.recovery.limits import Recovery
+from ...dataflow.runtime.recovery.resizing import replica_groups, restartable_groups
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport
 from .connections import Connections
+from .jobs import LOOK, Job, Started
+from .joining import Joining
 from .process_backend import BackendError, Process, ProcessBackend, ProcessDied, Ref
 from .rank_group import (
     LEAST_START_S,
@@ -56,18 +53,14 @@ from .rank_group import (
     end_groups,
     keep_warm,
     start_groups,
+    start_rank,
     take_warm,
 )
 from .rank_process import Answer, part_from_numpy, part_to_numpy
+from .restart_budget import RestartBudget
 from .revival import dead_processes, reserve_again
 
 __all__ = ["Supervisor"]
-
-_MOST_RESTARTS = 3
-"""A group that dies more often than this has a cause that starting again does not fix."""
-
-_LOOK = -1
-"""In place of a ticket: a call that shows whether a process lives, and of which nobody hears."""
 
 _LOG = logging.getLogger("penstock.executor")
 
@@ -78,79 +71,15 @@ _OfferKey = tuple[str, int, int]
 """Group, process and number of an `Offer`."""
 
 
-@dataclass
-class _Job:
-    """Work that the processes of one rank are doing.
-
-    Attributes:
-        ticket: See `Executor.submit`.
-        program: Name of the program it belongs to.
-        group: The group that does it.
-        rank: The data-parallel rank.
-        work: What to do.
-        parts: Handles that its outputs will have, if they are to outlive the process.
-        processes: All that must answer; none once it is over.
-        answers: Those that have, by process.
-    """
-
-    ticket: int
-    program: str
-    group: str
-    rank: int
-    work: Work
-    processes: set[int]
-    parts: Sequence[Handle] | None = None
-    answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
-
-    def failed(
-        self, text: str, trace: str = "", lost: Literal["", "process", "stored"] = ""
-    ) -> Completion | None:
-        """The first failure speaks for the rank."""
-        if not self.processes:
-            return None
-        self.processes.clear()
-        error = WorkerError(text)
-        return Completion(self.ticket, self.rank, None, error=error, trace=trace, lost=lost)
-
-    def complete(self) -> Completion | None:
-        """What the rank answers, if all its processes have."""
-        if self.answers.keys() != self.processes:
-            return None
-        (lead,) = (one for one in self.answers.values() if one.leads)
-        weights = lead.weights
-        if isinstance(weights, Offer):  # slices: every process has its own
-            weights = tuple(one.weights for _, one in sorted(self.answers.items()))
-        parts = lead.parts
-        if self.parts is not None and lead.report is not None:
-            parts = tuple(self.parts[: len(lead.report.num_rows)])
-        self.processes.clear()
-        reports = [one.report for one in self.answers.values() if one.report is not None]
-        answers = tuple(report.answer for report in reports)
-        return Completion(self.ticket, self.rank, lead.report, parts, weights, answers=answers)
-
-
-@dataclass(frozen=True)
-class _Started:
-    """What there is between `start` and `stop`.
-
-    Attributes:
-        backend: What provides the processes.
-        hosted: Programs, workers and the weight channel's name, stored.
-        seed: The run's.
-    """
-
-    backend: ProcessBackend
-    hosted: Ref
-    seed: int
-
-
 class Supervisor:
     """Runs a program on the processes of a backend.
 
-    A group that trains nothing and keeps no state is started again when one of its processes dies:
-    it takes the weights it had, and does again what was not finished. Random numbers belong to
-    samples, so the run's result is the same. What its calls had made is kept by the backend, not by
-    the dead. One that serves roles to another listens where it did, and is asked again.
+    A rank of a group that trains nothing and keeps no state is started again when one of its
+    processes dies: it takes the weights it had, and does again what it had not finished. The other
+    ranks go on with their work; only those that take turns on devices with another group, or talk
+    to one, are started again together. Random numbers belong to samples, so the run's result is the
+    same. What its calls had made is kept by the backend, not by the dead. A group that serves roles
+    to another listens where it did, and is asked again.
 
     The processes of a group that generates with an engine that is expensive to start (vLLM) stay
     warm when the executor stops. The next executor takes them if it needs such a group, and ends
@@ -168,6 +97,10 @@ class Supervisor:
         transport: The weight channel, by which slices of weights get to other groups. Weights of
             workers that cannot say how they hold them, and all columns, go through the backend's
             store.
+
+    Attributes:
+        recovery: How often a rank is started again without an answer in between, and how long to
+            wait before. An engine sets it before `start`.
     """
 
     one_at_a_time = False
@@ -181,6 +114,8 @@ class Supervisor:
         *,
         transport: Transport = DEFAULT_TRANSPORT,
     ) -> None:
+        self.recovery = Recovery()
+        self._budget = RestartBudget(self.recovery)
         self._where, self._connect = where, connect
         self._num_threads = num_threads
         self._transport: Transport = transport
@@ -190,11 +125,13 @@ class Supervisor:
         self._sharing = DeviceSharing(())
         self._asleep: dict[str, list[Ref]] = {}
         self._restartable: set[str] = set()
+        self._replicas: set[str] = set()
         self._connections = Connections({})
-        self._loaded: dict[tuple[str, int, str], _Job] = {}
-        self._begun: dict[tuple[str, int], _Job] = {}
-        self._pending: dict[Ref, tuple[_Job, int]] = {}
-        self._started: _Started | None = None
+        self._loaded: dict[tuple[str, int, str], Job] = {}
+        self._begun: dict[tuple[str, int], Job] = {}
+        self._joining: dict[str, Joining] = {}
+        self._pending: dict[Ref, tuple[Job, int]] = {}
+        self._started: Started | None = None
         self._controller_bytes = 0
         self._deadline_s = self._start_s = LEAST_START_S
 
@@ -221,18 +158,25 @@ class Supervisor:
             1, torch.get_num_threads() // max(group.num_processes for group in groups)
         )
         self._sharing = DeviceSharing(groups)
+        self._budget = RestartBudget(self.recovery)
+        self._restartable = restartable_groups(programs)
+        self._replicas = replica_groups(programs)
         self._groups = {
             group.name: RankGroup(
-                backend, group, threads, self._deadline_s, _hosted(programs, workers, group.name)
+                backend,
+                group,
+                threads,
+                self._deadline_s,
+                _hosted(programs, workers, group.name),
+                replicas=group.name in self._replicas,
             )
             for group in groups
         }
-        self._restartable = _restartable(programs)
         every = list(self._groups.values())
         take_warm(backend, every)
         self._reserve(backend, every)
         hosted = backend.put((dict(programs), dict(workers), self._transport))
-        self._started = _Started(backend, hosted, seed)
+        self._started = Started(backend, hosted, seed)
         asleep = frozenset(group.name for group in groups if self._sharing.shares(group.name))
         start_groups(every, hosted, seed, self._start_s, asleep)
         self._connections = Connections(programs)
@@ -251,14 +195,14 @@ class Supervisor:
             group.devices = devices
 
     @property
-    def _here(self) -> _Started:
+    def _here(self) -> Started:
         if self._started is None:
             raise StateError("the executor has not been started, or has been stopped")
         return self._started
 
     def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
         """Ask every process of the rank. See `Executor.submit`."""
-        self._send(_Job(ticket, program, group, rank, work, set()))
+        self._send(Job(ticket, program, group, rank, work, set()))
 
     def _hand_off(self, group: str, *, awake: bool = False) -> None:
         """Give a group its devices before its next work; comes back at once.
@@ -278,7 +222,7 @@ class Supervisor:
         others = sorted(self._sharing.others(group))
         return [call for name in others for call in self._asleep.get(name, ())]
 
-    def _send(self, job: _Job) -> None:
+    def _send(self, job: Job) -> None:
         if needs_device(job.work):
             self._hand_off(job.group)
         group = self._groups[job.group]
@@ -296,7 +240,7 @@ class Supervisor:
                 answer = group.call(process, "perform", job.program, job.work, leads)
             self._pending[answer] = (job, process)
 
-    def _num_parts(self, job: _Job) -> int:
+    def _num_parts(self, job: Job) -> int:
         """Outputs that work may have."""
         match job.work:
             case AnswerWork():
@@ -322,7 +266,7 @@ class Supervisor:
             group = self._groups[name]
             for process in range(len(group.processes)):
                 rank = group.group.rank_of(process)
-                job = _Job(_LOOK, "", name, rank, LayoutWork(""), {process})
+                job = Job(LOOK, "", name, rank, LayoutWork(""), {process})
                 self._pending[group.call(process, "is_running")] = (job, process)
 
     def _answer(self, ref: Ref) -> Completion | Restart | None:
@@ -341,7 +285,7 @@ class Supervisor:
         except BackendError as error:
             lost = f"rank {job.rank} {of} lost its work: {error}"
             return job.failed(lost, lost="stored")
-        if job.ticket == _LOOK:
+        if job.ticket == LOOK:
             return None
         self._controller_bytes += len(pickle.dumps(answer.report))
         if answer.report is None and answer.lost == "process":
@@ -359,6 +303,11 @@ class Supervisor:
             self._loaded[job.group, job.rank, f"{what} of {job.work.role}"] = job
         if completion is not None and isinstance(job.work, BeginStreamWork):
             self._begun[job.group, job.rank] = job
+        if completion is not None and isinstance(job.work, (CallWork, AnswerWork)):
+            self._budget.answered(job.group, job.rank)
+            for server, clients in self._connections.servers.items():
+                if job.group in clients:  # nobody else hears that it answers
+                    self._budget.answered(server, job.rank)
         return completion
 
     def _watch(self, offer: Offer) -> None:
@@ -369,37 +318,119 @@ class Supervisor:
         forget.atexit = False
         self._offers[key] = forget
 
-    def _died(self, job: _Job, said: str) -> Completion | Restart | None:
-        """Start the group again if that can be done, and have it do again what it owes."""
-        group = self._groups[job.group]
-        if job.group not in self._restartable or group.num_starts > _MOST_RESTARTS:
+    def _died(self, job: Job, said: str) -> Completion | Restart | None:
+        """Start the rank again if that can be done, and have it do again what it owes."""
+        if job.group not in self._restartable:
             return self._failed(job, said)
-        _LOG.warning("%s; its group is started again", said)
-        owed = list({id(a): a for a, _ in self._pending.values() if a.group == job.group}.values())
-        owed = sorted([*(a for a in owed if a is not job), job], key=lambda a: a.ticket)
-        self._pending = {r: p for r, p in self._pending.items() if p[0].group != job.group}
-        since_s, here = time.monotonic(), self._here
-        group.kill()
-        before = [a for (name, _, _), a in self._loaded.items() if name == job.group]
-        # A stream that was begun goes on from what was answered; nothing is done of one that ended.
-        before += [a for (g, _), a in self._begun.items() if g == job.group and a not in owed]
+        # Those that take turns on devices, or talk to others, are started together.
+        alone = job.group in self._replicas and not self._sharing.shares(job.group)
+        rank = job.rank if alone else None
+        since_s = time.monotonic()
         try:
-            self._wait_asleep(job.group)
-            start_groups([group], here.hosted, here.seed, self._start_s)
+            pause_s = self._budget.pause_s(job.group, rank, said)
+        except WorkerError as error:
+            return self._failed(job, str(error), "for good")
+        _LOG.warning("%s; %s is started again", said, "it" if alone else "its group")
+        owed = self._take_owed(job, rank)
+        time.sleep(pause_s)
+        before = [one for key, one in self._loaded.items() if _is_of(key, job.group, rank)]
+        # A stream that was begun goes on from what was answered; nothing is done of one that ended.
+        before += [
+            begun
+            for key, begun in self._begun.items()
+            if _is_of(key, job.group, rank) and begun not in owed
+        ]
+        try:
+            self._start_again(job.group, rank)
             self._send_again(before)
             self._reconnect(job.group)
         except PenstockError as error:
-            failed = self._failed(job, f"{said}; it could not be started again: {error}")
-            self._pending.clear()
-            return failed
+            self._groups[job.group].kill(rank)  # whoever goes back finds it dead
+            self._take_owed(job, rank)
+            return self._failed(job, f"{said}; it could not be started again: {error}")
         self._send_again(owed)
-        return Restart(job.group, time.monotonic() - since_s)
+        ranks = () if rank is None else (rank,)
+        return Restart(job.group, time.monotonic() - since_s, ranks)
 
-    def _send_again(self, jobs: Sequence[_Job]) -> None:
+    def _take_owed(self, died: Job, rank: int | None) -> list[Job]:
+        """What a rank has not finished, or all ranks of its group, in order of submission."""
+        owed = {id(died): died}
+        for ref, (job, _) in list(self._pending.items()):
+            if job.group == died.group and rank in (None, job.rank):
+                owed[id(job)] = job
+                del self._pending[ref]
+        return sorted(owed.values(), key=lambda job: job.ticket)
+
+    def _start_again(self, name: str, rank: int | None) -> None:
+        """End what is left of a rank, or of all, and start it anew."""
+        group, here = self._groups[name], self._here
+        group.kill(rank)
+        if rank is not None:
+            start_rank(group, rank, here.hosted, here.seed, self._start_s)
+            return
+        self._wait_asleep(name)
+        start_groups([group], here.hosted, here.seed, self._start_s)
+
+    def prepare(self, group: str, num_ranks: int) -> bool:
+        """See `ElasticExecutor.prepare`."""
+        one, here = self._groups[group], self._here
+        joining = self._joining.get(group)
+        if joining is not None and joining.num_ranks != num_ranks:
+            self._joining.pop(group).give_up()
+            joining = None
+        if num_ranks <= one.num_ranks:
+            return True
+        try:
+            if joining is None:
+                held = [held for other in self._groups.values() for held in other.reservations]
+                given = here.hosted, here.seed, self._start_s
+                joining = self._joining[group] = Joining(one, num_ranks, held, *given)
+            return joining.is_ready()
+        except PenstockError:
+            if group in self._joining:
+                self._joining.pop(group).give_up()
+            raise
+
+    def resize(self, group: str, num_ranks: int) -> int:
+        """See `ElasticExecutor.resize`."""
+        one = self._groups[group]
+        joining = self._joining.pop(group, None)
+        if joining is not None:
+            try:
+                for rank in joining.ranks:
+                    self._give_weights(group, rank)
+            except (PenstockError, BackendError) as error:
+                _LOG.warning("ranks that were to join group '%s' are ended again: %s", group, error)
+                joining.give_up()
+                return one.num_ranks
+        one.end(range(num_ranks, one.num_ranks), closing=True)
+        for noted in (self._loaded, self._begun):
+            for key in [key for key in noted if key[0] == group and key[1] >= num_ranks]:
+                del noted[key]  # pyright: ignore[reportArgumentType] - it is a key of this one
+        one.num_ranks = num_ranks
+        return num_ranks
+
+    def _give_weights(self, group: str, rank: int) -> None:
+        """Have a rank that joins load what rank 0 has loaded."""
+        one = self._groups[group]
+        for (name, other, role), job in list(self._loaded.items()):
+            if (name, other) != (group, 0):
+                continue
+            processes = one.group.processes(rank)
+            calls = [
+                one.call(process, "perform", job.program, job.work, process == processes[0])
+                for process in processes
+            ]
+            for answer in self._here.backend.get(calls, self._deadline_s):
+                if answer.report is None:
+                    raise WorkerError(answer.trace or answer.error)
+            self._loaded[group, rank, role] = Job(0, job.program, group, rank, job.work, set())
+
+    def _send_again(self, jobs: Sequence[Job]) -> None:
         for job in sorted(jobs, key=lambda job: job.ticket):
             job.processes.clear()
             job.answers.clear()
-            if job.ticket != _LOOK:
+            if job.ticket != LOOK:
                 self._send(job)
 
     def _reconnect(self, group: str) -> None:
@@ -408,15 +439,13 @@ class Supervisor:
         for name in moved & {job.group for job, _ in self._pending.values()}:
             self._groups[name].kill()  # it waits for somebody who will not come
 
-    def _failed(self, job: _Job, said: str) -> Completion | None:
+    def _failed(self, job: Job, said: str, lost: Lost = "process") -> Completion | None:
         """The failure of what a dead process was doing, or of what somebody is asking it."""
-        if job.ticket != _LOOK:
-            return job.failed(said, lost="process")
+        if job.ticket != LOOK:
+            return job.failed(said, lost=lost)
         clients = self._connections.servers[job.group]
         asking = (one for one, _ in self._pending.values() if one.group in clients)
-        return next(
-            (failed for one in asking if (failed := one.failed(said, lost="process"))), None
-        )
+        return next((failed for one in asking if (failed := one.failed(said, lost=lost))), None)
 
     def _wait_asleep(self, group: str) -> None:
         """Until the devices of a group that is started again are its own."""
@@ -433,8 +462,7 @@ class Supervisor:
         """See `Executor.died`."""
         dead = dead_processes(self._here.backend, self._groups.values())
         return "\n".join(
-            f"rank {self._groups[name].group.rank_of(process)} of group '{name}' died: {said}"
-            for (name, process), said in dead.items()
+            f"rank {rank} of group '{name}' died: {said}" for (name, rank), said in dead.items()
         )
 
     def revive(self, groups: Collection[str]) -> frozenset[str]:
@@ -445,6 +473,8 @@ class Supervisor:
         names = [name for name in self._groups if name in wanted]
         again = [self._groups[name] for name in names]
         self._let_go(set(names))
+        for joining in [self._joining.pop(name) for name in names if name in self._joining]:
+            joining.give_up()
         for group in again:
             group.kill()
         others = [group for name, group in self._groups.items() if name not in names]
@@ -504,6 +534,9 @@ class Supervisor:
         self._pending.clear()
         self._loaded.clear()
         self._begun.clear()
+        for joining in self._joining.values():
+            joining.give_up()
+        self._joining.clear()
         self._asleep.clear()
         groups, self._groups = self._groups, {}
         warm = [group for group in groups.values() if is_idle and self._may_stay_warm(group)]
@@ -516,7 +549,8 @@ class Supervisor:
         shares_gpu = group.group.device.startswith("cuda") and self._sharing.shares(
             group.group.name
         )
-        return group.group.name in self._restartable and not shares_gpu
+        as_placed = group.num_ranks == group.group.num_ranks
+        return group.group.name in self._restartable and as_placed and not shares_gpu
 
     @property
     def num_offers(self) -> int:
@@ -527,6 +561,11 @@ class Supervisor:
     def controller_bytes(self) -> int:
         """Source batches stored by the controller, reports and kept columns received."""
         return self._controller_bytes
+
+
+def _is_of(key: tuple[Any, ...], group: str, rank: int | None) -> bool:
+    """Whether what is noted under a key is of a rank, or of any if it is None."""
+    return key[0] == group and rank in (None, key[1])
 
 
 def _forget(
@@ -555,17 +594,3 @@ def _routes(programs: Mapping[str, Program]) -> Iterator[tuple[DeviceGroup, Devi
                 hosted = one.placement.hosted_roles(one.graph, group.name)
                 if home is not None and group.name != home and role in hosted:
                     yield one.placement.group(home), group
-
-
-def _restartable(programs: Mapping[str, Program]) -> set[str]:
-    """The groups that can be started again: they change nothing."""
-    return {group.name for group in groups_of(programs) if not _changes(programs, group.name)}
-
-
-def _changes(programs: Mapping[str, Program], group: str) -> bool:
-    """Whether any program changes weights, or a state, in the group."""
-    return any(
-        group in {*one.placement.state_homes(one.graph).values()}
-        or any(one.placement.home(one.graph, role) == group for role in one.graph.trains_per_step)
-        for one in programs.values()
-    )

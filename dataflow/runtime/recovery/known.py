@@ -84,6 +84,22 @@ class Known:
     def __len__(self) -> int:
         return len(self.made) + len(self.out)
 
+    def leave_out(
+        self, submissions: Iterable[Submission], versions: Mapping[NodeTask, Versions]
+    ) -> None:
+        """Note what the workers are still busy with: whoever goes on hears of it.
+
+        Args:
+            submissions: All that is out.
+            versions: What each task reads, of those that may be asked for again.
+        """
+        for submission in submissions:
+            task = submission.task
+            if isinstance(task, NodeTask) and task in versions:
+                if not submission.carried:
+                    self.out[task, versions[task]] = submission
+                submission.carried = True
+
     def take(self, tasks: Sequence[NodeTask], versions: Versions) -> list[Made]:
         """All of these calls, by the lengths of their rows; none if one of them is not finished."""
         keys = [(task, versions) for task in tasks]

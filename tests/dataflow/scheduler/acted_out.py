@@ -20,6 +20,8 @@ from penstock.dataflow.scheduler.events import (
     Output,
     Publish,
     Release,
+    Resized,
+    ResizeGroup,
     RunCall,
     RunStream,
     RunTrain,
@@ -61,6 +63,8 @@ class Shell:
     def __init__(self, flow: Flow, schedule: Schedule, first_step: int = 0) -> None:
         self.flow, self.schedule = flow, schedule
         self.nodes = {node.name: node for node in flow.nodes}
+        self.num_ranks = dict(flow.groups)
+        self.before: frozenset[Task] = frozenset()
         self.busy: dict[tuple[str, int], set[Task]] = {}
         self.runs: dict[Task, RunCall | RunStream | RunTrain | Publish | Load] = {}
         self.trained: dict[tuple[str, int], list[int]] = {}
@@ -141,7 +145,7 @@ class Shell:
 
     def on_RunCall(self, message: RunCall) -> None:
         node = self.nodes[message.node]
-        expected = (message.chunk or 0) % self.flow.groups[node.group]
+        expected = (message.chunk or 0) % self.num_ranks[node.group]
         assert message.rank == expected
         assert node.chunked == (message.chunk is not None)
         assert not node.streams
@@ -151,9 +155,14 @@ class Shell:
 
     def on_RunStream(self, message: RunStream) -> None:
         node = self.nodes[message.node]
-        num_ranks = self.flow.groups[node.group]
+        mine = range(message.rank, self.flow.num_chunks, self.num_ranks[node.group])
+        tasks = {chunk: NodeTask(message.node, message.step, chunk) for chunk in mine}
         assert node.streams
-        assert message.chunks == tuple(range(message.rank, self.flow.num_chunks, num_ranks))
+        assert message.chunks == tuple(
+            chunk
+            for chunk, task in tasks.items()
+            if task not in self.before and task not in self.ended
+        )
         self.check_inputs(message.tasks[0], message.versions, message.chunks)
         self.occupy(node.group, range(message.rank, message.rank + 1), message.tasks, message)
 
@@ -190,7 +199,15 @@ class Shell:
         assert (message.role, message.version) in self.snapshots
         assert self.flow.homes[message.role] != message.group
         assert self.holds[message.role, message.group] < message.version
-        self.occupy(message.group, range(self.flow.groups[message.group]), [message], message)
+        self.occupy(message.group, range(self.num_ranks[message.group]), [message], message)
+
+    def on_ResizeGroup(self, message: ResizeGroup) -> None:
+        assert message.group not in self.flow.homes.values()
+        assert not any(self.busy.get((message.group, r)) for r in range(self.flow.num_chunks))
+
+    def on_Resized(self, message: Resized) -> None:
+        self.on_ResizeGroup(ResizeGroup(message.group, message.num_ranks))
+        self.num_ranks[message.group] = message.num_ranks
 
     def on_TaskDone(self, message: TaskDone) -> None:
         work = self.runs.pop(message.task)

@@ -15,16 +15,16 @@ from penstock.dataflow.scheduler.flow import Flow, FlowKind, FlowNode
 from penstock.dataflow.scheduler.schedule import Schedule
 
 TIMES = int(os.environ.get("PENSTOCK_HISTORIES", "1"))
-"""How many times as many histories are drawn: `make test-all` draws over 20,000."""
+"""How many times as many histories are drawn: `make test-all` draws over 45,000."""
 
 
-def histories(number: int) -> settings:
-    """So many random histories, or `TIMES` as many."""
-    return settings(max_examples=number * TIMES, deadline=None)
+def histories(number: int, often: int = 1) -> settings:
+    """So many random histories, or `TIMES` as many, and `often` as many again."""
+    return settings(max_examples=number * (TIMES * often if TIMES > 1 else 1), deadline=None)
 
 
 @st.composite
-def flows(draw: st.DrawFn) -> Flow:
+def flows(draw: st.DrawFn, most_chunks: int = 3) -> Flow:
     groups = {f"g{i}": draw(st.integers(1, 3)) for i in range(draw(st.integers(1, 3)))}
     names = sorted(groups)
     homes = {f"r{i}": draw(st.sampled_from(names)) for i in range(draw(st.integers(0, 2)))}
@@ -33,7 +33,7 @@ def flows(draw: st.DrawFn) -> Flow:
     kinds: list[str] = ["call"] * draw(st.integers(1, 6))
     kinds += [role for role, count in trains.items() for _ in range(count)]
     nodes, trained = list(sources), dict.fromkeys(homes, 0)
-    num_chunks = draw(st.integers(1, 3))
+    num_chunks = draw(st.integers(1, most_chunks))
     for i, kind in enumerate(draw(st.permutations(kinds))):
         node = draw(_node(i, kind, nodes, homes, names, trained))
         nodes.append(draw(_streaming(node, nodes, groups, num_chunks)))

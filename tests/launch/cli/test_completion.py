@@ -64,6 +64,7 @@ def completions(line: str, commands: Path) -> list[str]:
                     "export",
                     "profile",
                     "samples",
+                    "scale",
                     "runs",
                     "watch",
                     "doctor",

@@ -82,7 +82,7 @@ def pids(file: Path) -> list[int]:
     return [int(text)] if file.exists() and (text := file.read_text()) else []
 
 
-def test_its_group_is_started_again(
+def test_its_rank_is_started_again(
     spawned: Backend, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "child"
@@ -91,8 +91,7 @@ def test_its_group_is_started_again(
     assert counter.seen(steps) == [0.0, 1.0, 2.0]
     (told,) = [r.getMessage() for r in caplog.records if r.name == "penstock.executor"]
     assert told == (
-        "rank 0 of group 'rollout' died: its child ended with exit code -9; its group is started "
-        "again"
+        "rank 0 of group 'rollout' died: its child ended with exit code -9; it is started again"
     )
 
 

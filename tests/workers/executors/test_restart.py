@@ -1,4 +1,4 @@
-"""Groups that train nothing survive the death of a process, and the run is none the worse."""
+"""Replicas that keep nothing survive the death of a process, and the run is none the worse."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ class MortalSpec:
 
     def build(self, context: WorkerContext) -> Role:
         worker = self.spec.build(context)
-        if "generate" in context.methods and "train" not in context.methods and context.rank == 1:
+        if (
+            "generate" in context.methods
+            and "train" not in context.methods
+            and context.replica == 1
+        ):
             generate, mark = worker.generate, Path(self.folder)
 
             def mortal(*args: Any, **kwargs: Any) -> Any:
@@ -178,8 +182,8 @@ def dozers(spawned: Backend, tmp_path: Path) -> Iterator[Supervisor]:
     executor.stop()
 
 
-def ask(executor: Supervisor, group: str, method: str) -> None:
-    executor.submit(0, "main", group, 0, CallMethodWork("model", method))
+def ask(executor: Supervisor, group: str, method: str, rank: int = 0) -> None:
+    executor.submit(0, "main", group, rank, CallMethodWork("model", method))
 
 
 def heard(executor: Supervisor, count: int = 1) -> list[Completion | Restart]:
@@ -191,12 +195,32 @@ def heard(executor: Supervisor, count: int = 1) -> list[Completion | Restart]:
     return found
 
 
-def answer_of(executor: Supervisor, group: str, method: str) -> Any:
-    ask(executor, group, method)
+def answer_of(executor: Supervisor, group: str, method: str, rank: int = 0) -> Any:
+    ask(executor, group, method, rank)
     (answer,) = heard(executor)
     assert isinstance(answer, Completion)
     assert answer.report is not None
     return answer.report.answer
+
+
+def test_the_other_replicas_go_on(spawned: Backend, tmp_path: Path) -> None:
+    """One is killed at its work: it alone is another process afterwards, and none has a peer."""
+    placed = counter.apart(counter.COUNT, model__sample="rollout")
+    groups = tuple(replace(g, num_ranks=2 if g.name == "rollout" else 1) for g in placed.groups)
+    executor = spawned.executor()
+    programs = {"main": Program(counter.COUNT, replace(placed, groups=groups))}
+    executor.start(programs, {"model": DozerSpec(str(tmp_path), takes_s=0.0)}, 0, 60.0)
+    try:
+        before = [answer_of(executor, "rollout", "pid", rank) for rank in range(2)]
+        ask(executor, "rollout", "wait", 1)
+        os.kill(before[1], signal.SIGKILL)
+        (restart,) = heard(executor)
+        assert isinstance(restart, Restart)
+        assert (restart.group, restart.ranks) == ("rollout", (1,))
+        assert answer_of(executor, "rollout", "pid", 0) == before[0]
+        assert len(spawned.pids()) == 3
+    finally:
+        executor.stop()
 
 
 def test_it_is_not_built_before_the_other_has_given_up_the_device(

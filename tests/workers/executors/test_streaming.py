@@ -45,7 +45,7 @@ class SlowSpec:
 
     def build(self, context: WorkerContext) -> Role:
         worker = self.spec.build(context)
-        wait, mark = random.Random(f"{self.seed} {context.rank}"), Path(self.folder)
+        wait, mark = random.Random(f"{self.seed} {context.replica}"), Path(self.folder)
 
         def slow(answers: Callable[..., Iterator[Streamed]], *given: Any) -> Iterator[Streamed]:
             for answer in answers(*given):

@@ -372,7 +372,8 @@ def _row_bytes(config: Any, spec: VllmPolicySpec, longest: int, tensor_parallel:
 
 def _rows_that_fit(row_bytes: int, context: WorkerContext) -> int:
     """Rows of which the cache takes half of the memory that is free, shared among processes."""
-    free = psutil.virtual_memory().available // (2 * context.num_processes)
+    sharing = context.num_processes * context.num_replicas
+    free = psutil.virtual_memory().available // (2 * sharing)
     return max(1, min(_CPU_ROWS, free // row_bytes - 1))
 
 

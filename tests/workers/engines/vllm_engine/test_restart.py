@@ -46,9 +46,9 @@ class MortalSpec:
 
     def build(self, context: WorkerContext) -> Role:
         policy, mark = self.spec.build(context), Path(self.folder) / "killed"
-        with (Path(self.folder) / f"processes-{context.rank}").open("a") as told:
+        with (Path(self.folder) / f"processes-{context.replica}").open("a") as told:
             print(os.getpid(), file=told)
-        if self.kills and context.rank == 1 and not mark.exists():
+        if self.kills and context.replica == 1 and not mark.exists():
             engine: Any = policy.vllm
             core, step, stream = engine._engine, engine._engine.step, engine.stream
             calls = tokens = 0

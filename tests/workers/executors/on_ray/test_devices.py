@@ -147,7 +147,7 @@ class Telling:
 
     def build(self, context: WorkerContext) -> Role:
         node = ray.get_runtime_context().get_node_id()
-        (self.folder / f"{context.role}-{context.rank}-{context.num_ranks}").write_text(node)
+        (self.folder / f"{context.role}-{context.replica}-{context.num_replicas}").write_text(node)
         return self.spec.build(context)
 
 

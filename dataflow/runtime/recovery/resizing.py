@@ -1,0 +1,204 @@
+"""Replicas that join and leave while a run goes on, as somebody wishes.
+
+The ranks of a group that keeps nothing are replicas: they have nothing to do with each other.
+Whoever joins is started beside the run, which goes on meanwhile. Then the scheduler has the group
+finish what it has begun, and it gets its new ranks, with the weights that the others have. Chunks
+stay as they are, and random numbers belong to samples, so the run's result does not change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from ...errors import PenstockError
+from ...scheduler.events import Resize, Resized, ResizeGroup
+from ...scheduler.flow import Flow
+from ..executor import Program, groups_of, servers_of
+from .limits import Recovery
+
+__all__ = [
+    "ElasticExecutor",
+    "Resizing",
+    "Scale",
+    "replica_groups",
+    "restartable_groups",
+    "why_not_elastic",
+]
+
+_LOOK_S = 1.0
+"""How often anybody is asked for a wish."""
+
+
+@runtime_checkable
+class ElasticExecutor(Protocol):
+    """An executor whose groups can have other ranks while a run goes on, and may die alone.
+
+    Attributes:
+        recovery: How often it may start a rank again by itself; to be set before `start`.
+    """
+
+    recovery: Recovery
+
+    def prepare(self, group: str, num_ranks: int) -> bool:
+        """Start the ranks that are missing, beside what runs; says whether all have started.
+
+        To be called again until they have.
+
+        Raises:
+            PenstockError: If one cannot be started. None of the others is then.
+        """
+        ...
+
+    def resize(self, group: str, num_ranks: int) -> int:
+        """Give those that were prepared the group's weights, or end the last ones.
+
+        Nothing runs in the group.
+
+        Returns:
+            How many ranks it has: as many as before, if one that joins cannot have the weights.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Who wishes groups to have other ranks, and who is told.
+
+    Attributes:
+        wish: Group -> how many ranks it is to have; asked about once a second.
+        told: Is told what has become of it, a sentence at a time.
+    """
+
+    wish: Callable[[], Mapping[str, int]]
+    told: Callable[[str], None]
+
+
+class Resizing:
+    """What one run does about wishes.
+
+    Args:
+        scale: Whose they are.
+        executor: Where the ranks are.
+        programs: All that run there.
+        flow: Of the run, with the ranks that groups have.
+        sizes: Group -> its ranks, of those that have others than they are placed with; kept here.
+    """
+
+    def __init__(
+        self,
+        scale: Scale,
+        executor: object,
+        programs: Mapping[str, Program],
+        flow: Flow,
+        sizes: dict[str, int],
+    ) -> None:
+        self._scale, self._executor, self._programs = scale, executor, programs
+        self._num_chunks = flow.num_chunks
+        self._has = dict(flow.groups)
+        self._sizes = sizes
+        self._asked: set[str] = set()
+        self._refused: set[tuple[str, int]] = set()
+        self._next_s = 0.0
+
+    def look(self, at_s: float) -> list[Resize]:
+        """What the scheduler is to be told: groups whose new ranks are ready to join."""
+        if time.monotonic() < self._next_s:
+            return []
+        self._next_s = time.monotonic() + _LOOK_S
+        return [
+            Resize(group, num_ranks, at_s)
+            for group, num_ranks in self._scale.wish().items()
+            if self._is_new(group, num_ranks) and self._is_ready(group, num_ranks)
+        ]
+
+    def carry_out(self, instruction: ResizeGroup, at_s: float) -> Resized:
+        """Change the ranks of a group at rest."""
+        assert isinstance(self._executor, ElasticExecutor), "it has prepared the ranks"
+        group, before = instruction.group, self._has[instruction.group]
+        found = self._executor.resize(group, instruction.num_ranks)
+        self._has[group] = self._sizes[group] = found
+        self._asked.discard(group)
+        if found == instruction.num_ranks:
+            self._scale.told(f"group '{group}' has {found} ranks, and had {before}")
+        else:
+            self._refuse(group, instruction.num_ranks, "a new rank could not have its weights")
+        return Resized(group, found, at_s)
+
+    def _is_new(self, group: str, num_ranks: int) -> bool:
+        if group in self._asked or (group, num_ranks) in self._refused:
+            return False
+        return self._has.get(group) != num_ranks
+
+    def _is_ready(self, group: str, num_ranks: int) -> bool:
+        why_not = self._why_not(group, num_ranks)
+        if why_not or not isinstance(self._executor, ElasticExecutor):
+            self._refuse(
+                group, num_ranks, why_not or "all of this run's work is done by one process"
+            )
+            return False
+        try:
+            ready = self._executor.prepare(group, num_ranks)
+        except PenstockError as error:
+            self._refuse(group, num_ranks, str(error))
+            return False
+        if ready:
+            self._asked.add(group)
+        return ready
+
+    def _why_not(self, group: str, num_ranks: int) -> str:
+        if not 1 <= num_ranks <= self._num_chunks:
+            return f"it can have 1 to {self._num_chunks}, one for each part of a step's rows"
+        return why_not_elastic(self._programs, group)
+
+    def _refuse(self, group: str, num_ranks: int, why: str) -> None:
+        self._refused.add((group, num_ranks))
+        has = self._has.get(group)
+        still = "" if has is None else f"; it still has {has}"
+        self._scale.told(f"group '{group}' cannot have {num_ranks} ranks: {why}{still}")
+
+
+def restartable_groups(programs: Mapping[str, Program]) -> set[str]:
+    """The groups that change nothing, so that they can be started again beside a run.
+
+    Args:
+        programs: All that run on the same workers, by name.
+    """
+    return {group.name for group in groups_of(programs) if not _changes(programs, group.name)}
+
+
+def replica_groups(programs: Mapping[str, Program]) -> set[str]:
+    """Those of them that talk to no other: each of their ranks is a replica.
+
+    Args:
+        programs: All that run on the same workers, by name.
+    """
+    servers = servers_of(programs)
+    connected = {*servers, *(name for names in servers.values() for name in names)}
+    return restartable_groups(programs) - connected
+
+
+def why_not_elastic(programs: Mapping[str, Program], name: str) -> str:
+    """Why replicas of a group can neither join nor leave during a run; "" if they can."""
+    group = next((one for one in groups_of(programs) if one.name == name), None)
+    if group is None:
+        names = ", ".join(sorted(one.name for one in groups_of(programs)))
+        return f"there is no such group; the run has {names}"
+    if name not in replica_groups(programs):
+        return "it trains, keeps a state or serves another group, so its ranks belong together"
+    if group.devices:
+        return "it takes turns on its devices with another group"
+    if group.pipeline_parallel > 1:
+        return "its ranks have pipeline stages, whose processes are numbered by the number of ranks"
+    return ""
+
+
+def _changes(programs: Mapping[str, Program], group: str) -> bool:
+    """Whether any program changes weights, or a state, in the group."""
+    return any(
+        group in {*one.placement.state_homes(one.graph).values()}
+        or any(one.placement.home(one.graph, role) == group for role in one.graph.trains_per_step)
+        for one in programs.values()
+    )

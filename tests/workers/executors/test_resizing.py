@@ -1,0 +1,93 @@
+"""Replicas join and leave during a run, and the weights come out as if none had."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import pytest
+from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.in_process import InProcess
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
+from penstock.dataflow.runtime.recovery import resizing
+from penstock.dataflow.runtime.recovery.resizing import Scale
+from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.workers.executors.supervisor import Supervisor
+
+from ...algorithms import runs
+from .backends import Backend
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_STEPS, NUM_CHUNKS = 5, 4
+
+
+@dataclass
+class Wishes:
+    """Wishes for one size after another, each at a random moment, and waits until it can begin."""
+
+    executor: Supervisor
+    sizes: list[int]
+    rng: random.Random
+    told: list[str] = field(default_factory=list[str])
+    wished: dict[str, int] = field(default_factory=dict[str, int])
+
+    def wish(self) -> Mapping[str, int]:
+        if len(self.told) == len(self.sizes) or self.rng.random() < 0.7:
+            return self.wished
+        self.wished = {"rollout": self.sizes[len(self.told)]}
+        end_s = time.monotonic() + 300
+        while not self.executor.prepare("rollout", self.wished["rollout"]):
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        return self.wished
+
+
+def check_sizes(
+    backend: Backend,
+    sizes: list[int],
+    max_lag: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resizing, "_LOOK_S", 0.0)
+    run = runs.make("grpo")
+    here = replace(one_group(run.graph), num_chunks=NUM_CHUNKS)
+    names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]
+    nodes = {name: "rollout" if name == "actor.generate" else "main" for name in names}
+    groups = (DeviceGroup("main"), DeviceGroup("rollout", 2))
+    apart = Placement(groups, nodes, num_chunks=NUM_CHUNKS)
+    found: list[str] = []
+    executor = backend.executor()
+    wishes = Wishes(executor, sizes, random.Random(max_lag))
+    scale = Scale(wishes.wish, wishes.told.append)
+    spans: set[tuple[str, int]] = set()
+    for placement, one, asked in ((here, InProcess(), None), (apart, executor, scale)):
+        with Engine(
+            run.graph,
+            placement,
+            workers=run.workers,
+            executor=one,
+            schedule=Schedule(max_lag=max_lag),
+        ) as engine:
+            for step in engine.run(run.sources, NUM_STEPS, scale=asked):
+                spans |= {(span.group, span.rank) for span in step.spans}
+            found.append(engine.call("actor", "weights_sha256"))
+    assert found[0] == found[1]
+    before = [2, *sizes]
+    assert wishes.told == [
+        f"group 'rollout' has {now} ranks, and had {was}"
+        for was, now in zip(before, sizes, strict=False)
+    ]
+    assert {rank for group, rank in spans if group == "rollout"} >= set(range(max(sizes)))
+
+
+def test_with_the_same_weights(spawned: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_sizes(spawned, [3, 1], 1, monkeypatch)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_on_ray_too(max_lag: int, on_ray: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_sizes(on_ray, [3, 1, 4], max_lag, monkeypatch)

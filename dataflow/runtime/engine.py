@@ -5,13 +5,14 @@ It owns no policy: what runs when is the scheduler's, how it runs the executor's
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, WorkerError
 from ..graph.check import check_lag
 from ..graph.graph import Graph, NodeKind
 from ..graph.role import Role
@@ -29,7 +30,7 @@ from .messages import CallMethodWork
 from .placement import Placement, flow_of
 from .recovery.going_back import GoingBack
 from .recovery.ledger import Ledger
-from .recovery.limits import Recovery, Told, WorkerLost
+from .recovery.limits import Recoveries, Recovery, Told, WorkerLost
 from .recovery.resizing import ElasticExecutor, Resizing, Scale
 from .run import Run, Trained
 from .saving.in_workers import StateInWorkers
@@ -154,12 +155,25 @@ class Engine:
         if not self._started:
             if isinstance(self.executor, ElasticExecutor):
                 self.executor.recovery = self._recovery
-            try:
-                self.executor.start(self.programs, self._workers, self.seed, self.schedule.wait_s)
-            except BaseException:
-                self.executor.stop()
-                raise
-            self._started = True
+            again = Recoveries(self._recovery)
+            while not self._started:
+                try:
+                    self._started = self._build()
+                except WorkerLost as lost:
+                    time.sleep(again.pause_s(lost, 0))
+
+    def _build(self) -> bool:
+        """Have the executor build the workers; it has ended all processes if that fails."""
+        try:
+            self.executor.start(self.programs, self._workers, self.seed, self.schedule.wait_s)
+        except BaseException as error:
+            # Whoever was to meet one that died failed as well, and may be heard of first.
+            lost = self._dispatcher.loss() if isinstance(error, WorkerError) else None
+            self.executor.stop()
+            if lost is not None:
+                raise lost from error
+            raise
+        return True
 
     def close(self) -> None:
         """Close the workers that were built here and end all worker processes; idempotent.

@@ -18,6 +18,7 @@ from typing import Any
 
 from ...dataflow.errors import PenstockError, WorkerError
 from ...dataflow.runtime.placement import DeviceGroup
+from ...dataflow.runtime.recovery.limits import WorkerLost
 from ...dataflow.runtime.worker_protocol import CLOSE_S
 from .process_backend import (
     BackendError,
@@ -25,6 +26,7 @@ from .process_backend import (
     NotInTime,
     Process,
     ProcessBackend,
+    ProcessDied,
     Ref,
     Reservation,
 )
@@ -280,6 +282,7 @@ def all_results(
         start_s: How long all of them may take.
 
     Raises:
+        WorkerLost: If a process dies.
         WorkerError: If one fails or takes too long.
         PenstockError: Whatever of ours one raises.
     """
@@ -294,6 +297,8 @@ def all_results(
         if isinstance(error.cause, PenstockError):
             raise error.cause from error
         raise WorkerError(f"a rank failed while {doing}: {error}") from error
+    except ProcessDied as error:
+        raise WorkerLost(f"a rank died while {doing}: {error}") from error
     except BackendError as error:
         raise WorkerError(f"a rank failed while {doing}: {error}") from error
 

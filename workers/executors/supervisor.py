@@ -460,7 +460,9 @@ class Supervisor:
 
     def died(self) -> str:
         """See `Executor.died`."""
-        dead = dead_processes(self._here.backend, self._groups.values())
+        if self._started is None:
+            return ""
+        dead = dead_processes(self._started.backend, self._groups.values())
         return "\n".join(
             f"rank {rank} of group '{name}' died: {said}" for (name, rank), said in dead.items()
         )

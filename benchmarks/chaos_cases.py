@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 __all__ = ["CASES", "Case"]
 
-_STEPS = 16
+_STEPS = 48
 _ACTING_STEPS = 80
 
 
@@ -24,7 +24,7 @@ class Case:
     name: str
     words: tuple[str, ...]
     num_steps: int = _STEPS
-    gap_s: float = 4.0
+    gap_s: float = 1.5
 
 
 _ALL = (
@@ -86,6 +86,6 @@ _CASES = (
     Case("environments, k=0", _ENV, _ACTING_STEPS),
     Case("environments, k=1", (*_ENV, "schedule.max_lag=1"), _ACTING_STEPS),
     Case("conversations, k=0", _TALK),
-    Case("vllm, k=1", (*_GRPO, "rollout=vllm", "schedule.max_lag=1"), gap_s=8.0),
+    Case("vllm, k=1", (*_GRPO, "rollout=vllm", "schedule.max_lag=1")),
 )
 CASES = {case.name: case for case in _CASES}

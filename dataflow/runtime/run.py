@@ -125,6 +125,7 @@ class Run:
         self.known, self._begun = known or Known(), begun
         self._heard: list[Submission | Restart] = []
         self._already: list[Event] = []
+        self._lost: WorkerLost | None = None
         self._ledger = ledger or NoLedger(program.graph)
         self._restarts: list[Restart] = []
         self._graph, self._placement = program.graph, program.placement
@@ -276,9 +277,7 @@ class Run:
                 assert self._resizing is not None, "nobody else has a group resized"
                 return self.scheduler.handle(self._resizing.carry_out(instruction, self._waited_s))
             case Abort():
-                failure = self._failure(instruction)
-                # Whoever waits for the dead may be what did not answer in time.
-                raise (self._dispatcher.loss() if self._failed is None else None) or failure
+                raise self._failure(instruction)
             case _:
                 raise StateError(f"unexpected instruction {instruction}")
         return ()
@@ -434,8 +433,7 @@ class Run:
             if task is None:
                 return ()
         if submission.failed is not None:
-            if (lost := self._dispatcher.loss(submission.failed)) is not None:
-                raise lost from submission.failed.error
+            self._lost = self._lost or self._dispatcher.loss(submission.failed)
             # The run ends with the first; others may have been heard of at the same time.
             self._failed = self._failed or (task, submission.failed.error)
             text = describe(submission.failed)
@@ -500,7 +498,10 @@ class Run:
         """The report, headed by the line of the step function that made the node."""
         task, cause = self._failed or (None, None)
         where = f"{self._graph[task.node].where}\n" if isinstance(task, NodeTask) else ""
-        failure = WorkerError(f"{where}{abort.report}")
+        # Whoever waits for the dead may be what did not answer in time.
+        lost = self._lost if self._failed else self._dispatcher.loss()
+        report = f"{where}{abort.report}"
+        failure = lost.reported(report) if lost is not None else WorkerError(report)
         failure.__cause__ = cause
         return failure
 

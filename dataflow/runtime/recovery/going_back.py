@@ -91,7 +91,7 @@ class GoingBack:
         source = self._saving.source_of(step) if self._saving is not None else "start"
         self._told(
             Recovered(
-                str(lost),
+                lost.said,
                 step,
                 self._completed,
                 source,

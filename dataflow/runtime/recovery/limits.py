@@ -23,11 +23,16 @@ class WorkerLost(WorkerError):
     Args:
         said: Who died, and how.
         stored: Whether outputs that others had made may be gone too, as with a machine.
+        report: What to say if the run ends with it; `said` by default.
     """
 
-    def __init__(self, said: str, *, stored: bool = False) -> None:
-        super().__init__(said)
-        self.stored = stored
+    def __init__(self, said: str, *, stored: bool = False, report: str = "") -> None:
+        super().__init__(report or said)
+        self.said, self.stored = said, stored
+
+    def reported(self, report: str) -> WorkerLost:
+        """The same, with what to say if the run ends with it."""
+        return WorkerLost(self.said, stored=self.stored, report=report)
 
 
 @dataclass(frozen=True)

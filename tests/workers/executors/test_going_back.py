@@ -125,11 +125,29 @@ def undisturbed(run: runs.Run, **options: Any) -> Finished:
     return finish(run, replace(one_group(run.graph), num_chunks=2), InProcess(), **options)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
-@pytest.mark.parametrize("fatal", [(0,), (5,), (3, 6)])
+_DEATHS = [(0, (0,)), (1, (3, 6)), (0, (5,)), (1, (0,))]
+"""How far generation runs ahead, and which train calls are fatal."""
+
+
+def _some(backend: str, often: int) -> list[Any]:
+    """The first of them in `make test`, the others in `make test-all`."""
+    return [
+        pytest.param(backend, *case, marks=[] if number < often else pytest.mark.nightly)
+        for number, case in enumerate(_DEATHS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("where", "max_lag", "fatal"), [*_some("spawned", 2), *reversed(_some("on_ray", 1))]
+)
 def test_a_trainer_that_dies_changes_nothing(
-    tmp_path: Path, backend: Backend, max_lag: int, fatal: tuple[int, ...]
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    where: str,
+    max_lag: int,
+    fatal: tuple[int, ...],
 ) -> None:
+    backend: Backend = request.getfixturevalue(where)
     run = runs.make("grpo")
     plain = undisturbed(run, max_lag=max_lag)
     mortal = MortalSpec(run.workers["actor"], str(tmp_path), "train", fatal)
@@ -145,7 +163,7 @@ def test_a_trainer_that_dies_changes_nothing(
     assert all(told.completed - told.step < 2 * EVERY for told in found.told)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize("max_lag", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_with_a_mirror_one_step_at_most_is_done_again(
     tmp_path: Path, spawned: Backend, max_lag: int
 ) -> None:

@@ -59,7 +59,8 @@ def object_store(controller: psutil.Process) -> int:
     for process in controller.children(recursive=True):
         for word in process.cmdline():
             if word.startswith("--gcs-address="):
-                state = get_state_from_address(word.partition("=")[2])
+                port = word.rpartition(":")[2]  # a Ray of a run's own listens on loopback
+                state = get_state_from_address(f"127.0.0.1:{port}")
                 return int(get_memory_info_reply(state).store_stats.object_store_bytes_used)
     return 0
 

@@ -54,12 +54,15 @@ MOST_REPLICAS = 4
 
 def object_store(controller: psutil.Process) -> int:
     """Bytes that Ray's object store holds, as the run's own Ray says."""
+    for process in controller.children(recursive=True):  # its address, and the token it asks for
+        if "raylet" in process.name():
+            os.environ |= {k: v for k, v in process.environ().items() if k.startswith("RAY_")}
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
     for process in controller.children(recursive=True):
         for word in process.cmdline():
             if word.startswith("--gcs-address="):
-                port = word.rpartition(":")[2]  # a Ray of a run's own listens on loopback
+                port = word.rpartition(":")[2]
                 state = get_state_from_address(f"127.0.0.1:{port}")
                 return int(get_memory_info_reply(state).store_stats.object_store_bytes_used)
     return 0

@@ -158,7 +158,9 @@ def carried_out(case: Case, folder: Path, num_kills: int, draw: random.Random) -
     }
 
 
-def tried(case: Case, folder: Path, num_kills: int, per_run: int, seed: int) -> dict[str, Any]:
+def tried(
+    case: Case, folder: Path, num_kills: int, per_run: int, seed: int, until_s: float
+) -> dict[str, Any]:
     """Kill so many processes of a case, in as many runs as that takes."""
     draw, runs = random.Random(seed), list[dict[str, Any]]()
     name = re.sub(r"\W+", "-", case.name)
@@ -168,7 +170,7 @@ def tried(case: Case, folder: Path, num_kills: int, per_run: int, seed: int) -> 
     if expected["exit_code"] != 0:
         raise SystemExit(f"{case.name} does not even end undisturbed:\n{expected['said']}")
     left = num_kills
-    while left > 0 and len(runs) < 2 * num_kills:
+    while left > 0 and len(runs) < 2 * num_kills and time.monotonic() < until_s:
         own = folder / f"{name}-{len(runs)}"
         own.mkdir()
         found = carried_out(case, own, min(per_run, left), draw)
@@ -186,16 +188,19 @@ def main() -> None:
     """Kill, and print what has survived."""
     options = parser(__doc__.splitlines()[0] if __doc__ else "")
     options.add_argument("--kills", type=int, default=50, help="over all cases")
-    options.add_argument("--per-run", type=int, default=4)
+    options.add_argument("--per-run", type=int, default=10)
+    options.add_argument("--minutes", type=float, default=600.0, help="no run begins after that")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     args = options.parse_args()
     shares = [args.kills * (i + 1) // len(args.cases) - args.kills * i // len(args.cases)
               for i in range(len(args.cases))]  # fmt: skip
+    until_s = time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as name:
         cases = [
-            tried(CASES[one], Path(name), share, args.per_run, args.seed + number)
+            tried(CASES[one], Path(name), share, args.per_run, args.seed + number, until_s)
             for number, (one, share) in enumerate(zip(args.cases, shares, strict=True))
+            if time.monotonic() < until_s
         ]
     runs = [run for case in cases for run in case["runs"]]
     kinds, survived = Counter[str](), Counter[str]()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 __all__ = ["CASES", "Case"]
 
-_STEPS = 48
-_ACTING_STEPS = 80
+_STEPS = 80
+_ACTING_STEPS = 160
 
 
 @dataclass(frozen=True)

@@ -393,10 +393,16 @@ class Engine:
         )
 
     def _as_sized(self, name: str) -> Program:
-        """A program on groups that have the ranks that they have by now."""
+        """A program on groups that have the ranks that they have by now.
+
+        One that cuts its rows into fewer chunks leaves the ranks beyond them idle.
+        """
         program = self.programs[name]
+        most = program.placement.num_chunks
         groups = tuple(
-            replace(group, num_ranks=self._sizes.get(group.name, group.num_ranks))
+            replace(group, num_ranks=min(self._sizes[group.name], most))
+            if group.name in self._sizes
+            else group
             for group in program.placement.groups
         )
         return replace(program, placement=replace(program.placement, groups=groups))

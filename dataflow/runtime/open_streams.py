@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ..scheduler.events import Load, NodeTask, RunStream
 from .dispatcher import Submission
+from .executor import Restart
 from .messages import AnswerWork
 
 __all__ = ["OpenStream", "OpenStreams"]
@@ -28,6 +29,7 @@ class OpenStream:
         in_flight: Whether it takes newer weights meanwhile.
         versions: What is read from now on.
         given: The chunks answered, in this order.
+        early: Answers that were heard of before those that the rank gave before them, by number.
     """
 
     instruction: RunStream
@@ -35,6 +37,7 @@ class OpenStream:
     in_flight: bool
     versions: dict[str, int]
     given: list[int] = field(default_factory=list[int])
+    early: dict[int, Submission] = field(default_factory=dict[int, Submission])
 
     def asked(self) -> list[tuple[NodeTask, AnswerWork]]:
         """The answers to ask for now, each under a task that nothing is asked for under."""
@@ -74,6 +77,24 @@ class OpenStreams:
         for stream in self._by_task.values():
             if stream.group == load.group and load.role in stream.versions:
                 stream.versions[load.role] = load.version
+
+    def in_order(self, heard: Submission | Restart) -> list[Submission | Restart]:
+        """What may be taken in now: a rank's answers in the order in which it has given them.
+
+        Of two that are given within a millisecond a backend may tell the second first.
+        """
+        task = heard.task if isinstance(heard, Submission) else None
+        if not isinstance(task, NodeTask) or task not in self._by_task:
+            return [heard]
+        stream = self._by_task[task]
+        assert isinstance(heard, Submission), "nothing else has a task"
+        if stream.in_flight or heard.failed is not None:
+            return [heard]
+        stream.early[stream.instruction.tasks.index(task)] = heard
+        ready: list[Submission | Restart] = []
+        while (number := len(stream.given) + len(ready)) in stream.early:
+            ready.append(stream.early.pop(number))
+        return ready
 
     def answered(
         self, asked: NodeTask, submission: Submission

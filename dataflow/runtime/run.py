@@ -117,7 +117,7 @@ class Run:
         pauses: Collection[int] = (),
         suspended: Suspended | None = None,
         known: Known | None = None,
-        begun: Callable[[int], None] | None = None,
+        begun: Callable[[int], None],
         ledger: Ledger | None = None,
         resizing: Callable[[Flow], Resizing] | None = None,
     ) -> None:
@@ -190,8 +190,7 @@ class Run:
             if self._point:
                 self._restore(self._point)
             self._share_weights()
-            if self._begun is not None:
-                self._begun(self.scheduler.completed)
+            self._begun(self.scheduler.completed)
             try:
                 yield from self._drive()
             except WorkerLost:
@@ -226,7 +225,8 @@ class Run:
             if not (answers or self._already):
                 answers = self._dispatcher.wait(min(POLL_S, self._wait_s))
             events, self._already = self._already, []
-            events += [event for answer in answers for event in self._answered(answer)]
+            ready = [one for answer in answers for one in self._streams.in_order(answer)]
+            events += [event for one in ready for event in self._answered(one)]
             if self._saving is not None:
                 self._saving.look()
             if self._stop is not None and self._stop():

@@ -29,6 +29,7 @@ class OpenStream:
         in_flight: Whether it takes newer weights meanwhile.
         versions: What is read from now on.
         given: The chunks answered, in this order.
+        num_taken: Answers that were taken in, or are about to be.
         early: Answers that were heard of before those that the rank gave before them, by number.
     """
 
@@ -37,6 +38,7 @@ class OpenStream:
     in_flight: bool
     versions: dict[str, int]
     given: list[int] = field(default_factory=list[int])
+    num_taken: int = 0
     early: dict[int, Submission] = field(default_factory=dict[int, Submission])
 
     def asked(self) -> list[tuple[NodeTask, AnswerWork]]:
@@ -92,8 +94,9 @@ class OpenStreams:
             return [heard]
         stream.early[stream.instruction.tasks.index(task)] = heard
         ready: list[Submission | Restart] = []
-        while (number := len(stream.given) + len(ready)) in stream.early:
-            ready.append(stream.early.pop(number))
+        while stream.num_taken in stream.early:
+            ready.append(stream.early.pop(stream.num_taken))
+            stream.num_taken += 1
         return ready
 
     def answered(

@@ -23,13 +23,16 @@ def answer(number: int) -> Submission:
     return Submission(NodeTask("generate", 0, CHUNKS[number]), "rollout", set(), [done])
 
 
+@pytest.mark.parametrize("together", [1, 2, 3])
 @pytest.mark.parametrize("heard", list(itertools.permutations(range(3))))
-def test_answers_are_taken_in_as_they_were_given(heard: tuple[int, ...]) -> None:
+def test_answers_are_taken_in_as_they_were_given(heard: tuple[int, ...], together: int) -> None:
+    """Also where several are heard of before one is taken in."""
     streams = OpenStreams(in_flight=False)
     streams.begin(RunStream("generate", 0, CHUNKS, 0), "rollout")
     taken: list[int | None] = []
-    for number in heard:
-        for one in streams.in_order(answer(number)):
+    for first in range(0, len(heard), together):
+        some = [answer(number) for number in heard[first : first + together]]
+        for one in [ready for each in some for ready in streams.in_order(each)]:
             assert isinstance(one, Submission)
             assert isinstance(one.task, NodeTask)
             task, _ = streams.answered(one.task, one)

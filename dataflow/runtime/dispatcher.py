@@ -21,6 +21,9 @@ __all__ = ["Dispatcher", "Submission", "describe"]
 POLL_S = 1.0
 """Longest wait for completions before deadlines are looked at again."""
 
+_IDLE_S = 0.02
+"""Pause where nothing is out."""
+
 
 @dataclass
 class Submission:
@@ -159,7 +162,8 @@ class Dispatcher:
         self._check_open()
         if not self._answers:
             since_s = time.monotonic()
-            self._gather(timeout_s)
+            if not self._gather(timeout_s) and not self._out:
+                time.sleep(min(_IDLE_S, timeout_s))  # else who waits for nothing has no deadline
             self.waited_s += time.monotonic() - since_s
             self.waited_s -= sum(one.took_s for one in self._answers if isinstance(one, Restart))
         answers, self._answers = self._answers, []

@@ -373,9 +373,7 @@ def _sha256(parts: Sequence[Part]) -> str:
 
 def _contents(column: Packed) -> list[Any]:
     tensors = [column.values] if column.lengths is None else [column.values, column.lengths]
-    return [
-        one.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for one in tensors
-    ]
+    return [_bytes_of(one).numpy() for one in tensors]
 
 
 def _num_rows(part: Part) -> int:
@@ -391,3 +389,11 @@ def from_json(content: Mapping[str, Any]) -> Line:
     """The line that `as_json` made so."""
     line = Line(**content)
     return replace(line, unseen=tuple(line.unseen))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """u8[n], the tensor's values; one of a single value may be contiguous with any stride."""
+    flat = tensor.detach().cpu().reshape(-1)
+    if flat.stride(0) != 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)

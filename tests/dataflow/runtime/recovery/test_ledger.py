@@ -294,3 +294,9 @@ def test_digests_tell_values_lengths_and_columns_apart() -> None:
         (),
     ]
     assert len(set(map(digest_of, parts))) == len(parts)
+
+
+def test_a_piece_of_one_value_may_have_any_stride() -> None:
+    whole = torch.arange(1)
+    expected = digest_of((Packed(whole, None),))
+    assert digest_of((Packed(torch.as_strided(whole, (1,), (0,)), None),)) == expected

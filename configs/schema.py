@@ -316,7 +316,7 @@ class RecoveryConfig(Section):
     `penstock run --supervise` starts a run anew as often at most."""
     max_repeats: AtLeastOne = 3
     """Times in a row without a step that was not complete before: a fault that comes again each
-    time is not one that starting again mends."""
+    time is not one that starting again fixes."""
     pause_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
     """Seconds before the second time in a row; they double with each further one, up to a minute or
     what is given here."""

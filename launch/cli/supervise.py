@@ -147,7 +147,7 @@ def _looked_after(child: _Child, words: list[str], file: Path) -> int:
 
 
 def _may_go_on(code: int, told: Mapping[str, Any]) -> bool:
-    """Whether the process has died, or ended with what starting again may mend."""
+    """Whether the process has died, or ended with what starting again may fix."""
     if code < 0:
         return -code not in _PASSED_ON  # somebody wanted it to end
     return bool(told.get("may_go_on", code not in _ENDED))

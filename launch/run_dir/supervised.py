@@ -30,7 +30,7 @@ def tell(**said: Any) -> None:
     Args:
         **said: `recovery`: how often it may start the run again. `folder`: where the run is.
             `may_go_on`: whether the error with which this process ends is one that starting again
-            may mend.
+            may fix.
     """
     parent, _, file = os.environ.get(_VARIABLE, "").partition(":")
     if parent != str(os.getppid()):

@@ -44,7 +44,7 @@ def test_caller_is_the_line_that_called_into_the_package() -> None:
     )
 
 
-def test_a_flow_error_says_where_what_whence_and_how_to_mend_it() -> None:
+def test_a_flow_error_says_where_what_whence_and_how_to_fix_it() -> None:
     error = FlowError(
         "node 'f', input 'x': expected f32[sample], got i64[sample]",
         where=HERE,

@@ -17,7 +17,7 @@ class RestartBudget:
     """Forgives a rank its deaths as soon as it has answered.
 
     A rank that dies again and again without an answer in between has a cause that starting it again
-    does not mend. Before the second time in a row it waits, and before each further one twice as
+    does not fix. Before the second time in a row it waits, and before each further one twice as
     long: what it had, a port or memory of a device, may not be free at once.
 
     Args:
@@ -55,9 +55,7 @@ class RestartBudget:
         if count >= limits.max_repeats:
             raise WorkerError(
                 f"{said}\n    it had been started again {count} times without an answer in "
-                "between: that does not mend it (recovery.max_repeats)"
+                "between: that does not fix it (recovery.max_repeats)"
             )
         self._in_a_row[place] += 1
-        if not count:
-            return 0.0
-        return min(limits.pause_s * 2.0 ** (count - 1), limits.longest_pause_s)
+        return limits.wait_s(count)

@@ -42,7 +42,7 @@ class Recovery:
     Attributes:
         max_restarts: Times in all, in one run; 0 ends it with the first death.
         max_repeats: Times in a row without a step that was not complete before: a fault that comes
-            again each time is not one that starting again mends.
+            again each time is not one that starting again fixes.
         pause_s: Seconds before the second time in a row; they double with each further one.
         longest_pause_s: And how long they become at most.
     """
@@ -51,6 +51,12 @@ class Recovery:
     max_repeats: int = 3
     pause_s: float = 1.0
     longest_pause_s: float = 60.0
+
+    def wait_s(self, in_a_row: int) -> float:
+        """Seconds to wait before starting again after so many times in a row."""
+        if not in_a_row:
+            return 0.0
+        return min(self.pause_s * 2.0 ** (in_a_row - 1), self.longest_pause_s)
 
 
 @dataclass(frozen=True)
@@ -108,11 +114,10 @@ class Recoveries:
         if self._in_a_row >= limits.max_repeats:
             raise WorkerLost(
                 f"{lost}\n    that was the death number {self._in_a_row + 1} after step "
-                f"{completed} with no step completed in between: starting again does not mend it "
+                f"{completed} with no step completed in between: starting again does not fix it "
                 "(recovery.max_repeats)"
             ) from lost
-        doubled = limits.pause_s * 2.0 ** (self._in_a_row - 1)
-        pause_s = min(doubled, limits.longest_pause_s) if self._in_a_row else 0.0
+        pause_s = limits.wait_s(self._in_a_row)
         self.number, self._in_a_row = self.number + 1, self._in_a_row + 1
         return pause_s
 

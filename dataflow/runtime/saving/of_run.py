@@ -154,7 +154,7 @@ class Saving:
             return _refused(error)
 
     def newest_point(self, graph: Graph, seed: int) -> ResumePoint | None:
-        """Where a run would go on from; None if it would begin.
+        """Where a run goes on from; None if it begins. Notes which checkpoint counts.
 
         Raises:
             ConfigError: If the checkpoint was written by another graph or with another seed.

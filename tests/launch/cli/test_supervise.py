@@ -107,7 +107,7 @@ def test_a_fault_that_comes_again_each_time_ends_it(
     assert capsys.readouterr().err.splitlines()[2:] == [
         "penstock: the run's process was killed by SIGKILL after 5 steps",
         "    that was the death number 3 after step 5 with no step completed in between: starting "
-        "again does not mend it (recovery.max_repeats)",
+        "again does not fix it (recovery.max_repeats)",
     ]
 
 

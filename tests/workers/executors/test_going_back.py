@@ -2,66 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from penstock.dataflow.errors import WorkerError
-from penstock.dataflow.graph.role import Role
 from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Executor
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
 from penstock.dataflow.runtime.recovery.ledger import Ledger, check
 from penstock.dataflow.runtime.recovery.limits import Recovered, Recovery
-from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 
 from ...algorithms import runs
 from .backends import Backend
+from .mortal import MortalSpec
 
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 6
 EVERY = 2
-
-
-@dataclass(frozen=True)
-class MortalSpec:
-    """The worker kills its process at some of its calls of a method, each once in all.
-
-    Attributes:
-        spec: What makes the worker.
-        folder: Where calls leave a mark.
-        method: Which calls.
-        fatal: Their numbers, counted over all processes.
-        rank: Of the process.
-    """
-
-    spec: Any
-    folder: str
-    method: str
-    fatal: tuple[int, ...]
-    rank: int = 0
-
-    def build(self, context: WorkerContext) -> Role:
-        worker = self.spec.build(context)
-        if self.method in context.methods and context.rank == self.rank:
-            call, mark = getattr(worker, self.method), Path(self.folder)
-
-            def mortal(*args: Any, **kwargs: Any) -> Any:
-                count = len(list(mark.glob(f"{self.method}-*")))
-                (mark / f"{self.method}-{count}").touch()
-                if count in self.fatal:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return call(*args, **kwargs)
-
-            setattr(worker, self.method, mortal)
-        return worker
 
 
 @dataclass
@@ -202,5 +165,5 @@ def test_a_fault_that_comes_again_each_time_ends_the_run(tmp_path: Path, spawned
         "actor.train step 2 failed on main[0]\n    WorkerError: rank 0 of group 'main' died: "
         in said
     )
-    assert "starting again does not mend it (recovery.max_repeats)" in said
+    assert "starting again does not fix it (recovery.max_repeats)" in said
     assert len(list(tmp_path.glob("train-*"))) == 5  # two steps, then three deaths

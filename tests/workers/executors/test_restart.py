@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.dataflow.graph.role import Role
 from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Completion, Executor, Program, Restart
 from penstock.dataflow.runtime.in_process import InProcess
@@ -26,37 +25,9 @@ from penstock.workers.weight_sync.registry import CHANNELS, DEFAULT_TRANSPORT, T
 from ...algorithms import runs
 from ...dataflow import counter
 from .backends import Backend
+from .mortal import MortalSpec
 
 pytestmark = pytest.mark.slow
-
-
-@dataclass(frozen=True)
-class MortalSpec:
-    """The worker kills its process at some of its rollouts, each once in all."""
-
-    spec: Any
-    folder: str
-    fatal: tuple[int, ...] = (1, 4)
-
-    def build(self, context: WorkerContext) -> Role:
-        worker = self.spec.build(context)
-        if (
-            "generate" in context.methods
-            and "train" not in context.methods
-            and context.replica == 1
-        ):
-            generate, mark = worker.generate, Path(self.folder)
-
-            def mortal(*args: Any, **kwargs: Any) -> Any:
-                rollout = generate(*args, **kwargs)
-                count = len(list(mark.glob("call-*")))
-                (mark / f"call-{count}").touch()
-                if count in self.fatal:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return rollout
-
-            worker.generate = mortal
-        return worker
 
 
 def finish(
@@ -121,7 +92,7 @@ def check_that_nothing_is_lost(
     nodes = {name: "rollout" if name == "actor.generate" else "main" for name in names}
     groups = (DeviceGroup("main", devices=main), DeviceGroup("rollout", 2, devices=(0, 1)))
     apart = Placement(groups, nodes, num_chunks=2)
-    mortal = MortalSpec(run.workers["actor"], str(tmp_path))
+    mortal = MortalSpec(run.workers["actor"], str(tmp_path), "generate", (1, 4), replica=1)
     executor = backend.executor(transport=transport)
     num_offers: list[int] = []
     found, steps = finish(run, apart, executor, max_lag=1, num_offers=num_offers, actor=mortal)

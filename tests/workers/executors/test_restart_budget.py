@@ -22,7 +22,7 @@ def test_deaths_in_a_row_are_counted_until_the_rank_answers() -> None:
         budget.pause_s("rollout", 1, DIED)
     assert str(raised.value) == (
         f"{DIED}\n    it had been started again 3 times without an answer in between: that does "
-        "not mend it (recovery.max_repeats)"
+        "not fix it (recovery.max_repeats)"
     )
 
 

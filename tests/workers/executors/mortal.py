@@ -1,0 +1,49 @@
+"""Workers that kill their own process at some of their calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.dataflow.graph.role import Role
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
+
+__all__ = ["MortalSpec"]
+
+
+@dataclass(frozen=True)
+class MortalSpec:
+    """The worker kills its process at some of its calls of a method, each once in all.
+
+    Attributes:
+        spec: What makes the worker.
+        folder: Where calls leave a mark.
+        method: Which calls; of rollouts only those of a group that does not train.
+        fatal: Their numbers, counted over all processes.
+        replica: Which rank's.
+    """
+
+    spec: Any
+    folder: str
+    method: str
+    fatal: tuple[int, ...]
+    replica: int = 0
+
+    def build(self, context: WorkerContext) -> Role:
+        worker = self.spec.build(context)
+        apart = self.method == "train" or "train" not in context.methods
+        if self.method in context.methods and apart and context.replica == self.replica:
+            call, mark = getattr(worker, self.method), Path(self.folder)
+
+            def mortal(*args: Any, **kwargs: Any) -> Any:
+                count = len(list(mark.glob(f"{self.method}-*")))
+                (mark / f"{self.method}-{count}").touch()
+                if count in self.fatal:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args, **kwargs)
+
+            setattr(worker, self.method, mortal)
+        return worker

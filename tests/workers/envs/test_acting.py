@@ -24,6 +24,7 @@ from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Executor
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement
+from penstock.dataflow.runtime.recovery.limits import Recovery
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
@@ -294,6 +295,7 @@ def test_killed_and_resumed_it_ends_the_same(
             schedule=Schedule(max_lag=1, deadline_s=120.0),
             executor=executor,
             seed=3,
+            recovery=Recovery(max_restarts=0),
         )
 
     saving: dict[str, Any] = {"checkpoint_every": 2, "checkpoints": store}

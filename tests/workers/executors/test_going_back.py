@@ -116,7 +116,10 @@ def test_a_trainer_that_dies_changes_nothing(
     )
     assert found.weights == plain.weights
     assert [step.step for step in found.steps] == list(range(NUM_STEPS))
-    assert [step.num_rows for step in found.steps] == [step.num_rows for step in plain.steps]
+    for again, once in zip(found.steps, plain.steps, strict=True):
+        # Of the step that a checkpoint had begun, what was made before it is not counted.
+        assert {**once.num_rows, **again.num_rows} == once.num_rows
+        assert max_lag or again.num_rows == once.num_rows
     assert [told.number for told in found.told] == list(range(1, len(fatal) + 1))
     assert all("rank 0 of group 'main' died" in told.said for told in found.told)
     # A checkpoint that was being written when the trainer died is none.

@@ -14,7 +14,7 @@ from ..scheduler.events import Task
 from ..scheduler.schedule import Deadline
 from .executor import Completion, Executor, Restart
 from .messages import Work
-from .recovery.limits import WorkerLost
+from .recovery.limits import Told, WorkerLost
 
 __all__ = ["Dispatcher", "Submission", "describe"]
 
@@ -68,13 +68,17 @@ class Dispatcher:
     One run at a time may have tasks out. `perform_now` may be called whenever the caller has the
     control, between runs and during one: what the run had out is kept for it.
 
+    Args:
+        executor: Where work is carried out.
+        told: Who is told of ranks that it has started again.
+
     Attributes:
         waited_s: The clock of the run that is open: how long `wait` has waited for workers to do
             their work. What starting a group again takes is not counted.
     """
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, executor: Executor, told: Told | None = None) -> None:
+        self._executor, self._told = executor, told
         self._out: dict[int, Submission] = {}
         self._answers: list[Submission | Restart] = []
         self.waited_s = 0.0
@@ -87,8 +91,8 @@ class Dispatcher:
     def run(self, program: str) -> Generator[None]:
         """While it is entered a run of `program` may submit tasks and wait for them.
 
-        What is out when it is left will be carried out, but nobody hears of it but for what was
-        marked as `carried`: of that the next run hears.
+        What is out when it is left will be carried out, but nobody hears of it, except for what
+        was marked as `carried`: that the next run may ask for.
 
         Raises:
             StateError: If another run is open.
@@ -229,7 +233,10 @@ class Dispatcher:
         for answer in answers:
             if isinstance(answer, Completion):
                 self._note(answer)
-            elif self._run is not None:
+                continue
+            if self._told is not None:
+                self._told(answer)
+            if self._run is not None:
                 self._answers.append(answer)
         return bool(answers)
 
@@ -244,7 +251,8 @@ class Dispatcher:
             submission.completions.append(completion)
         if submission.failed or not submission.waiting:
             del self._out[completion.ticket]
-            if submission.task is not None:
+            # Of what is carried nobody hears until it is asked for: it is not this run's task yet.
+            if submission.task is not None and not submission.carried:
                 self._answers.append(submission)
 
     def _check_open(self) -> None:

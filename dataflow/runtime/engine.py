@@ -79,7 +79,7 @@ class Engine:
         also: Further programs on the same workers, such as an evaluation, by name.
         watch: Who looks at the columns of each step of the main program.
         recovery: How often a run with checkpoints may go back because processes have died.
-        recovered: Told each time that it has.
+        recovered: Told each time that it has, or that ranks were started again beside it.
 
     Attributes:
         longest: How long the longest call may take.
@@ -136,7 +136,7 @@ class Engine:
         self.executor: Executor = executor or InProcess()
         self.seed = seed
         self._workers = workers
-        self._dispatcher = Dispatcher(self.executor)
+        self._dispatcher = Dispatcher(self.executor, recovered)
         self._trained: Trained = {}
         self._sizes: dict[str, int] = {}
         self._saving: Saving | None = None
@@ -189,7 +189,7 @@ class Engine:
         self._saving = None
         self._dispatcher.close()
         self.executor.stop()
-        self._dispatcher = Dispatcher(self.executor)
+        self._dispatcher = Dispatcher(self.executor, self._recovered)
         self._trained.clear()
         self._sizes.clear()
         self._started = False

@@ -18,6 +18,7 @@ from ..graph.graph import Graph
 from ..graph.role import Role
 from .messages import Handle, Part, Report, Work
 from .placement import DeviceGroup, Placement
+from .recovery.limits import Restart
 from .worker_protocol import WorkerContext, WorkerSpec
 
 __all__ = [
@@ -82,21 +83,6 @@ class Completion:
     trace: str = ""
     answers: tuple[Any, ...] = ()
     lost: Lost = ""
-
-
-@dataclass(frozen=True)
-class Restart:
-    """Ranks of a group were started again, and do again what they had not finished.
-
-    Attributes:
-        group: The group.
-        took_s: How long `Executor.wait` was busy with it.
-        ranks: Which of its ranks; all if none is named.
-    """
-
-    group: str
-    took_s: float
-    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,6 @@ class Run:
         self._already: list[Event] = []
         self._lost: WorkerLost | None = None
         self._ledger = ledger or NoLedger(program.graph)
-        self._restarts: list[Restart] = []
         self._graph, self._placement = program.graph, program.placement
         self._segment = schedule.segment_tokens or None
         self._mixes_versions = bool(schedule.segment_tokens or schedule.in_flight)
@@ -275,6 +274,7 @@ class Run:
                 return self.scheduler.handle(CheckpointSaved(instruction.step, self._waited_s))
             case ResizeGroup():
                 assert self._resizing is not None, "nobody else has a group resized"
+                self._forget_out(instruction.group)
                 return self.scheduler.handle(self._resizing.carry_out(instruction, self._waited_s))
             case Abort():
                 raise self._failure(instruction)
@@ -418,14 +418,9 @@ class Run:
     def _answered(self, submission: Submission | Restart) -> Sequence[Event]:
         now = self._waited_s
         if isinstance(submission, Restart):
-            self._restarts.append(submission)
             return (Restarted(submission.group, now, submission.ranks),)
         task = submission.task
         assert task is not None, "a dispatcher keeps other answers from its run"
-        if submission.carried:  # of the run before, and not asked for yet
-            if submission.failed is not None:
-                self.known.drop(submission)
-            return ()
         if isinstance(task, NodeTask) and task in self._streams:
             task, stream = self._streams.answered(task, submission)
             if submission.failed is None and stream.in_flight:
@@ -479,10 +474,9 @@ class Run:
         passed = self._executor.controller_bytes - self._bytes_before
         self._bytes_before += passed
         moved, self._weights_s = self._weights_s, _Spans()
-        restarts, self._restarts = self._restarts, []
         mirrored = self._saving.take_mirrored_bytes() if self._saving else 0
         return step_result(
-            self._graph, self._placement, completed, done, passed, kept, moved, mirrored, restarts
+            self._graph, self._placement, completed, done, passed, kept, moved, mirrored
         )
 
     def _hand_out(self, step: int) -> dict[str, Any]:
@@ -526,6 +520,11 @@ class Run:
         if not submission.waiting:
             self._heard.append(submission)
         return True
+
+    def _forget_out(self, group: str) -> None:
+        """Of what the run before has left out there: a rank that leaves will not answer."""
+        self._dispatcher.drop({group})
+        self.known.forget_out({group})
 
     def _leave(self) -> None:
         """Note what the run that goes on need not have done again."""

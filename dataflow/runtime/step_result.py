@@ -9,7 +9,7 @@ from typing import Any
 from ..graph.graph import Graph, NodeKind
 from ..graph.role import Metric, add_metrics
 from ..scheduler.events import NodeTask, StepCompleted, Versions
-from .executor import Restart, TaskSpan
+from .executor import TaskSpan
 from .messages import Report
 from .placement import Placement
 
@@ -32,7 +32,6 @@ class StepResult:
         weights_s: Start and end, in seconds since the epoch, of every time that new weights were
             brought from group to group since the step before.
         mirrored_bytes: Bytes that were copied to a mirror's memory since the step before.
-        restarts: Groups that were started again beside the run since the step before.
     """
 
     step: int
@@ -44,7 +43,6 @@ class StepResult:
     kept: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
     weights_s: tuple[tuple[float, float], ...] = ()
     mirrored_bytes: int = 0
-    restarts: tuple[Restart, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ def step_result(
     kept: Mapping[str, Any],
     weights_s: Sequence[tuple[float, float]] = (),
     mirrored_bytes: int = 0,
-    restarts: Sequence[Restart] = (),
 ) -> StepResult:
     """Put together what ranks report of the tasks of a step.
 
@@ -79,7 +76,6 @@ def step_result(
         kept: What is kept of it.
         weights_s: See `StepResult`.
         mirrored_bytes: See `StepResult`.
-        restarts: See `StepResult`.
     """
     rows: dict[str, int] = {}
     for one in done:
@@ -95,7 +91,6 @@ def step_result(
         kept,
         tuple(weights_s),
         mirrored_bytes,
-        tuple(restarts),
     )
 
 

@@ -120,7 +120,7 @@ def _passing_on() -> Generator[_Child]:
 
 def _looked_after(child: _Child, words: list[str], file: Path) -> int:
     """Have the run's process started until it is over."""
-    recoveries: Recoveries | None = None
+    recoveries = Recoveries(Recovery())
     while True:
         file.unlink(missing_ok=True)
         code = child.run(words, file)
@@ -131,7 +131,8 @@ def _looked_after(child: _Child, words: list[str], file: Path) -> int:
         if run is not None and run.summary.exists():
             say(f"{_how(code)}, but the run had finished: {run.summary}")
             return 0
-        recoveries = recoveries or Recoveries(_limits(told))
+        if "recovery" in told:
+            recoveries.recovery = _limits(told["recovery"])
         said = _how(code) if run is None else f"{_how(code)} after {_completed(run)} steps"
         try:
             pause_s = recoveries.pause_s(WorkerLost(said), _completed(run) if run else 0)
@@ -160,9 +161,8 @@ def _how(code: int) -> str:
     return f"the run's process was killed by {known.get(-code, f'signal {-code}')}"
 
 
-def _limits(told: Mapping[str, Any]) -> Recovery:
-    """How often it may be started again; by default until its configuration has been read."""
-    given = told.get("recovery", {})
+def _limits(given: Mapping[str, Any]) -> Recovery:
+    """How often it may be started again, as its configuration says."""
     return Recovery(**{one.name: given[one.name] for one in fields(Recovery) if one.name in given})
 
 

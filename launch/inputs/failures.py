@@ -16,6 +16,7 @@ from ...dataflow.errors import (
     users_line,
 )
 from ...dataflow.file_errors import file_error
+from ...dataflow.runtime.recovery.ledger import LedgerError
 from ...dataflow.runtime.recovery.limits import WorkerLost
 
 __all__ = ["Unforeseen", "in_our_words", "may_go_on"]
@@ -30,9 +31,11 @@ class Unforeseen(WorkerError):
 def may_go_on(error: PenstockError) -> bool:
     """Whether a run that ended with it may get further if it is started again.
 
-    The user's own code, and what was refused, would fail again; and a run that has gone back as
-    often as it may is not to.
+    The user's own code, and what was refused, would fail again; a run that has gone back as often
+    as it may is not to; and what a ledger has found is to be looked at.
     """
+    if isinstance(error, LedgerError):
+        return False
     if isinstance(error, WorkerLost):
         return not isinstance(error.__cause__, WorkerLost)
     return isinstance(error, Unforeseen | StateError)

@@ -14,7 +14,14 @@ from pathlib import Path
 from ...dataflow.errors import ConfigError
 from .atomic import write_json
 
-__all__ = ["ElasticGroup", "read_groups", "read_wish", "write_groups", "write_wish"]
+__all__ = [
+    "ElasticGroup",
+    "read_groups",
+    "read_wish",
+    "wish_version",
+    "write_groups",
+    "write_wish",
+]
 
 _GROUPS, _WISH = "groups.json", "scale.json"
 
@@ -73,3 +80,11 @@ def read_wish(folder: Path) -> dict[str, int]:
             f"{file} is damaged: {error}\n    delete it, and call `penstock scale` again"
         ) from error
     return found
+
+
+def wish_version(folder: Path) -> int:
+    """Another number each time that something has been wished; 0 if nothing has."""
+    try:
+        return (folder / _WISH).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

@@ -33,23 +33,24 @@ class Deaths:
         recovered: Those after which it went back, in order.
         restarts: Groups that were started again beside it.
         tell: Who is told; nobody before the first step.
+        num_complete: Steps that are complete.
     """
 
     recovered: list[Recovered] = field(default_factory=list[Recovered])
     restarts: list[Restart] = field(default_factory=list[Restart])
     tell: Tell | None = None
+    num_complete: int = 0
 
-    def went_back(self, one: Recovered) -> None:
-        """Note that the run has gone back and goes on."""
-        self.recovered.append(one)
-        seen = one.said.partition("\n")[0]
-        self._say("recovered", one.step, seen, _means(one))
-
-    def restarted(self, one: Restart, step: int) -> None:
-        """Note that a group was started again beside the run."""
+    def note(self, one: Recovered | Restart) -> None:
+        """Note that the run has gone back, or that a group was started again beside it."""
+        if isinstance(one, Recovered):
+            self.recovered.append(one)
+            seen = one.said.partition("\n")[0]
+            self._say("recovered", one.step, seen, _means(one))
+            return
         self.restarts.append(one)
         means = f"it was started again beside the run, which took {format_duration(one.took_s)}"
-        self._say("restarted", step, f"a process of group '{one.group}' died", means)
+        self._say("restarted", self.num_complete, f"a process of group '{one.group}' died", means)
 
     def _say(self, kind: str, step: int, seen: str, means: str) -> None:
         if self.tell is not None:

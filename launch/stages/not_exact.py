@@ -14,10 +14,14 @@ from ...dataflow.graph.graph import NodeKind, RoleRef
 from ...dataflow.scheduler.schedule import Schedule
 from ...workers.agents.worker import TASK_AGENTS, has_other_side, other_side
 from ...workers.data.task import Task
+from ...workers.envs.exactness import why_not_exact
 from ...workers.envs.task import EnvTaskSpec
 from .stages import Stage
 
 __all__ = ["not_exact"]
+
+_NUM_STEPS = 16
+"""Steps of environments that are tried before they are saved, and after."""
 
 
 def not_exact(stages: Sequence[Stage], schedule: Schedule, task: Task, spec: Any) -> list[str]:
@@ -69,12 +73,12 @@ def _reasons(stage: Stage, schedule: Schedule, task: Task, spec: Any) -> Iterato
                 "a judge behind an address may score the same response otherwise; to change that: "
                 "a rule, or a reward model that the run computes itself",
             )
-        if plan.worker == "env" and _is_random(spec):
+        if plan.worker == "env" and isinstance(spec, EnvTaskSpec) and (why := _why_random(spec)):
             yield (
                 role,
-                f"Gymnasium lists '{spec.id}' as nondeterministic, so an episode that is "
-                "replayed may show something else, which ends the run; to change that: another "
-                "version of the environment",
+                f"{why}, so an episode that is replayed may show something else, which ends the "
+                "run; to change that: another version of the environment, whose episodes follow "
+                "from seed and actions",
             )
 
 
@@ -117,10 +121,12 @@ def _values(options: Any) -> Iterator[Any]:
         yield options
 
 
-def _is_random(spec: Any) -> bool:
-    """Whether an environment says of itself that seed and actions do not make its episodes."""
-    if not isinstance(spec, EnvTaskSpec) or spec.backend != "gymnasium":
-        return False
-    import gymnasium
+def _why_random(spec: EnvTaskSpec) -> str:
+    """Why seed and actions do not make an environment's episodes: it says so, or is tried."""
+    if spec.backend == "gymnasium":
+        import gymnasium
 
-    return bool(gymnasium.spec(spec.id.rpartition(":")[2]).nondeterministic)
+        if gymnasium.spec(spec.id.rpartition(":")[2]).nondeterministic:
+            return f"Gymnasium lists '{spec.id}' as nondeterministic"
+    found = why_not_exact(spec.env, num_before=_NUM_STEPS, num_after=_NUM_STEPS)
+    return f"two environments '{spec.id}' that were tried {found}" if found else ""

@@ -22,7 +22,7 @@ from ..run_dir.evaluations import Measured, logged_name
 from ..run_dir.events import EVENTS, EventLog
 from ..run_dir.progress import StageProgress
 from ..run_dir.run_folder import RunFolder
-from ..run_dir.scaling import ElasticGroup, read_wish, write_groups
+from ..run_dir.scaling import ElasticGroup, read_wish, wish_version, write_groups
 from ..run_dir.time_left import StagePlan
 from ..run_dir.trace import TraceLog
 from ..run_dir.trackers.jsonl import read_metrics
@@ -246,7 +246,7 @@ def stage_scale(engine: Engine, folder: Path, told: Callable[[str], None]) -> Sc
                 told(str(error))
             return {}
 
-    return Scale(wish, told)
+    return Scale(wish, told, lambda: wish_version(folder))
 
 
 def _groups(engine: Engine) -> dict[str, ElasticGroup]:

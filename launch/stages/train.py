@@ -18,7 +18,7 @@ from ...dataflow.runtime.recovery.ledger import check, text_of
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.scheduler import Scheduler
 from ..placement.place import make_executor
-from ..run_dir.checkpoint import CheckpointStore
+from ..run_dir.checkpoint import CheckpointStore, checkpoints_in
 from ..run_dir.evaluations import Evaluations, Measured
 from ..run_dir.ledger import LEDGER, opened_ledger, read_ledger
 from ..run_dir.progress import RunProgress, StageProgress
@@ -160,7 +160,7 @@ def _carried_out(
     """The stage's steps and evaluations from its first step on, and what is left of them."""
     started_s = time.monotonic()
     run, evaluator = job.run, _evaluator(job, stage, home, shown)
-    outcome = Outcome(first_step=first_step)
+    outcome = Outcome(first_step=first_step, deaths=Deaths(num_complete=first_step))
     engine = _engine(job, stage, specs, evaluator, home, outcome.deaths)
     config, num_steps, kept = run.evaluation, stage.config.num_steps, Evaluations(home.path)
     tables = SampleTables(stage.name, home.path, first_step, run.samples.track_every, trackers)
@@ -190,11 +190,11 @@ def _carried_out(
                 samples, env_steps = num_samples(stage, result), num_env_steps(result)
                 took_s = outcome.step_times_s[-1]
                 all_told.step(result, took_s, samples, env_steps, outcome.env_unit)
-                for restart in result.restarts:
-                    outcome.deaths.restarted(restart, result.step)
+                outcome.deaths.num_complete = result.step + 1
                 tables.send(result.step)
         outcome.num_steps = first_step + len(outcome.step_times_s)
-        stop.end(f"after {outcome.num_steps} of {num_steps} steps, with a checkpoint")
+        saved = max(checkpoints_in(store.folder), default=0)  # less, if it had gone back just now
+        stop.end(f"after {saved} of {num_steps} steps, with a checkpoint")
         unmeasured = measuring.end(engine)
     outcome.ledger = _ledger(stage, home, outcome.num_steps)
     tables.send(outcome.num_steps)
@@ -256,7 +256,7 @@ def _engine(
         also=evaluator.programs if evaluator else None,
         watch=watch,
         recovery=job.run.recovery,
-        recovered=deaths.went_back,
+        recovered=deaths.note,
     )
 
 

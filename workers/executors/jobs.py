@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ...dataflow.errors import WorkerError
 from ...dataflow.runtime.executor import Completion, Lost
-from ...dataflow.runtime.messages import Handle, Work
+from ...dataflow.runtime.messages import (
+    BeginStreamWork,
+    Handle,
+    ImportSlicesWork,
+    ImportWork,
+    SetServedVersionWork,
+    Work,
+)
 from ..weight_sync.channel import Offer
 from .process_backend import ProcessBackend, Ref
 from .rank_process import Answer
 
-__all__ = ["LOOK", "Job", "Started"]
+__all__ = ["LOOK", "Books", "Job", "Started"]
 
 LOOK = -1
 """In place of a ticket: a call that shows whether a process lives, and of which nobody hears."""
@@ -80,3 +87,85 @@ class Started:
     backend: ProcessBackend
     hosted: Ref
     seed: int
+
+
+_LASTING = ImportWork, ImportSlicesWork, SetServedVersionWork
+"""Work that a rank that is started again has to do again first, the last of each kind."""
+
+
+class Books:
+    """What is out at an executor's processes, and what they need again if they are started again.
+
+    Attributes:
+        out: Call of a process -> the work that it is part of, and the process.
+    """
+
+    def __init__(self) -> None:
+        self.out: dict[Ref, tuple[Job, int]] = {}
+        self._loaded: dict[tuple[str, int], dict[str, Job]] = {}
+        self._begun: dict[tuple[str, int], Job] = {}
+
+    @property
+    def busy(self) -> set[str]:
+        """Groups that have work."""
+        return {job.group for job, _ in self.out.values()}
+
+    def note(self, job: Job) -> None:
+        """What a rank has done that outlasts it, so that it is known what to do again."""
+        match job.work:
+            case ImportWork() | ImportSlicesWork() | SetServedVersionWork():
+                what = "version" if isinstance(job.work, SetServedVersionWork) else "weights"
+                loaded = self._loaded.setdefault((job.group, job.rank), {})
+                loaded[f"{what} of {job.work.role}"] = job
+            case BeginStreamWork():
+                self._begun[job.group, job.rank] = job
+            case _:
+                pass
+
+    def loads(self, group: str, rank: int | None) -> list[Job]:
+        """What a rank has loaded last, or all ranks of its group."""
+        found = [one for key, one in self._loaded.items() if _is_of(key, group, rank)]
+        return [job for loaded in found for job in loaded.values()]
+
+    def begun(self, group: str, rank: int | None) -> list[Job]:
+        """The streams that ranks have begun."""
+        return [job for key, job in self._begun.items() if _is_of(key, group, rank)]
+
+    def take_owed(self, died: Job, rank: int | None) -> list[Job]:
+        """What a rank has not finished, or all ranks of its group, in order of submission."""
+        owed = {id(died): died}
+        for ref, (job, _) in list(self.out.items()):
+            if _is_of((job.group, job.rank), died.group, rank):
+                owed[id(job)] = job
+                del self.out[ref]
+        return sorted(owed.values(), key=lambda job: job.ticket)
+
+    def take_loads(self, jobs: Sequence[Job]) -> list[Ref]:
+        """The calls that are out of those of the jobs that load something."""
+        mine = {id(job) for job in jobs if isinstance(job.work, _LASTING)}
+        found = [ref for ref, (job, _) in self.out.items() if id(job) in mine]
+        for ref in found:
+            del self.out[ref]
+        return found
+
+    def forget(self, groups: Collection[str], beyond: int = 0) -> None:
+        """All that is noted of groups, or of their ranks from a number on."""
+        self.out = {
+            ref: (job, process)
+            for ref, (job, process) in self.out.items()
+            if job.group not in groups or job.rank < beyond
+        }
+        for noted in (self._loaded, self._begun):
+            for key in [key for key in noted if key[0] in groups and key[1] >= beyond]:
+                noted.pop(key)
+
+    def clear(self) -> None:
+        """Nothing is left of anybody."""
+        self.out.clear()
+        self._loaded.clear()
+        self._begun.clear()
+
+
+def _is_of(key: tuple[str, int], group: str, rank: int | None) -> bool:
+    """Whether what is noted is of a rank, or of any of the group if it is None."""
+    return key[0] == group and rank in (None, key[1])

@@ -12,7 +12,7 @@ them.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,12 +115,40 @@ class RankGroup:
             held: See `ProcessBackend.reserve`.
 
         Raises:
-            PlanError: If there are none.
+            PlanError: If there are none for one of them; then nothing is set aside.
         """
+        wanted = [r for r in ranks if r >= self.group.num_ranks and r not in self._joined]
+        try:
+            for rank in wanted:
+                found = self.backend.reserve([self._alone(rank)], _RESERVE_S, held=held)
+                self._joined[rank] = found
+        except BaseException:
+            self._give_back(wanted)
+            raise
+
+    def is_there(self) -> bool:
+        """Whether no machine is gone on which devices were set aside for it."""
+        return not any(one is None or not one.is_there(name) for name, one in self._reserved())
+
+    def give_back_lost(self) -> None:
+        """Give back what was set aside for it on machines that are gone."""
+        for name, one in self._reserved():
+            if one is not None and not one.is_there(name):
+                one.release(name)
+                if one is self.devices:
+                    self.devices = None
+                self._joined = {r: other for r, other in self._joined.items() if other is not one}
+
+    def _reserved(self) -> list[tuple[str, Reservation | None]]:
+        """Under which name what is set aside, for the group and for each rank that has joined."""
+        joined = [(self._alone(rank).name, one) for rank, one in self._joined.items()]
+        return [(self.group.name, self.devices), *joined]
+
+    def _give_back(self, ranks: Iterable[int]) -> None:
+        """What was set aside for ranks when they joined."""
         for rank in ranks:
-            if rank >= self.group.num_ranks and rank not in self._joined:
-                wanted = [self._alone(rank)]
-                self._joined[rank] = self.backend.reserve(wanted, _RESERVE_S, held=held)
+            if rank in self._joined:
+                self._joined.pop(rank).release(self._alone(rank).name)
 
     def _alone(self, rank: int) -> DeviceGroup:
         """A rank as a group of its own; where its processes are is not said."""
@@ -139,9 +167,7 @@ class RankGroup:
             _wait(self.backend, [self.call(process, "close") for process in leaving])
         for process in leaving:
             self.backend.kill(self.processes.pop(process))
-        for rank in ranks:
-            if rank in self._joined:
-                self._joined.pop(rank).release(self._alone(rank).name)
+        self._give_back(ranks)
 
     def spawn(self, start_s: float, ranks: Sequence[int] | None = None) -> list[list[int]]:
         """Start the processes; comes back before they run.
@@ -199,7 +225,8 @@ class RankGroup:
         """End the processes at once, or those of one rank."""
         if self.backend.is_up:
             for process in self.processes if rank is None else self.group.processes(rank):
-                self.backend.kill(self.processes[process])
+                if process in self.processes:
+                    self.backend.kill(self.processes[process])
 
 
 def start_groups(

@@ -80,26 +80,36 @@ def reserve_again(
     Raises:
         PlanError: If there are none in time; says which and where.
     """
-    moved: list[RankGroup] = []
     for one in groups:
-        if one.devices is not None and not one.devices.is_there(one.group.name):
-            one.devices.release(one.group.name)
-            moved.append(one)
-    if not moved:
-        return
-    held: list[Any] = [held for one in others for held in one.reservations]
+        one.give_back_lost()
     end_s = time.monotonic() + timeout_s
     while True:
         left_s = end_s - time.monotonic()
         try:
-            devices = backend.reserve(
-                [one.group for one in moved], max(left_s, _POLL_S), set(training), held
-            )
+            _reserve(backend, groups, others, training, max(left_s, _POLL_S))
         except PlanError:
             if left_s < _POLL_S:
                 raise
             time.sleep(_POLL_S)
-            continue
-        for one in moved:
+        else:
+            return
+
+
+def _reserve(
+    backend: ProcessBackend,
+    groups: Sequence[RankGroup],
+    others: Sequence[RankGroup],
+    training: Collection[str],
+    timeout_s: float,
+) -> None:
+    """Once, for those that have none; ranks that have joined have theirs each."""
+    held: list[Any] = [held for one in (*groups, *others) for held in one.reservations]
+    without = [one for one in groups if one.devices is None]
+    if without:
+        wanted = [one.group for one in without]
+        devices = backend.reserve(wanted, timeout_s, set(training), held)
+        held.append(devices)
+        for one in without:
             one.devices = devices
-        return
+    for one in groups:
+        one.reserve(range(one.num_ranks), held)

@@ -27,14 +27,10 @@ from ...dataflow.runtime.device_sharing import DeviceSharing, needs_device
 from ...dataflow.runtime.executor import Completion, Lost, Program, Restart, groups_of, longest_s
 from ...dataflow.runtime.messages import (
     AnswerWork,
-    BeginStreamWork,
     CallWork,
     Handle,
-    ImportSlicesWork,
-    ImportWork,
     LayoutWork,
     Part,
-    SetServedVersionWork,
     Work,
 )
 from ...dataflow.runtime.placement import DeviceGroup
@@ -44,9 +40,9 @@ from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport
 from .connections import Connections
-from .jobs import LOOK, Job, Started
+from .jobs import LOOK, Books, Job, Started
 from .joining import Joining
-from .process_backend import BackendError, Process, ProcessBackend, ProcessDied, Ref
+from .process_backend import BackendError, NotInTime, Process, ProcessBackend, ProcessDied, Ref
 from .rank_group import (
     LEAST_START_S,
     RankGroup,
@@ -64,8 +60,8 @@ __all__ = ["Supervisor"]
 
 _LOG = logging.getLogger("penstock.executor")
 
-_LASTING = ImportWork, ImportSlicesWork, SetServedVersionWork
-"""Work that a group that is started again has to do again first, the last of each kind."""
+_LOAD_S = 20.0
+"""How long weights may take to come before it is looked who lives."""
 
 _OfferKey = tuple[str, int, int]
 """Group, process and number of an `Offer`."""
@@ -127,10 +123,8 @@ class Supervisor:
         self._restartable: set[str] = set()
         self._replicas: set[str] = set()
         self._connections = Connections({})
-        self._loaded: dict[tuple[str, int, str], Job] = {}
-        self._begun: dict[tuple[str, int], Job] = {}
+        self._books = Books()
         self._joining: dict[str, Joining] = {}
-        self._pending: dict[Ref, tuple[Job, int]] = {}
         self._started: Started | None = None
         self._controller_bytes = 0
         self._deadline_s = self._start_s = LEAST_START_S
@@ -238,7 +232,7 @@ class Supervisor:
                 )
             else:
                 answer = group.call(process, "perform", job.program, job.work, leads)
-            self._pending[answer] = (job, process)
+            self._books.out[answer] = (job, process)
 
     def _num_parts(self, job: Job) -> int:
         """Outputs that work may have."""
@@ -253,27 +247,27 @@ class Supervisor:
 
     def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
         """See `Executor.wait`."""
-        if not self._pending:
+        if not self._books.out:
             return []
         self._look()
-        ready = self._here.backend.watch(list(self._pending), timeout_s)
+        ready = self._here.backend.watch(list(self._books.out), timeout_s)
         answers = [self._answer(ref) for ref in ready]
         return [answer for answer in answers if answer is not None]
 
     def _look(self) -> None:
         """Have servers show that they live, if nothing else would."""
-        for name in self._connections.to_look_at({job.group for job, _ in self._pending.values()}):
+        for name in self._connections.to_look_at(self._books.busy):
             group = self._groups[name]
             for process in range(len(group.processes)):
                 rank = group.group.rank_of(process)
                 job = Job(LOOK, "", name, rank, LayoutWork(""), {process})
-                self._pending[group.call(process, "is_running")] = (job, process)
+                self._books.out[group.call(process, "is_running")] = (job, process)
 
     def _answer(self, ref: Ref) -> Completion | Restart | None:
         """What a rank answers: once all its processes have, or as soon as one of them fails."""
-        if ref not in self._pending:
+        if ref not in self._books.out:
             return None  # Its group was started again meanwhile.
-        job, process = self._pending.pop(ref)
+        job, process = self._books.out.pop(ref)
         of = f"of group '{job.group}'"
         if process != job.rank:
             of = f"(process {process}) {of}"
@@ -298,11 +292,8 @@ class Supervisor:
             self._watch(answer.weights)
         job.answers[process] = answer
         completion = job.complete()
-        if completion is not None and isinstance(job.work, _LASTING):
-            what = "version" if isinstance(job.work, SetServedVersionWork) else "weights"
-            self._loaded[job.group, job.rank, f"{what} of {job.work.role}"] = job
-        if completion is not None and isinstance(job.work, BeginStreamWork):
-            self._begun[job.group, job.rank] = job
+        if completion is not None:
+            self._books.note(job)
         if completion is not None and isinstance(job.work, (CallWork, AnswerWork)):
             self._budget.answered(job.group, job.rank)
             for server, clients in self._connections.servers.items():
@@ -331,40 +322,28 @@ class Supervisor:
         except WorkerError as error:
             return self._failed(job, str(error), "for good")
         _LOG.warning("%s; %s is started again", said, "it" if alone else "its group")
-        owed = self._take_owed(job, rank)
+        owed = self._books.take_owed(job, rank)
         time.sleep(pause_s)
-        before = [one for key, one in self._loaded.items() if _is_of(key, job.group, rank)]
         # A stream that was begun goes on from what was answered; nothing is done of one that ended.
-        before += [
-            begun
-            for key, begun in self._begun.items()
-            if _is_of(key, job.group, rank) and begun not in owed
-        ]
+        begun = [one for one in self._books.begun(job.group, rank) if one not in owed]
         try:
             self._start_again(job.group, rank)
-            self._send_again(before)
+            self._load([*self._books.loads(job.group, rank), *begun])
             self._reconnect(job.group)
         except PenstockError as error:
             self._groups[job.group].kill(rank)  # whoever goes back finds it dead
-            self._take_owed(job, rank)
+            self._books.take_owed(job, rank)
             return self._failed(job, f"{said}; it could not be started again: {error}")
         self._send_again(owed)
         ranks = () if rank is None else (rank,)
         return Restart(job.group, time.monotonic() - since_s, ranks)
 
-    def _take_owed(self, died: Job, rank: int | None) -> list[Job]:
-        """What a rank has not finished, or all ranks of its group, in order of submission."""
-        owed = {id(died): died}
-        for ref, (job, _) in list(self._pending.items()):
-            if job.group == died.group and rank in (None, job.rank):
-                owed[id(job)] = job
-                del self._pending[ref]
-        return sorted(owed.values(), key=lambda job: job.ticket)
-
     def _start_again(self, name: str, rank: int | None) -> None:
         """End what is left of a rank, or of all, and start it anew."""
         group, here = self._groups[name], self._here
         group.kill(rank)
+        if not group.is_there():
+            raise WorkerError("a machine that it was on is gone")
         if rank is not None:
             start_rank(group, rank, here.hosted, here.seed, self._start_s)
             return
@@ -399,32 +378,46 @@ class Supervisor:
             try:
                 for rank in joining.ranks:
                     self._give_weights(group, rank)
-            except (PenstockError, BackendError) as error:
+            except PenstockError as error:
                 _LOG.warning("ranks that were to join group '%s' are ended again: %s", group, error)
                 joining.give_up()
                 return one.num_ranks
+        self._books.forget({group}, num_ranks)
         one.end(range(num_ranks, one.num_ranks), closing=True)
-        for noted in (self._loaded, self._begun):
-            for key in [key for key in noted if key[0] == group and key[1] >= num_ranks]:
-                del noted[key]  # pyright: ignore[reportArgumentType] - it is a key of this one
         one.num_ranks = num_ranks
         return num_ranks
 
     def _give_weights(self, group: str, rank: int) -> None:
         """Have a rank that joins load what rank 0 has loaded."""
-        one = self._groups[group]
-        for (name, other, role), job in list(self._loaded.items()):
-            if (name, other) != (group, 0):
+        found = self._books.loads(group, 0)
+        jobs = [Job(0, job.program, group, rank, job.work, set()) for job in found]
+        self._load(jobs)
+        for job in jobs:
+            self._books.note(job)
+
+    def _load(self, jobs: Sequence[Job]) -> None:
+        """Have ranks that were started just now do first what they need, and wait for weights.
+
+        Raises:
+            WorkerError: If they cannot have them. They would compute with those that they were
+                built with.
+        """
+        self._send_again(jobs)
+        calls, end_s = self._books.take_loads(jobs), time.monotonic() + self._deadline_s
+        while calls:
+            try:
+                answers = self._here.backend.get(calls, min(self._deadline_s, _LOAD_S))
+            except NotInTime as error:
+                said = self.died() or str(error)  # whom they are had from may have died too
+                if said != str(error) or time.monotonic() > end_s:
+                    raise WorkerError(f"it could not have its weights: {said}") from error
                 continue
-            processes = one.group.processes(rank)
-            calls = [
-                one.call(process, "perform", job.program, job.work, process == processes[0])
-                for process in processes
-            ]
-            for answer in self._here.backend.get(calls, self._deadline_s):
+            except BackendError as error:
+                raise WorkerError(f"it could not have its weights: {error}") from error
+            for answer in answers:
                 if answer.report is None:
                     raise WorkerError(answer.trace or answer.error)
-            self._loaded[group, rank, role] = Job(0, job.program, group, rank, job.work, set())
+            return
 
     def _send_again(self, jobs: Sequence[Job]) -> None:
         for job in sorted(jobs, key=lambda job: job.ticket):
@@ -436,7 +429,7 @@ class Supervisor:
     def _reconnect(self, group: str) -> None:
         """Have a group that was started again, and has its weights, be asked and ask as before."""
         moved = self._connections.open(self._groups, [group], self._start_s)
-        for name in moved & {job.group for job, _ in self._pending.values()}:
+        for name in moved & self._books.busy:
             self._groups[name].kill()  # it waits for somebody who will not come
 
     def _failed(self, job: Job, said: str, lost: Lost = "process") -> Completion | None:
@@ -444,7 +437,7 @@ class Supervisor:
         if job.ticket != LOOK:
             return job.failed(said, lost=lost)
         clients = self._connections.servers[job.group]
-        asking = (one for one, _ in self._pending.values() if one.group in clients)
+        asking = (one for one, _ in self._books.out.values() if one.group in clients)
         return next((failed for one in asking if (failed := one.failed(said, lost=lost))), None)
 
     def _wait_asleep(self, group: str) -> None:
@@ -479,28 +472,35 @@ class Supervisor:
             joining.give_up()
         for group in again:
             group.kill()
-        others = [group for name, group in self._groups.items() if name not in names]
+        try:
+            waiting = self._build(again)
+        except BaseException:
+            for group in again:  # of those that run nobody knows whether they are connected
+                group.kill()
+            raise
+        return frozenset(names) | (self.revive(waiting) if waiting else set())
+
+    def _build(self, groups: Sequence[RankGroup]) -> set[str]:
+        """Start groups that have died; returns whom that leaves waiting in vain."""
+        here, names = self._here, [group.group.name for group in groups]
+        others = [group for group in self._groups.values() if group not in groups]
         training = self._groups.keys() - self._restartable
-        reserve_again(here.backend, again, others, training, self._start_s)
+        reserve_again(here.backend, groups, others, training, self._start_s)
         # Those that share devices build one after another, each after the others have slept.
-        together = [group for group in again if not self._sharing.shares(group.group.name)]
+        together = [group for group in groups if not self._sharing.shares(group.group.name)]
         turns = [together] if together else []
-        turns += [[group] for group in again if group not in together]
+        turns += [[group] for group in groups if group not in together]
         for some in turns:
             for group in some:
                 self._wait_asleep(group.group.name)
             start_groups(some, here.hosted, here.seed, self._start_s)
-        waiting = self._connections.open(self._groups, names, self._start_s)
-        waiting &= {job.group for job, _ in self._pending.values()}
-        return frozenset(names) | (self.revive(waiting) if waiting else set())
+        return self._connections.open(self._groups, names, self._start_s) & self._books.busy
 
     def _let_go(self, names: set[str]) -> None:
         """What groups have been given, were loaded with or have ready for others is gone."""
         for key in [key for key in self._offers if key[0] in names]:
             self._offers.pop(key).detach()
-        self._pending = {r: p for r, p in self._pending.items() if p[0].group not in names}
-        self._loaded = {k: job for k, job in self._loaded.items() if k[0] not in names}
-        self._begun = {k: job for k, job in self._begun.items() if k[0] not in names}
+        self._books.forget(names)
         self._asleep = {k: calls for k, calls in self._asleep.items() if k not in names}
 
     def outlives(self, group: str) -> bool:
@@ -532,10 +532,8 @@ class Supervisor:
         for forget in self._offers.values():
             forget.detach()  # The processes end, and with them what they have ready.
         self._offers.clear()
-        is_idle = not self._pending
-        self._pending.clear()
-        self._loaded.clear()
-        self._begun.clear()
+        is_idle = not self._books.out
+        self._books.clear()
         for joining in self._joining.values():
             joining.give_up()
         self._joining.clear()
@@ -563,11 +561,6 @@ class Supervisor:
     def controller_bytes(self) -> int:
         """Source batches stored by the controller, reports and kept columns received."""
         return self._controller_bytes
-
-
-def _is_of(key: tuple[Any, ...], group: str, rank: int | None) -> bool:
-    """Whether what is noted under a key is of a rank, or of any if it is None."""
-    return key[0] == group and rank in (None, key[1])
 
 
 def _forget(

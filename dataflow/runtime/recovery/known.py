@@ -109,15 +109,19 @@ class Known:
         return sorted(found, key=lambda made: (made.size, made.task.chunk or 0))
 
     def take_out(self, task: NodeTask, versions: Versions) -> Submission | None:
-        """The same of a call that may still be out; from now on it is the run's own."""
+        """The same of a call that may still be out; from now on it is the run's own.
+
+        None of one that has failed: it is done again.
+        """
         submission = self.out.pop((task, versions), None)
-        if submission is not None:
-            submission.carried = False
+        if submission is None or submission.failed is not None:
+            return None
+        submission.carried = False
         return submission
 
-    def drop(self, submission: Submission) -> None:
-        """It has failed: whoever asks has it done again."""
-        self.out = {key: one for key, one in self.out.items() if one is not submission}
+    def forget_out(self, groups: Collection[str]) -> None:
+        """What groups are busy with is done again when it is asked for."""
+        self.out = {key: one for key, one in self.out.items() if one.group not in groups}
 
     def forget(self, step: int) -> None:
         """A step is complete: nothing more is asked of it."""
@@ -134,6 +138,6 @@ class Known:
             group_of: Node -> where it runs.
             outlives: Whether what a group made is there after its processes have died.
         """
-        self.out = {k: one for k, one in self.out.items() if one.group not in groups}
+        self.forget_out(groups)
         gone = {name for name in groups if not outlives(name)}
         self.made = {k: one for k, one in self.made.items() if group_of[k[0].node] not in gone}

@@ -14,7 +14,7 @@ from typing import Literal
 
 from ...errors import WorkerError
 
-__all__ = ["Recovered", "Recoveries", "Recovery", "Told", "WorkerLost"]
+__all__ = ["Recovered", "Recoveries", "Recovery", "Restart", "Told", "WorkerLost"]
 
 
 class WorkerLost(WorkerError):
@@ -60,6 +60,21 @@ class Recovery:
 
 
 @dataclass(frozen=True)
+class Restart:
+    """Ranks of a group were started again, and do again what they had not finished.
+
+    Attributes:
+        group: The group.
+        took_s: How long `Executor.wait` was busy with it.
+        ranks: Which of its ranks; all if none is named.
+    """
+
+    group: str
+    took_s: float
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Recovered:
     """A run has gone back and goes on.
 
@@ -87,11 +102,12 @@ class Recoveries:
         recovery: How often it may.
 
     Attributes:
+        recovery: See above; it may be changed.
         number: How often it has.
     """
 
     def __init__(self, recovery: Recovery) -> None:
-        self._recovery = recovery
+        self.recovery = recovery
         self.number = 0
         self._in_a_row = 0
         self._furthest = -1
@@ -106,7 +122,7 @@ class Recoveries:
         Raises:
             WorkerLost: If it may not: the budget is spent, or the fault repeats.
         """
-        limits = self._recovery
+        limits = self.recovery
         if completed > self._furthest:
             self._furthest, self._in_a_row = completed, 0
         if self.number >= limits.max_restarts:
@@ -122,7 +138,7 @@ class Recoveries:
         return pause_s
 
     def _spent(self, lost: WorkerLost) -> str:
-        if not self._recovery.max_restarts:
+        if not self.recovery.max_restarts:
             return str(lost)
         return (
             f"{lost}\n    the run had gone back {self.number} times before, and may no more often "
@@ -130,5 +146,5 @@ class Recoveries:
         )
 
 
-Told = Callable[[Recovered], None]
-"""Who is told."""
+Told = Callable[[Recovered | Restart], None]
+"""Who is told of deaths: the run has gone back, or ranks were started again beside it."""

@@ -70,10 +70,12 @@ class Scale:
     Attributes:
         wish: Group -> how many ranks it is to have; asked about once a second.
         told: Is told what has become of it, a sentence at a time.
+        version: Another number each time that somebody has wished, be it for the same again.
     """
 
     wish: Callable[[], Mapping[str, int]]
     told: Callable[[str], None]
+    version: Callable[[], int] = lambda: 0
 
 
 class Resizing:
@@ -100,7 +102,9 @@ class Resizing:
         self._has = dict(flow.groups)
         self._sizes = sizes
         self._asked: set[str] = set()
+        self._preparing: set[str] = set()
         self._refused: set[tuple[str, int]] = set()
+        self._version = scale.version()
         self._next_s = 0.0
 
     def look(self, at_s: float) -> list[Resize]:
@@ -108,9 +112,15 @@ class Resizing:
         if time.monotonic() < self._next_s:
             return []
         self._next_s = time.monotonic() + _LOOK_S
+        if self._version != (version := self._scale.version()):
+            self._version = version
+            self._refused.clear()  # there may be devices now
+        wish = self._scale.wish()
+        for group in [one for one in self._preparing if wish.get(one) == self._has[one]]:
+            self._is_ready(group, self._has[group])  # those that were on their way are not wanted
         return [
             Resize(group, num_ranks, at_s)
-            for group, num_ranks in self._scale.wish().items()
+            for group, num_ranks in wish.items()
             if self._is_new(group, num_ranks) and self._is_ready(group, num_ranks)
         ]
 
@@ -135,18 +145,21 @@ class Resizing:
     def _is_ready(self, group: str, num_ranks: int) -> bool:
         why_not = self._why_not(group, num_ranks)
         if why_not or not isinstance(self._executor, ElasticExecutor):
-            self._refuse(
-                group, num_ranks, why_not or "all of this run's work is done by one process"
-            )
+            alone = "all of this run's work is done by one process"
+            self._refuse(group, num_ranks, why_not or alone)
             return False
         try:
             ready = self._executor.prepare(group, num_ranks)
         except PenstockError as error:
             self._refuse(group, num_ranks, str(error))
             return False
-        if ready:
+        if not ready:
+            self._preparing.add(group)
+            return False
+        self._preparing.discard(group)
+        if num_ranks != self._has[group]:
             self._asked.add(group)
-        return ready
+        return True
 
     def _why_not(self, group: str, num_ranks: int) -> str:
         if not 1 <= num_ranks <= self._num_chunks:
@@ -155,6 +168,7 @@ class Resizing:
 
     def _refuse(self, group: str, num_ranks: int, why: str) -> None:
         self._refused.add((group, num_ranks))
+        self._preparing.discard(group)
         has = self._has.get(group)
         still = "" if has is None else f"; it still has {has}"
         self._scale.told(f"group '{group}' cannot have {num_ranks} ranks: {why}{still}")

@@ -101,7 +101,7 @@ class Saving:
         self._pending: _Pending | None = None
         self._last: tuple[int, Take] | None = None
         self._failed: tuple[int, str] | None = None
-        self._has_warned = False
+        self._warned: set[bool] = set()  # of the mirror, of the checkpoints
 
     @property
     def has_mirror(self) -> bool:
@@ -336,7 +336,7 @@ class Saving:
         except OSError as error:
             self._note_failure(pending, _refused(error))
             return
-        self._has_warned = False
+        self._warned.discard(pending.store is self.store)
         if pending.store is self.store:
             self.saved = pending.step
             if self._failed is not None and self._failed[0] <= pending.step:
@@ -345,12 +345,12 @@ class Saving:
             self.store.warn(f"checkpoints older than is kept cannot be removed: {left_over}")
 
     def _note_failure(self, pending: _Pending, why: str) -> None:
-        what = "copy in memory"
-        if pending.store is self.store:
+        what, is_checkpoint = "copy in memory", pending.store is self.store
+        if is_checkpoint:
             what, self._failed = "checkpoint", (pending.step, why)
             self.store.missed(pending.step)
-        if not self._has_warned:
-            self._has_warned = True
+        if is_checkpoint not in self._warned:
+            self._warned.add(is_checkpoint)
             self.store.warn(
                 f"the {what} of step {pending.step} was not written, and {self._counts}. The run "
                 f"goes on, tries again at the next one, and says no more of it until it is "

@@ -50,6 +50,16 @@ def done(dispatcher: Dispatcher, timeout_s: float = 1.0) -> list[Submission]:
     return [one for one in dispatcher.wait(timeout_s) if isinstance(one, Submission)]
 
 
+def test_what_is_carried_is_not_handed_out_before_it_is_asked_for(dispatcher: Dispatcher) -> None:
+    with dispatcher.run("main"):
+        submission = dispatcher.submit(FIRST, "main", "all", EXPORT)
+        submission.carried = True
+    with dispatcher.run("main"):
+        dispatcher.perform_now("main", "all", COUNTED, Deadline(5.0))
+        assert not submission.waiting
+        assert done(dispatcher, 0.0) == []
+
+
 def test_a_run_gets_its_tasks_one_after_another(dispatcher: Dispatcher) -> None:
     with dispatcher.run("main"):
         dispatcher.submit(FIRST, "main", "all", EXPORT)

@@ -20,10 +20,11 @@ def test_each_death_is_told_and_all_are_counted() -> None:
         told.append((kind, step, text))
 
     deaths = Deaths()
-    deaths.went_back(Recovered(SAID, 0, 1, "start", 0.5, 1))
+    deaths.note(Recovered(SAID, 0, 1, "start", 0.5, 1))
     deaths.tell = tell
-    deaths.went_back(Recovered(f"{SAID}\nand more", 12, 15, "checkpoint", 4.2, 2))
-    deaths.restarted(Restart("rollout", 3.0), 17)
+    deaths.note(Recovered(f"{SAID}\nand more", 12, 15, "checkpoint", 4.2, 2))
+    deaths.num_complete = 17
+    deaths.note(Restart("rollout", 3.0))
     assert told == [
         (
             "recovered",

@@ -11,6 +11,7 @@ from penstock.launch.inputs.data import load_data
 from penstock.launch.stages.not_exact import not_exact
 from penstock.launch.stages.stages import stages_of
 
+from ...workers.envs.toys import Worldly
 from .test_stages import config_of
 
 APART = (
@@ -73,3 +74,15 @@ def test_an_environment_that_says_it_is_random_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr(spec, "nondeterministic", True)
     (line,) = named("algorithm=env_ppo", "task=cartpole", "model=mlp")
     assert "Gymnasium lists 'CartPole-v1' as nondeterministic" in line
+
+
+def test_an_environment_that_is_caught_at_it_is_named() -> None:
+    gymnasium.register("toys/Caught-v0", lambda: Worldly("global"))
+    try:
+        (line,) = named("algorithm=env_ppo", "task=cartpole", "model=mlp", "task.id=toys/Caught-v0")
+    finally:
+        del gymnasium.registry["toys/Caught-v0"]
+    assert line.startswith(
+        "group 'all' cannot be restarted exactly: two environments 'toys/Caught-v0' that were "
+        "tried do not come to where they were: "
+    )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +15,7 @@ from penstock.workers.envs.normalization import Normalization
 from penstock.workers.envs.spec import EnvSpec
 
 from .acting import NoisyActor, env_worker, roll
-from .toys import Counting
+from .toys import Worldly
 
 MOMENTS = Normalization(observations=True, rewards=True)
 EXACT = [
@@ -28,27 +26,6 @@ EXACT = [
     EnvSpec(id="Pendulum-v1", options={}),
     EnvSpec(id="penstock.workers.envs.cover:penstock/Cover-v0", num_agents=3),
 ]
-
-
-class Worldly(Counting):
-    """Its episodes depend on more than their seed and actions."""
-
-    def __init__(self, on: str) -> None:
-        super().__init__(length=4)
-        self._on, self._episodes = on, 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        found = super().reset(seed=seed)
-        self._episodes += 1
-        return found
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        obs, reward, *over, info = super().step(action)
-        if self._on == "global":
-            obs[1] = np.random.random()  # noqa: NPY002 - what it is to be caught with
-        if self._on == "episodes":
-            reward += self._episodes
-        return obs, reward, over[0], over[1], info
 
 
 @pytest.fixture(autouse=True)

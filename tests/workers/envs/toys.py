@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv, CartPoleVectorEnv
 
-__all__ = ["Bad", "BadCartPoles", "Counting", "Masks", "Recall", "damage", "register"]
+__all__ = ["Bad", "BadCartPoles", "Counting", "Masks", "Recall", "Worldly", "damage", "register"]
 
 
 def damage(how: str, row: Any, obs: Any, reward: Any, seconds: float = 30.0) -> tuple[Any, Any]:
@@ -190,3 +190,24 @@ def register() -> None:
 
 
 register()  # in whatever process imports this, too
+
+
+class Worldly(Counting):
+    """Its episodes depend on more than their seed and actions."""
+
+    def __init__(self, on: str) -> None:
+        super().__init__(length=4)
+        self._on, self._episodes = on, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        found = super().reset(seed=seed)
+        self._episodes += 1
+        return found
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, *over, info = super().step(action)
+        if self._on == "global":
+            obs[1] = np.random.random()  # noqa: NPY002 - what it is to be caught with
+        if self._on == "episodes":
+            reward += self._episodes
+        return obs, reward, over[0], over[1], info

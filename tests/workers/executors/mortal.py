@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ class MortalSpec:
         method: Which calls; of rollouts only those of a group that does not train.
         fatal: Their numbers, counted over all processes.
         replica: Which rank's.
+        rollout_s: How much longer each rollout takes.
     """
 
     spec: Any
@@ -31,9 +34,12 @@ class MortalSpec:
     method: str
     fatal: tuple[int, ...]
     replica: int = 0
+    rollout_s: float = 0.0
 
     def build(self, context: WorkerContext) -> Role:
-        worker = self.spec.build(context)
+        worker: Any = self.spec.build(context)
+        if self.rollout_s and "generate" in context.methods:
+            worker.generate = _slow(worker.generate, self.rollout_s)
         apart = self.method == "train" or "train" not in context.methods
         if self.method in context.methods and apart and context.replica == self.replica:
             call, mark = getattr(worker, self.method), Path(self.folder)
@@ -47,3 +53,11 @@ class MortalSpec:
 
             setattr(worker, self.method, mortal)
         return worker
+
+
+def _slow(call: Callable[..., Any], more_s: float) -> Callable[..., Any]:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(more_s)
+        return call(*args, **kwargs)
+
+    return slow

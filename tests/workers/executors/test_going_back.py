@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime.engine import Engine, StepResult
-from penstock.dataflow.runtime.executor import Executor
+from penstock.dataflow.runtime.executor import Executor, Restart
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
 from penstock.dataflow.runtime.recovery.ledger import Ledger, check
@@ -49,7 +49,7 @@ def finish(
     segment_tokens: int = 0,
     **workers: Any,
 ) -> Finished:
-    told: list[Recovered] = []
+    told: list[Recovered | Restart] = []
     engine = Engine(
         run.graph,
         placement,
@@ -74,7 +74,7 @@ def finish(
         weights = {role: engine.call(role, "weights_sha256") for role in run.trained}
     check([*ledger.lines.values()], NUM_STEPS)
     assert not any(line.unseen for line in ledger.lines.values())
-    return Finished(weights, steps, told)
+    return Finished(weights, steps, [one for one in told if isinstance(one, Recovered)])
 
 
 def apart(run: runs.Run, ranks: int = 1) -> Placement:
@@ -110,7 +110,8 @@ def test_a_trainer_that_dies_changes_nothing(
 ) -> None:
     run = runs.make("grpo")
     plain = undisturbed(run, max_lag=max_lag)
-    mortal = MortalSpec(run.workers["actor"], str(tmp_path), "train", fatal)
+    # Rollouts of the next step, where there are any, end while the trainer is started again.
+    mortal = MortalSpec(run.workers["actor"], str(tmp_path), "train", fatal, rollout_s=0.5)
     found = finish(
         run, apart(run), backend.executor(), max_lag, tmp_path / "checkpoints", actor=mortal
     )

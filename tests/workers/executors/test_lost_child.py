@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from killer import killing
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.recovery.limits import Recovered, WorkerLost
+from penstock.dataflow.runtime.executor import Restart
+from penstock.dataflow.runtime.recovery.limits import Recovered, Told, WorkerLost
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
@@ -64,17 +65,14 @@ class Parent(counter.Counter):
         self.child.communicate(timeout=60)
 
 
-TOLD: list[Recovered] = []
-
-
-def engine_of(backend: Backend, folder: Path, method: str) -> Engine:
+def engine_of(backend: Backend, folder: Path, method: str, told: Told) -> Engine:
     return Engine(
         counter.COUNT,
         counter.apart(counter.COUNT, model__sample="rollout"),
         workers={"model": ParentSpec(str(folder), method)},
         schedule=Schedule(deadline_s=60.0),
         executor=backend.executor(),
-        recovered=TOLD.append,
+        recovered=told,
     )
 
 
@@ -85,10 +83,14 @@ def pids(file: Path) -> list[int]:
 def test_its_rank_is_started_again(
     spawned: Backend, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = tmp_path / "child"
-    with engine_of(spawned, tmp_path, "sample") as engine, killing(lambda: pids(file), file.exists):
+    file, restarts = tmp_path / "child", list[Recovered | Restart]()
+    engine = engine_of(spawned, tmp_path, "sample", restarts.append)
+    with engine, killing(lambda: pids(file), file.exists):
         steps = list(engine.run(counter.SOURCES, 3))
     assert counter.seen(steps) == [0.0, 1.0, 2.0]
+    (restart,) = restarts
+    assert isinstance(restart, Restart)
+    assert (restart.group, restart.ranks) == ("rollout", (0,))
     (told,) = [r.getMessage() for r in caplog.records if r.name == "penstock.executor"]
     assert told == (
         "rank 0 of group 'rollout' died: its child ended with exit code -9; it is started again"
@@ -96,11 +98,13 @@ def test_its_rank_is_started_again(
 
 
 def test_where_weights_are_lost_with_it_the_run_goes_back(spawned: Backend, tmp_path: Path) -> None:
-    file = tmp_path / "child"
-    with engine_of(spawned, tmp_path, "train") as engine, killing(lambda: pids(file), file.exists):
+    file, recovered = tmp_path / "child", list[Recovered | Restart]()
+    engine = engine_of(spawned, tmp_path, "train", recovered.append)
+    with engine, killing(lambda: pids(file), file.exists):
         store = CheckpointStore(tmp_path / "checkpoints")
         steps = list(engine.run(counter.SOURCES, 3, checkpoint_every=1, checkpoints=store))
     assert counter.seen(steps) == [0.0, 1.0, 2.0]
-    (told,) = TOLD
+    (told,) = recovered
+    assert isinstance(told, Recovered)
     assert told.said == "rank 0 of group 'main' died: its child ended with exit code -9"
     assert told.completed == 1

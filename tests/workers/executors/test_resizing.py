@@ -6,18 +6,23 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.executor import Restart
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
 from penstock.dataflow.runtime.recovery import resizing
+from penstock.dataflow.runtime.recovery.limits import Recovered, Recovery
 from penstock.dataflow.runtime.recovery.resizing import Scale
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.workers.executors.supervisor import Supervisor
 
 from ...algorithms import runs
 from .backends import Backend
+from .mortal import MortalSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -50,7 +55,8 @@ def check_sizes(
     sizes: list[int],
     max_lag: int,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    **workers: Any,
+) -> list[Recovered]:
     monkeypatch.setattr(resizing, "_LOOK_S", 0.0)
     run = runs.make("grpo")
     here = replace(one_group(run.graph), num_chunks=NUM_CHUNKS)
@@ -59,17 +65,21 @@ def check_sizes(
     groups = (DeviceGroup("main"), DeviceGroup("rollout", 2))
     apart = Placement(groups, nodes, num_chunks=NUM_CHUNKS)
     found: list[str] = []
+    died: list[Recovered | Restart] = []
     executor = backend.executor()
     wishes = Wishes(executor, sizes, random.Random(max_lag))
     scale = Scale(wishes.wish, wishes.told.append)
     spans: set[tuple[str, int]] = set()
     for placement, one, asked in ((here, InProcess(), None), (apart, executor, scale)):
+        given = workers if asked else {}
         with Engine(
             run.graph,
             placement,
-            workers=run.workers,
+            workers={**run.workers, **given},
             executor=one,
             schedule=Schedule(max_lag=max_lag),
+            recovery=Recovery(pause_s=0.0),
+            recovered=died.append,
         ) as engine:
             for step in engine.run(run.sources, NUM_STEPS, scale=asked):
                 spans |= {(span.group, span.rank) for span in step.spans}
@@ -81,6 +91,7 @@ def check_sizes(
         for was, now in zip(before, sizes, strict=False)
     ]
     assert {rank for group, rank in spans if group == "rollout"} >= set(range(max(sizes)))
+    return [one for one in died if isinstance(one, Recovered)]
 
 
 def test_with_the_same_weights(spawned: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,3 +102,14 @@ def test_with_the_same_weights(spawned: Backend, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
 def test_on_ray_too(max_lag: int, on_ray: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     check_sizes(on_ray, [3, 1, 4], max_lag, monkeypatch)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_a_run_that_goes_back_keeps_those_that_joined(
+    max_lag: int, tmp_path: Path, spawned: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = runs.make("grpo").workers["actor"]
+    mortal = MortalSpec(actor, str(tmp_path), "train", (2, 6))
+    died = check_sizes(spawned, [3, 4], max_lag, monkeypatch, actor=mortal)
+    assert [told.number for told in died] == [1, 2]

@@ -114,5 +114,7 @@ def test_a_replica_killed_while_it_generates_changes_nothing(
     assert told.startswith("rank 1 of group 'rollout' died: ")
     # The second run has the first one's engines, until it loses one of them.
     kept, lost = ((tmp_path / f"processes-{rank}").read_text().split() for rank in range(2))
-    assert kept[0] == kept[1] and len(kept) == 2
-    assert lost[0] == lost[1] != lost[2] and len(lost) == 3
+    assert kept[0] == kept[1]
+    assert len(kept) == 2
+    assert lost[0] == lost[1] != lost[2]
+    assert len(lost) == 3

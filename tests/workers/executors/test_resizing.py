@@ -18,6 +18,7 @@ from penstock.dataflow.runtime.recovery import resizing
 from penstock.dataflow.runtime.recovery.limits import Recovered, Recovery
 from penstock.dataflow.runtime.recovery.resizing import Scale
 from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.workers.executors.supervisor import Supervisor
 
 from ...algorithms import runs
@@ -55,6 +56,7 @@ def check_sizes(
     sizes: list[int],
     max_lag: int,
     monkeypatch: pytest.MonkeyPatch,
+    checkpoints: CheckpointStore | None = None,
     **workers: Any,
 ) -> list[Recovered]:
     monkeypatch.setattr(resizing, "_LOOK_S", 0.0)
@@ -71,7 +73,7 @@ def check_sizes(
     scale = Scale(wishes.wish, wishes.told.append)
     spans: set[tuple[str, int]] = set()
     for placement, one, asked in ((here, InProcess(), None), (apart, executor, scale)):
-        given = workers if asked else {}
+        given, every = (workers, 2 if checkpoints else None) if asked else ({}, None)
         with Engine(
             run.graph,
             placement,
@@ -81,7 +83,13 @@ def check_sizes(
             recovery=Recovery(pause_s=0.0),
             recovered=died.append,
         ) as engine:
-            for step in engine.run(run.sources, NUM_STEPS, scale=asked):
+            for step in engine.run(
+                run.sources,
+                NUM_STEPS,
+                checkpoint_every=every,
+                checkpoints=checkpoints if every else None,
+                scale=asked,
+            ):
                 spans |= {(span.group, span.rank) for span in step.spans}
             found.append(engine.call("actor", "weights_sha256"))
     assert found[0] == found[1]
@@ -110,6 +118,7 @@ def test_a_run_that_goes_back_keeps_those_that_joined(
     max_lag: int, tmp_path: Path, spawned: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actor = runs.make("grpo").workers["actor"]
-    mortal = MortalSpec(actor, str(tmp_path), "train", (2, 6))
-    died = check_sizes(spawned, [3, 4], max_lag, monkeypatch, actor=mortal)
+    mortal = MortalSpec(actor, str(tmp_path), "train", (2, 4))
+    store = CheckpointStore(tmp_path / "checkpoints")
+    died = check_sizes(spawned, [3, 4], max_lag, monkeypatch, store, actor=mortal)
     assert [told.number for told in died] == [1, 2]

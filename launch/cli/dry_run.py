@@ -82,7 +82,7 @@ def _text(job: Job, cluster: ClusterSpec | None) -> str:
     lines += [f"cluster  {cluster_text(cluster)}"] if cluster is not None else []
     lines += [job.note] if job.note else []
     lines += [f"not reproducible: {job.not_reproducible}"] if job.not_reproducible else []
-    lines += job.not_exact
+    lines += job.not_exact(tries=True)
     lines += _streaming(job)
     found = seats(job.main.graph, placement, nodes)
     return "\n".join([*lines, *_table(found, plan.memory_bytes_per_device)])

@@ -81,10 +81,14 @@ class Job:
             reasons.append(f"what answers in '{task.task_id}' may answer the same otherwise")
         return "; ".join(filter(None, reasons))
 
-    @property
-    def not_exact(self) -> list[str]:
-        """Which groups cannot be restarted exactly, each with what to change."""
-        return not_exact(self.stages, self.run.schedule, self.data.task, self.run.spec)
+    def not_exact(self, *, tries: bool = False) -> list[str]:
+        """Which groups cannot be restarted exactly, each with what to change.
+
+        Args:
+            tries: Whether environments are tried.
+        """
+        run = self.run
+        return not_exact(self.stages, run.schedule, self.data.task, run.spec, tries=tries)
 
     @property
     def about_model(self) -> str:

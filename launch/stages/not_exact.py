@@ -24,7 +24,9 @@ _NUM_STEPS = 16
 """Steps of environments that are tried before they are saved, and after."""
 
 
-def not_exact(stages: Sequence[Stage], schedule: Schedule, task: Task, spec: Any) -> list[str]:
+def not_exact(
+    stages: Sequence[Stage], schedule: Schedule, task: Task, spec: Any, *, tries: bool = False
+) -> list[str]:
     """A line for every group that cannot be restarted exactly; none if all can.
 
     Args:
@@ -32,18 +34,22 @@ def not_exact(stages: Sequence[Stage], schedule: Schedule, task: Task, spec: Any
         schedule: How far generation may run ahead.
         task: What on.
         spec: The section it was made of.
+        tries: Whether environments are started and stepped to find out; they may be slow, or change
+            something outside.
     """
     found = (
         (group, reason)
         for stage in stages
-        for role, reason in _reasons(stage, schedule, task, spec)
+        for role, reason in _reasons(stage, schedule, task, spec, tries)
         for group in _groups(stage, role)
     )
     lines = (f"group '{group}' cannot be restarted exactly: {reason}" for group, reason in found)
     return list(dict.fromkeys(lines))
 
 
-def _reasons(stage: Stage, schedule: Schedule, task: Task, spec: Any) -> Iterator[tuple[str, str]]:
+def _reasons(
+    stage: Stage, schedule: Schedule, task: Task, spec: Any, tries: bool
+) -> Iterator[tuple[str, str]]:
     """The roles concerned, each with why and what to change."""
     for role in _sampling(stage):
         if schedule.order == "arrival":
@@ -73,7 +79,11 @@ def _reasons(stage: Stage, schedule: Schedule, task: Task, spec: Any) -> Iterato
                 "a judge behind an address may score the same response otherwise; to change that: "
                 "a rule, or a reward model that the run computes itself",
             )
-        if plan.worker == "env" and isinstance(spec, EnvTaskSpec) and (why := _why_random(spec)):
+        if (
+            plan.worker == "env"
+            and isinstance(spec, EnvTaskSpec)
+            and (why := _why_random(spec, tries))
+        ):
             yield (
                 role,
                 f"{why}, so an episode that is replayed may show something else, which ends the "
@@ -121,12 +131,14 @@ def _values(options: Any) -> Iterator[Any]:
         yield options
 
 
-def _why_random(spec: EnvTaskSpec) -> str:
+def _why_random(spec: EnvTaskSpec, tries: bool) -> str:
     """Why seed and actions do not make an environment's episodes: it says so, or is tried."""
     if spec.backend == "gymnasium":
         import gymnasium
 
         if gymnasium.spec(spec.id.rpartition(":")[2]).nondeterministic:
             return f"Gymnasium lists '{spec.id}' as nondeterministic"
+    if not tries:
+        return ""
     found = why_not_exact(spec.env, num_before=_NUM_STEPS, num_after=_NUM_STEPS)
     return f"two environments '{spec.id}' that were tried {found}" if found else ""

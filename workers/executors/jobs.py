@@ -112,15 +112,12 @@ class Books:
 
     def note(self, job: Job) -> None:
         """What a rank has done that outlasts it, so that it is known what to do again."""
-        match job.work:
-            case ImportWork() | ImportSlicesWork() | SetServedVersionWork():
-                what = "version" if isinstance(job.work, SetServedVersionWork) else "weights"
-                loaded = self._loaded.setdefault((job.group, job.rank), {})
-                loaded[f"{what} of {job.work.role}"] = job
-            case BeginStreamWork():
-                self._begun[job.group, job.rank] = job
-            case _:
-                pass
+        place = job.group, job.rank
+        if isinstance(job.work, _LASTING):
+            what = "version" if isinstance(job.work, SetServedVersionWork) else "weights"
+            self._loaded.setdefault(place, {})[f"{what} of {job.work.role}"] = job
+        elif isinstance(job.work, BeginStreamWork):
+            self._begun[place] = job
 
     def loads(self, group: str, rank: int | None) -> list[Job]:
         """What a rank has loaded last, or all ranks of its group."""

@@ -169,7 +169,8 @@ class Dispatcher:
             if not self._gather(timeout_s) and not self._out:
                 time.sleep(min(_IDLE_S, timeout_s))  # else who waits for nothing has no deadline
             self.waited_s += time.monotonic() - since_s
-            self.waited_s -= sum(one.took_s for one in self._answers if isinstance(one, Restart))
+            restarts = [one for one in self._answers if isinstance(one, Restart)]
+            self.waited_s -= sum(one.held_up_s for one in restarts)
         answers, self._answers = self._answers, []
         return answers
 
@@ -234,7 +235,7 @@ class Dispatcher:
             if isinstance(answer, Completion):
                 self._note(answer)
                 continue
-            if self._told is not None:
+            if self._told is not None and answer.is_over:
                 self._told(answer)
             if self._run is not None:
                 self._answers.append(answer)

@@ -150,7 +150,7 @@ class Executor(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
-        """What happened since the last call: at least one thing, or none if the time is up."""
+        """What happened since the last call; nothing if the time is up, and perhaps before."""
         ...
 
     def put(self, part: Part) -> Handle:

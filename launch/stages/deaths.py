@@ -64,7 +64,11 @@ class Deaths:
             "num_recoveries": len(self.recovered),
             "num_restarts": len(self.restarts),
             "longest_pause_s": max(
-                (one.took_s for one in (*self.recovered, *self.restarts)), default=0.0
+                (
+                    *(one.took_s for one in self.recovered),
+                    *(one.held_up_s for one in self.restarts),
+                ),
+                default=0.0,
             ),
             "steps_recomputed": sum(one.completed - one.step for one in self.recovered),
         }

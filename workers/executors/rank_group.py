@@ -40,7 +40,6 @@ __all__ = [
     "forget_warm",
     "keep_warm",
     "start_groups",
-    "start_rank",
     "take_warm",
 ]
 
@@ -264,27 +263,6 @@ def start_groups(
         sleeping = [group for group in some if group.group.name in asleep]
         calls = [call for group in sleeping for call in group.call_all("sleep")]
         all_results(backend, calls, "giving its devices up", start_s)
-
-
-def start_rank(group: RankGroup, rank: int, hosted: Ref, seed: int, start_s: float) -> None:
-    """Start the processes of one rank of a group of replicas.
-
-    Args:
-        group: The group.
-        rank: The rank.
-        hosted: See `start_groups`.
-        seed: The run's.
-        start_s: How long each phase may take.
-
-    Raises:
-        WorkerError: If a process fails or takes too long.
-        PenstockError: Whatever of ours building a worker raises.
-    """
-    joining = group.join(group.spawn(start_s, [rank]))
-    all_results(group.backend, joining, "joining its process group", start_s)
-    processes = group.group.processes(rank)
-    building = [group.call(process, "build", hosted, seed) for process in processes]
-    all_results(group.backend, building, "building its roles", start_s)
 
 
 def _together(

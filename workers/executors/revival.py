@@ -26,15 +26,17 @@ _POLL_S = 2.0
 
 
 def dead_processes(
-    backend: ProcessBackend, groups: Iterable[RankGroup]
+    backend: ProcessBackend, groups: Iterable[RankGroup], returning: Collection[tuple[str, int]]
 ) -> dict[tuple[str, int], str]:
     """Group and rank of which a process has died -> one line that says how.
 
-    Of ranks that have not joined their group yet nothing is said: nobody depends on them.
+    Of ranks that have not joined their group yet nothing is said: nobody depends on them. Nor is
+    anything of those that are `returning`: they are being started again.
     """
     left: dict[Ref, tuple[str, int]] = {}
     for group in groups:
-        for rank in range(group.num_ranks):
+        ranks = [r for r in range(group.num_ranks) if (group.group.name, r) not in returning]
+        for rank in ranks:
             for process in group.group.processes(rank):
                 left[group.call(process, "is_running")] = group.group.name, rank
     dead: dict[tuple[str, int], str] = {}

@@ -15,9 +15,7 @@ import contextlib
 import logging
 import pickle
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -33,7 +31,6 @@ from ...dataflow.runtime.messages import (
     Part,
     Work,
 )
-from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.recovery.limits import Recovery
 from ...dataflow.runtime.recovery.resizing import replica_groups, restartable_groups
 from ...dataflow.runtime.worker_protocol import WorkerSpec
@@ -41,15 +38,16 @@ from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport
 from .connections import Connections
 from .jobs import LOOK, Books, Job, Started
-from .joining import Joining
-from .process_backend import BackendError, NotInTime, Process, ProcessBackend, ProcessDied, Ref
+from .joining import Joining, Returning
+from .offers import Offers
+from .process_backend import BackendError, NotInTime, ProcessBackend, ProcessDied, Ref
+from .program_groups import hosted_bytes, routes
 from .rank_group import (
     LEAST_START_S,
     RankGroup,
     end_groups,
     keep_warm,
     start_groups,
-    start_rank,
     take_warm,
 )
 from .rank_process import Answer, part_from_numpy, part_to_numpy
@@ -60,11 +58,13 @@ __all__ = ["Supervisor"]
 
 _LOG = logging.getLogger("penstock.executor")
 
+_RETURN_S = 0.2
+"""How often is looked at ranks that are being started again."""
+
+_COULD_NOT = "could not be started again"
+
 _LOAD_S = 20.0
 """How long weights may take to come before it is looked who lives."""
-
-_OfferKey = tuple[str, int, int]
-"""Group, process and number of an `Offer`."""
 
 
 class Supervisor:
@@ -115,7 +115,7 @@ class Supervisor:
         self._where, self._connect = where, connect
         self._num_threads = num_threads
         self._transport: Transport = transport
-        self._offers: dict[_OfferKey, weakref.finalize[..., Any]] = {}
+        self._offers = Offers()
         self._programs: Mapping[str, Program] = {}
         self._groups: dict[str, RankGroup] = {}
         self._sharing = DeviceSharing(())
@@ -125,6 +125,7 @@ class Supervisor:
         self._connections = Connections({})
         self._books = Books()
         self._joining: dict[str, Joining] = {}
+        self._returning: dict[tuple[str, int], Returning] = {}
         self._started: Started | None = None
         self._controller_bytes = 0
         self._deadline_s = self._start_s = LEAST_START_S
@@ -143,7 +144,7 @@ class Supervisor:
                     f"role '{name}' is given as a live {type(worker).__name__}; on {self._where} "
                     "it must be built where it runs: give a WorkerSpec"
                 )
-        check_transport(self._transport, _routes(programs))
+        check_transport(self._transport, routes(programs))
         self._programs, groups = programs, groups_of(programs)
         self._deadline_s = longest_s(programs, deadline_s)
         self._start_s = max(deadline_s, LEAST_START_S)
@@ -161,7 +162,7 @@ class Supervisor:
                 group,
                 threads,
                 self._deadline_s,
-                _hosted(programs, workers, group.name),
+                hosted_bytes(programs, workers, group.name),
                 replicas=group.name in self._replicas,
             )
             for group in groups
@@ -217,6 +218,9 @@ class Supervisor:
         return [call for name in others for call in self._asleep.get(name, ())]
 
     def _send(self, job: Job) -> None:
+        if (job.group, job.rank) in self._returning:
+            self._returning[job.group, job.rank].owed.append(job)
+            return
         if needs_device(job.work):
             self._hand_off(job.group)
         group = self._groups[job.group]
@@ -247,11 +251,17 @@ class Supervisor:
 
     def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
         """See `Executor.wait`."""
-        if not self._books.out:
+        if not (self._books.out or self._returning):
             return []
         self._look()
-        ready = self._here.backend.watch(list(self._books.out), timeout_s)
+        refs = [*self._books.out, *(ref for one in self._returning.values() for ref in one.calls)]
+        if self._returning:
+            timeout_s = min(timeout_s, _RETURN_S)
+        if not refs:  # what died is not started before its pause is over
+            time.sleep(timeout_s)
+        ready = self._here.backend.watch(refs, timeout_s) if refs else []
         answers = [self._answer(ref) for ref in ready]
+        answers += [self._bring_back(one) for one in list(self._returning.values())]
         return [answer for answer in answers if answer is not None]
 
     def _look(self) -> None:
@@ -289,7 +299,9 @@ class Supervisor:
         if answer.report is None:
             return job.failed(answer.error, answer.trace, answer.lost)
         if isinstance(answer.weights, Offer):
-            self._watch(answer.weights)
+            offer = answer.weights
+            having = self._groups[offer.group].processes[offer.process]
+            self._offers.watch(offer, self._here.backend, having)
         job.answers[process] = answer
         completion = job.complete()
         if completion is not None:
@@ -301,14 +313,6 @@ class Supervisor:
                     self._budget.answered(server, job.rank)
         return completion
 
-    def _watch(self, offer: Offer) -> None:
-        """Have the process forget an offer once nothing here can ask for its weights any more."""
-        key = offer.group, offer.process, offer.number
-        process = self._groups[offer.group].processes[offer.process]
-        forget = weakref.finalize(offer, _forget, self._offers, key, self._here.backend, process)
-        forget.atexit = False
-        self._offers[key] = forget
-
     def _died(self, job: Job, said: str) -> Completion | Restart | None:
         """Start the rank again if that can be done, and have it do again what it owes."""
         if job.group not in self._restartable:
@@ -316,39 +320,64 @@ class Supervisor:
         # Those that take turns on devices, or talk to others, are started together.
         alone = job.group in self._replicas and not self._sharing.shares(job.group)
         rank = job.rank if alone else None
-        since_s = time.monotonic()
         try:
             pause_s = self._budget.pause_s(job.group, rank, said)
         except WorkerError as error:
             return self._failed(job, str(error), "for good")
         _LOG.warning("%s; %s is started again", said, "it" if alone else "its group")
         owed = self._books.take_owed(job, rank)
-        time.sleep(pause_s)
-        # A stream that was begun goes on from what was answered; nothing is done of one that ended.
-        begun = [one for one in self._books.begun(job.group, rank) if one not in owed]
+        if not alone:
+            return self._bring_back_all(job, said, owed, pause_s)
+        group, here = self._groups[job.group], self._here
+        one = Returning(group, job, said, owed, pause_s, here, self._start_s)
+        self._returning[one.place] = one
+        return one.sign()
+
+    def _bring_back(self, one: Returning) -> Completion | Restart | None:
+        """Go on with a rank that is started again while the others work."""
+        since_s, job = time.monotonic(), one.job
         try:
-            self._start_again(job.group, rank)
-            self._load([*self._books.loads(job.group, rank), *begun])
+            if not one.is_ready():
+                return one.sign()
+            del self._returning[one.place]
+            self._load_again(job.group, job.rank, one.owed)
+        except PenstockError as error:
+            self._returning.pop(one.place, None)
+            return self._not_back(job, job.rank, f"{one.said}; it {_COULD_NOT}: {error}")
+        self._send_again(one.owed)
+        return one.is_back(since_s)
+
+    def _bring_back_all(
+        self, job: Job, said: str, owed: Sequence[Job], pause_s: float
+    ) -> Completion | Restart | None:
+        """Start all ranks of a group again, which wait for each other or for other groups."""
+        since_s, group = time.monotonic(), self._groups[job.group]
+        time.sleep(pause_s)
+        try:
+            group.kill()
+            if not group.is_there():
+                raise WorkerError("a machine that it was on is gone")
+            self._wait_asleep(job.group)
+            start_groups([group], self._here.hosted, self._here.seed, self._start_s)
+            self._load_again(job.group, None, owed)
             self._reconnect(job.group)
         except PenstockError as error:
-            self._groups[job.group].kill(rank)  # whoever goes back finds it dead
-            self._books.take_owed(job, rank)
-            return self._failed(job, f"{said}; it could not be started again: {error}")
+            return self._not_back(job, None, f"{said}; it {_COULD_NOT}: {error}")
         self._send_again(owed)
-        ranks = () if rank is None else (rank,)
-        return Restart(job.group, time.monotonic() - since_s, ranks)
+        took_s = time.monotonic() - since_s
+        return Restart(job.group, took_s, held_up_s=took_s)
 
-    def _start_again(self, name: str, rank: int | None) -> None:
-        """End what is left of a rank, or of all, and start it anew."""
-        group, here = self._groups[name], self._here
-        group.kill(rank)
-        if not group.is_there():
-            raise WorkerError("a machine that it was on is gone")
-        if rank is not None:
-            start_rank(group, rank, here.hosted, here.seed, self._start_s)
-            return
-        self._wait_asleep(name)
-        start_groups([group], here.hosted, here.seed, self._start_s)
+    def _load_again(self, group: str, rank: int | None, owed: Sequence[Job]) -> None:
+        """Have ranks that were started again load what they had, and begin their streams anew."""
+        # A stream that was begun goes on from what was answered; nothing is done of one that ended.
+        begun = [one for one in self._books.begun(group, rank) if one not in owed]
+        self._load([*self._books.loads(group, rank), *begun])
+
+    def _not_back(self, job: Job, rank: int | None, said: str) -> Completion | None:
+        """The failure of ranks that could not be started; whoever goes back finds them dead."""
+        self._groups[job.group].kill(rank)
+        self._books.take_owed(job, rank)
+        return self._failed(job, said)
 
     def prepare(self, group: str, num_ranks: int) -> bool:
         """See `ElasticExecutor.prepare`."""
@@ -362,8 +391,8 @@ class Supervisor:
         try:
             if joining is None:
                 held = [held for other in self._groups.values() for held in other.reservations]
-                given = here.hosted, here.seed, self._start_s
-                joining = self._joining[group] = Joining(one, num_ranks, held, *given)
+                joining = Joining(one, num_ranks, held, here, self._start_s)
+                self._joining[group] = joining
             return joining.is_ready()
         except PenstockError:
             if group in self._joining:
@@ -383,6 +412,7 @@ class Supervisor:
                 joining.give_up()
                 return one.num_ranks
         self._books.forget({group}, num_ranks)
+        self._give_up_returning([p for p in self._returning if p[0] == group and p[1] >= num_ranks])
         one.end(range(num_ranks, one.num_ranks), closing=True)
         one.num_ranks = num_ranks
         return num_ranks
@@ -440,6 +470,10 @@ class Supervisor:
         asking = (one for one, _ in self._books.out.values() if one.group in clients)
         return next((failed for one in asking if (failed := one.failed(said, lost=lost))), None)
 
+    def _give_up_returning(self, places: Sequence[tuple[str, int]]) -> None:
+        for place in places:
+            self._returning.pop(place).give_up()
+
     def _wait_asleep(self, group: str) -> None:
         """Until the devices of a group that is started again are its own."""
         self._hand_off(group, awake=True)
@@ -455,7 +489,7 @@ class Supervisor:
         """See `Executor.died`."""
         if self._started is None:
             return ""
-        dead = dead_processes(self._started.backend, self._groups.values())
+        dead = dead_processes(self._started.backend, self._groups.values(), self._returning)
         return "\n".join(
             f"rank {rank} of group '{name}' died: {said}" for (name, rank), said in dead.items()
         )
@@ -463,8 +497,9 @@ class Supervisor:
     def revive(self, groups: Collection[str]) -> frozenset[str]:
         """See `Executor.revive`."""
         here = self._here
-        dead = dead_processes(here.backend, self._groups.values())
-        wanted = {*groups, *(name for name, _ in dead)}
+        dead = dead_processes(here.backend, self._groups.values(), self._returning)
+        wanted = {*groups, *(name for name, _ in (*dead, *self._returning))}
+        self._give_up_returning(list(self._returning))
         names = [name for name in self._groups if name in wanted]
         again = [self._groups[name] for name in names]
         self._let_go(set(names))
@@ -498,8 +533,7 @@ class Supervisor:
 
     def _let_go(self, names: set[str]) -> None:
         """What groups have been given, were loaded with or have ready for others is gone."""
-        for key in [key for key in self._offers if key[0] in names]:
-            self._offers.pop(key).detach()
+        self._offers.drop(names)
         self._books.forget(names)
         self._asleep = {k: calls for k, calls in self._asleep.items() if k not in names}
 
@@ -529,10 +563,9 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ask all processes to close their workers, and end them. See `Executor.stop`."""
-        for forget in self._offers.values():
-            forget.detach()  # The processes end, and with them what they have ready.
-        self._offers.clear()
-        is_idle = not self._books.out
+        self._offers.drop()
+        is_idle = not (self._books.out or self._returning)
+        self._give_up_returning(list(self._returning))
         self._books.clear()
         for joining in self._joining.values():
             joining.give_up()
@@ -561,31 +594,3 @@ class Supervisor:
     def controller_bytes(self) -> int:
         """Source batches stored by the controller, reports and kept columns received."""
         return self._controller_bytes
-
-
-def _forget(
-    offers: dict[_OfferKey, Any], key: _OfferKey, backend: ProcessBackend, process: Process
-) -> None:
-    del offers[key]
-    backend.call(process, "forget", key[-1:])
-
-
-def _hosted(
-    programs: Mapping[str, Program], workers: Mapping[str, WorkerSpec | Role], group: str
-) -> bytes:
-    """All that a group builds, pickled."""
-    roles = {
-        role for one in programs.values() for role in one.placement.hosted_roles(one.graph, group)
-    }
-    return pickle.dumps([(role, workers.get(role)) for role in sorted(roles)])
-
-
-def _routes(programs: Mapping[str, Program]) -> Iterator[tuple[DeviceGroup, DeviceGroup]]:
-    """Each group that trains a role, with each other one that has a copy."""
-    for one in programs.values():
-        for role in one.graph.trains_per_step:
-            home = one.placement.home(one.graph, role)
-            for group in one.placement.groups:
-                hosted = one.placement.hosted_roles(one.graph, group.name)
-                if home is not None and group.name != home and role in hosted:
-                    yield one.placement.group(home), group

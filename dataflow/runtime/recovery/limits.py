@@ -61,17 +61,22 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Restart:
-    """Ranks of a group were started again, and do again what they had not finished.
+    """Ranks of a group are started again, and do again what they had not finished.
 
     Attributes:
         group: The group.
-        took_s: How long `Executor.wait` was busy with it.
+        took_s: Seconds since one died.
         ranks: Which of its ranks; all if none is named.
+        held_up_s: How long of that `Executor.wait` was busy with it.
+        is_over: Whether they are there. Before, this is said about once a second of those that are
+            started while others work: what they owe is not late.
     """
 
     group: str
     took_s: float
     ranks: tuple[int, ...] = ()
+    held_up_s: float = 0.0
+    is_over: bool = True
 
 
 @dataclass(frozen=True)

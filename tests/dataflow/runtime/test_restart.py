@@ -71,7 +71,7 @@ class Timed(InProcess):
             replace(one, end_s=self.now_s + one.took_s) if one.group == "rollout" else one
             for one in self.owed
         ]
-        return Restart("rollout", self.start_s)
+        return Restart("rollout", self.start_s, held_up_s=self.start_s)
 
 
 def engine(

@@ -24,7 +24,7 @@ def test_each_death_is_told_and_all_are_counted() -> None:
     deaths.tell = tell
     deaths.note(Recovered(f"{SAID}\nand more", 12, 15, "checkpoint", 4.2, 2))
     deaths.num_complete = 17
-    deaths.note(Restart("rollout", 3.0))
+    deaths.note(Restart("rollout", 30.0, (1,), held_up_s=3.0))
     assert told == [
         (
             "recovered",
@@ -36,7 +36,7 @@ def test_each_death_is_told_and_all_are_counted() -> None:
             "restarted",
             17,
             "a process of group 'rollout' died; it was started again beside the run, which took "
-            "3.0 s",
+            "30.0 s",
         ),
     ]
     assert deaths.summary == {

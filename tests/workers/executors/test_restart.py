@@ -161,9 +161,14 @@ def heard(executor: Supervisor, count: int = 1) -> list[Completion | Restart]:
     found: list[Completion | Restart] = []
     end_s = time.monotonic() + 60
     while len(found) < count and time.monotonic() < end_s:
-        found += executor.wait(1.0)
+        found += [one for one in executor.wait(1.0) if not is_sign(one)]
     assert len(found) == count
     return found
+
+
+def is_sign(one: Completion | Restart) -> bool:
+    """Whether it says only that a rank is on its way."""
+    return isinstance(one, Restart) and not one.is_over
 
 
 def answer_of(executor: Supervisor, group: str, method: str, rank: int = 0) -> Any:
@@ -174,24 +179,56 @@ def answer_of(executor: Supervisor, group: str, method: str, rank: int = 0) -> A
     return answer.report.answer
 
 
-def test_the_other_replicas_go_on(spawned: Backend, tmp_path: Path) -> None:
-    """One is killed at its work: it alone is another process afterwards, and none has a peer."""
+@pytest.fixture
+def pair(spawned: Backend, tmp_path: Path) -> Iterator[Supervisor]:
+    """A group "main" that trains and two replicas that sample."""
     placed = counter.apart(counter.COUNT, model__sample="rollout")
     groups = tuple(replace(g, num_ranks=2 if g.name == "rollout" else 1) for g in placed.groups)
     executor = spawned.executor()
     programs = {"main": Program(counter.COUNT, replace(placed, groups=groups))}
     executor.start(programs, {"model": DozerSpec(str(tmp_path), takes_s=0.0)}, 0, 60.0)
-    try:
-        before = [answer_of(executor, "rollout", "pid", rank) for rank in range(2)]
-        ask(executor, "rollout", "wait", 1)
-        os.kill(before[1], signal.SIGKILL)
-        (restart,) = heard(executor)
-        assert isinstance(restart, Restart)
-        assert (restart.group, restart.ranks) == ("rollout", (1,))
-        assert answer_of(executor, "rollout", "pid", 0) == before[0]
-        assert len(spawned.pids()) == 3
-    finally:
-        executor.stop()
+    yield executor
+    executor.stop()
+
+
+def kill_the_second(executor: Supervisor) -> list[int]:
+    """Kill a replica, and have it noticed; the processes that there were."""
+    before = [answer_of(executor, "rollout", "pid", rank) for rank in range(2)]
+    os.kill(before[1], signal.SIGKILL)
+    ask(executor, "rollout", "pid", 1)
+    end_s = time.monotonic() + 60
+    while not any(is_sign(one) for one in executor.wait(1.0)):
+        assert time.monotonic() < end_s
+    return before
+
+
+def test_the_other_replicas_go_on(pair: Supervisor, spawned: Backend) -> None:
+    """One is killed: it alone is another process afterwards, and the other works meanwhile."""
+    before = kill_the_second(pair)
+    assert pair.died() == ""
+    assert answer_of(pair, "rollout", "pid", 0) == before[0]
+    ask(pair, "rollout", "pid", 1)  # it is given more, which it does after what it owes
+    restart, *answers = heard(pair, 3)
+    assert isinstance(restart, Restart)
+    assert (restart.group, restart.ranks) == ("rollout", (1,))
+    assert restart.held_up_s < restart.took_s / 2
+    pids = [one.report.answer for one in answers if isinstance(one, Completion) and one.report]
+    assert len(pids) == 2
+    assert pids[0] == pids[1] != before[1]
+    assert len(spawned.pids()) == 3
+
+
+@pytest.mark.nightly
+def test_a_run_that_goes_back_meanwhile_starts_them_all(pair: Supervisor) -> None:
+    """What the one that is on its way owes is forgotten, and its next death is one like any."""
+    before = kill_the_second(pair)
+    assert pair.revive(()) == {"rollout"}
+    after = [answer_of(pair, "rollout", "pid", rank) for rank in range(2)]
+    assert not {*after} & {*before}
+    kill_the_second(pair)
+    restart, _ = heard(pair, 2)
+    assert isinstance(restart, Restart)
+    assert answer_of(pair, "rollout", "pid", 0) == after[0]
 
 
 def test_it_is_not_built_before_the_other_has_given_up_the_device(

@@ -1,10 +1,10 @@
 """What a checkpoint costs a step, written while the run goes on or waited for; SIGKILL meanwhile.
 
 The cost is that of SmolLM2-135M-Instruct trained as by `make smollm2`, with a checkpoint after
-every step. Three processes take turns: one that goes on while a checkpoint is written, one that
-waits for it, and one without checkpoints. All three compute the same steps to the bit, so that a
-step of one is compared with the same step of another. Without the model (`make models`) this part
-is left out.
+every step. After one step none is written, after the next one the run goes on while it is written,
+after the third it waits for it. Three processes begin with another of these each; all compute the
+same steps to the bit, so that every step meets every kind. Without the model (`make models`) this
+part is left out.
 
 The kills are of a small model: a process that runs `penstock run` with a checkpoint after every
 step is killed while a checkpoint is being written, at a moment of its own in each trial, and
@@ -17,23 +17,26 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import parser, report, table
+from checkpoints_side import KINDS, kind_of
 from disk_full import HEAVY, SETTINGS, become, run_and_exit, run_folder, weights_of
 
 SIDE = Path(__file__).with_name("checkpoints_side.py")
 LIMIT_S = 1800.0
-SIDES = ("none", "goes-on", "waits")
 KILL_WORDS = (
     *SETTINGS,
     "tracker=none",
@@ -49,13 +52,11 @@ LONGEST_S = 0.06
 # --- what it costs
 
 
-def step_times(folder: Path, words: list[str], side: str) -> dict[str, Any]:
+def step_times(folder: Path, words: list[str], number: int) -> dict[str, Any]:
     """Steps -> seconds of one process, and how long checkpoints held it up."""
     measured = folder / "measured.json"
-    every = 1000 if side == "none" else 1
-    waits = "waits" if side == "waits" else "goes-on"
-    command = [sys.executable, str(SIDE), waits, str(measured), *words]
-    command += [f"checkpoint_every={every}", f"runs={folder / 'runs'}"]
+    command = [sys.executable, str(SIDE), str(number), str(measured), *words]
+    command += ["checkpoint_every=1", f"runs={folder / 'runs'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
@@ -70,40 +71,67 @@ def step_times(folder: Path, words: list[str], side: str) -> dict[str, Any]:
     return {"seconds": seconds, "held_s": held, "weights_sha256": weights, "bytes": size}
 
 
+def square_shares(three: Sequence[Mapping[int, float]], first: int) -> dict[str, float]:
+    """What checkpoints cost, of steps of three processes that make a Latin square.
+
+    Each kind is met once in each process and once in each step: how fast a machine is at one time
+    and how much a step has to do are in all kinds alike, as factors.
+
+    Args:
+        three: Seconds by step, for each process.
+        first: The first of three steps.
+    """
+    logs: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for number, seconds in enumerate(three):
+        for step in range(first, first + len(KINDS)):
+            logs[kind_of(step, number)].append(math.log(seconds[step]))
+    means = {kind: statistics.mean(found) for kind, found in logs.items()}
+    return {kind: math.exp(means[kind] - means["none"]) - 1 for kind in KINDS[1:]}
+
+
 def cost(words: list[str], rounds: int) -> dict[str, Any]:
-    """Steps of the three kinds of process, in turns, and what the checkpoints cost."""
-    found: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    """Steps of three processes, in which kinds take turns, and what the checkpoints cost."""
+    runs: list[list[dict[str, Any]]] = []
     with tempfile.TemporaryDirectory(prefix="penstock-checkpoints-") as name:
-        for number in range(rounds):
-            for side in SIDES:
-                folder = Path(name) / f"{number}-{side}"
+        for turn in range(rounds):
+            runs.append([])
+            for number in range(len(KINDS)):
+                folder = Path(name) / f"{turn}-{number}"
                 folder.mkdir()
-                found[side].append(step_times(folder, words, side))
-                print(side, {k: round(v, 2) for k, v in found[side][-1]["seconds"].items()},
-                      flush=True)  # fmt: skip
-    weights = {one["weights_sha256"] for runs in found.values() for one in runs}
-    result: dict[str, Any] = {"words": words, "same_weights": len(weights) == 1, "runs": found}
-    plain = [s for one in found["none"] for s in one["seconds"].values()]
-    result["step_s"] = statistics.median(plain)
+                one = step_times(folder, words, number)
+                shutil.rmtree(folder)
+                runs[-1].append(one)
+                told = (f"{kind_of(k, number)} {v:.1f}" for k, v in one["seconds"].items())
+                print(*told, sep=", ", flush=True)
+    every = [(number, one) for three in runs for number, one in enumerate(three)]
+    plain = [s for number, one in every for step, s in one["seconds"].items()
+             if kind_of(step, number) == "none"]  # fmt: skip
+    result: dict[str, Any] = {
+        "words": words,
+        "same_weights": len({one["weights_sha256"] for _, one in every}) == 1,
+        "step_s": statistics.median(plain),
+        "runs": runs,
+    }
+    num_steps = len(runs[0][0]["seconds"])
+    squares = [
+        square_shares([one["seconds"] for one in three], first)
+        for three in runs
+        for first in range(1, num_steps - 1, len(KINDS))
+    ]
     rows: list[list[object]] = []
-    for side in SIDES[1:]:
-        extra = [
-            one["seconds"][step] - without["seconds"][step]
-            for one, without in zip(found[side], found["none"], strict=True)
-            for step in without["seconds"]
-        ]
-        held = [s for one in found[side] for step, s in one["held_s"].items()
-                if step in one["seconds"]]  # fmt: skip
-        result[side] = {
-            "share": statistics.median(extra) / result["step_s"],
-            "least_share": min(extra) / result["step_s"],
-            "most_share": max(extra) / result["step_s"],
+    for kind in KINDS[1:]:
+        shares = [square[kind] for square in squares]
+        held = [one["held_s"][step] for number, one in every for step in one["seconds"]
+                if kind_of(step, number) == kind]  # fmt: skip
+        result[kind] = {
+            "share": statistics.mean(shares),
+            "shares_of_squares": shares,
             "held_share": statistics.median(held) / result["step_s"],
-            "held_s": held,
         }
-        rows.append([side, *(f"{100 * result[side][key]:.1f} %" for key in
-                             ("share", "least_share", "most_share", "held_share"))])  # fmt: skip
-    print(f"a step without checkpoints takes {result['step_s']:.1f} s (median)")
+        cells = (result[kind]["share"], min(shares), max(shares), result[kind]["held_share"])
+        rows.append([kind, *(f"{100 * cell:.1f} %" for cell in cells)])
+    print(f"a step without checkpoints takes {result['step_s']:.1f} s (median); "
+          f"{len(squares)} squares of nine steps")  # fmt: skip
     print(table(["the run", "costs of a step", "least", "most", "stands still"], rows))
     return result
 
@@ -189,8 +217,8 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0] if __doc__ else "")
     options.add_argument("--kills", type=int, default=30, help="0 leaves them out")
     options.add_argument("--seed", type=int, default=0, help="of the moments")
-    options.add_argument("--rounds", type=int, default=2, help="of costs; 0 leaves them out")
-    options.add_argument("--steps", type=int, default=4)
+    options.add_argument("--rounds", type=int, default=1, help="of costs; 0 leaves them out")
+    options.add_argument("--steps", type=int, default=7, help="3, 6 ... are measured, and one more")
     options.add_argument("--prompts", type=int, default=12, help="8 responses each")
     args = options.parse_args()
     result: dict[str, Any] = {}

@@ -7,7 +7,7 @@ puts one to sleep and wakes the other before it gives out work; see `device_shar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -33,6 +33,7 @@ __all__ = [
     "groups_of",
     "longest_s",
     "methods_of",
+    "routes_of",
     "servers_of",
 ]
 
@@ -245,6 +246,17 @@ def servers_of(programs: Mapping[str, Program]) -> dict[str, tuple[str, ...]]:
             for server in program.placement.served_roles(program.graph, group.name).values():
                 found.setdefault(server, {})[group.name] = None
     return {server: tuple(clients) for server, clients in found.items()}
+
+
+def routes_of(programs: Mapping[str, Program]) -> Iterator[tuple[DeviceGroup, DeviceGroup]]:
+    """Each group that trains a role, with each other one that has a copy."""
+    for one in programs.values():
+        for role in one.graph.trains_per_step:
+            home = one.placement.home(one.graph, role)
+            for group in one.placement.groups:
+                hosted = one.placement.hosted_roles(one.graph, group.name)
+                if home is not None and group.name != home and role in hosted:
+                    yield one.placement.group(home), group
 
 
 def build_role(name: str, worker: WorkerSpec | Role, context: WorkerContext) -> Role:

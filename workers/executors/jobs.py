@@ -1,14 +1,21 @@
-"""What an executor of processes has in its books: work that is out, and what it has started."""
+"""What an executor of processes has in its books.
+
+Work that is out, what its processes have ready for others, and what it has started.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...dataflow.errors import WorkerError
-from ...dataflow.runtime.executor import Completion, Lost
+from ...dataflow.runtime.executor import Completion, Lost, Program
 from ...dataflow.runtime.messages import (
+    AnswerWork,
     BeginStreamWork,
+    CallWork,
     Handle,
     ImportSlicesWork,
     ImportWork,
@@ -16,10 +23,13 @@ from ...dataflow.runtime.messages import (
     Work,
 )
 from ..weight_sync.channel import Offer
-from .process_backend import ProcessBackend, Ref
+from .process_backend import Process, ProcessBackend, Ref
 from .rank_process import Answer
 
-__all__ = ["LOOK", "Books", "Job", "Started"]
+__all__ = ["LOOK", "Books", "Job", "Offers", "Started"]
+
+_OfferKey = tuple[str, int, int]
+"""Group, process and number of an `Offer`."""
 
 LOOK = -1
 """In place of a ticket: a call that shows whether a process lives, and of which nobody hears."""
@@ -48,6 +58,17 @@ class Job:
     processes: set[int]
     parts: Sequence[Handle] | None = None
     answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
+
+    def most_parts(self, programs: Mapping[str, Program]) -> int:
+        """Outputs that it may have."""
+        match self.work:
+            case AnswerWork():
+                return 2  # rows, and what goes on in the next step
+            case CallWork():
+                num_chunks = programs[self.program].placement.num_chunks
+                return num_chunks if self.work.chunk is None else 1
+            case _:
+                return 0
 
     def failed(self, text: str, trace: str = "", lost: Lost = "") -> Completion | None:
         """The first failure speaks for the rank."""
@@ -87,6 +108,31 @@ class Started:
     backend: ProcessBackend
     hosted: Ref
     seed: int
+
+
+class Offers:
+    """Snapshots of weights in slices that processes have ready for others.
+
+    Has each process forget an offer once nothing here can ask for its weights any more.
+    """
+
+    def __init__(self) -> None:
+        self._ready: dict[_OfferKey, weakref.finalize[..., Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def watch(self, offer: Offer, backend: ProcessBackend, process: Process) -> None:
+        """Note an offer, and the process that has it ready."""
+        key = offer.group, offer.process, offer.number
+        forget = weakref.finalize(offer, _forget, self._ready, key, backend, process)
+        forget.atexit = False
+        self._ready[key] = forget
+
+    def drop(self, groups: Collection[str] | None = None) -> None:
+        """The processes of some groups, or of all, have ended, and with them what was ready."""
+        for key in [key for key in self._ready if groups is None or key[0] in groups]:
+            self._ready.pop(key).detach()
 
 
 _LASTING = ImportWork, ImportSlicesWork, SetServedVersionWork
@@ -166,3 +212,10 @@ class Books:
 def _is_of(key: tuple[str, int], group: str, rank: int | None) -> bool:
     """Whether what is noted is of a rank, or of any of the group if it is None."""
     return key[0] == group and rank in (None, key[1])
+
+
+def _forget(
+    ready: dict[_OfferKey, Any], key: _OfferKey, backend: ProcessBackend, process: Process
+) -> None:
+    del ready[key]
+    backend.call(process, "forget", key[-1:])

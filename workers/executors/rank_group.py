@@ -11,15 +11,18 @@ them.
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ...dataflow.errors import PenstockError, WorkerError
+from ...dataflow.graph.role import Role
+from ...dataflow.runtime.executor import Program
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.recovery.limits import WorkerLost
-from ...dataflow.runtime.worker_protocol import CLOSE_S
+from ...dataflow.runtime.worker_protocol import CLOSE_S, WorkerSpec
 from .process_backend import (
     BackendError,
     CallFailed,
@@ -38,6 +41,7 @@ __all__ = [
     "all_results",
     "end_groups",
     "forget_warm",
+    "hosted_bytes",
     "keep_warm",
     "start_groups",
     "take_warm",
@@ -226,6 +230,16 @@ class RankGroup:
             for process in self.processes if rank is None else self.group.processes(rank):
                 if process in self.processes:
                     self.backend.kill(self.processes[process])
+
+
+def hosted_bytes(
+    programs: Mapping[str, Program], workers: Mapping[str, WorkerSpec | Role], group: str
+) -> bytes:
+    """All that a group builds, pickled."""
+    roles = {
+        role for one in programs.values() for role in one.placement.hosted_roles(one.graph, group)
+    }
+    return pickle.dumps([(role, workers.get(role)) for role in sorted(roles)])
 
 
 def start_groups(

@@ -22,7 +22,15 @@ import torch
 from ...dataflow.errors import ConfigError, PenstockError, StateError, WorkerError
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.device_sharing import DeviceSharing, needs_device
-from ...dataflow.runtime.executor import Completion, Lost, Program, Restart, groups_of, longest_s
+from ...dataflow.runtime.executor import (
+    Completion,
+    Lost,
+    Program,
+    Restart,
+    groups_of,
+    longest_s,
+    routes_of,
+)
 from ...dataflow.runtime.messages import (
     AnswerWork,
     CallWork,
@@ -37,15 +45,14 @@ from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport
 from .connections import Connections
-from .jobs import LOOK, Books, Job, Started
+from .jobs import LOOK, Books, Job, Offers, Started
 from .joining import Joining, Returning
-from .offers import Offers
 from .process_backend import BackendError, NotInTime, ProcessBackend, ProcessDied, Ref
-from .program_groups import hosted_bytes, routes
 from .rank_group import (
     LEAST_START_S,
     RankGroup,
     end_groups,
+    hosted_bytes,
     keep_warm,
     start_groups,
     take_warm,
@@ -144,7 +151,7 @@ class Supervisor:
                     f"role '{name}' is given as a live {type(worker).__name__}; on {self._where} "
                     "it must be built where it runs: give a WorkerSpec"
                 )
-        check_transport(self._transport, routes(programs))
+        check_transport(self._transport, routes_of(programs))
         self._programs, groups = programs, groups_of(programs)
         self._deadline_s = longest_s(programs, deadline_s)
         self._start_s = max(deadline_s, LEAST_START_S)
@@ -228,7 +235,7 @@ class Supervisor:
         job.processes.update(processes)
         for process in processes:
             leads = process == processes[0]
-            count = self._num_parts(job)
+            count = job.most_parts(self._programs)
             if leads and job.group in self._restartable and count:
                 arguments = job.program, job.work, count
                 answer, *job.parts = group.backend.call(
@@ -237,17 +244,6 @@ class Supervisor:
             else:
                 answer = group.call(process, "perform", job.program, job.work, leads)
             self._books.out[answer] = (job, process)
-
-    def _num_parts(self, job: Job) -> int:
-        """Outputs that work may have."""
-        match job.work:
-            case AnswerWork():
-                return 2  # rows, and what goes on in the next step
-            case CallWork():
-                num_chunks = self._programs[job.program].placement.num_chunks
-                return num_chunks if job.work.chunk is None else 1
-            case _:
-                return 0
 
     def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
         """See `Executor.wait`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -54,7 +55,16 @@ def finish(
         return {role: engine.call(role, "weights_sha256") for role in run.trained}, steps
 
 
-@pytest.mark.parametrize("transport", CHANNELS)
+IN_SHORT = ("spawned", "object_store"), ("on_ray", "point_to_point"), ("spawned", "cuda_ipc")
+"""Each backend and each channel once; the others take minutes and show no more."""
+
+WAYS = [
+    pytest.param(*way, marks=() if way in IN_SHORT else pytest.mark.nightly)
+    for way in itertools.product(("spawned", "on_ray"), CHANNELS)
+]
+
+
+@pytest.mark.parametrize(("backend", "transport"), WAYS, indirect=["backend"])
 def test_a_rollout_process_that_dies_loses_nothing_and_adds_nothing(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -15,6 +19,9 @@ from .file_errors import writing
 __all__ = ["Background", "WrittenFile", "write_hashed"]
 
 T = TypeVar("T")
+
+_AT_ONCE = 8 << 20
+"""Bytes that are written at once past the page cache; whole pages."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,9 @@ class WrittenFile:
 def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> WrittenFile:
     """Write a file part by part and have the disk take all of it.
 
+    A large file goes past the system's page cache, as far as its file system lets it. Nobody reads
+    it soon, and to fill the cache can take several times as much processor time as all else.
+
     Args:
         path: The file; one that is there is replaced.
         parts: Of a few megabytes each: neither hashing nor writing one holds up other threads.
@@ -36,15 +46,51 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> WrittenFile
         OSError: If the disk refuses, with `path` as its filename.
     """
     digest, size_bytes = hashlib.sha256(), 0
+    gathered, num_gathered = memoryview(mmap.mmap(-1, _AT_ONCE)), 0  # begins where a page does
     with writing(path), path.open("wb", buffering=0) as file:
         for part in parts:
             digest.update(part)
             rest = memoryview(part)
             size_bytes += len(rest)
             while rest:
-                rest = rest[file.write(rest) or 0 :]
+                some = rest[: _AT_ONCE - num_gathered]
+                gathered[num_gathered : num_gathered + len(some)] = some
+                rest, num_gathered = rest[len(some) :], num_gathered + len(some)
+                if num_gathered == _AT_ONCE:
+                    _go_past_cache(file, wanted=True)
+                    _write(file, gathered)
+                    num_gathered = 0
+        _go_past_cache(file, wanted=False)  # it takes whole blocks only
+        _write(file, gathered[:num_gathered])
         os.fsync(file.fileno())
     return WrittenFile(size_bytes, digest.hexdigest())
+
+
+def _write(file: FileIO, rest: memoryview) -> None:
+    while rest:
+        try:
+            written = file.write(rest)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _go_past_cache(file, wanted=False):
+                raise
+            continue  # a file system that says only now that it cannot, or after part of a block
+        rest = rest[written or 0 :]
+
+
+def _go_past_cache(file: FileIO, *, wanted: bool) -> bool:
+    """Have what is written from now on go past the page cache, or not; whether that is new."""
+    direct = getattr(os, "O_DIRECT", 0)  # macOS has none
+    before = fcntl.fcntl(file, fcntl.F_GETFL)
+    after = before | direct if wanted else before & ~direct
+    if after == before:
+        return False
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, after)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the file system cannot
+            raise
+        return False
+    return True
 
 
 class Background(Generic[T]):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import random
 import resource
 import threading
 from pathlib import Path
 
 import pytest
+from penstock.dataflow import written_files
 from penstock.dataflow.written_files import Background, WrittenFile, write_hashed
 
 
@@ -17,6 +21,39 @@ def test_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
     content = path.read_bytes()
     assert content == b"one" + b"two" * 1000
     assert found == WrittenFile(len(content), hashlib.sha256(content).hexdigest())
+
+
+@pytest.mark.parametrize("size", [0, 1, 8191, 8192, 8193, 3 * 8192, 3 * 8192 + 5])
+def test_a_large_one_is_written_past_the_cache(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(written_files, "_AT_ONCE", 8192)
+    content = random.Random(size).randbytes(size)
+    parts = [content[:7], content[7:5000], content[5000:]]
+    found = write_hashed(tmp_path / "a", parts)
+    assert (tmp_path / "a").read_bytes() == content
+    assert found == WrittenFile(size, hashlib.sha256(content).hexdigest())
+
+
+@pytest.mark.parametrize("when", ["at once", "when written to"])
+def test_or_through_it_where_the_file_system_cannot(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What begins amid a page is refused as by a file system that refuses all."""
+    monkeypatch.setattr(written_files, "_AT_ONCE", 8192)
+    if when == "at once":
+        monkeypatch.setattr(written_files.fcntl, "fcntl", refuse)
+    else:
+        monkeypatch.setattr(written_files.mmap, "mmap", lambda _, size: memoryview(bytearray(size)))
+    content = random.Random(0).randbytes(20_000)
+    write_hashed(tmp_path / "a", [content])
+    assert (tmp_path / "a").read_bytes() == content
+
+
+def refuse(file: object, command: int, flags: int = 0) -> int:
+    if command == fcntl.F_SETFL:
+        raise OSError(errno.EINVAL, "not here")
+    return flags
 
 
 def test_a_disk_that_takes_a_part_of_it_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import mmap
 import random
 import resource
 import threading
@@ -42,12 +43,17 @@ def test_or_through_it_where_the_file_system_cannot(
     """What begins amid a page is refused as by a file system that refuses all."""
     monkeypatch.setattr(written_files, "_AT_ONCE", 8192)
     if when == "at once":
-        monkeypatch.setattr(written_files.fcntl, "fcntl", refuse)
+        monkeypatch.setattr(fcntl, "fcntl", refuse)
     else:
-        monkeypatch.setattr(written_files.mmap, "mmap", lambda _, size: memoryview(bytearray(size)))
+        monkeypatch.setattr(mmap, "mmap", amid_a_page)
     content = random.Random(0).randbytes(20_000)
     write_hashed(tmp_path / "a", [content])
     assert (tmp_path / "a").read_bytes() == content
+
+
+def amid_a_page(number: int, size: int) -> memoryview:
+    del number
+    return memoryview(bytearray(size + 1))[1:]
 
 
 def refuse(file: object, command: int, flags: int = 0) -> int:

@@ -7,12 +7,19 @@ import re
 from typing import Protocol
 
 import psutil
+import pytest
 from penstock.workers.executors.on_ray.executor import RayExecutor
 from penstock.workers.executors.process_backend import ProcessBackend
 from penstock.workers.executors.supervisor import Supervisor
 from penstock.workers.weight_sync.registry import Transport
 
 from .spawned import SpawnedBackend, SpawnedExecutor
+
+
+ON_RAY_AT_NIGHT = pytest.mark.parametrize(
+    "backend", ["spawned", pytest.param("on_ray", marks=pytest.mark.nightly)], indirect=True
+)
+"""Of a test that shows what the supervisor does, and needs long on Ray to show the same."""
 
 
 class Backend(Protocol):

@@ -39,6 +39,16 @@ __all__ = ["EXECUTOR", "SpawnedBackend", "SpawnedExecutor", "start_helpers"]
 _ROOT = str(Path(__file__).parents[3])
 _START_S = 60.0
 
+_PRELOADED = (
+    "penstock.workers.executors.rank_process",
+    "penstock.workers.engines.torch_engine.specs",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.auto.modeling_auto",
+    "reasoning_gym",
+    "pytest",
+)
+"""What most processes import: 3 to 12 s of processor time for each that is not a fork of it."""
+
 _Request = tuple[str, tuple[Any, ...], tuple[str, ...]]
 """Method, arguments, and the files to write its results to."""
 
@@ -184,7 +194,7 @@ class _Process:
 def start_helpers() -> ForkServerContext:
     """What Python keeps once it is used; for before a test is checked for what it leaves."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["penstock.workers.executors.rank_process", "pytest"])
+    context.set_forkserver_preload(list(_PRELOADED))
     forkserver.ensure_running()
     resource_tracker.ensure_running()
     return context

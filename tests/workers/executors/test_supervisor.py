@@ -36,7 +36,7 @@ from safetensors.torch import load_file
 
 from ...algorithms import runs
 from ...dataflow import counter
-from .backends import Backend
+from .backends import ON_RAY_AT_NIGHT, Backend
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +81,7 @@ def test_in_one_process_and_in_several_it_ends_with_the_same_weights(backend: Ba
     assert 0 < moved < 40_000  # reports and prompts; one step's columns alone are as much
 
 
+@ON_RAY_AT_NIGHT
 def test_kept_columns_come_through_the_controller_which_counts_them(backend: Backend) -> None:
     run = runs.make("grpo")
     names = ["actor.generate", "reward.score"]
@@ -264,6 +265,7 @@ def check_failure(how: str, expected: list[str], backend: Backend) -> None:
         assert text in str(raised.value)
 
 
+@ON_RAY_AT_NIGHT
 def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path, backend: Backend) -> None:
     run = runs.make("grpo")
     apart = split(run, rollout=("actor.generate", "reward"))

@@ -15,7 +15,6 @@ from penstock.workers.weight_sync.registry import Transport
 
 from .spawned import SpawnedBackend, SpawnedExecutor
 
-
 ON_RAY_AT_NIGHT = pytest.mark.parametrize(
     "backend", ["spawned", pytest.param("on_ray", marks=pytest.mark.nightly)], indirect=True
 )

@@ -15,6 +15,7 @@ import pytest
 from penstock.launch.cli import supervise
 from penstock.launch.cli.supervise import supervise_command
 from penstock.launch.run_dir.ledger import LEDGER, read_ledger
+from penstock.workers.executors.on_ray.executor import shutdown_ray
 
 from ..conftest import Penstock
 from .test_run import TINY, only_run, summary_of
@@ -231,6 +232,7 @@ def test_a_run_whose_process_is_killed_ends_with_the_same_weights(
 ) -> None:
     words = (*ONE_STAGE, *more, "schedule.max_lag=1", "recovery.pause_s=0.1")
     assert penstock("run", *words, "runs=whole").code == 0
+    shutdown_ray()  # of this process, if the run was on it
     command = [sys.executable, "-m", "penstock.launch.main", "run", "--supervise", *words]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as parent:
         try:

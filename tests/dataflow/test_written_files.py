@@ -6,9 +6,11 @@ import errno
 import fcntl
 import hashlib
 import mmap
+import os
 import random
 import resource
 import threading
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -29,9 +31,18 @@ def test_a_large_one_is_written_past_the_cache(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(written_files, "_AT_ONCE", 8192)
+    asked: list[int] = []
+    change = fcntl.fcntl
+
+    def noted(file: FileIO, command: int, flags: int = 0) -> int:
+        asked.extend([flags & os.O_DIRECT] if command == fcntl.F_SETFL else [])
+        return change(file, command, flags)
+
+    monkeypatch.setattr(fcntl, "fcntl", noted)
     content = random.Random(size).randbytes(size)
     parts = [content[:7], content[7:5000], content[5000:]]
     found = write_hashed(tmp_path / "a", parts)
+    assert any(asked) == (size >= 8192), "a small one is written as ever"
     assert (tmp_path / "a").read_bytes() == content
     assert found == WrittenFile(size, hashlib.sha256(content).hexdigest())
 

@@ -221,7 +221,6 @@ def test_the_other_replicas_go_on(pair: Supervisor, spawned: Backend) -> None:
     restart, *answers = heard(pair, 3)
     assert isinstance(restart, Restart)
     assert (restart.group, restart.ranks) == ("rollout", (1,))
-    assert restart.held_up_s < restart.took_s / 2
     pids = [one.report.answer for one in answers if isinstance(one, Completion) and one.report]
     assert len(pids) == 2
     assert pids[0] == pids[1] != before[1]

@@ -28,6 +28,7 @@ _WRITE = os.environ.get("PENSTOCK_MESSAGES") == "write"
 _LIMIT_S = 60.0
 """What ends a command that hangs; a machine that is busy with other things may need some of it."""
 _SHOWN = 400
+_LONG = 12
 
 SMALL = (
     "algorithm.num_steps=1",
@@ -52,6 +53,20 @@ TINY = (
     "model.architecture.num_key_value_heads=2",
 )
 """And a model and steps such that a checkpoint is half-way."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Of a long list, which one piece of code reads, `make test` tries every third case."""
+    cases: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.path.parent == _SERVER.parent:
+            cases.setdefault(f"{item.path}::{item.originalname}", []).append(item)
+    for listed in cases.values():
+        if len(listed) > _LONG:
+            for place, item in enumerate(listed):
+                if place % 3:
+                    item.add_marker(pytest.mark.nightly)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One rank of `test_data_parallel`: `python data_parallel_rank.py RANK NUM_RANKS FOLDER SPLIT`.
+"""The ranks of `test_data_parallel`: `python data_parallel_rank.py FOLDER NUM_RANKS split=SPLIT`.
 
 SPLIT is how many of the batch's prompts rank 0 holds. Writes its tokens and weights to FOLDER.
 """
@@ -6,7 +6,6 @@ SPLIT is how many of the batch's prompts rank 0 holds. Writes its tokens and wei
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from forked_ranks import fork_groups
 from penstock.algorithms.losses import BradleyTerryLoss, ClippedPolicyLoss
 from penstock.algorithms.roles import PairBatch, PolicyBatch, Rollout, Sampling
 from penstock.algorithms.roles.environment import ActionSpace
@@ -85,7 +85,8 @@ def in_pieces(context: WorkerContext, batch: PolicyBatch) -> Mapping[str, Tensor
     return saved | {f"streamed/{name}": weight for name, weight in policy.export_weights().items()}
 
 
-def main(rank: int, num_ranks: int, folder: Path, split: int) -> None:
+def main(rank: int, num_ranks: int, folder: Path, words: list[str]) -> None:
+    split = int(words[0].removeprefix("split="))
     if num_ranks > 1:
         dist.init_process_group(
             "gloo",
@@ -148,5 +149,4 @@ def main(rank: int, num_ranks: int, folder: Path, split: int) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    fork_groups(main)

@@ -1,4 +1,4 @@
-"""One process of `test_fsdp_engine`: `python fsdp_rank.py PROCESS SIZE FOLDER LAYOUT...`.
+"""The processes of `test_fsdp_engine`: `python fsdp_rank.py FOLDER SIZE LAYOUT...`.
 
 A LAYOUT is "RANKS,SHARDS,TENSOR:PART+PART", or "RANKS,SHARDS,TENSOR,CONTEXT:PART+PART" where shards
 share rows; they are taken on one after another. One that needs half of the processes is for the
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from math import prod
@@ -20,6 +19,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from forked_ranks import fork_groups
 from megatron_models import (
     FAMILIES,
     FROZEN,
@@ -386,5 +386,4 @@ def needed(layout: str) -> int:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    fork_groups(main)

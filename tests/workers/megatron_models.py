@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -30,7 +27,6 @@ from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 from torch_models import architecture, make_prompts
 
-RANK = Path(__file__).parent / "megatron_rank.py"
 FAMILIES = (
     "llama",
     "llama-all-heads",
@@ -295,36 +291,6 @@ def train_pairs(reward: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     )
     with call_scope(0, 0):
         return values_of(reward.train(BradleyTerryLoss(), columns, num_minibatches=3))
-
-
-def run_group(folder: Path, size: int, *layouts: str, script: Path = RANK) -> None:
-    """Start that many processes, which take on some layouts one after another: "2,1,1:logits"."""
-    logs = [(folder / f"log-{size}-{process}").open("w+") for process in range(size)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(process), str(size), str(folder), *layouts],
-            stdout=log,
-            stderr=log,
-        )
-        for process, log in enumerate(logs)
-    ]
-    deadline = time.monotonic() + 400
-    try:
-        while any(process.poll() is None for process in processes):
-            assert not any(process.poll() for process in processes), _said(logs)
-            assert time.monotonic() < deadline, _said(logs)
-            time.sleep(0.1)
-        assert not any(process.poll() for process in processes), _said(logs)
-    finally:
-        for process, log in zip(processes, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.close()
-
-
-def _said(logs: Sequence[TextIO]) -> str:
-    """The ends of what processes wrote."""
-    return "\n".join(Path(log.name).read_text()[-3000:] for log in logs)
 
 
 def read_found(folder: Path, tp: int, dp: int, pp: int, part: str) -> list[dict[str, Tensor]]:

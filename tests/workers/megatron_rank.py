@@ -1,4 +1,4 @@
-"""One process of `test_megatron_engine`: `python megatron_rank.py PROCESS SIZE FOLDER LAYOUT...`.
+"""The processes of `test_megatron_engine`: `python megatron_rank.py FOLDER SIZE LAYOUT...`.
 
 A LAYOUT is "TP,DP,PP:PART+PART"; they are taken on one after another. FOLDER holds models and a
 batch; what a part finds is written to it, named by the part, the layout and the process.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from forked_ranks import fork_groups
 from megatron_models import (
     FAMILIES,
     FROZEN,
@@ -37,6 +37,7 @@ from megatron_models import (
 )
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.workers.engines.megatron_engine.cpu_shim import prepare_megatron
 from penstock.workers.engines.megatron_engine.groups import parallel_state
 from penstock.workers.engines.megatron_engine.specs import (
     MegatronPolicySpec,
@@ -321,5 +322,5 @@ def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    prepare_megatron("cpu")
+    fork_groups(main)

@@ -1,4 +1,4 @@
-"""One process of `test_mixtures`: `python mixture_rank.py PROCESS SIZE FOLDER LAYOUT...`.
+"""The processes of `test_mixtures`: `python mixture_rank.py FOLDER SIZE LAYOUT...`.
 
 A LAYOUT is "TP,EP,DP,PP:PART+PART"; they are taken on one after another. FOLDER holds models and a
 batch; what a part finds is written to it, named by the part, the layout and the process.
@@ -7,7 +7,6 @@ batch; what a part finds is written to it, named by the part, the layout and the
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from forked_ranks import fork_groups
 from megatron_models import (
     MIXTURES,
     OPTIMIZER,
@@ -26,6 +26,7 @@ from megatron_models import (
     train_policy,
 )
 from megatron_rank import Part
+from penstock.workers.engines.megatron_engine.cpu_shim import prepare_megatron
 from penstock.workers.engines.megatron_engine.groups import parallel_state
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec, MegatronRewardSpec
 from penstock.workers.models.spec import ModelSpec
@@ -153,5 +154,5 @@ def main(process: int, size: int, folder: Path, layouts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    prepare_megatron("cpu")
+    fork_groups(main)

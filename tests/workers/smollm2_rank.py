@@ -1,4 +1,4 @@
-"""One process of `test_smollm2_steps`: `python smollm2_rank.py PROCESS SIZE FOLDER LAYOUT...`.
+"""The processes of `test_smollm2_steps`: `python smollm2_rank.py FOLDER SIZE LAYOUT...`.
 
 A LAYOUT is "ENGINE,TENSOR,STAGES:CASE": "megatron,1,2:step", or "fsdp,2,1:stale". Of each, one
 process writes how far every parameter's change is from the torch engine's, to
@@ -8,13 +8,13 @@ process writes how far every parameter's change is from the torch engine's, to
 from __future__ import annotations
 
 import json
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked_ranks import fork_groups
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
@@ -66,5 +66,4 @@ def go_stale(policy: PolicyWorker) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    fork_groups(main)

@@ -466,10 +466,10 @@ def test_a_run_that_nobody_reads_is_stopped_with_a_checkpoint(tmp_path: Path) ->
 # --- on Ray ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "more",
-    [pytest.param((), id="plain", marks=pytest.mark.nightly), pytest.param(SAVING, id="saving")],
+    [pytest.param((), id="plain"), pytest.param(SAVING, id="saving")],
 )
 def test_ray_ends_with_the_weights_of_one_process(
     penstock: Penstock, tmp_path: Path, more: tuple[str, ...]

@@ -126,6 +126,7 @@ def spans(run: Path) -> list[tuple[str, float, float]]:
     return [(groups[e["pid"]], e["ts"], e["ts"] + e["dur"]) for e in calls]
 
 
+@pytest.mark.nightly
 def test_on_the_same_devices_the_same_is_learnt_in_turns(made: Path) -> None:
     folder = made.parent.parent
     (folder / "plan.json").write_text(SHARED.model_dump_json(exclude_defaults=True))

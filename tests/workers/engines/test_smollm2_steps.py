@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from megatron_models import run_group
+from forked_ranks import run_groups
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from smollm2_models import recipe, take_step, write_case
@@ -32,9 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     take_step(policy, made)
     safetensors.torch.save_file(policy.export_weights(), made / "after.safetensors")
     del policy
-    run_group(made, 2, "megatron,1,2:step", "megatron,1,2:stale", script=RANK)
-    run_group(made, 2, "fsdp,2,1:step", "fsdp,2,1:stale", script=RANK)
-    run_group(made, 3, "megatron,3,1:step", "megatron,3,1:stale", script=RANK)
+    run_groups(
+        made,
+        RANK,
+        (2, ["megatron,1,2:step", "megatron,1,2:stale"]),
+        (2, ["fsdp,2,1:step", "fsdp,2,1:stale"]),
+        (3, ["megatron,3,1:step", "megatron,3,1:stale"]),
+    )
     return made
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from forked_ranks import run_groups
 from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
 from penstock.workers.training.data_parallel import RankGroup
 from torch import Tensor
@@ -16,25 +15,13 @@ from torch import Tensor
 RANK = Path(__file__).parents[1] / "data_parallel_rank.py"
 
 
-def run(folder: Path, num_ranks: int, split: int) -> list[dict[str, Tensor]]:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(rank), str(num_ranks), str(folder), str(split)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
+def run(folder: Path, split: int) -> list[list[dict[str, Tensor]]]:
+    """What one rank found, and what each of two did."""
+    run_groups(folder, RANK, (1, ["split=0"]), (2, [f"split={split}"]))
+    return [
+        [safetensors.torch.load_file(folder / f"{size}-{rank}.safetensors") for rank in range(size)]
+        for size in (1, 2)
     ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=200)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    files = [folder / f"{num_ranks}-{rank}.safetensors" for rank in range(num_ranks)]
-    return [safetensors.torch.load_file(file) for file in files]
 
 
 def whole_state(folder: Path) -> dict[str, Tensor]:
@@ -51,8 +38,7 @@ def whole_state(folder: Path) -> dict[str, Tensor]:
 # With 6 the second rank holds no rows at all.
 @pytest.mark.parametrize("split", [pytest.param(2, marks=pytest.mark.nightly), 6])
 def test_two_ranks_train_as_one(tmp_path: Path, split: int):
-    (alone,) = run(tmp_path, 1, 0)
-    ranks = run(tmp_path, 2, split)
+    (alone,), ranks = run(tmp_path, split)
     tokens = torch.cat([rank.pop("tokens") for rank in ranks])
     assert torch.equal(tokens, alone.pop("tokens"))
     assert alone["metric/first/replaced"] == 0

@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from forked_ranks import is_night, night, run_groups
 from megatron_models import (
     FAMILIES,
     LORA,
@@ -29,7 +30,6 @@ from megatron_models import (
     load_batch,
     optimizer_of,
     read_weights,
-    run_group,
     torch_policy,
     train_in_pieces,
     train_pairs,
@@ -59,27 +59,26 @@ FAMILY = {"coarse": "qwen2-tied"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Where the processes left what they found."""
     made = tmp_path_factory.mktemp("fsdp")
     write_models(made)
     policy = resumable(made)
     train_policy(policy, load_batch(made))
     policy.save_state(made / "state-torch")
-    run_group(
-        made,
-        4,
+    layouts = [
         "1,2,1:logits+train+roles+gpt2+half+frozen+adapters+ways+padded",
         "~1,1,2:logits+train+roles+refusals+frozen",
         "~2,1,1:train",
-        "~1,2,1,2:logits+train+roles+adapters+ways",
-        "1,2,2:logits+train+resume+ruin",
-        "1,2,2,2:train",
-        "1,4,1,2:train+roles+resume",
+        "~1,2,1,2:logits+train+roles+adapters",
+        "1,2,2:train+resume+ruin",
+        "1,4,1,2:train",
         "2,2,1:resume+frozen+adapters+pieces",
-        "2,1,2:resume+ruin",
-        script=RANK,
-    )
+    ]
+    if is_night(request):
+        layouts += ["~1,2,1,2:ways", "1,2,2:logits", "1,2,2,2:train"]
+        layouts += ["1,4,1,2:roles+resume", "2,1,2:resume+ruin"]
+    run_groups(made, RANK, (4, layouts))
     return made
 
 
@@ -116,7 +115,7 @@ def assert_metrics(said: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", [SHARDS, TENSOR, BOTH, CONTEXT])
+@pytest.mark.parametrize("layout", [SHARDS, TENSOR, night(BOTH), CONTEXT])
 def test_logits_and_log_probabilities_equal_hugging_faces(folder: Path, layout: str, family: str):
     batch = load_batch(folder)
     found = read_all(folder, layout, "logits")
@@ -149,7 +148,7 @@ def test_logits_and_log_probabilities_equal_hugging_faces(folder: Path, layout: 
     ("layout", "way"),
     [
         *itertools.product([SHARDS], ["plain", "kept", "again", "both", "away"]),
-        *itertools.product([CONTEXT], ["plain", "kept", "again"]),
+        *(night(CONTEXT, way) for way in ("plain", "kept", "again")),
     ],
 )
 def test_ways_to_keep_less_change_nothing(folder: Path, layout: str, way: str) -> None:
@@ -187,6 +186,7 @@ def test_ways_to_keep_less_keep_less(folder: Path) -> None:
         assert gathers["kept"] == gathers["both"] <= gathers["plain"] / 3
 
 
+@pytest.mark.nightly
 def test_a_process_keeps_its_part_of_a_row(folder: Path) -> None:
     """Of two rows' halves as much as of one row, and the keys and values of the other halves."""
     for shared, alone in zip(
@@ -196,7 +196,7 @@ def test_a_process_keeps_its_part_of_a_row(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", [SHARDS, TENSOR, BOTH, CONTEXT])
+@pytest.mark.parametrize("layout", [SHARDS, TENSOR, night(BOTH), CONTEXT])
 def test_weights_are_divided_and_exported_whole(folder: Path, layout: str, family: str):
     weights = torch_policy(ModelSpec(folder=str(folder / family))).export_weights()
     total = sum(weight.numel() for weight in weights.values())
@@ -240,9 +240,10 @@ def expected(folder: Path) -> dict[str, tuple[dict[str, Tensor], dict[str, Tenso
 @pytest.mark.parametrize(
     ("layout", "role"),
     [
-        *itertools.product([SHARDS, TENSOR, RANKS, BOTH, CONTEXT], TRAINED),
-        *itertools.product([CONTEXT_TENSOR, CONTEXT_SHARDS], TRAINED),
-        *itertools.product([SHARDS, TENSOR, CONTEXT, CONTEXT_SHARDS], ["value", "reward"]),
+        *itertools.product([SHARDS, TENSOR, RANKS, BOTH, CONTEXT, CONTEXT_SHARDS], TRAINED),
+        *(night(CONTEXT_TENSOR, family) for family in TRAINED),
+        *itertools.product([SHARDS, TENSOR, CONTEXT], ["value", "reward"]),
+        *(night(CONTEXT_SHARDS, role) for role in ("value", "reward")),
     ],
 )
 def test_four_steps_learn_what_the_torch_engine_learns(
@@ -293,7 +294,11 @@ def test_frozen_parameters_stay_and_the_others_learn_as_in_the_torch_engine(
 
 @pytest.mark.parametrize(
     ("saved", "layout"),
-    list(itertools.product(["torch", SHARDS, TENSOR], [BOTH, "r2s2t1", "r2s1t2", CONTEXT_SHARDS])),
+    [
+        *itertools.product(["torch", SHARDS, TENSOR], [BOTH, "r2s2t1"]),
+        *(night(saved, "r2s1t2") for saved in ("torch", SHARDS, TENSOR)),
+        *(night(saved, CONTEXT_SHARDS) for saved in ("torch", SHARDS, TENSOR)),
+    ],
 )
 def test_a_state_goes_on_in_another_layout(folder: Path, saved: str, layout: str):
     policy = resumable(folder)
@@ -303,7 +308,7 @@ def test_a_state_goes_on_in_another_layout(folder: Path, saved: str, layout: str
     assert_as_torch(found, policy.export_weights(), metrics)
 
 
-@pytest.mark.parametrize("layout", [SHARDS, TENSOR, RANKS, BOTH, CONTEXT, CONTEXT_TENSOR])
+@pytest.mark.parametrize("layout", [SHARDS, TENSOR, RANKS, BOTH, CONTEXT, night(CONTEXT_TENSOR)])
 def test_the_torch_engine_goes_on_with_a_saved_state(folder: Path, layout: str):
     whole = resumable(folder)
     train_policy(whole, load_batch(folder), range(3))
@@ -313,7 +318,7 @@ def test_the_torch_engine_goes_on_with_a_saved_state(folder: Path, layout: str):
     torch.testing.assert_close(policy.export_weights(), whole.export_weights(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("layout", [CONTEXT, CONTEXT_TENSOR, CONTEXT_SHARDS])
+@pytest.mark.parametrize("layout", [CONTEXT, night(CONTEXT_TENSOR), CONTEXT_SHARDS])
 def test_gradients_are_those_of_whole_rows(folder: Path, layout: str):
     """Adam's first moment is a mean of the gradients of four steps."""
     found, expected = (
@@ -473,6 +478,6 @@ def test_what_it_says_of_what_it_cannot_do(folder: Path, process: int):
     assert json.loads((folder / f"fsdp-refusals-{process}.json").read_text()) == REFUSALS
 
 
-@pytest.mark.parametrize("layout", [BOTH, "r2s1t2"])
+@pytest.mark.parametrize("layout", [BOTH, night("r2s1t2")])
 def test_all_processes_stop_alike_at_numbers_that_are_none(folder: Path, layout: str):
     assert_ruined_alike(folder, layout, 4)

@@ -16,12 +16,12 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from forked_ranks import run_groups
 from megatron_models import (
     MIXTURES,
     OPTIMIZER,
     load_batch,
     mixture_optimizer,
-    run_group,
     tiny,
     torch_policy,
     train_pairs,
@@ -58,17 +58,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     policy = torch_mixture(made, "qwen2_moe")
     train_policy(policy, load_batch(made), range(3))
     policy.save_state(made / "state-qwen2_moe-torch")
-    run_group(
-        made,
-        2,
+    two = [
         "1,2,1,1:learn+score+refusals",
         "2,1,1,1:learn",
         "1,1,2,1:learn+score+resume",
         "1,1,1,2:learn",
         "1,2,1,1:resume",
-        script=RANK,
-    )
-    run_group(made, 4, "2,2,1,1:learn", "1,2,1,2:learn+score", "1,2,2,1:learn+resume", script=RANK)
+    ]
+    four = ["2,2,1,1:learn", "1,2,1,2:learn+score", "1,2,2,1:learn+resume"]
+    run_groups(made, RANK, (2, two), (4, four))
     return made
 
 

@@ -254,7 +254,7 @@ def test_activations_grow_with_the_micro_batch(kind: CallKind) -> None:
             pytest.param(f"small, bfloat16, large vocabulary, {way}", marks=pytest.mark.nightly)
             for way in ("checkpointing", "adapters")
         ),
-        "small, experts",
+        pytest.param("small, experts", marks=pytest.mark.nightly),
     ],
 )
 def test_a_live_call_needs_what_is_predicted(case: str, tmp_path: Path) -> None:

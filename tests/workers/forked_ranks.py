@@ -25,7 +25,6 @@ import torch
 _LIMIT_S = 400.0
 _SHOWN = 3000
 _PRELOADED = (
-    "torch._dynamo",
     "torch.distributed.fsdp",
     "transformers.models.auto.modeling_auto",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2")),

@@ -21,14 +21,14 @@ from ray.cluster_utils import Cluster
 from ....algorithms import runs
 from .two_nodes import ray_folder
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 NUM_STEPS = 8
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """Two nodes, this process on the first; so many are left by every test."""
+    """Two nodes, this process on the first; of each test its own, which ends the node it adds."""
     with ray_folder() as folder:
         found = Cluster()
         try:

@@ -56,7 +56,7 @@ def _forget_what_was_inherited() -> None:
         os.environ.pop(name, None)
     os.environ.update(COLUMNS="80", LC_ALL="C.UTF-8", TERM="dumb")
     # As a Ray that Penstock starts: else processes of a test's cluster wait for all other tests.
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ.update(RAY_worker_niceness="0")
 
 
 _forget_what_was_inherited()

@@ -26,14 +26,13 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 NUM_STEPS = 8
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    """Two nodes, this process on the first; of each test its own, which ends the node it adds."""
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Cluster]:
+    """One node, on which this process is. It outlives a test, as do Ray's own files in here."""
     with ray_folder() as folder:
         found = Cluster()
         try:
             found.add_node(num_cpus=3, temp_dir=folder, include_dashboard=False)
-            found.add_node(num_cpus=3)
             os.environ["RAY_ADDRESS"] = str(found.address)
             try:
                 connect_ray()
@@ -45,10 +44,23 @@ def cluster() -> Iterator[Cluster]:
             found.shutdown()
 
 
-def exchange(cluster: Cluster) -> None:
-    """Remove the second node as a machine is lost, and have another one come."""
+@pytest.fixture
+def cluster(ray: Cluster) -> Iterator[Cluster]:
+    """With a second node, which ends with the test, or whatever has come in its place."""
+    ray.add_node(num_cpus=3)
+    yield ray
+    remove_second(ray)
+
+
+def remove_second(cluster: Cluster) -> None:
+    """As a machine is lost."""
     (second,) = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
     cluster.remove_node(second, allow_graceful=False)
+
+
+def exchange(cluster: Cluster) -> None:
+    """Remove the second node and have another one come."""
+    remove_second(cluster)
     cluster.add_node(num_cpus=3)
 
 

@@ -85,8 +85,14 @@ def in_pieces(context: WorkerContext, batch: PolicyBatch) -> Mapping[str, Tensor
     return saved | {f"streamed/{name}": weight for name, weight in policy.export_weights().items()}
 
 
+def part_of(rank: int, num_ranks: int, split: int) -> slice:
+    """Which prompts a rank has."""
+    if num_ranks == 1:
+        return slice(0, NUM_PROMPTS)
+    return slice(0, split) if rank == 0 else slice(split, NUM_PROMPTS)
+
+
 def main(rank: int, num_ranks: int, folder: Path, words: list[str]) -> None:
-    split = int(words[0].removeprefix("split="))
     if num_ranks > 1:
         dist.init_process_group(
             "gloo",
@@ -103,9 +109,7 @@ def main(rank: int, num_ranks: int, folder: Path, words: list[str]) -> None:
     ).build(WorkerContext("reward", seed=7, rank=rank, num_ranks=num_ranks))
 
     prompt, prompt_id = make_prompts(NUM_PROMPTS)
-    part = slice(0, NUM_PROMPTS)
-    if num_ranks > 1:
-        part = slice(0, split) if rank == 0 else slice(split, NUM_PROMPTS)
+    part = part_of(rank, num_ranks, int(words[0].removeprefix("split=")))
     metrics: dict[str, float] = {}
     rolls: list[Rollout] = []
     for step in range(3):

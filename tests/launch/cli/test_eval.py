@@ -212,10 +212,8 @@ def wait_for_evaluation(run_parent: Path, step: int, *, deadline_s: float = 120.
     raise AssertionError(f"step {step} was not reached within {deadline_s} s")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("checkpoint_every", "max_lag"), [pytest.param(4, 0, marks=pytest.mark.nightly), (3, 1)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("checkpoint_every", "max_lag"), [(4, 0), (3, 1)])
 def test_a_run_killed_while_it_evaluates_evaluates_again(
     penstock: Penstock, tmp_path: Path, checkpoint_every: int, max_lag: int
 ) -> None:

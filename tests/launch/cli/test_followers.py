@@ -79,6 +79,7 @@ def test_a_share_out_of_range_is_refused_before_anything_is_built(
     )
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_goes_on_with_the_average(penstock: Penstock, tmp_path: Path) -> None:
     _, whole = finished(penstock, tmp_path / "whole", "algorithm.num_steps=4")
     run, half = finished(penstock, tmp_path / "half", "algorithm.num_steps=2")

@@ -81,7 +81,7 @@ def address() -> Iterator[str]:
         yield address
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_planned_for_all_that_ray_has(address: str, penstock: Penstock) -> None:
     """This process has no GPU; the nodes that Ray reports do."""
     said = penstock("run", "--dry-run", "executor=ray")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from penstock.workers.verifiers import child as child_process
 
 _LIMIT_S = 400.0
 _SHOWN = 3000
@@ -85,6 +87,7 @@ def _fork(act: Callable[[], None], log: Path) -> int:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    child_process.prctl(child_process.DEATH_SIGNAL, signal.SIGKILL)  # a test that ends early
     code = 1
     try:
         act()
@@ -116,5 +119,5 @@ def _all_end_well(children: Sequence[int]) -> bool:
     finally:
         for child in left:
             with suppress(ProcessLookupError):
-                os.kill(child, 9)
+                os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

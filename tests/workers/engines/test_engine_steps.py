@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import night
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.executor import Executor
 from penstock.dataflow.runtime.in_process import InProcess
@@ -98,7 +97,9 @@ def case(
     return run, learnt(run, one_group(run.graph), None, InProcess(), folder)
 
 
-@pytest.mark.parametrize("layout", ["tp2", night("pp2"), night("dp2")])
+@pytest.mark.parametrize(
+    "layout", ["tp2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("pp2", "dp2"))]
+)
 def test_three_steps_end_with_the_torch_engines_parameters(
     tmp_path: Path, case: tuple[runs.Run, dict[str, Tensor]], layout: str
 ):

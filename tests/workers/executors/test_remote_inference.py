@@ -22,11 +22,12 @@ from penstock.dataflow.scheduler.schedule import Schedule
 
 from ...dataflow.counter import seen
 from ...dataflow.runtime import watched
-from .backends import Backend
+from .backends import ON_RAY_AT_NIGHT, Backend
 
 pytestmark = pytest.mark.slow
 
 
+@ON_RAY_AT_NIGHT
 def test_who_answers_changes_nothing(backend: Backend) -> None:
     max_lag = 1
     placement = watched.placed("server", num_ranks=2, num_servers=2)

@@ -130,6 +130,7 @@ def test_it_ends_with_the_same_weights_whatever_the_timing(
         assert parts[0].start_s < sampled
 
 
+@pytest.mark.nightly
 def test_on_ray_too(on_ray: Backend, here: dict[int, dict[str, str]]) -> None:
     run = runs.make("grpo")
     assert finish(run, apart(run), on_ray.executor(), max_lag=1)[0] == here[1]

@@ -184,6 +184,7 @@ def check_overlap(spans: list[TaskSpan]) -> None:
     assert all(roll == train + 1 for train, roll in together)
 
 
+@ON_RAY_AT_NIGHT
 def test_two_ranks_sample_the_same_tokens_and_train_to_the_same_weights(
     tmp_path: Path, backend: Backend
 ) -> None:
@@ -331,6 +332,7 @@ class ClosingCounter(counter.Counter):
         self.file.touch()
 
 
+@ON_RAY_AT_NIGHT
 def test_workers_are_closed_before_their_processes_end(tmp_path: Path, backend: Backend) -> None:
     engine = Engine(
         counter.COUNT,

@@ -1,12 +1,11 @@
 """Mixtures of experts in real processes on gloo, against the torch engine's transformers modules.
 
-Two groups of processes are started, once: two that take on four layouts in turn, and four that take
-on three. Each test looks at a part of what they found.
+Two groups of processes are started, once: two that take on four layouts in turn, and, in `make
+test-all`, four that take on three. Each test looks at a part of what they found.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from forked_ranks import run_groups
+from forked_ranks import is_night, night, run_groups
 from megatron_models import (
     MIXTURES,
     OPTIMIZER,
@@ -46,12 +45,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EP2, TP2, DP2, PP2 = "tp1ep2dp1pp1", "tp2ep1dp1pp1", "tp1ep1dp2pp1", "tp1ep1dp1pp2"
 BOTH, STAGES, RANKS = "tp2ep2dp1pp1", "tp1ep2dp1pp2", "tp1ep2dp2pp1"
-LAYOUTS = (EP2, TP2, DP2, PP2, BOTH, STAGES, RANKS)
+LAYOUTS = [EP2, TP2, DP2, PP2, *(night(layout) for layout in (BOTH, STAGES, RANKS))]
 RANK = Path(__file__).parents[2] / "mixture_rank.py"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Where the processes left what they found."""
     made = tmp_path_factory.mktemp("mixtures")
     write_models(made, MIXTURES)
@@ -66,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "1,2,1,1:resume",
     ]
     four = ["2,2,1,1:learn", "1,2,1,2:learn+score", "1,2,2,1:learn+resume"]
-    run_groups(made, RANK, (2, two), (4, four))
+    run_groups(made, RANK, (2, two), *([(4, four)] if is_night(request) else []))
     return made
 
 
@@ -149,7 +148,7 @@ def test_a_mixture_says_and_learns_what_transformers_does(
         assert float(apart[name].norm()) <= 1e-4 * float(moment.norm()), name
 
 
-@pytest.mark.parametrize("layout", [EP2, DP2, STAGES])
+@pytest.mark.parametrize("layout", [EP2, DP2, night(STAGES)])
 def test_a_reward_model_of_experts_learns_too(folder: Path, layout: str):
     model = ModelSpec(folder=str(folder / "mixtral"))
     reward = TorchRewardModelSpec(model=model, optimizer=OPTIMIZER).build(
@@ -163,7 +162,10 @@ def test_a_reward_model_of_experts_learns_too(folder: Path, layout: str):
 
 @pytest.mark.parametrize(
     ("saved", "layout"),
-    [("torch", DP2), (EP2, DP2), ("torch", EP2), (DP2, EP2), ("torch", RANKS), (EP2, RANKS)],
+    [
+        *[("torch", DP2), (EP2, DP2), ("torch", EP2), (DP2, EP2)],
+        *(night(saved, RANKS) for saved in ("torch", EP2)),
+    ],
 )
 def test_a_state_goes_on_with_experts_divided_otherwise(folder: Path, saved: str, layout: str):
     state = folder / f"state-qwen2_moe-{saved}"
@@ -183,7 +185,8 @@ def test_a_state_goes_on_with_experts_divided_otherwise(folder: Path, saved: str
     )
 
 
-@pytest.mark.parametrize(("layout", "family"), [*itertools.product([EP2, BOTH, STAGES], MIXTURES)])
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("layout", [EP2, night(BOTH), night(STAGES)])
 def test_a_saved_folder_is_hugging_faces(folder: Path, layout: str, family: str):
     auto: Any = transformers.AutoModelForCausalLM
     saved = folder / f"policy-{family}-{layout}"

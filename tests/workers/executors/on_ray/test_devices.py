@@ -194,6 +194,7 @@ shutdown_ray()
 """
 
 
+@pytest.mark.nightly
 def test_two_runs_at_once_both_end(address: str) -> None:
     """There is room for one of them at a time."""
     runs = [

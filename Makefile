@@ -105,7 +105,7 @@ quick test test-all: lint
 lint: engines .venv/.docs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --threads 2
 	$(BIN)/lint-imports
 
 format: setup

@@ -28,7 +28,7 @@ _WRITE = os.environ.get("PENSTOCK_MESSAGES") == "write"
 _LIMIT_S = 60.0
 """What ends a command that hangs; a machine that is busy with other things may need some of it."""
 _SHOWN = 400
-_LONG = 12
+_LONG = 8
 
 SMALL = (
     "algorithm.num_steps=1",
@@ -57,7 +57,7 @@ TINY = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Of a long list, which one piece of code reads, `make test` tries every third case."""
+    """Of a long list, which one piece of code reads, `make test` tries every fifth case."""
     cases: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.path.parent == _SERVER.parent:
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for listed in cases.values():
         if len(listed) > _LONG:
             for place, item in enumerate(listed):
-                if place % 3:
+                if place % 5:
                     item.add_marker(pytest.mark.nightly)
 
 

@@ -140,6 +140,7 @@ def in_tokyo(hour: int, minute: int) -> dict[str, Any]:
     return {"prompt": f"{hour:02}:{minute:02}", "answer": answer, "response": response}
 
 
+@pytest.mark.nightly
 def test_a_server_of_the_package_index_is_trained_with(penstock: Penstock, tmp_path: Path) -> None:
     pytest.importorskip("mcp_server_time", reason="comes with the engines")
     rows = [in_tokyo(hour, minute) for hour in range(24) for minute in range(0, 60, 5)]

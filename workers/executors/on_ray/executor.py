@@ -80,6 +80,9 @@ def connect_ray() -> None:
         # Ray lowers its workers' priority by 15 to keep a desktop responsive; here they are the
         # job.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # Ray would keep a record of each of the last 100,000 calls, 0.1 MB for a step of a small
+        # run, for a dashboard that is not there.
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     import ray  # not before, because it reads the environment
     from ray._private import ray_constants  # pyright: ignore[reportPrivateImportUsage]
 

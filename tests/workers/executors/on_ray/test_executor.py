@@ -17,7 +17,7 @@ from penstock.workers.executors.on_ray.executor import RayExecutor
 from ....algorithms import runs
 
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 before = dict(os.environ)
 from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
 assert os.environ == before, "the import changed the environment"
@@ -28,6 +28,9 @@ connect_ray()
 os.kill(os.getpid(), signal.SIGTERM)
 assert handled, "Ray has taken the signal away"
 import ray
+ray.get(ray.remote(lambda: None).remote())
+time.sleep(1.5)  # after a second Ray would report the call
+assert ray.timeline() == [], "Ray keeps a record of calls"
 print(ray.get_runtime_context().gcs_address)
 shutdown_ray()
 """

@@ -3,7 +3,7 @@
 One `penstock run` on Ray, of a small model, which is evaluated and saved again and again. Every so
 often a process of a rank is killed, never the controller, whose memory is what is looked at, and
 `penstock scale` has replicas join or leave. Every few seconds are noted: resident memory and open
-files of the controller and of all processes together, the number of processes, and what Ray's
+files of the controller, of a rank and of Ray's own processes, the number of ranks, and what Ray's
 object store holds. The medians of the last sixth are compared with those of the second sixth: by
 then everything has been done once.
 """
@@ -69,19 +69,24 @@ def object_store(controller: psutil.Process) -> int:
 
 
 def sample(controller: psutil.Process) -> dict[str, float]:
-    """What the run holds at this moment."""
-    found = {"controller_bytes": 0, "controller_files": 0, "all_bytes": 0, "all_files": 0}
-    every = [controller, *controller.children(recursive=True)]
-    for process in every:
+    """What the run holds at this moment: its controller, a rank in the mean, Ray's own processes.
+
+    Replicas join and leave, so sums over ranks say nothing about growth.
+    """
+    ranks = {one.pid for some in rank_processes(controller).values() for one in some}
+    held: dict[str, list[tuple[int, int]]] = {"controller": [], "rank": [], "ray": []}
+    for process in [controller, *controller.children(recursive=True)]:
+        kind = "rank" if process.pid in ranks else "ray"
         try:
-            held, files = process.memory_info().rss, process.num_fds()
+            found = process.memory_info().rss, process.num_fds()
         except psutil.Error:  # it has just ended
             continue
-        found["all_bytes"] += held
-        found["all_files"] += files
-        if process is controller:
-            found["controller_bytes"], found["controller_files"] = held, files
-    return {**found, "processes": len(every), "object_store_bytes": object_store(controller)}
+        held["controller" if process is controller else kind].append(found)
+    sums = {kind: [sum(part) for part in zip(*some, strict=True)] for kind, some in held.items()}
+    sums["rank"] = [part / len(ranks) for part in sums["rank"]]
+    both = {f"{kind}_{name}": some[place] for kind, some in sums.items() if some
+            for place, name in enumerate(("bytes", "files"))}  # fmt: skip
+    return {**both, "ranks": len(ranks), "object_store_bytes": object_store(controller)}
 
 
 def disturb(controller: psutil.Process, folder: Path, draw: random.Random, said: Any) -> str:
@@ -136,9 +141,9 @@ def growth(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     """Quantity -> its median in the second and in the last sixth, and by what it grew."""
     sixth = max(len(samples) // 6, 1)
     found: dict[str, dict[str, float]] = {}
-    for key in samples[0].keys() - {"at_s", "step"}:
+    for key in samples[-1].keys() - {"at_s", "step"}:
         early, late = (
-            statistics.median(one[key] for one in some)
+            statistics.median(one[key] for one in some if key in one)
             for some in (samples[sixth : 2 * sixth], samples[-sixth:])
         )
         share = (late - early) / early if early else 0.0

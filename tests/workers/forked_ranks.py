@@ -24,7 +24,7 @@ import pytest
 import torch
 from penstock.workers.verifiers import child as child_process
 
-_LIMIT_S = 400.0
+_LIMIT_S = 500.0
 _SHOWN = 3000
 _PRELOADED = (
     "torch.distributed.fsdp",

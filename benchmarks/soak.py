@@ -82,7 +82,8 @@ def sample(controller: psutil.Process) -> dict[str, float]:
         except psutil.Error:  # it has just ended
             continue
         held["controller" if process is controller else kind].append(found)
-    sums = {kind: [sum(part) for part in zip(*some, strict=True)] for kind, some in held.items()}
+    sums = {kind: [float(sum(part)) for part in zip(*some, strict=True)]
+            for kind, some in held.items()}  # fmt: skip
     sums["rank"] = [part / len(ranks) for part in sums["rank"]]
     both = {f"{kind}_{name}": some[place] for kind, some in sums.items() if some
             for place, name in enumerate(("bytes", "files"))}  # fmt: skip

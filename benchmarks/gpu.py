@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from bench import machine, parser, table
 from gpu_case import Bench, Figure, scale
-from gpu_compute import attention, inventory, logprobs, train
+from gpu_compute import attention, engines, inventory, logprobs, train
 from gpu_generate import decode, determinism
 from gpu_run import smollm2, step
 from gpu_transfer import sleep, weights
@@ -60,6 +60,7 @@ STAGES: Mapping[str, Stage] = {
     "decode": Stage(decode, 300),
     "logprobs": Stage(logprobs, 180),
     "determinism": Stage(determinism, 180),
+    "engines": Stage(engines, 180),
     "step": Stage(step, 420),
     "smollm2": Stage(smollm2, 570),
 }

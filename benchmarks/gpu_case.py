@@ -26,6 +26,7 @@ from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
+from transformers import AutoConfig, AutoModelForCausalLM
 
 __all__ = [
     "SAMPLES",
@@ -233,21 +234,35 @@ class Bench:
         return shape_of(self.sizes.models[name], name=name, dtype="bfloat16")
 
     def model(self, name: str) -> ModelSpec:
-        """A model with random weights; from its folder, once it is there."""
+        """A model with random weights, made on the device and kept for the stages after."""
         kept = self.folder / name
-        if (kept / "config.json").exists():
-            return ModelSpec(folder=str(kept), dtype="bfloat16")
-        return ModelSpec(architecture=self.sizes.models[name], dtype="bfloat16")
+        if not kept.exists():
+            fields = dict(self.sizes.models[name])
+            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+            with torch.device(self.sizes.device):
+                made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            part = self.folder / f"{name}.part"
+            made.save_pretrained(part)
+            part.rename(kept)
+        return ModelSpec(folder=str(kept), dtype="bfloat16")
 
-    def policy(self, name: str, *, trained: bool = True, **options: Any) -> PolicyWorker:
-        """A policy of which no response ends early; it is kept for the next stage.
+    def policy(
+        self,
+        name: str,
+        *,
+        recipe: Callable[..., Any] = TorchPolicySpec,
+        trained: bool = True,
+        **options: Any,
+    ) -> PolicyWorker:
+        """A policy of which no response ends early.
 
         Args:
             name: Of the model.
+            recipe: Of which engine.
             trained: Whether it has an optimizer.
             options: Further fields of the spec.
         """
-        spec = TorchPolicySpec(
+        spec = recipe(
             model=self.model(name),
             eos_token_id=self.sizes.models[name]["vocab_size"],
             optimizer=OptimizerSpec(lr=1e-6) if trained else None,
@@ -258,11 +273,6 @@ class Bench:
             torch.cuda.empty_cache()  # of the model before, whose peak would count otherwise
         context = WorkerContext("actor", device=self.sizes.device)
         policy: Any = build_role("actor", spec, context)
-        if spec.model.folder is None:
-            part = self.folder / f"{name}.part"
-            part.mkdir(parents=True, exist_ok=True)
-            policy.save_pretrained(part)
-            part.rename(self.folder / name)
         return policy
 
 

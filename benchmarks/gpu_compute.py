@@ -8,6 +8,7 @@ import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from penstock.dataflow.runtime.call_context import call_scope
 from penstock.planner.inputs.calls import Call, CallKind
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.inputs.workload import Lengths
+from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
+from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.costs import torch_engine_peak
 from torch import Tensor
@@ -195,12 +198,25 @@ def train(bench: Bench) -> Iterator[Figure]:
 
 
 def _trained(bench: Bench, name: str) -> Iterator[Figure]:
+    sizes = bench.sizes
+    policy = bench.policy(name)
+    figure = _mfu(bench, policy, name, f"train MFU, {name}", MFU.get(name))
+    yield figure
+    lengths = batch_of(sizes, sizes.prompts).mask.sum(1).tolist()
+    call = _call("train", bench.shape(name), sizes.prompt, lengths)
+    yield _memory(f"memory of training, {name}", call, figure.details["peak_gib"])
+    if sizes.is_cuda:
+        waits = _waits(lambda: _step(policy, batch_of(sizes, sizes.prompts), 2))
+        yield Figure(name=f"waits for the device in a train call, {name}", value=waits)
+
+
+def _mfu(bench: Bench, policy: PolicyWorker, name: str, what: str, goal: float | None) -> Figure:
+    """The share of the data sheet's products that a train call gets, and what it is made of."""
     sizes, meter = bench.sizes, bench.meter
-    policy, batch = bench.policy(name), batch_of(sizes, sizes.prompts)
+    batch = batch_of(sizes, sizes.prompts)
     first_s = meter.once(lambda: _step(policy, batch))
     meter.peak_gib(reset=True)
     seconds = meter.seconds(lambda: _step(policy, batch, 1))
-    peak_gib = meter.peak_gib()
     lengths = batch.mask.sum(1).tolist()
     grouped = [lengths[i : i + SAMPLES] for i in range(0, len(lengths), SAMPLES)]
     flops = train_flops(bench.shape(name), [sizes.prompt] * sizes.prompts, grouped)
@@ -208,22 +224,27 @@ def _trained(bench: Bench, name: str) -> Iterator[Figure]:
     details: dict[str, Any] = {
         "seconds": seconds,
         "first_s": first_s,
+        "peak_gib": meter.peak_gib(),
         "tokens_per_s": int((batch.tokens >= 0).sum()) / seconds,
         "tflop_per_s": flops_per_s / 1e12,
         "share_of_measured_products": flops_per_s / bench.products_per_s,
     }
     if bench.sheet is None:
-        yield Figure(
-            name=f"train MFU, {name}", open="no data sheet of this device", details=details
-        )
-    else:
-        share = flops_per_s / bench.sheet["flops_per_s"]["bfloat16"]
-        yield Figure(name=f"train MFU, {name}", value=share, goal=MFU.get(name), details=details)
-    call = _call("train", bench.shape(name), sizes.prompt, lengths)
-    yield _memory(f"memory of training, {name}", call, peak_gib)
-    if sizes.is_cuda:
-        waits = _waits(lambda: _step(policy, batch, 2))
-        yield Figure(name=f"waits for the device in a train call, {name}", value=waits)
+        return Figure(name=what, open="no data sheet of this device", details=details)
+    share = flops_per_s / bench.sheet["flops_per_s"]["bfloat16"]
+    return Figure(name=what, value=share, goal=goal, details=details)
+
+
+def engines(bench: Bench) -> Iterator[Figure]:
+    """MFU of the larger model with engines that divide one, in a group of one process."""
+    name = bench.sizes.large
+    recipes = {"fsdp": FsdpPolicySpec, "megatron": MegatronPolicySpec}
+    for engine, recipe in recipes.items():
+        what = f"train MFU, {name}, engine={engine}"
+        if engine == "megatron" and find_spec("megatron") is None:
+            yield Figure(name=what, open="megatron-core is not installed")
+            continue
+        yield _mfu(bench, bench.policy(name, recipe=recipe), name, what, None)
 
 
 def _call(kind: CallKind, shape: ModelShape, prompt: int, responses: Sequence[int]) -> Call:

@@ -114,7 +114,7 @@ def test_every_stage_runs_on_a_cpu(tmp_path: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
     stages = json.loads(file.read_text())["stages"]
-    assert len(stages) == 10
+    assert len(stages) == 11
     assert all(stage["is_complete"] for stage in stages.values())
     (shapes,) = (f for f in stages["attention"]["figures"] if f["name"].startswith("distinct"))
     assert shapes["open"] == "on a CPU attention is no library's"

@@ -14,6 +14,7 @@ from penstock.algorithms.roles.language import Rollout
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine.network import prepare_same_bits
 from torch.profiler import ProfilerActivity, profile
 
 BANDWIDTH = 0.35
@@ -113,20 +114,17 @@ def _counted(body: Callable[[], object]) -> Counter[str]:
 
 
 def determinism(bench: Bench) -> Iterator[Figure]:
-    """Whether the same calls give the same bits: as it stands, and with torch's own switch."""
-    for name, switched in (("", False), (", use_deterministic_algorithms", True)):
-        torch.use_deterministic_algorithms(switched, warn_only=True)
-        try:
-            first, second = (_bits(bench) for _ in range(2))
-        finally:
-            torch.use_deterministic_algorithms(False)
+    """Whether the same calls give the same bits: as it stands, and where that is asked for."""
+    prepare_same_bits()  # before the first product, as a process does that is asked from the start
+    for name, asked in (("", False), (", engine.options.deterministic=true", True)):
+        first, second = (_bits(bench, asked=asked) for _ in range(2))
         for call in first.bits:
             yield Figure(
                 name=f"same bits: {call}{name}",
                 value=float(first.bits[call] == second.bits[call]),
                 details={"train_s": first.train_s},
             )
-        if not switched:
+        if not asked:
             yield from first.invariance
 
 
@@ -145,10 +143,10 @@ class _Bits:
         self.invariance: list[Figure] = []
 
 
-def _bits(bench: Bench) -> _Bits:
-    """Generate, evaluate and train, on a new policy."""
+def _bits(bench: Bench, *, asked: bool) -> _Bits:
+    """Generate, evaluate and train, on a new policy, which may be asked for the same bits."""
     found, sizes = _Bits(), bench.sizes
-    policy = bench.policy(sizes.small)
+    policy = bench.policy(sizes.small, deterministic=asked)
     roll = _generate(bench, policy, sizes.decode_rows[0], sizes.decode_tokens)
     found.bits["tokens that are sampled"] = roll.tokens.tolist()
     batch = batch_of(sizes, sizes.prompts)

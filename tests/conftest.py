@@ -143,10 +143,16 @@ def _ray_is_up() -> bool:
     return bool(ray and ray.is_initialized())
 
 
+def _cuda_is_up() -> bool:
+    torch = sys.modules.get("torch")
+    return bool(torch and torch.cuda.is_initialized())
+
+
 def _files() -> dict[tuple[int, str], str]:
     """Open file descriptors with what they point at; nothing where the system does not list them.
 
-    Ray's and gRPC's own sockets come and go while a Ray instance that outlives the test is up.
+    Ray's and gRPC's own sockets come and go while a Ray instance that outlives the test is up; the
+    driver of CUDA keeps pipes and events for as long as the process lives.
     """
     folder = Path("/proc/self/fd")
     found: dict[tuple[int, str], str] = {}
@@ -155,7 +161,8 @@ def _files() -> dict[tuple[int, str], str]:
             target = os.readlink(entry)
         except FileNotFoundError:
             continue  # The descriptor of this very listing.
-        transient = target.startswith(("socket:", "anon_inode:", "pipe:")) and _ray_is_up()
+        unnamed = target.startswith(("socket:", "anon_inode:", "pipe:"))
+        transient = unnamed and (_ray_is_up() or _cuda_is_up())
         if not transient and not target.startswith("/dev/"):
             found[int(entry.name), target] = target
     return found

@@ -7,6 +7,7 @@ pretended CUDA device, where a look raises. What only a real one can show is mar
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from types import SimpleNamespace
@@ -361,7 +362,9 @@ def test_a_device_waits_for_nobody_between_looks(monkeypatch: pytest.MonkeyPatch
     run = DeviceBatch.run
 
     def strictly(self: DeviceBatch, count: int) -> None:
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls the mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             run(self, count)
         finally:

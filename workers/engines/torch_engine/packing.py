@@ -55,7 +55,7 @@ class Pack:
 
     @cached_property
     def _on_host(self) -> tuple[Block, ...]:
-        return rectangles(self.sequences, bounded=self.tokens.device.type != "cpu")
+        return rectangles(self.sequences)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_device import CountedOps
 from penstock.workers.engines.torch_engine import attention, varlen
 from penstock.workers.engines.torch_engine.packing import pack_rows
 from penstock.workers.training.transfers import sent
@@ -46,12 +47,15 @@ def test_a_step_of_ragged_rows_has_few_shapes(
     assert 1 <= len(backward.found) <= 8
 
 
-def test_so_it_has_in_float32() -> None:
-    made = packs(ragged_rows(), 4096)[:24]
-    with Shapes("_softmax") as scores:
-        for pack in made:
-            attend(pack, torch.float32)
-    assert 1 <= len(scores.found) <= 8
+def test_many_short_rows_are_few_operations_in_float32() -> None:
+    """A launch costs a GPU more than 512 rows of eight tokens do."""
+    tokens = torch.randint(3, 50, (512, 8), generator=torch.Generator().manual_seed(0))
+    tokens[:, :5] = tokens[:32, :5].repeat_interleave(16, 0)
+    tokens[::3, 7], tokens[1::3, 6:] = -1, -1
+    pack = pack_rows(sent(tokens, torch.device("meta")), tokens >= 0, torch.full((512,), 5))
+    with CountedOps() as seen:
+        attend(pack, torch.float32)
+    assert seen.counts["_softmax"] <= 16
 
 
 def test_no_scores_of_a_long_row_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

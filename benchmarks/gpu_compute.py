@@ -260,7 +260,7 @@ def _call(kind: CallKind, shape: ModelShape, prompt: int, responses: Sequence[in
 
 def _memory(name: str, call: Call, peak_gib: float | None) -> Figure:
     """How far the planner's ledger is from what torch had allocated."""
-    predicted_gib = torch_engine_peak(call).total / 2**30
+    predicted_gib = torch_engine_peak(call, on_cpu=False).total / 2**30
     details = {"predicted_gib": predicted_gib, "measured_gib": peak_gib}
     if peak_gib is None:
         return Figure(name=name, open="torch counts memory of CUDA devices only", details=details)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+MEASURED = BENCHMARKS / "results" / "gpu_h100_2026-11-26.json"
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,29 @@ def test_what_decoding_reads_is_weights_and_the_cache(script: Any) -> None:
     assert shape.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
     read = generate._bytes_read(shape, rows=3, prompt=10, tokens=4)
     assert read == 4 * (shape.active_params() * 2 + 3 * 12 * 256)
+
+
+def test_peaks_of_an_h100_are_within_a_hundredth_of_what_is_predicted(script: Any) -> None:
+    compute, case = importlib.import_module("gpu_compute"), importlib.import_module("gpu_case")
+    sizes = case.scale(tiny=False)
+    bench = case.Bench(sizes, Path("unused"))
+    stages = json.loads(MEASURED.read_text())["stages"]
+    figures = [*stages["train"]["figures"], *stages["logprobs"]["figures"]]
+    peaks = {one["name"]: one["details"].get("measured_gib") for one in figures}
+    lengths = case.batch_of(sizes, sizes.prompts).mask.sum(1).tolist()
+    calls = {
+        f"memory of training, {name}": compute._call(
+            "train", bench.shape(name), sizes.prompt, lengths
+        )
+        for name in sizes.models
+    }
+    for length in sizes.long:
+        name = f"memory of log-probabilities of {length} tokens, {sizes.large}"
+        sampled = [length - sizes.prompt]
+        calls[name] = compute._call("forward", bench.shape(sizes.large), sizes.prompt, sampled)
+    assert len(calls) == 5
+    for name, call in calls.items():
+        assert compute._memory(name, call, peaks[name]).value < 0.01
 
 
 @pytest.mark.nightly

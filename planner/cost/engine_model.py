@@ -35,13 +35,20 @@ class EngineMemory(Protocol):
         ...
 
     def transient(
-        self, call: Call, layout: Layout, *, borrows: bool = False, rows: int | None = None
+        self,
+        call: Call,
+        layout: Layout,
+        *,
+        on_cpu: bool = True,
+        borrows: bool = False,
+        rows: int | None = None,
     ) -> Parts:
         """What is held beyond that while a call runs.
 
         Args:
             call: What runs.
             layout: How the call is computed.
+            on_cpu: Whether the devices are CPUs.
             borrows: For a generation whose role is trained on the same devices: whether it holds
                 a copy of the weights while it runs, instead of having some of its own.
             rows: For a generation: rows of each rank that run at once; all of them by default.
@@ -57,9 +64,16 @@ class ShardedMemory:
         return resident_parts(call, layout)
 
     def transient(
-        self, call: Call, layout: Layout, *, borrows: bool = False, rows: int | None = None
+        self,
+        call: Call,
+        layout: Layout,
+        *,
+        on_cpu: bool = True,
+        borrows: bool = False,
+        rows: int | None = None,
     ) -> Parts:
-        """See `EngineMemory`."""
+        """See `EngineMemory`; what libraries hold of CPUs and others is taken to be alike."""
+        del on_cpu
         return transient_parts(call, layout, borrows=borrows, rows=rows)
 
 

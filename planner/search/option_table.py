@@ -318,7 +318,7 @@ class ModelTable:
         for size in wanted:
             if size not in sized:
                 sized[size] = layout.model_copy(update={"micro_batch": size})
-            held_then = engine.memory.transient(call, sized[size])
+            held_then = engine.memory.transient(call, sized[size], on_cpu=mesh.is_cpu)
             if layout.offload:
                 held_then = held_then.plus(engine.memory.resident(call, layout))
             num_bytes = held_then.total
@@ -364,7 +364,9 @@ class ModelTable:
                 return
             room = None if waves == 1 else (rows + 0.5) * times.kv_bytes_per_row(call, layout)
             time = times.call_time(call, layout, mesh, kv_bytes=room)
-            held = engine.memory.transient(call, layout, borrows=borrows, rows=rows)
+            held = engine.memory.transient(
+                call, layout, on_cpu=mesh.is_cpu, borrows=borrows, rows=rows
+            )
             yield CallPlan(layout, time, move_s, held)
 
     def _load_s(self, call: Call, layout: Layout, mesh: Mesh) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .transfers import on_host, sent
 
-__all__ = ["MOST_IN_FLOAT32", "MOST_LOGITS", "token_logprob", "top_words"]
+__all__ = ["MOST_IN_FLOAT32", "MOST_LOGITS", "most_logits", "token_logprob", "top_words"]
 
 MOST_LOGITS = 1 << 23
 """Logits that exist at once on a CPU, in the precision of the weights: 16 MiB in bfloat16."""
@@ -27,6 +27,11 @@ MOST_IN_FLOAT32 = 1 << 21
 """Logits that exist at once in float32 on a CPU: 8 MiB, about what the cache holds."""
 _ON_DEVICE, _ON_DEVICE_IN_FLOAT32 = 1 << 28, 1 << 27
 """The same on other devices, half a gigabyte each: 1,766 states of 151,936 words, and half that."""
+
+
+def most_logits(*, on_cpu: bool) -> tuple[int, int]:
+    """Logits that exist at once, and in float32."""
+    return (MOST_LOGITS, MOST_IN_FLOAT32) if on_cpu else (_ON_DEVICE, _ON_DEVICE_IN_FLOAT32)
 
 
 def token_logprob(
@@ -194,9 +199,8 @@ class _Lines:
 
 def _bounds(weight: Tensor) -> tuple[int, int]:
     """States whose logits exist at once, and in float32, under a head [V, D]."""
-    on_cpu = weight.device.type == "cpu"
-    most = (MOST_LOGITS, MOST_IN_FLOAT32) if on_cpu else (_ON_DEVICE, _ON_DEVICE_IN_FLOAT32)
-    return most[0] // len(weight), most[1] // len(weight)
+    at_once, in_float32 = most_logits(on_cpu=weight.device.type == "cpu")
+    return at_once // len(weight), in_float32 // len(weight)
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:

@@ -55,7 +55,13 @@ class SlowMemory:
         return Parts(weights=MEMORY_BYTES)
 
     def transient(
-        self, call: Call, layout: Layout, *, borrows: bool = False, rows: int | None = None
+        self,
+        call: Call,
+        layout: Layout,
+        *,
+        on_cpu: bool = True,
+        borrows: bool = False,
+        rows: int | None = None,
     ) -> Parts:
         return Parts(activations=MEMORY_BYTES)
 

@@ -96,11 +96,17 @@ class FsdpMemory(ShardedMemory):
         return held._replace(weights=-(-held.weights // shared.dp))
 
     def transient(
-        self, call: Call, layout: Layout, *, borrows: bool = False, rows: int | None = None
+        self,
+        call: Call,
+        layout: Layout,
+        *,
+        on_cpu: bool = True,
+        borrows: bool = False,
+        rows: int | None = None,
     ) -> Parts:
         """See `EngineMemory`; a frozen layer is gathered while it is computed, as others are."""
         if call.kind == "generate":
-            return super().transient(call, layout, borrows=borrows, rows=rows)
+            return super().transient(call, layout, on_cpu=on_cpu, borrows=borrows, rows=rows)
         norms = 2 * _FLOAT * (call.model.hidden_size + 1)
         computes = Computes(saved_bytes=norms, logits=_logits)
         adds = transient_parts(call, layout, computes=computes)

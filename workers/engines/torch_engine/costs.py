@@ -14,8 +14,9 @@ tensor alive at the peak of real calls on a CPU:
   layer's old and smaller cache then exist together.
 
 Not modeled: of architectures that run through the Hugging Face forward anything but a mixture's
-experts, buffers inside libraries, and devices other than CPUs, where attention is a library's and
-half a gigabyte of logits exists at once.
+experts, buffers inside libraries, and attention on devices other than CPUs, which is a library's
+there. More logits exist at once on such devices; with that the five peaks of an H100 that were
+measured are within 1 % of what is predicted (`docs/gpu.md`).
 
 Shapes: N packed tokens, U positions that are read, M rows decoded at once.
 """
@@ -33,7 +34,7 @@ from ....planner.inputs.calls import Call
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
 from ...training.flat_parameters import ADDED_AT_ONCE
-from ...training.token_logprob import MOST_IN_FLOAT32, MOST_LOGITS
+from ...training.token_logprob import most_logits
 from .attention import MOST_SCORES
 from .expected_packs import ALIGN, PackSizes, aligned, expected_packs, prompt_pack, spread
 
@@ -70,12 +71,21 @@ class TorchMemory:
         return torch_resident_parts(call, trains=call.kind != "generate")
 
     def transient(
-        self, call: Call, layout: Layout, *, borrows: bool = False, rows: int | None = None
+        self,
+        call: Call,
+        layout: Layout,
+        *,
+        on_cpu: bool = True,
+        borrows: bool = False,
+        rows: int | None = None,
     ) -> Parts:
         """See `EngineMemory`; `rows` are those of `max_decode_rows`."""
         del rows
         running = torch_transient_parts(
-            call, num_ranks=layout.num_devices, checkpointing=layout.checkpointing
+            call,
+            num_ranks=layout.num_devices,
+            checkpointing=layout.checkpointing,
+            on_cpu=on_cpu,
         )
         if not borrows:
             return running
@@ -115,7 +125,7 @@ class TorchSaving:
 
 def torch_engine_peak(
     call: Call, *, num_ranks: int = 1, micro_batch_tokens: int = MICRO_BATCH_TOKENS,
-    max_decode_rows: int = _DECODE_ROWS, checkpointing: bool = False,
+    max_decode_rows: int = _DECODE_ROWS, checkpointing: bool = False, on_cpu: bool = True,
 ) -> Parts:  # fmt: skip
     """The most a worker holds on its device during one call: `resident` and `transient` together.
 
@@ -125,10 +135,11 @@ def torch_engine_peak(
         micro_batch_tokens: As in the worker's spec.
         max_decode_rows: As in the worker's spec.
         checkpointing: Whether activations are computed again in the backward pass.
+        on_cpu: Whether the device is one.
     """
     transient = torch_transient_parts(
         call, num_ranks=num_ranks, micro_batch_tokens=micro_batch_tokens,
-        max_decode_rows=max_decode_rows, checkpointing=checkpointing,
+        max_decode_rows=max_decode_rows, checkpointing=checkpointing, on_cpu=on_cpu,
     )  # fmt: skip
     return torch_resident_parts(call).plus(transient)
 
@@ -156,7 +167,7 @@ def torch_resident_parts(call: Call, *, trains: bool = True) -> Parts:
 @lru_cache(maxsize=1 << 14)
 def torch_transient_parts(
     call: Call, *, num_ranks: int = 1, micro_batch_tokens: int = MICRO_BATCH_TOKENS,
-    max_decode_rows: int = _DECODE_ROWS, checkpointing: bool = False,
+    max_decode_rows: int = _DECODE_ROWS, checkpointing: bool = False, on_cpu: bool = True,
 ) -> Parts:  # fmt: skip
     """What a call adds while it runs; arguments as for `torch_engine_peak`."""
     rows = -(-call.num_sequences // num_ranks)
@@ -164,8 +175,10 @@ def torch_transient_parts(
         return max(_generate(call, rows, max_decode_rows), key=sum)
     packs = expected_packs(call, rows, micro_batch_tokens)
     if call.kind == "train":
-        return max((m for pack in packs for m in _train(call, pack, checkpointing)), key=sum)
-    return max((m for pack in packs for m in _forward(call, pack)), key=sum)
+        return max(
+            (m for pack in packs for m in _train(call, pack, checkpointing, on_cpu)), key=sum
+        )
+    return max((m for pack in packs for m in _forward(call, pack, on_cpu)), key=sum)
 
 
 # --- bytes per token ------------------------------------------------------------------------------
@@ -235,20 +248,19 @@ def _scores(shape: ModelShape, pack: PackSizes) -> int:
     return 3 * _FLOAT * min(rows * each, max(MOST_SCORES, shape.num_heads * keys * ALIGN))
 
 
-def _head(shape: ModelShape, pack: PackSizes) -> tuple[int, int]:
+def _head(shape: ModelShape, pack: PackSizes, on_cpu: bool) -> tuple[int, int]:
     """Bytes of the logits that exist at once, and of a slice of them in float32."""
-    at_once = max(1, MOST_LOGITS // shape.vocab_size)
-    logits = min(pack.reads, at_once) * shape.vocab_size * shape.dtype_bytes
-    sliced = (
-        min(pack.reads, max(1, MOST_IN_FLOAT32 // shape.vocab_size)) * shape.vocab_size * _FLOAT
+    at_once, in_float32 = (
+        min(pack.reads, max(1, most // shape.vocab_size)) * shape.vocab_size
+        for most in most_logits(on_cpu=on_cpu)
     )
-    return logits, sliced
+    return at_once * shape.dtype_bytes, in_float32 * _FLOAT
 
 
 # --- training -------------------------------------------------------------------------------------
 
 
-def _train(call: Call, pack: PackSizes, checkpointing: bool) -> list[Parts]:
+def _train(call: Call, pack: PackSizes, checkpointing: bool, on_cpu: bool) -> list[Parts]:
     """Moments of a train call that may be its peak."""
     shape, s, p = call.model, _sizes(call.model), pack
     # Below adapters no weight has a gradient.
@@ -272,7 +284,7 @@ def _train(call: Call, pack: PackSizes, checkpointing: bool) -> list[Parts]:
     if call.head == "vocabulary":
         states = 3 * p.reads * s.hidden  # before and after the norm, and the latter's gradient
         saved = below + (p.tokens * s.hidden if checkpointing else last) + states
-        logits, sliced = _head(shape, p)
+        logits, sliced = _head(shape, p, on_cpu)
         slices = 2 if s.number == _FLOAT else 3
         moments += [
             Parts(gradients=embedding, activations=saved, logits=logits + slices * sliced),
@@ -311,11 +323,11 @@ def _attention_back(shape: ModelShape, pack: PackSizes) -> int:
 # --- evaluation -----------------------------------------------------------------------------------
 
 
-def _forward(call: Call, pack: PackSizes) -> list[Parts]:
+def _forward(call: Call, pack: PackSizes, on_cpu: bool) -> list[Parts]:
     """Moments of an evaluation that may be its peak."""
     moments = [Parts(activations=_layer(call.model, pack))]
     if call.head == "vocabulary":
-        logits, sliced = _head(call.model, pack)
+        logits, sliced = _head(call.model, pack, on_cpu)
         sizes = _sizes(call.model)
         slices = 1 if sizes.number == _FLOAT else 2
         hidden = 2 * pack.reads * sizes.hidden

@@ -122,6 +122,7 @@ def steps_with(backend: Backend, **workers: Any) -> list[StepResult]:
 EXPECTED = [100.0 * step + 1.5 for step in range(3)]
 
 
+@ON_RAY_AT_NIGHT
 def test_a_server_that_dies_is_asked_again(
     backend: Backend, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,6 +147,7 @@ def test_who_asks_may_die_as_well(spawned: Backend, tmp_path: Path) -> None:
     assert (tmp_path / "asker").exists()
 
 
+@pytest.mark.nightly
 def test_a_server_that_dies_of_every_question_is_named(spawned: Backend, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="rank 0 of group 'server' died: "):
         steps_with(spawned, model=MortalSpec(str(tmp_path), 100))

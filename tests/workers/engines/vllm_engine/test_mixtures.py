@@ -17,10 +17,8 @@ from vllm_models import (
 SAMPLING = Sampling(num_samples=2, max_new_tokens=20)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["mixtral", pytest.param("qwen2_moe", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_logprobs_are_hugging_faces_before_and_after_an_update(family: str):
     """One has experts of 80, the other of 24: vLLM pads both to a multiple of 32."""
     module = model_spec(family).causal_lm("cpu")

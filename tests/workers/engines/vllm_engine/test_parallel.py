@@ -15,7 +15,7 @@ TAKEN = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")
 PROCESS = Path(__file__).parents[2] / "vllm_rank.py"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_sample_what_one_samples(tmp_path: Path):
     """The model has one key head, so both processes have it; its output head is tied."""
     TAKEN.touch()

@@ -199,14 +199,14 @@ def train(bench: Bench) -> Iterator[Figure]:
 
 def _trained(bench: Bench, name: str) -> Iterator[Figure]:
     sizes = bench.sizes
-    policy = bench.policy(name)
+    policy, batch = bench.policy(name), batch_of(sizes, sizes.prompts)
     figure = _mfu(bench, policy, name, f"train MFU, {name}", MFU.get(name))
     yield figure
-    lengths = batch_of(sizes, sizes.prompts).mask.sum(1).tolist()
+    lengths = batch.mask.sum(1).tolist()
     call = _call("train", bench.shape(name), sizes.prompt, lengths)
     yield _memory(f"memory of training, {name}", call, figure.details["peak_gib"])
     if sizes.is_cuda:
-        waits = _waits(lambda: _step(policy, batch_of(sizes, sizes.prompts), 2))
+        waits = _waits(lambda: _step(policy, batch, 2))
         yield Figure(name=f"waits for the device in a train call, {name}", value=waits)
 
 

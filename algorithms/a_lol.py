@@ -24,8 +24,6 @@ from .roles import (
     ValueModel,
 )
 
-__all__ = ["ALoL", "a_lol_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ALoL:

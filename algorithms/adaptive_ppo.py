@@ -22,8 +22,6 @@ from .ppo import (
 )
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
-__all__ = ["AdaptivePPO", "adaptive_ppo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptivePPO(PPO):

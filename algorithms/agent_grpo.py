@@ -15,8 +15,6 @@ from .ops.turns import conversation_advantage
 from .options.policy_updates import train_policy
 from .roles import Agent, Policy, Prompts, Sampling, TrainMetrics
 
-__all__ = ["AgentGRPO", "agent_grpo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AgentGRPO(GRPO):

@@ -18,8 +18,6 @@ from .options.reference_kl import reference_logprob, reported_kl
 from .ppo import PPO, train_critic, whitened_advantage, whitened_reward
 from .roles import Agent, PerSample, Policy, Prompts, Sampling, TrainMetrics, ValueModel
 
-__all__ = ["AgentPPO", "agent_ppo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AgentPPO(PPO):

@@ -30,8 +30,6 @@ from .ops.utterances import (
 from .options.policy_updates import check_updates, train_policy
 from .roles import Agent, Policy, Prompts, Sampling, TrainMetrics, ValueBatch, ValueModel
 
-__all__ = ["ArCHer", "archer_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ArCHer:

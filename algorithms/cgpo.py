@@ -19,8 +19,6 @@ from .options.constrained_updates import Constrained, sample_and_judge
 from .options.policy_updates import train_policy
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics
 
-__all__ = ["CGPO", "cgpo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CGPO(Constrained):

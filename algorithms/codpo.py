@@ -13,8 +13,6 @@ from .ops.constrained import passing_and_failing
 from .options.constrained_updates import Constrained, sample_and_judge
 from .roles import PerSample, Policy, Prompts, ReferencePairBatch, Reward, TrainMetrics
 
-__all__ = ["CODPO", "codpo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CODPO(Constrained):

@@ -11,8 +11,6 @@ from ..dataflow.option_checks import check_range
 from .losses import CostModelLoss
 from .roles import RewardModel, ScoredPairBatch, ScoredPairs, TrainMetrics
 
-__all__ = ["CostModelling", "cost_modelling_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CostModelling:

@@ -15,8 +15,6 @@ from .ops.constrained import best_passing
 from .options.constrained_updates import Constrained, sample_and_judge
 from .roles import PerSample, Policy, PolicyBatch, Prompts, Reward, TrainMetrics
 
-__all__ = ["CRRAFT", "crraft_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CRRAFT(Constrained):

@@ -19,8 +19,6 @@ from .ops.rewards import is_correct, overlong_penalty, response_length, signed_s
 from .options.policy_updates import train_policy
 from .roles import PerSample, Policy, Prompts, Reward, Rollout, Sampling, TrainMetrics
 
-__all__ = ["DAPO", "dapo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DAPO(GRPO):

@@ -22,8 +22,6 @@ from .ppo import (
 )
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
-__all__ = ["DecoupledPPO", "decoupled_ppo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecoupledPPO(PPO):

@@ -30,8 +30,6 @@ from .roles import (
     TrainMetrics,
 )
 
-__all__ = ["Distillation", "distillation_step", "gkd_step", "with_demonstrations"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation:

@@ -12,8 +12,6 @@ from ..dataflow.option_checks import check_range
 from .losses import DPOLoss
 from .roles import Policy, PreferencePairs, ReferencePairBatch, TrainMetrics
 
-__all__ = ["DPO", "dpo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DPO:

@@ -24,8 +24,6 @@ from .roles import PerStep, StepMask, TrainMetrics, ValueOutput
 from .roles.environment import Env, EnvRows
 from .roles.replay import QBatch, QNetwork, Replay
 
-__all__ = ["DQN", "TemporalDifferenceLoss", "bellman_target", "dqn_step"]
-
 ErrorNorm = Literal["squared", "huber"]
 """How an error counts: half its square, or that up to 1 and linearly beyond."""
 

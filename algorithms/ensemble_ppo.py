@@ -12,8 +12,6 @@ from .ops.ensembles import Ensemble, EnsembleRule
 from .ppo import PPO, ppo_step
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
-__all__ = ["EnsemblePPO", "ensemble_ppo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EnsemblePPO(PPO):

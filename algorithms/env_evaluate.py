@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from ..dataflow.option_checks import check_range
 from .roles.environment import Actor, Env, EnvRows, PerEnv
 
-__all__ = ["EnvEvaluation", "env_evaluate_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EnvEvaluation:

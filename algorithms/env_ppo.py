@@ -20,8 +20,6 @@ from .options.env_updates import gae_of, train_actor_critic
 from .roles import TrainMetrics
 from .roles.environment import ActorCritic, Env, EnvRows, Trajectories
 
-__all__ = ["EnvPPO", "env_ppo_step", "learn"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EnvPPO:

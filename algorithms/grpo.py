@@ -17,8 +17,6 @@ from .ops.rollout_correction import RolloutCorrection
 from .options.policy_updates import check_groups, check_updates, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
-__all__ = ["GRPO", "grpo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO:

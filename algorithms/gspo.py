@@ -13,8 +13,6 @@ from .grpo import GRPO, grpo_step
 from .losses import ClippedPolicyLoss
 from .roles import Policy, Prompts, Reward, TrainMetrics
 
-__all__ = ["GSPO", "gspo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(GRPO):

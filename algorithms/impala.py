@@ -19,8 +19,6 @@ from .options.env_updates import train_actor_critic
 from .roles import TrainMetrics
 from .roles.environment import ActorCritic, Env, EnvRows
 
-__all__ = ["Impala", "impala_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Impala:

@@ -18,8 +18,6 @@ from .ops.rewards import is_correct, length_reward, response_length, weighted_sc
 from .options.policy_updates import check_groups, check_updates
 from .roles import Policy, PolicyBatch, Prompts, Reward, Sampling, TrainMetrics
 
-__all__ = ["Kimi", "kimi_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Kimi:

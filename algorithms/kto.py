@@ -27,8 +27,6 @@ from .roles import (
     TrainMetrics,
 )
 
-__all__ = ["KTO", "kto_step", "reference_point"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class KTO:

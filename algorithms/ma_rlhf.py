@@ -23,8 +23,6 @@ from .options.reference_kl import reference_logprob, reported_kl
 from .ppo import PPO, token_rewards, train_critic, whitened_advantage
 from .roles import PerSample, PerToken, Policy, Prompts, Reward, Rollout, TrainMetrics, ValueModel
 
-__all__ = ["MARLHF", "ma_rlhf_step", "train_actor"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MARLHF(PPO):

@@ -29,8 +29,6 @@ from .roles.environment import (
 )
 from .roles.teams import TeamCritic
 
-__all__ = ["MAPPO", "Joint", "joint", "mappo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Joint:

@@ -24,8 +24,6 @@ from .roles import (
     TrainMetrics,
 )
 
-__all__ = ["OnlineDPO", "online_dpo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineDPO:

@@ -14,8 +14,6 @@ from .options.pair_updates import PairUpdates, train_on_pairs
 from .options.reference_kl import score_less_kl
 from .roles import Policy, Prompts, Reward, TrainMetrics
 
-__all__ = ["P3O", "p3o_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class P3O(PairUpdates):

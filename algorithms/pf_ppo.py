@@ -23,8 +23,6 @@ from .ppo import (
 )
 from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
 
-__all__ = ["PFPPO", "pf_ppo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PFPPO(PPO):

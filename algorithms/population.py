@@ -22,8 +22,6 @@ from .ops.groups import floating
 from .roles import TrainMetrics
 from .roles.environment import ActorCritic, Env, EnvMask, EnvRows, PerEnv, PerEnvStep
 
-__all__ = ["Population", "mean_return", "own_rows", "population_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Population:

@@ -39,19 +39,6 @@ from .roles import (
     ValueModel,
 )
 
-__all__ = [
-    "PPO",
-    "bootstrap_value",
-    "critic_states",
-    "gae_targets",
-    "ppo_step",
-    "rewarded_states",
-    "token_rewards",
-    "train_critic",
-    "whitened_advantage",
-    "whitened_reward",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PPO:

@@ -15,8 +15,6 @@ from .options.reference_kl import reference_logprob, reported_kl
 from .ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advantage
 from .roles import PerSample, Policy, ProcessReward, Prompts, Reward, TrainMetrics, ValueModel
 
-__all__ = ["ProcessPPO", "process_ppo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessPPO(PPO):

@@ -13,8 +13,6 @@ from .options.pair_updates import PairUpdates, train_on_pairs
 from .options.reference_kl import score_less_kl
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
-__all__ = ["Rebel", "rebel_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rebel(PairUpdates):

@@ -15,8 +15,6 @@ from .ops.kl import KLEstimator
 from .options.policy_updates import train_policy
 from .roles import Policy, Prompts, Reward, TrainMetrics
 
-__all__ = ["ReferenceGRPO", "reference_grpo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceGRPO(GRPO):

@@ -19,8 +19,6 @@ from .ops.turns import branch_turn
 from .options.policy_updates import check_updates
 from .roles import Agent, Policy, Prompts, Sampling, TrainMetrics
 
-__all__ = ["Refuel", "refuel_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Refuel:

@@ -15,8 +15,6 @@ from .ops.rollout_correction import RolloutCorrection
 from .options.policy_updates import check_updates, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
-__all__ = ["Reinforce", "reinforce_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reinforce:

@@ -19,13 +19,6 @@ from .options.policy_updates import check_groups, check_updates, train_policy
 from .options.reference_kl import reference_logprob
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
-__all__ = [
-    "ReinforcePP",
-    "ReinforcePPBaseline",
-    "reinforce_pp_baseline_step",
-    "reinforce_pp_step",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePP:

@@ -27,8 +27,6 @@ from .roles import (
     TrainMetrics,
 )
 
-__all__ = ["ReMax", "remax_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReMax:

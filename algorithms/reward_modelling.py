@@ -12,8 +12,6 @@ from ..dataflow.option_checks import check_range
 from .losses import BradleyTerryLoss
 from .roles import PairBatch, PreferencePairs, RewardModel, TrainMetrics
 
-__all__ = ["RewardModelling", "reward_modelling_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelling:

@@ -18,8 +18,6 @@ from .options.policy_updates import check_groups, check_updates, train_policy
 from .options.reference_kl import score_less_kl
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
-__all__ = ["RLOO", "rloo_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RLOO:

@@ -18,8 +18,6 @@ from .options.reference_kl import reference_logprob, reported_kl
 from .ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advantage
 from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
 
-__all__ = ["SafeRLHF", "safe_rlhf_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SafeRLHF(PPO):

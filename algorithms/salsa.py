@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from .ppo import PPO, ppo_step
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
-__all__ = ["SALSA", "salsa_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SALSA(PPO):

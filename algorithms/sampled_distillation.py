@@ -16,8 +16,6 @@ from .ops.rollout_correction import RolloutCorrection
 from .options.policy_updates import check_updates, train_policy
 from .roles import PerSample, Policy, Prompts, Sampling, TrainMetrics
 
-__all__ = ["SampledDistillation", "sampled_distillation_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SampledDistillation:

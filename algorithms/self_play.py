@@ -14,8 +14,6 @@ from .roles import TrainMetrics
 from .roles.environment import ActorCritic, Trajectories
 from .roles.games import BoardGame, GameRows
 
-__all__ = ["SelfPlay", "self_play_step", "side_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SelfPlay:

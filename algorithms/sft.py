@@ -8,8 +8,6 @@ from ..dataflow.option_checks import check_range
 from .losses import CrossEntropyLoss
 from .roles import DemonstrationBatch, Demonstrations, Policy, TrainMetrics
 
-__all__ = ["SFT", "sft_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SFT:

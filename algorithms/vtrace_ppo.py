@@ -41,8 +41,6 @@ from .roles import (
     ValueModel,
 )
 
-__all__ = ["VtracePPO", "vtrace_ppo_step", "vtrace_targets"]
-
 
 @op(scope="row")
 def of_sampled(logprob: PerToken, mask: TokenMask) -> PerToken:

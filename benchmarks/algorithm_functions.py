@@ -11,7 +11,7 @@ import re
 import typing
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import NoneType, UnionType
+from types import ModuleType, NoneType, UnionType
 from typing import Any
 
 from penstock.algorithms import losses
@@ -121,12 +121,22 @@ def _functions() -> dict[str, list[tuple[str, str, Callable[..., Any]]]]:
     for table, names in MODULES.items():
         found[table] = []
         for module in names:
-            members = vars(importlib.import_module(f"penstock.algorithms.{module}"))
-            for name in sorted(set(members["__all__"]) - seen):
-                if inspect.isfunction(members[name]):
-                    found[table].append((module, name, members[name]))
+            loaded = importlib.import_module(f"penstock.algorithms.{module}")
+            for name in sorted(_public(loaded) - seen):
+                if inspect.isfunction(function := getattr(loaded, name)):
+                    found[table].append((module, name, function))
                     seen.add(name)
     return found
+
+
+def _public(module: ModuleType) -> set[str]:
+    """What `__all__` names, or else what the module itself defines without an underscore."""
+    defined = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    }
+    return set(getattr(module, "__all__", defined))
 
 
 def _sections(function: Callable[..., Any]) -> dict[str, str]:

@@ -15,15 +15,6 @@ from ..planner.inputs.workload import Lengths
 from ..workers.executors.registry import PARALLEL_EXECUTOR, check_executor
 from .schema import AtLeastOne, Count, FileName, Section
 
-__all__ = [
-    "ClusterConfig",
-    "PinsConfig",
-    "PlanConfig",
-    "PlanOptions",
-    "ProfileConfig",
-    "WorkloadConfig",
-]
-
 Width = Annotated[int, Field(ge=16, le=1 << 16, multiple_of=16)]
 """Of a model whose heads are 16 wide or more."""
 

@@ -23,8 +23,6 @@ from ..dataflow.errors import (
     one_process,
 )
 
-__all__ = ["CONFIGS", "entry_or_own", "groups", "load_object", "option_file", "options_of"]
-
 _IMPORT_DEADLINE_S = 40.0
 """How long a module may take to be imported; torch and a model library take ten at worst."""
 

@@ -23,27 +23,6 @@ from ..workers.models.tokenizer import TokenizerSpec
 from ..workers.training.optimizer import OptimizerSpec
 from ..workers.weight_sync.registry import DEFAULT_TRANSPORT, Transport
 
-__all__ = [
-    "SAME",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "EngineConfig",
-    "EvalConfig",
-    "EvaluationConfig",
-    "ExecutorConfig",
-    "ExportConfig",
-    "MismatchConfig",
-    "ModelConfig",
-    "RecoveryConfig",
-    "RoleConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SamplesConfig",
-    "SuiteConfig",
-    "TaskConfig",
-    "TrackerConfig",
-]
-
 SAME = "same"
 """As `rollout.kind`: what trains generates as well."""
 

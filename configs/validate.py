@@ -23,16 +23,6 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ..dataflow.errors import ConfigError, nearest
 
-__all__ = [
-    "check_finite",
-    "check_keys",
-    "check_renamed",
-    "fields_of",
-    "key_docs",
-    "nearest_key",
-    "validated",
-]
-
 T = TypeVar("T")
 
 RENAMED: Mapping[str, str] = {

@@ -22,27 +22,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = [
-    "NOT_STARTED",
-    "ConfigError",
-    "FlowError",
-    "InfeasibleError",
-    "PenstockError",
-    "PlanError",
-    "StateError",
-    "Where",
-    "WorkerError",
-    "caller",
-    "closest",
-    "is_library",
-    "line_of",
-    "nearest",
-    "no_exit",
-    "one_process",
-    "raised_at",
-    "users_line",
-]
-
 _OUR_FOLDER = Path(__file__).resolve().parent
 _OUR_PACKAGE = _OUR_FOLDER.parent
 

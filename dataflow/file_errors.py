@@ -15,8 +15,6 @@ from pathlib import Path
 
 from .errors import PenstockError, users_line
 
-__all__ = ["disk_refusal", "file_error", "writing"]
-
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 """What a disk answers; an error without a name may be about a socket otherwise."""
 

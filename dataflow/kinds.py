@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["NodeKind", "WeightRead"]
-
 
 class NodeKind(Enum):
     """What a node does: bring data in, compute, make rows, evaluate a role, or train it."""

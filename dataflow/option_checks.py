@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import operator
 
-__all__ = ["check_range"]
-
 
 def check_range(
     options: object,

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
-__all__ = ["draws", "framed", "picture"]
-
 Draw = Callable[[Any], str]
 
 _DRAW: dict[str, Draw] = {}

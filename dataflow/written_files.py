@@ -16,8 +16,6 @@ from typing import Generic, TypeVar
 
 from .file_errors import writing
 
-__all__ = ["Background", "WrittenFile", "write_hashed"]
-
 T = TypeVar("T")
 
 _AT_ONCE = 8 << 20

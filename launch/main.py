@@ -27,8 +27,6 @@ from typing import NoReturn
 from ..dataflow.errors import NOT_STARTED, ConfigError, PenstockError, nearest
 from .run_dir.stop import Terminated, say, visible
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS: Mapping[str, str] = {
     "run": "train as an algorithm, a model and a task say; or continue a run",
     "graph": "show the graph that an algorithm's step function makes",

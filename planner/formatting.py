@@ -5,20 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = [
-    "aligned",
-    "bytes_of",
-    "bytes_text",
-    "bytes_unit",
-    "change_text",
-    "hours_text",
-    "part_text",
-    "percent_text",
-    "ranges_text",
-    "seconds_text",
-]
-
-
 _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 

@@ -18,8 +18,6 @@ from ...dataflow.option_checks import check_range
 from ..ops.kl import adaptive_kl_coef
 from ..roles.language import PerSample, TrainMetrics
 
-__all__ = ["KLController", "KLTarget"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class KLTarget:

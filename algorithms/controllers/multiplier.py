@@ -18,8 +18,6 @@ from ...dataflow.option_checks import check_range
 from ..ops.lagrangian import next_log_multiplier
 from ..roles.language import PerSample, TrainMetrics
 
-__all__ = ["Ascent", "Multiplier"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ascent:

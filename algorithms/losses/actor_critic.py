@@ -20,8 +20,6 @@ from ..roles.language import PolicyOutput, ValueOutput
 from .policy import ClippedPolicyLoss, ReinforceLoss
 from .value import ClippedValueLoss
 
-__all__ = ["ActorCriticLoss", "ActorLoss", "CriticLoss"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ActorLoss(Loss[ActorCriticBatch, PolicyOutput]):

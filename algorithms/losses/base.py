@@ -16,8 +16,6 @@ from ..ops.reductions import (
     zero_where_masked_out,
 )
 
-__all__ = ["CountedMean", "TokenAggregation", "token_metric"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenAggregation:

@@ -13,8 +13,6 @@ from ..roles.language import DemonstrationBatch, PolicyOutput
 from .base import TokenAggregation, token_metric
 from .token_formulas import cross_entropy
 
-__all__ = ["CrossEntropyLoss"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropyLoss(TokenAggregation, Loss[DemonstrationBatch, PolicyOutput]):

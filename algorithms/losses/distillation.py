@@ -29,8 +29,6 @@ from ..ops.reductions import aggregation_totals
 from ..roles.language import DistillationBatch, PolicyOutput
 from .base import TokenAggregation, token_metric
 
-__all__ = ["DistillationLoss", "Rest", "complete_distribution", "jensen_shannon_divergence"]
-
 Rest = Literal["one_word", "left_out"]
 """What becomes of words that are not among the likeliest.
 

@@ -13,8 +13,6 @@ from ..roles.language import PolicyBatch, PolicyOutput
 from .base import token_metric
 from .policy import ClippedPolicyLoss
 
-__all__ = ["MacroPolicyBatch", "MacroPolicyLoss"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MacroPolicyBatch(PolicyBatch):

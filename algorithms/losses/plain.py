@@ -20,8 +20,6 @@ from .policy import (
 )
 from .token_formulas import RatioLevel
 
-__all__ = ["Objective", "policy_loss"]
-
 Objective = Literal["clip", "capped_weight", "reinforce"]
 """The clipped surrogate, log-probabilities by a bounded weight (CISPO), or by 1 (REINFORCE)."""
 

@@ -26,15 +26,6 @@ from .token_formulas import (
     reinforce_loss,
 )
 
-__all__ = [
-    "CappedWeightLoss",
-    "ClippedPolicyLoss",
-    "KLGradient",
-    "ReferenceKLPolicyLoss",
-    "ReinforceLoss",
-    "TokenPolicyLoss",
-]
-
 KLGradient = Literal["as_is", "is_corrected", "straight_through_k2"]
 """How a KL estimate inside a loss is differentiated.
 

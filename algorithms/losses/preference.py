@@ -38,8 +38,6 @@ from .base import CountedMean
 from .preference_formulas import DPOLossType, IPOLength, cost_model_loss, dpo_loss, kto_loss
 from .token_formulas import bradley_terry_loss
 
-__all__ = ["BradleyTerryLoss", "CostModelLoss", "DPOLoss", "KTOLoss", "MarginLoss"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DPOLoss(CountedMean, Loss[ReferencePairBatch, PolicyOutput]):

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["DPOLossType", "IPOLength", "cost_model_loss", "dpo_loss", "kto_kl", "kto_loss"]
-
 DPOLossType = Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust"]
 """What a pair's loss is as a function of h, chosen less rejected log-ratio; see `dpo_loss`."""
 

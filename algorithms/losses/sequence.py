@@ -40,8 +40,6 @@ from .sequence_formulas import (
     sequence_sum,
 )
 
-__all__ = ["ALoLLoss", "MirrorDescentLoss", "P3OLoss", "RebelLoss", "ComparedPairBatch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPairBatch:

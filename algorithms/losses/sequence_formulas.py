@@ -13,19 +13,6 @@ from torch import Tensor
 
 from ..ops.reductions import check_token_columns, zero_where_masked_out
 
-__all__ = [
-    "ALoLRatio",
-    "EtaForm",
-    "MirrorForm",
-    "PairClip",
-    "a_lol_kl_loss",
-    "a_lol_loss",
-    "mirror_descent_loss",
-    "p3o_loss",
-    "rebel_loss",
-    "sequence_sum",
-]
-
 MirrorForm = Literal["gradient", "squared"]
 """The loss whose gradient is the paper's ("gradient"), or the squared error it is derived from,
 whose gradient is `2 * tau` times that."""

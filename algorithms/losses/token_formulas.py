@@ -12,17 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = [
-    "RatioLevel",
-    "bradley_terry_loss",
-    "capped_weight_loss",
-    "clipped_policy_loss",
-    "clipped_value_loss",
-    "cross_entropy",
-    "probability_ratio",
-    "reinforce_loss",
-]
-
 RatioLevel = Literal["token", "sequence_mean", "sequence_product", "sequence_mean_token"]
 """Of what the probability ratio is taken.
 

@@ -15,8 +15,6 @@ from ..roles.language import ValueBatch, ValueColumns, ValueOutput
 from .base import TokenAggregation, token_metric
 from .token_formulas import clipped_value_loss
 
-__all__ = ["ClippedValueLoss"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedValueLoss(TokenAggregation, Loss[ValueBatch, ValueOutput]):

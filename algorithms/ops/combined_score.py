@@ -15,8 +15,6 @@ from ...dataflow.graph.tracer import op
 from ..roles.language import PerSample
 from .groups import floating
 
-__all__ = ["constrained_score", "weighted_sum"]
-
 
 @op(scope="row")
 def constrained_score(

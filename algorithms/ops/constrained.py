@@ -21,16 +21,6 @@ from .groups import Groups, floating
 from .pairs import SelectedPairs, pairs_of
 from .reward_shaping import check_known
 
-__all__ = [
-    "ChosenResponses",
-    "MeanOver",
-    "best_passing",
-    "constrained_reward",
-    "kl_allowance",
-    "less_mean",
-    "passing_and_failing",
-]
-
 MeanOver = Literal["batch", "passing", "prompt"]
 """Whose mean is taken off a constrained reward: all responses', those that pass, or all of the same
 prompt."""

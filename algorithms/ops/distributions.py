@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["action_logprob", "entropy_of_logits", "masked_logits", "unimix"]
-
 
 def masked_logits(logits: Tensor, valid: Tensor | None) -> Tensor:
     """Logits with the lowest finite number where an action is invalid, so its probability is 0.

@@ -25,18 +25,6 @@ from ..roles.language import PerSample, Policy, PromptId, Prompts, Reward, Rollo
 from .groups import Groups
 from .reward_shaping import check_known, is_correct
 
-__all__ = [
-    "DynamicSampling",
-    "ScoredRollout",
-    "WhenShort",
-    "filled_batch",
-    "is_mixed",
-    "joined",
-    "kept_groups",
-    "prompts_to_ask",
-    "sample_until_full",
-]
-
 WhenShort = Literal["train", "error"]
 """With too few groups after the last round: train on those there are, or end the run."""
 

@@ -19,8 +19,6 @@ from ..roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
 from .groups import floating
 from .reductions import Variance, variance_correction
 
-__all__ = ["Combination", "Ensemble", "EnsembleRule", "ensemble_score", "joined_score"]
-
 Combination = Literal["mean", "worst_case", "uncertainty_weighted"]
 """What an ensemble says: its members' mean, their least score, or the mean less their variance."""
 

@@ -18,15 +18,6 @@ from .groups import floating
 from .op_random import uniforms
 from .reward_shaping import check_known
 
-__all__ = [
-    "FilteredRollout",
-    "Strategy",
-    "draw_rows",
-    "filtered_batch",
-    "filtered_groups",
-    "selection_weights",
-]
-
 Strategy = Literal["best", "best_random", "best_worst", "power"]
 """Which responses are kept: the best; the best and others at random; the best and the worst; any,
 in proportion to a power of the size of their scores."""

@@ -17,8 +17,6 @@ from ...dataflow.graph.tracer import op
 from ..roles.language import PerSample, PerToken, Rollout, SampleFlag, TokenMask
 from .reductions import check_token_columns
 
-__all__ = ["RolloutWithFinalState", "bootstrap_of", "with_final_state"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutWithFinalState(Rollout):

@@ -7,8 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Groups", "MissingScore", "SingletonGroup", "floating", "sum_rows"]
-
 SingletonGroup = Literal["error", "score", "zero"]
 """Advantage of a sample alone in its group: refuse, the score itself, or 0."""
 

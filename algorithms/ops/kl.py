@@ -27,18 +27,6 @@ from ..roles.language import PerSample, PerToken, SampleFlag, TokenMask
 from .groups import floating
 from .reductions import check_token_columns, zero_where_masked_out
 
-__all__ = [
-    "KLEstimator",
-    "NoEos",
-    "ScoreSlot",
-    "adaptive_kl_coef",
-    "finished_score",
-    "kl_estimate",
-    "kl_penalized_reward",
-    "kl_shaped_reward",
-    "response_kl",
-]
-
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 """Which function of the log-ratio estimates the KL; see the table at the top of this module."""
 

@@ -13,8 +13,6 @@ from ...dataflow.graph.tracer import op
 from ..roles.language import PerSample, PerToken, TokenMask
 from .reductions import check_token_columns
 
-__all__ = ["lagrangian_advantage", "mixed_advantage", "next_log_multiplier"]
-
 
 def next_log_multiplier(
     log_multiplier: float,

@@ -19,17 +19,6 @@ from .advantages import GaeTargets, gae
 from .op_random import uniforms
 from .reductions import check_token_columns, zero_where_masked_out
 
-__all__ = [
-    "MacroId",
-    "MacroReward",
-    "MacroValue",
-    "Termination",
-    "macro_actions",
-    "macro_gae",
-    "macro_mask",
-    "sum_over_macros",
-]
-
 MacroId = Annotated[Tensor, i64(SAMPLE, TOKEN)]
 """Which macro action of its row a token belongs to, from 0; -1 where the mask is False."""
 

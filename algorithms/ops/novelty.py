@@ -13,8 +13,6 @@ from torch import Tensor
 
 from .reward_shaping import check_known
 
-__all__ = ["RewardSwitch", "novelty_thresholds", "switch_rewards"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSwitch:

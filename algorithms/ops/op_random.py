@@ -12,8 +12,6 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-__all__ = ["uniforms"]
-
 
 def uniforms(seed: int, *tokens: Tensor) -> Iterator[float]:
     """Endless numbers in [0, 1) for some rows.

@@ -20,8 +20,6 @@ from ..roles.language import (
 )
 from .reward_shaping import check_known
 
-__all__ = ["Mismatched", "SelectedPairs", "Ties", "best_and_worst", "mismatched", "pair_rows"]
-
 Ties = Literal["drop", "first"]
 """What becomes of a prompt whose responses all score the same: its pair is not trained on, or its
 first response counts as the better one and its last as the worse."""

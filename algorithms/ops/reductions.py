@@ -25,22 +25,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Aggregation",
-    "Variance",
-    "WeightedBy",
-    "aggregate",
-    "aggregation_denominator",
-    "aggregation_numerator",
-    "aggregation_totals",
-    "check_token_columns",
-    "masked_mean",
-    "masked_variance",
-    "mean_and_variance",
-    "variance_correction",
-    "zero_where_masked_out",
-]
-
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "constant"]
 """How a token loss becomes a number; see the table at the top of this module."""
 

@@ -28,8 +28,6 @@ from ...dataflow.graph.tracer import op
 from ..roles.language import PerRow, PerStep, StepMask
 from .reductions import check_token_columns, zero_where_masked_out
 
-__all__ = ["GaeTargets", "Masking", "gae", "return_to_go", "vtrace"]
-
 Masking = Literal["transparent", "zeroed"]
 """What a masked-out position between sampled tokens does to a backward recursion.
 

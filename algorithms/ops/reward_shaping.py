@@ -15,19 +15,6 @@ from ...dataflow.graph.tracer import op
 from ..roles.language import PerSample, PromptId, SampleFlag, TokenMask
 from .groups import Groups, floating
 
-__all__ = [
-    "OverlongForm",
-    "check_known",
-    "combine_rewards",
-    "is_correct",
-    "kl_penalized_score",
-    "length_reward",
-    "overlong_penalty",
-    "prompt_priority",
-    "response_length",
-    "signed_score",
-]
-
 OverlongForm = Literal["piecewise", "linear"]
 """Penalty of a response beyond the longest length: -1 ("piecewise"), or growing ("linear")."""
 

@@ -34,17 +34,6 @@ from ..roles.language import (
 )
 from .reductions import check_token_columns, zero_where_masked_out
 
-__all__ = [
-    "RolloutCorrection",
-    "corrected_batch",
-    "effective_sample_size",
-    "rollout_weight",
-    "self_normalized",
-    "weighted_advantage",
-    "with_rollout_logprob",
-]
-
-
 CorrectedAdvantage = Annotated[Tensor, f32(SAMPLE, TOKEN), Behavior()]
 """Advantages that already make up for the age of the weights that sampled the tokens."""
 

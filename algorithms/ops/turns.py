@@ -16,8 +16,6 @@ from .kl import KLEstimator, kl_estimate
 from .macro_actions import macro_mask
 from .reductions import Variance, check_token_columns, zero_where_masked_out
 
-__all__ = ["branch_turn", "conversation_advantage", "discounted_outcome", "turn_rewards"]
-
 
 @op(scope="row")
 def turn_rewards(

@@ -21,14 +21,6 @@ from .final_state import with_final_state
 from .macro_actions import sum_over_macros
 from .reductions import check_token_columns, zero_where_masked_out
 
-__all__ = [
-    "ActionValue",
-    "Utterances",
-    "bellman_targets",
-    "utterance_advantage",
-    "utterances",
-]
-
 ActionValue = Literal["critic", "backup"]
 """What Q(s, a) is in an advantage: what the critic says of the turn, or the target that it learns
 this from, `r + discount * V(s')`, with what the environment answered."""

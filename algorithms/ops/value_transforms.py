@@ -14,18 +14,6 @@ from ..roles.language import PerStep, StepMask
 from .reductions import check_token_columns
 from .returns import GaeTargets
 
-__all__ = [
-    "percentile_scale",
-    "percentile_scaled",
-    "scaled_advantage",
-    "symexp",
-    "symlog",
-    "two_hot",
-    "two_hot_loss",
-    "two_hot_value",
-    "value_bins",
-]
-
 
 def symlog(x: Tensor) -> Tensor:
     """`sign(x) ln(1 + |x|)`: keeps signs, squeezes large numbers."""

@@ -15,15 +15,6 @@ from ..roles.language import PerSample, PerToken, TokenIds, TokenMask
 from .reductions import check_token_columns, zero_where_masked_out
 from .reward_shaping import check_known
 
-__all__ = [
-    "WeighedResponses",
-    "better_responses",
-    "first_token",
-    "priority",
-    "systematic_rows",
-    "value_of_prompt",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WeighedResponses:

@@ -11,8 +11,6 @@ from ..ops.rewards import calibrated_score
 from ..roles.language import PerSample, Policy, Prompts, Reward, Rollout, Sampling
 from .policy_updates import check_groups, check_updates
 
-__all__ = ["Constrained", "Compared", "sample_and_judge"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Constrained:

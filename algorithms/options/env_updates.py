@@ -15,8 +15,6 @@ from ..roles.environment import (
 )
 from ..roles.language import TrainMetrics
 
-__all__ = ["actor_critic_batch", "gae_of", "train_actor_critic"]
-
 
 def gae_of(traj: Trajectories, values: Values, *, discount: float, gae_lambda: float) -> GaeTargets:
     """Advantages of trajectories, across the ends of their episodes; see `gae`.

@@ -9,8 +9,6 @@ from ..losses.sequence import ComparedPairBatch, PairLoss
 from ..roles.language import PerSample, Policy, Rollout, Sampling, TrainMetrics
 from .policy_updates import check_updates
 
-__all__ = ["PairUpdates", "train_on_pairs"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PairUpdates:

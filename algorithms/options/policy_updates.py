@@ -9,8 +9,6 @@ from ...dataflow.option_checks import check_range
 from ..ops.rollout_correction import RolloutCorrection, corrected_batch
 from ..roles.language import PerToken, Policy, PolicyOutput, Rollout, Sampling, TrainMetrics
 
-__all__ = ["PolicyUpdates", "check_groups", "check_updates", "train_policy"]
-
 
 class SampledUpdates(Protocol):
     """The options of every step that samples responses and trains on them."""

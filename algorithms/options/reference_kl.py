@@ -6,8 +6,6 @@ from ..ops.kl import response_kl
 from ..ops.rewards import kl_penalized_score
 from ..roles.language import PerSample, PerToken, Policy, Rollout
 
-__all__ = ["reference_logprob", "reported_kl", "score_less_kl"]
-
 
 def reference_logprob(
     ref: Policy, roll: Rollout, kl_coef: float, temperature: float

@@ -27,18 +27,6 @@ from ...dataflow.graph.axes import i64
 from ...dataflow.graph.role import Role
 from .language_tables import SAMPLE, TOKEN, PerSample, PerToken, Rollout, Sampling
 
-__all__ = [
-    "ENDINGS",
-    "Agent",
-    "Conversations",
-    "PieceNumber",
-    "Turn",
-    "TurnIndex",
-    "TurnNumber",
-    "TurnRequest",
-    "Turns",
-]
-
 ENDINGS = ("done", "last turn", "out of tokens", "failed")
 """Why a conversation ended: the other side said so, it had as many turns or tokens as it may have,
 or the other side broke."""

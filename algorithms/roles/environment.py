@@ -31,31 +31,6 @@ from ...dataflow.graph.axes import Axis, Behavior, GroupId, boolean, f32, i64
 from ...dataflow.graph.role import Loss, Role, call
 from .language import PolicyOutput, TrainMetrics, ValueOutput
 
-__all__ = [
-    "ENV",
-    "TIME",
-    "ActionMask",
-    "ActionSpace",
-    "Actions",
-    "Actor",
-    "ActorCritic",
-    "ActorCriticBatch",
-    "ActorCriticOutput",
-    "Acts",
-    "Env",
-    "EnvGroup",
-    "EnvId",
-    "EnvMask",
-    "EnvRows",
-    "Evaluation",
-    "RecurrentStates",
-    "Observations",
-    "PerEnv",
-    "PerEnvStep",
-    "Trajectories",
-    "Values",
-]
-
 ENV = Axis("env")
 TIME = Axis("time")
 FEATURE = Axis("feature")

@@ -11,8 +11,6 @@ from ...dataflow.graph.axes import Axis, GroupId, i64
 from ...dataflow.graph.role import Role, call
 from .environment import ActorCritic, Trajectories
 
-__all__ = ["GAME", "BoardGame", "GameRows"]
-
 GAME = Axis("game")
 
 GameNumber = Annotated[Tensor, i64(GAME)]

@@ -17,8 +17,6 @@ from ...dataflow.graph.role import Loss, Role, call
 from .environment import COMPONENT, ENV, FEATURE, TIME, Actor, Trajectories
 from .language import TrainMetrics, ValueOutput
 
-__all__ = ["SAMPLED_STEP", "QBatch", "QNetwork", "Replay", "Transitions"]
-
 SAMPLED_STEP = Axis("sampled_step")
 
 SampledObs = Annotated[Tensor, f32(SAMPLED_STEP, TIME, FEATURE)]

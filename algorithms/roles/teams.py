@@ -8,8 +8,6 @@ from ...dataflow.graph.role import Loss, Role, call
 from .environment import LastObservation, Observations, Values
 from .language import TrainMetrics, ValueOutput
 
-__all__ = ["TeamCritic"]
-
 B = TypeVar("B")
 
 

@@ -19,20 +19,6 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import torch
 
-__all__ = [
-    "Behavior",
-    "Axis",
-    "DType",
-    "GroupId",
-    "Spec",
-    "boolean",
-    "f32",
-    "i64",
-    "has_mark",
-    "is_optional",
-    "spec_of",
-]
-
 
 @dataclass(frozen=True)
 class Axis:

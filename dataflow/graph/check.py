@@ -16,21 +16,6 @@ from .graph import Constant, Graph, Node, NodeKind
 from .proxies import Column, RoleStandIn, TrainHandle, table_type
 from .role import Loss
 
-__all__ = [
-    "FlowWarning",
-    "check_argument",
-    "check_batch",
-    "check_column",
-    "check_filtered",
-    "check_lag",
-    "check_output",
-    "check_rows",
-    "check_table",
-    "check_unused",
-    "hints_of",
-    "is_table",
-]
-
 
 class FlowWarning(UserWarning):
     """A step that is valid but probably not what was meant."""

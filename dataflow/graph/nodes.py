@@ -13,17 +13,6 @@ from ..kinds import NodeKind, WeightRead
 from .axes import Spec
 from .role import Loss, Scope
 
-__all__ = [
-    "Argument",
-    "Constant",
-    "Node",
-    "OutputColumn",
-    "Ref",
-    "RoleRef",
-    "TableArgument",
-    "argument_json",
-]
-
 
 @dataclass(frozen=True)
 class Ref:

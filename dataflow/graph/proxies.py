@@ -16,17 +16,6 @@ from .axes import Spec
 from .graph import Ref
 from .role import CallSpec, Role, call_spec
 
-__all__ = [
-    "Column",
-    "MethodStandIn",
-    "RoleStandIn",
-    "TrainHandle",
-    "nearest",
-    "standins_in",
-    "table_standin",
-    "table_type",
-]
-
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?` if something known is close to `name`, else a list of what is known."""

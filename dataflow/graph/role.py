@@ -16,19 +16,6 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CallKind",
-    "CallSpec",
-    "Loss",
-    "LossSum",
-    "Metric",
-    "Role",
-    "Scope",
-    "add_metrics",
-    "call",
-    "call_spec",
-]
-
 Scope = Literal["row", "group", "batch"]
 """What a node must see at once: single rows, all rows of a group, or the whole batch."""
 

@@ -12,8 +12,6 @@ from .graph import Graph
 from .nodes import Constant, Node, NodeKind
 from .streaming import streaming
 
-__all__ = ["check_segments"]
-
 
 def check_segments(graph: Graph) -> None:
     """Require that rollouts may go on in later steps.

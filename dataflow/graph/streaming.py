@@ -17,8 +17,6 @@ from .graph import Graph
 from .nodes import Constant, Node, NodeKind, RoleRef
 from .role import Loss
 
-__all__ = ["Streaming", "streaming"]
-
 _MOST_TOTALS = 64
 """At least as many numbers as any loss has totals."""
 

@@ -51,8 +51,6 @@ from .proxies import (
 )
 from .role import CallKind, CallSpec, Role, Scope
 
-__all__ = ["build", "is_recording", "op"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

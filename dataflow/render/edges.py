@@ -12,8 +12,6 @@ from typing import Literal
 
 from ..graph.graph import Graph, Node, NodeKind
 
-__all__ = ["ArrowKind", "DrawnArrow", "arrows_of"]
-
 ArrowKind = Literal["stream", "barrier", "weights"]
 
 

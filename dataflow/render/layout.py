@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from statistics import mean
 
-__all__ = ["Item", "Layout", "Line", "lay_out"]
-
 _BEND_WIDTH = 10.0
 _GAP = 26.0
 _SWEEPS = 24

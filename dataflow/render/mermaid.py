@@ -6,9 +6,6 @@ from ..graph.graph import Graph, Node
 from .edges import ArrowKind, arrows_of
 from .svg import KIND_FILLS, role_colors
 
-__all__ = ["to_mermaid"]
-
-
 _MERMAID_ARROWS: dict[ArrowKind, str] = {"stream": "-->", "barrier": "==>", "weights": "-.->"}
 
 

@@ -15,8 +15,6 @@ from ..graph.graph import Graph, Node, NodeKind
 from .edges import ArrowKind, DrawnArrow, arrows_of
 from .layout import Item, Line, lay_out
 
-__all__ = ["KIND_FILLS", "role_colors", "to_svg"]
-
 KIND_FILLS: Mapping[NodeKind, str] = {
     NodeKind.SOURCE: "#eaeef2",
     NodeKind.OP: "#ffffff",

@@ -14,8 +14,6 @@ from ..graph.graph import Graph, Node, OutputColumn, Ref
 from .messages import Part
 from .ragged import Packed, concatenate, lengths_of, unpack
 
-__all__ = ["CallColumns", "empty_part", "length_key", "output_lengths", "returned_columns"]
-
 
 class CallColumns:
     """A call's inputs: dense tensors on demand, each unpacked once, and their rows and lengths."""

@@ -22,22 +22,6 @@ from typing import Literal, TypeAlias
 from ..errors import FlowError
 from ..graph.tracer import is_recording
 
-__all__ = [
-    "CallKey",
-    "DeadlineExceeded",
-    "Piece",
-    "call_in_flight",
-    "call_key",
-    "call_lag",
-    "call_piece",
-    "call_scope",
-    "call_staleness",
-    "call_version",
-    "current_step",
-    "deadline",
-    "step_scope",
-]
-
 
 @dataclass(frozen=True)
 class CallKey:

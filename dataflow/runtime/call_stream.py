@@ -19,8 +19,6 @@ from ..graph.role import Role
 from .messages import AnswerWork, CallWork
 from .worker_protocol import Streamed, Streams
 
-__all__ = ["CallStream", "one_by_one", "overrides"]
-
 _Arguments = Mapping[str, Any]
 
 

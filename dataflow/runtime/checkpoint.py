@@ -22,17 +22,6 @@ from .kept import Hold
 from .messages import Handle
 from .recovery.ledger import Ledger
 
-__all__ = [
-    "CheckpointFolder",
-    "Interval",
-    "Pauses",
-    "ResumePoint",
-    "SavedRun",
-    "Suspended",
-    "read_resume_point",
-    "write_run_state",
-]
-
 _STATE_FILE = "run.json"
 
 

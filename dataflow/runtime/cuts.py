@@ -12,8 +12,6 @@ from .call_columns import CallColumns
 from .messages import Part
 from .ragged import split
 
-__all__ = ["cut", "cut_table", "even_cuts", "rank_shares"]
-
 
 def cut(node: Node, columns: CallColumns, packed: Part, num_chunks: int) -> tuple[Part, ...]:
     """Cut a whole batch's output into chunks: like its inputs' where rows are kept, else evenly."""

@@ -17,19 +17,6 @@ from typing import Protocol, TypeGuard, runtime_checkable
 from .messages import LayoutWork, SaveReportWork, Work
 from .placement import DeviceGroup, sharing
 
-__all__ = [
-    "DeviceSharing",
-    "HandOff",
-    "Offloaded",
-    "Refilled",
-    "Sleeper",
-    "needs_device",
-    "on_device",
-    "sleep_offloaded",
-    "sleep_workers",
-    "wake_workers",
-]
-
 
 @runtime_checkable
 class Sleeper(Protocol):

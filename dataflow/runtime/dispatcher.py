@@ -16,8 +16,6 @@ from .executor import Completion, Executor, Restart
 from .messages import Work
 from .recovery.limits import Told, WorkerLost
 
-__all__ = ["Dispatcher", "Submission", "describe"]
-
 POLL_S = 1.0
 """Longest wait for completions before deadlines are looked at again."""
 

@@ -13,8 +13,6 @@ from .executor import build_role
 from .source import Source
 from .worker_protocol import WorkerContext, WorkerSpec, close_workers
 
-__all__ = ["run_eagerly"]
-
 
 def run_eagerly(
     step: Callable[..., Any],

@@ -60,8 +60,6 @@ from .worker_protocol import (
     drain_metrics,
 )
 
-__all__ = ["Host"]
-
 Fetch = Callable[[Any], Any]
 
 

@@ -12,8 +12,6 @@ from ..graph.nodes import Node, NodeKind
 from ..graph.streaming import streaming
 from .placement import Placement, sharing
 
-__all__ = ["check_in_flight", "in_flight"]
-
 
 def in_flight(graph: Graph, placement: Placement) -> dict[str, str]:
     """Rollout -> why it cannot take newer weights while it is sampled; "" if it can.

@@ -23,8 +23,6 @@ from .messages import Handle, Part, Work
 from .remote_inference import ServedRole, ServedWeights
 from .worker_protocol import WorkerContext, WorkerSpec, close_workers
 
-__all__ = ["InProcess"]
-
 
 class InProcess:
     """Runs everything in the calling thread: no processes, no copies, and pdb works.

@@ -15,8 +15,6 @@ from ..scheduler.events import Output
 from .call_columns import CallColumns
 from .messages import Part
 
-__all__ = ["Hold", "KeptColumns"]
-
 
 class Hold:
     """Outputs that no node needs any more, held until those of their step are let go.

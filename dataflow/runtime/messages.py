@@ -17,32 +17,6 @@ from ..written_files import WrittenFile
 from .call_context import Piece
 from .ragged import Packed
 
-__all__ = [
-    "AnswerWork",
-    "BeginStreamWork",
-    "CallMethodWork",
-    "CallWork",
-    "ExportSlicesWork",
-    "ExportWork",
-    "Handle",
-    "HeldLayout",
-    "SetServedVersionWork",
-    "ImportSlicesWork",
-    "ImportWork",
-    "LayoutWork",
-    "LoadPartWork",
-    "LoadStateWork",
-    "Part",
-    "Report",
-    "Result",
-    "SavePartWork",
-    "SaveReport",
-    "SaveReportWork",
-    "SaveStateWork",
-    "Weights",
-    "Work",
-]
-
 Part = tuple[Packed, ...]
 """One chunk of a node's output: its columns, in the order of `Node.outputs`."""
 

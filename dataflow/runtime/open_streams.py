@@ -16,8 +16,6 @@ from .dispatcher import Submission
 from .executor import Restart
 from .messages import AnswerWork
 
-__all__ = ["OpenStream", "OpenStreams"]
-
 
 @dataclass
 class OpenStream:

@@ -19,17 +19,6 @@ from ..scheduler.flow import Flow, FlowNode
 from ..scheduler.schedule import Schedule
 from .remote_inference import remote_methods
 
-__all__ = [
-    "ClusterNode",
-    "DeviceGroup",
-    "Placement",
-    "check_placement",
-    "flow_of",
-    "follow",
-    "one_group",
-    "sharing",
-]
-
 
 @dataclass(frozen=True)
 class ClusterNode:

@@ -21,8 +21,6 @@ from .messages import (
     Work,
 )
 
-__all__ = ["Publication"]
-
 
 class Publication:
     """Makes the work of publishing and loading, and has it done between runs.

@@ -17,8 +17,6 @@ from torch import Tensor
 from ..errors import WorkerError
 from ..graph.axes import DType, Spec
 
-__all__ = ["Packed", "concatenate", "lengths_of", "pack", "split", "unpack"]
-
 
 @dataclass(frozen=True)
 class Packed:

@@ -24,16 +24,6 @@ from numpy.typing import NDArray
 from ..errors import PlanError, WorkerError, no_exit
 from ..graph.role import Role, call_spec
 
-__all__ = [
-    "Array",
-    "SendRequest",
-    "BatchedInference",
-    "ServedWeights",
-    "InferenceRequest",
-    "ServedRole",
-    "remote_methods",
-]
-
 Array = NDArray[Any]
 """Of numbers or truth values, of any shape."""
 

@@ -66,8 +66,6 @@ from .source import Source, read_source
 from .step_result import Done, StepResult, step_result
 from .watch import WATCH, Watch, holds
 
-__all__ = ["Run", "Trained"]
-
 _Spans = list[tuple[float, float]]
 
 Trained = dict[str, tuple[str, str]]

@@ -11,8 +11,6 @@ from .cuts import cut_table
 from .messages import Part
 from .ragged import lengths_of, pack
 
-__all__ = ["Source", "read_source"]
-
 
 class Source(Protocol):
     """Where a step's rows come from: a pure function of the step's index."""

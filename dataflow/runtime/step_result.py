@@ -13,8 +13,6 @@ from .executor import TaskSpan
 from .messages import Report
 from .placement import Placement
 
-__all__ = ["Done", "StepResult", "step_result"]
-
 
 @dataclass(frozen=True)
 class StepResult:

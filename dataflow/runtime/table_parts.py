@@ -21,8 +21,6 @@ from ..graph.axes import Spec, spec_of
 from .messages import Part
 from .ragged import Packed, lengths_of, pack, unpack
 
-__all__ = ["load_part", "pack_table", "save_part", "unpack_table"]
-
 T = TypeVar("T")
 
 

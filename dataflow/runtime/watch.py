@@ -19,8 +19,6 @@ from .kept import Hold, KeptColumns
 from .messages import CallWork, Handle
 from .placement import Placement
 
-__all__ = ["WATCH", "Watch", "holds", "watch_before"]
-
 WATCH = "watch"
 """The program that looks."""
 

@@ -19,24 +19,6 @@ from ..graph.role import Metric, Role
 from ..written_files import WrittenFile
 from .call_context import DeadlineExceeded, deadline
 
-__all__ = [
-    "CLOSE_S",
-    "Closable",
-    "Continues",
-    "SavesLater",
-    "Stateful",
-    "Streamed",
-    "Streams",
-    "TakesPieces",
-    "TakesWeights",
-    "Trainable",
-    "WorkerContext",
-    "WorkerSpec",
-    "WriteState",
-    "close_workers",
-    "drain_metrics",
-]
-
 CLOSE_S = 5.0
 """Seconds a worker may take to close."""
 

@@ -20,8 +20,6 @@ from .schedule import Schedule
 from .steps import FlowIndex, StepState
 from .weight_versions import Weights
 
-__all__ = ["Checkpoints"]
-
 _NEVER = 1 << 62
 
 

@@ -16,8 +16,6 @@ import heapq
 
 from ..errors import StateError
 
-__all__ = ["Consumption"]
-
 _Key = tuple[int, int]
 _FIRST: _Key = (-1, -1)
 

@@ -12,8 +12,6 @@ from .schedule import Deadline
 from .state import SchedulerState
 from .weight_versions import NO_CEILING, Instance
 
-__all__ = ["describe", "hang_report", "state_of"]
-
 _MAX_BLOCKED = 8
 
 

@@ -11,40 +11,6 @@ from typing import Literal, TypeAlias
 
 from .report import FailureReport, HangReport
 
-__all__ = [
-    "Abort",
-    "AdmitStep",
-    "Awaited",
-    "CheckpointSaved",
-    "DropSnapshot",
-    "Event",
-    "Finished",
-    "Instruction",
-    "Load",
-    "NodeTask",
-    "Output",
-    "Pause",
-    "Publish",
-    "Release",
-    "Resize",
-    "ResizeGroup",
-    "Resized",
-    "Restarted",
-    "ResumeState",
-    "RunCall",
-    "RunStream",
-    "RunTrain",
-    "SaveCheckpoint",
-    "SourceReady",
-    "StepCompleted",
-    "Stop",
-    "Task",
-    "TaskDone",
-    "TaskFailed",
-    "Tick",
-    "Versions",
-]
-
 Versions: TypeAlias = tuple[tuple[str, int], ...]
 """`(trainable role, version read)` pairs, sorted by role."""
 

@@ -16,8 +16,6 @@ from typing import Literal
 
 from ..kinds import WeightRead
 
-__all__ = ["Flow", "FlowKind", "FlowNode"]
-
 FlowKind = Literal["source", "op", "rollout", "forward", "train"]
 
 _KINDS = ("source", "op", "rollout", "forward", "train")

@@ -12,8 +12,6 @@ from .events import Load, NodeTask, Output, Task
 from .state import SchedulerState
 from .steps import StepState
 
-__all__ = ["violations"]
-
 
 def violations(scheduler: SchedulerState) -> list[str]:
     """Every invariant that does not hold, in words."""

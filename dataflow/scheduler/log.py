@@ -14,8 +14,6 @@ from typing import TypeAlias
 from .events import NodeTask, Task, Versions
 from .rank_queues import Running
 
-__all__ = ["EventLog", "LogEntry", "chain_sha256", "rank_names", "versions_text"]
-
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:

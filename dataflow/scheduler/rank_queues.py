@@ -21,8 +21,6 @@ from typing import TypeAlias
 
 from .events import Load, NodeTask, Task, Versions
 
-__all__ = ["Priority", "RankPool", "Running"]
-
 Priority: TypeAlias = tuple[int, int, int]
 """`(step, node index, chunk)`; lower runs first."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from .flow import Flow
 from .schedule import Schedule
 
-__all__ = ["ReadRule", "read_rules", "runs_ahead"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReadRule:

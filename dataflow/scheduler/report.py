@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from .schedule import Deadline
 
-__all__ = ["FailureReport", "HangReport", "HungTask"]
-
 
 @dataclass(frozen=True)
 class FailureReport:

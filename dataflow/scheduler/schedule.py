@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["MOST_LAG", "Deadline", "Schedule"]
-
 MOST_LAG = 1000
 """Steps that generation may run ahead: what is sampled in them is kept, and the scheduler looks
 through it with every event."""

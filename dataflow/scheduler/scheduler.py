@@ -66,8 +66,6 @@ from .schedule import Schedule
 from .state import SchedulerState
 from .steps import StepState
 
-__all__ = ["Scheduler"]
-
 _NO_VERSIONS: Versions = ()
 _TOLD = 50
 """Transitions told with an error that concerns no task in particular."""

@@ -36,8 +36,6 @@ from .events import (
 )
 from .scheduler import Scheduler
 
-__all__ = ["Simulation", "Span", "dry_run"]
-
 _Work: TypeAlias = (
     RunCall | RunStream | RunTrain | Publish | Load | AdmitStep | SaveCheckpoint | ResizeGroup
 )

@@ -14,8 +14,6 @@ from .schedule import Schedule
 from .steps import FlowIndex, StepState, restored_steps
 from .weight_versions import Weights
 
-__all__ = ["SchedulerState"]
-
 
 class SchedulerState:
     """The state of a run of `num_steps` steps of `flow` under `schedule`; see `Scheduler`.

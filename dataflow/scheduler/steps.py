@@ -11,8 +11,6 @@ from .events import NodeTask, Output, ResumeState, Versions
 from .flow import Flow
 from .read_rules import ReadRule
 
-__all__ = ["FlowIndex", "StepState", "restored_steps"]
-
 
 class FlowIndex:
     """A flow's edges by node index, computed once.

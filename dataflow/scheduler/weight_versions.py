@@ -34,8 +34,6 @@ from .flow import Flow
 from .read_rules import ReadRule, read_rules
 from .schedule import Schedule
 
-__all__ = ["NO_CEILING", "Instance", "Weights"]
-
 NO_CEILING = 1 << 62
 """Ceiling of an instance that nobody will read again."""
 

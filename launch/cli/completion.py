@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from ...dataflow.errors import ConfigError
 from .doctor import OPTIONS
 
-__all__ = ["complete"]
-
 _SCRIPT = """\
 _penstock_complete()
 {

@@ -24,8 +24,6 @@ import psutil
 from ...dataflow.errors import ConfigError
 from .doctor_machine import machine_report, room
 
-__all__ = ["OPTIONS", "doctor_command"]
-
 OPTIONS = ("--json", "--no-start")
 
 _USAGE = """\

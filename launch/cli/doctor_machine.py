@@ -17,8 +17,6 @@ from typing import Any
 
 import psutil
 
-__all__ = ["gib", "machine_report", "room"]
-
 _SMI_S = 20.0
 """How long `nvidia-smi` may take; a second on an idle machine."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..placement.described import Seat
     from ..stages.job import Job
 
-__all__ = ["dry_run_command"]
-
 _COLUMNS = ("group", "process", "rank", "node", "device", "memory", "roles")
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ...configs.schema import EvalConfig
     from ..run_dir.evaluations import Measured
 
-__all__ = ["eval_command"]
-
 _OWN = ("run", "step", "output")
 _TAKEN = ("evaluation", "executor")
 """Sections of which keys may be given with a run."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ...configs.schema import ExportConfig
     from ..stages.kept_run import KeptCheckpoint, KeptRun
 
-__all__ = ["export_command", "push_folder", "target_folder"]
-
 
 def export_command(arguments: list[str]) -> int:
     """Run the command; `arguments` are the words after `penstock export`."""

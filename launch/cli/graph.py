@@ -13,8 +13,6 @@ from ...dataflow.render.svg import to_svg
 from .hydra_app import hydra_app, refuse_resume
 from .plan import output_file, write_output
 
-__all__ = ["FORMATS", "graph_command"]
-
 
 def _text(graph: Graph) -> str:
     """The graph, and what of it could stream if something is sampled."""

@@ -35,8 +35,6 @@ from ...configs.references import CONFIGS, groups, options_of
 from ...dataflow.errors import ConfigError, nearest, no_exit
 from ...workers.models.hub import is_hub_id
 
-__all__ = ["chosen", "compose", "given_overrides", "hydra_app", "refuse_resume"]
-
 Task = Callable[[dict[str, Any]], None]
 
 _OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")

@@ -25,8 +25,6 @@ from ...workers.envs.actors.perceptron import PerceptronSpec
 from ..inputs.data import TASKS
 from ..inputs.env_specs import ENV_SPECS, FILLED_IN
 
-__all__ = ["as_yaml", "key_reference"]
-
 _FOR = """For everybody who sets a key: all keys of the commands, with defaults and meanings.
 They are generated from the types that declare them. [Configuration](configuration.md) explains how
 a run is composed of them, and the keys of the other algorithms are on

@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from ...planner.report.comparison import Comparison
     from ..placement.plan_request import PlanRequest
 
-__all__ = [
-    "OUTPUTS",
-    "found_plan",
-    "output_file",
-    "plan_command",
-    "profile_command",
-    "write_output",
-]
-
 OUTPUTS = ("json", "html", "trace", "output")
 """Keys that name files to write."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ..run_dir.trackers.tracker import Tracker
     from ..stages.job import Job
 
-__all__ = ["DRY_RUN", "carry_out_again", "run_command", "run_composed"]
-
 DRY_RUN = "--dry-run"
 """As an option of `penstock run`: check everything, and start nothing."""
 

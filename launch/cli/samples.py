@@ -21,8 +21,6 @@ from ..run_dir.samples import (
 )
 from .words import chosen, split_words, whole_number
 
-__all__ = ["samples_command"]
-
 _KEYS: Mapping[str, str] = {
     "run": "the folder of a run",
     "step": "a step, counted from 0; `last` (the default) or `all`",

@@ -10,8 +10,6 @@ from ..run_dir.run_folder import RunFolder, open_run
 from ..run_dir.scaling import ElasticGroup, read_groups, write_wish
 from .words import split_words, whole_number
 
-__all__ = ["scale_command"]
-
 _HELP = """\
 usage: penstock scale run=FOLDER GROUP=NUMBER ...
 

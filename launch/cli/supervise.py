@@ -28,8 +28,6 @@ from ..run_dir.stop import say
 from ..run_dir.supervised import environment_of, what_was_told
 from ..run_dir.trackers.jsonl import read_metrics
 
-__all__ = ["SUPERVISE", "supervise_command"]
-
 SUPERVISE = "--supervise"
 """As an option of `penstock run`: start it again when its process dies."""
 

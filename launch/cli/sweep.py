@@ -25,8 +25,6 @@ from .hydra_app import compose
 from .runs.table import print_table
 from .words import chosen, whole_number
 
-__all__ = ["OWN", "sweep_command"]
-
 OWN = "sweep."
 """How the sweep's own words begin."""
 

@@ -14,8 +14,6 @@ from ..watch.known_runs import KnownRuns
 from ..watch.pages import Pages
 from .words import split_words
 
-__all__ = ["watch_command"]
-
 _KEYS: Mapping[str, str] = {
     "port": "of this machine; 0 (the default) for any that is free",
     "runs": "the folder of all runs, `runs` by default",

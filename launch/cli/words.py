@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from ...dataflow.errors import ConfigError, nearest
 
-__all__ = ["Words", "chosen", "split_words", "whole_number"]
-
 _Choice = TypeVar("_Choice", bound=str)
 
 

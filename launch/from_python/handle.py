@@ -28,8 +28,6 @@ from .live_curve import Curve
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["RunHandle", "open_run"]
-
 _FACTS = (
     "num_steps",
     "accuracy_before_rl",

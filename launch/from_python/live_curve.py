@@ -15,8 +15,6 @@ from ..run_dir.progress_events import format_values
 from ..run_dir.trackers.tracker import RunInfo
 from ..stages.headline import CURVE_ENDS, Headline
 
-__all__ = ["Curve", "LiveCurve", "in_notebook"]
-
 _MOST_POINTS = 400
 """Of a curve: more are not seen, and a picture is sent again with each change."""
 

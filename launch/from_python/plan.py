@@ -25,8 +25,6 @@ from .words import as_words
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["Planned", "plan"]
-
 _HEIGHT = 760
 """Pixels of the page in a notebook."""
 

@@ -13,8 +13,6 @@ from .handle import RunHandle
 from .live_curve import LiveCurve, in_notebook
 from .words import as_words
 
-__all__ = ["run"]
-
 
 def run(*words: str, **keys: Any) -> RunHandle:
     """Train as an algorithm, a model and a task say, or go on with a run; comes back at its end.

@@ -9,8 +9,6 @@ from typing import Any, cast
 
 from ...dataflow.errors import ConfigError
 
-__all__ = ["as_words"]
-
 _OPTIONS = ("--config-dir", "-cd")
 """Those of the command line that mean something here."""
 

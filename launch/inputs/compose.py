@@ -39,19 +39,6 @@ from .engines import Engines, engines_of, refuse_engines
 from .env_specs import MODEL_TYPE, refuse_other_value_loss
 from .record import Recorded, check_followers, load_step, recorded, step_cfg
 
-__all__ = [
-    "AUTO",
-    "on_a_device",
-    "PlacementInputs",
-    "Resolved",
-    "check_calibration",
-    "check_model",
-    "dumped",
-    "resolve",
-    "resolved",
-    "run_config",
-]
-
 AUTO = "auto"
 """As `placement`: let the planner choose."""
 

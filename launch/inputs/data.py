@@ -40,8 +40,6 @@ from ...workers.envs.task import EnvTaskSpec
 from ...workers.models.tokenizer import Tokenizer, TokenizerSpec
 from .env_specs import acted_in
 
-__all__ = ["TASKS", "Data", "load_data", "task_spec_of"]
-
 TASKS: Mapping[str, Any] = {
     "reasoning_gym": ReasoningTaskSpec,
     "file": FileTaskSpec,

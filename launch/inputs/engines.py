@@ -20,8 +20,6 @@ from ...workers.engines.registry import DEFAULT, ENGINES, rollouts
 from .own_workers import is_own
 from .record import Recorded
 
-__all__ = ["Engines", "engines_of", "refuse_engines"]
-
 
 def _why_not_own(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
     if layout.checkpointing and kind == "train":

@@ -30,22 +30,6 @@ from ...workers.envs.task import EnvTaskSpec
 from ...workers.envs.worker import EnvWorkerSpec
 from ...workers.training.optimizer import OptimizerSpec
 
-__all__ = [
-    "ENV_CONTRACTS",
-    "ENV_SPECS",
-    "FILLED_IN",
-    "GameTaskSpec",
-    "MODEL_TYPE",
-    "NETWORKS",
-    "acted_in",
-    "env_task",
-    "env_worker",
-    "game_task",
-    "perceptron_spec",
-    "refuse_other_value_loss",
-    "refuse_scaled_fitness",
-]
-
 ENV_CONTRACTS: Mapping[str, type[Role]] = {
     "env": Env,
     "board": BoardGame,

@@ -19,8 +19,6 @@ from ...dataflow.file_errors import file_error
 from ...dataflow.runtime.recovery.ledger import LedgerError
 from ...dataflow.runtime.recovery.limits import WorkerLost
 
-__all__ = ["Unforeseen", "in_our_words", "may_go_on"]
-
 _MOST_CHARACTERS = 2000
 
 

@@ -21,8 +21,6 @@ from ...workers.models.tokenizer import TokenizerSpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ...workers.training.optimizer import OptimizerSpec
 
-__all__ = ["GIVEN", "asked_for", "check_takes", "is_own"]
-
 GIVEN: Mapping[str, Any] = {
     "model": ModelSpec,
     "optimizer": OptimizerSpec,

@@ -28,8 +28,6 @@ from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
 from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
 
-__all__ = ["Recorded", "averages", "check_followers", "load_step", "record", "recorded", "step_cfg"]
-
 
 @dataclass(frozen=True)
 class Recorded:

@@ -18,8 +18,6 @@ from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind
 from ...dataflow.graph.role import Loss
 from ...dataflow.runtime.placement import Placement
 
-__all__ = ["check_lengths", "check_sizes", "converses", "longest_sampled", "train_items"]
-
 
 @dataclass(frozen=True)
 class _Rows:

@@ -26,8 +26,6 @@ from .data import Data
 from .env_specs import GameTaskSpec, env_task, game_task, refuse_scaled_fitness
 from .record import Recorded
 
-__all__ = ["TABLES", "check_tables", "longest_rows", "sources_of", "statistics_of"]
-
 
 @dataclass(frozen=True)
 class _Wanted:

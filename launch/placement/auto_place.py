@@ -43,8 +43,6 @@ from .machine import analytic_cpus
 from .place import executor_kind
 from .plan_inputs import PlanInputs
 
-__all__ = ["CALIBRATION", "Choice", "choose", "idle_gpus"]
-
 CALIBRATION = "calibration.json"
 """Below the folder of runs: where a calibration is looked for if none is named."""
 

@@ -11,8 +11,6 @@ from ...configs.validate import nearest_key, validated
 from ...dataflow.errors import ConfigError
 from ...planner.inputs.cluster import ClusterSpec, NodeGroup
 
-__all__ = ["MEASURED", "cluster_spec", "named_devices", "presets"]
-
 MEASURED = "measured"
 """The cluster that a calibration file describes."""
 

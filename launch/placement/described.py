@@ -18,8 +18,6 @@ from ...planner.plan.plan import Plan
 from ...planner.report.plan_texts import cluster_text
 from ...workers.executors.assignment import Machine, NoRoom, assign, shares_of
 
-__all__ = ["Seat", "check_devices", "check_fits", "seats"]
-
 _DEVICE = "device"
 """The label under which a described machine says what its devices are."""
 

@@ -16,8 +16,6 @@ from ...planner.inputs.calls import CALL_KINDS
 from ...planner.plan.plan import GroupPlan, Plan
 from ..inputs.engines import Engines
 
-__all__ = ["check_layouts", "divided"]
-
 
 @dataclass(frozen=True)
 class _Kind:

@@ -16,8 +16,6 @@ from ...planner.formatting import bytes_text
 from ...planner.inputs.cluster import ClusterSpec
 from .cluster_inputs import presets
 
-__all__ = ["Gpu", "as_cluster", "gpus_here", "preset_of", "said_of"]
-
 _FORM = frozenset(["nvidia", "geforce", "sxm", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e"])
 """Words of a device's name that change none of its preset's figures."""
 

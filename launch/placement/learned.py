@@ -24,8 +24,6 @@ from ..inputs.compose import check_calibration
 from ..run_dir.run_folder import RunFolder
 from .machine import machine_name, threads_of
 
-__all__ = ["read_calibration"]
-
 
 def read_calibration(path: Path) -> Calibration:
     """The calibration of a file, or what the run of a folder has measured.

@@ -18,17 +18,6 @@ from ...configs.validate import validated
 from ...planner.inputs.cluster import ClusterSpec, NodeGroup
 from .cluster_inputs import cluster_spec
 
-__all__ = [
-    "analytic_cpus",
-    "cpu_node",
-    "default_ranks",
-    "has_fast_bfloat16",
-    "machine_name",
-    "most_ranks",
-    "num_cores",
-    "threads_of",
-]
-
 _MOST_RANKS = 8
 """More ranks than this are not started unless they are asked for; each takes memory of its own."""
 

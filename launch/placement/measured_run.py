@@ -23,8 +23,6 @@ from ...planner.report.comparison import Alternative
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.trace import read_trace
 
-__all__ = ["measured_run"]
-
 
 def measured_run(name: str, graph: Graph, workload: Workload) -> Alternative:
     """What a run took, as its folder's plan and trace have it.

@@ -19,8 +19,6 @@ from ...planner.inputs.cluster import ClusterSpec
 from ...planner.inputs.layout import Layout, check_layout, pinned_layout
 from ...planner.search.pins import Pins
 
-__all__ = ["flat_layouts", "pins_of", "pins_of_file"]
-
 _SIZES = ("tp", "pp", "dp", "cp")
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 

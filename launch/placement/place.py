@@ -29,16 +29,6 @@ from ..inputs.sizes import train_items
 from .divide import check_layouts, divided
 from .machine import threads_of
 
-__all__ = [
-    "executor_kind",
-    "executor_of",
-    "followed",
-    "make_executor",
-    "placement_of",
-    "with_threads",
-    "written_plan",
-]
-
 _SIZES = {"tensor_parallel": "tp", "pipeline_parallel": "pp"}
 """Sections of `executor` that divide models, and the size of a layout that each is."""
 

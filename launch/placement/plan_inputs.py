@@ -31,8 +31,6 @@ from ..inputs.own_workers import asked_for, is_own
 from ..inputs.sizes import converses
 from .settled import local_model
 
-__all__ = ["PlanInputs"]
-
 _PROMPTS_MEASURED = 2000
 """Training prompts whose lengths stand for all."""
 

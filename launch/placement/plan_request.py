@@ -35,8 +35,6 @@ from .pin_inputs import flat_layouts, pins_of, pins_of_file
 from .plan_inputs import PlanInputs
 from .settled import local_model, with_dtype
 
-__all__ = ["SECTIONS", "PlanRequest", "plan_request"]
-
 SECTIONS = ("cluster", "workload", "plan")
 """Keys that a plan has and a run has not."""
 

@@ -16,8 +16,6 @@ from .cluster_inputs import presets
 from .machine import cpu_node
 from .place import executor_kind
 
-__all__ = ["ALIKE", "joined", "labels_of", "option_of", "reported_cluster"]
-
 ALIKE = 1.1
 """How much more memory a node may have than another that is taken for its equal."""
 

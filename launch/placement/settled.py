@@ -22,8 +22,6 @@ from ..inputs.record import Recorded, averages
 from ..run_dir.stop import say
 from .machine import has_fast_bfloat16
 
-__all__ = ["fetch_weights", "local_model", "settled", "with_dtype"]
-
 
 def settled(run: Resolved) -> Resolved:
     """The run with a precision and a model that are here.

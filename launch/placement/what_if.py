@@ -18,8 +18,6 @@ from ...planner.report.comparison import Alternative, Comparison
 from ...planner.search.pins import Pins
 from .plan_request import PlanRequest
 
-__all__ = ["answered"]
-
 
 def answered(request: PlanRequest) -> tuple[Plan, tuple[Comparison, ...]]:
     """The plan, and the tables that were asked for.

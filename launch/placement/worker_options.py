@@ -11,8 +11,6 @@ from ...planner.plan.plan import Plan
 from ..inputs.engines import Engines
 from ..inputs.record import Recorded
 
-__all__ = ["planned_options"]
-
 
 def planned_options(plan: Plan, step: Recorded, engines: Engines) -> dict[str, dict[str, Any]]:
     """Role -> fields of its worker's spec that the plan decides, for the engine that trains.

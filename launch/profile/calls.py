@@ -27,8 +27,6 @@ from ...workers.engines.roles import PolicyWorker
 from ...workers.models.spec import ModelSpec
 from ...workers.training.optimizer import OptimizerSpec
 
-__all__ = ["MICRO_BATCH_TOKENS", "ProfileCall", "architecture", "calls_of_width", "make_policy"]
-
 MICRO_BATCH_TOKENS = 4096
 """Tokens that a worker computes at once, unless its options say otherwise."""
 

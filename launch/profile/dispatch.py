@@ -17,8 +17,6 @@ from ...dataflow.runtime.engine import Engine
 from ...dataflow.runtime.executor import Executor
 from ...dataflow.runtime.placement import one_group
 
-__all__ = ["call_seconds"]
-
 _CALLS = 8
 _ROWS, _TOKENS = 64, 64
 _WARM_UP = 3

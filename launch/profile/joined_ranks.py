@@ -28,8 +28,6 @@ from ..placement.reported import labels_of, option_of
 from .local_ranks import too_late
 from .rank import ProfileRank, RankRequest, RankResult
 
-__all__ = ["Seats", "joined_ranks", "seats_on"]
-
 _GROUP = "profile"
 
 

@@ -19,15 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from ...planner.cost.constants import Constants
 from ...planner.inputs.cluster import LinkSpec
 
-__all__ = [
-    "LinkTimes",
-    "across_nodes",
-    "link_constants",
-    "link_of",
-    "link_times",
-    "within_nodes",
-]
-
 _LONG_BYTES = {"cpu": 2**27, "cuda": 2**28}
 """Gradients of a model do not stay in a cache."""
 _SHORT_BYTES = 64

@@ -14,8 +14,6 @@ from ...dataflow.errors import WorkerError
 from ...dataflow.runtime.worker_protocol import CLOSE_S
 from .rank import RankRequest, RankResult, answer_file
 
-__all__ = ["local_ranks", "too_late"]
-
 
 def too_late(rank: int, deadline_s: float) -> WorkerError:
     """What is said of a rank that does not end, wherever it is."""

@@ -16,8 +16,6 @@ from ..placement.reported import ALIKE
 from .links import LinkTimes, link_constants, link_of
 from .rank import RankResult
 
-__all__ = ["MeasuredNode", "alike", "machine_text", "measured_cluster"]
-
 
 @dataclass(frozen=True)
 class MeasuredNode:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from .calls import ProfileCall
     from .measured_cluster import MeasuredNode
 
-__all__ = ["profile"]
-
 _WIDTHS = {"cpu": (64, 128, 256, 512), "cuda": (512, 1024, 2048, 4096)}
 
 

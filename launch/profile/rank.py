@@ -28,8 +28,6 @@ from ..placement.machine import machine_name
 from .calls import ProfileCall, make_policy
 from .links import LinkTimes, across_nodes, link_times, within_nodes
 
-__all__ = ["ProfileRank", "RankRequest", "RankResult", "Together", "answer_file", "measured"]
-
 _FEWEST, _MOST = 2, 25
 """Repeats of anything."""
 

@@ -8,8 +8,6 @@ from ...planner.cost.calibration import Calibration
 from ...planner.formatting import aligned, bytes_text, percent_text, seconds_text
 from ...planner.inputs.cluster import LinkSpec, NodeGroup
 
-__all__ = ["calibration_text"]
-
 _NAMES = (
     "matmul efficiency by width",
     "attention efficiency",

@@ -10,8 +10,6 @@ from typing import Any
 
 from ...dataflow.file_errors import writing
 
-__all__ = ["append", "sync_file", "sync_folder", "write_json", "write_text"]
-
 
 def sync_file(path: Path) -> None:
     """Make the file's content survive a power cut."""

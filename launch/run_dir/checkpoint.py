@@ -26,8 +26,6 @@ from ...dataflow.file_errors import disk_refusal, writing
 from ...dataflow.written_files import WrittenFile
 from .atomic import sync_file, sync_folder, write_json
 
-__all__ = ["CheckpointStore", "CheckpointWarning", "checkpoints_in", "fault_of"]
-
 _MANIFEST = "manifest.json"
 _FORMAT = 1
 _NAME = re.compile(r"step-\d{8,}")

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ["draw_curve"]
-
 _WIDTH, _HEIGHT = 640, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 36, 44
 _SMOOTHING = 0.1

@@ -15,8 +15,6 @@ from typing import Any
 
 import psutil
 
-__all__ = ["Environment", "changed_versions", "environment_now", "required", "versions_text"]
-
 _DISTRIBUTION, _FOR_ITS_TESTS = "penstock-rl", 'extra == "dev"'
 _MOST_NAMED = 4
 """Packages that one line names."""

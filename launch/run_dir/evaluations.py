@@ -19,18 +19,6 @@ from typing import Any
 from ...dataflow.errors import ConfigError
 from .atomic import write_json
 
-__all__ = [
-    "SHARES",
-    "WHOLE",
-    "Change",
-    "Evaluations",
-    "Measured",
-    "accuracy_interval",
-    "logged_name",
-    "names_of",
-    "pass_at",
-]
-
 WHOLE = ""
 """Name of the suite that has none: the first held-out problems of the run's own task."""
 

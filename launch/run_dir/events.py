@@ -18,8 +18,6 @@ from typing import Any, cast
 from ...dataflow.errors import ConfigError
 from .atomic import append, write_text
 
-__all__ = ["EVENTS", "EventLog", "count_kinds", "read_events", "stage_events"]
-
 EVENTS = "events.jsonl"
 """The file, in the folder of each stage; absent as long as there is nothing to say."""
 

@@ -17,8 +17,6 @@ from ...dataflow.graph.graph import Graph
 from ...dataflow.runtime.recovery.ledger import Ledger, Line, as_json, from_json
 from .atomic import append, write_text
 
-__all__ = ["LEDGER", "opened_ledger", "read_ledger"]
-
 LEDGER = "ledger.jsonl"
 """The file, in the folder of each stage."""
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from ...dataflow.errors import ConfigError, is_library
 
-__all__ = ["Origins", "changed_files", "check_models", "origins_of"]
-
 _MAX_MODULE_BYTES = 10_000_000
 """A larger file is no module that somebody wrote."""
 

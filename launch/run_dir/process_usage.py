@@ -9,8 +9,6 @@ import psutil
 
 from ...dataflow.runtime.worker_protocol import CLOSE_S
 
-__all__ = ["ProcessUsage"]
-
 _LOG = logging.getLogger("penstock.launch")
 
 

@@ -36,8 +36,6 @@ from .progress_events import (
 from .stop import drop_output, say, visible
 from .time_left import WINDOW_STEPS, StagePlan, TimeLeft
 
-__all__ = ["LastingConsole", "ProgressMode", "RunProgress", "StageProgress", "Working"]
-
 ProgressMode = Literal["auto", "plain", "quiet", "json"]
 """How it is told; see the key `progress`."""
 

@@ -13,21 +13,6 @@ from typing import Any
 from .run_folder import plain
 from .time_left import Left
 
-__all__ = [
-    "Ended",
-    "Evaluated",
-    "Event",
-    "Note",
-    "StageBegun",
-    "StepDone",
-    "Warned",
-    "format_duration",
-    "format_values",
-    "json_line",
-    "step_status",
-    "text_line",
-]
-
 _MOST_WAITS = 2
 _LEAST_WAIT = 0.05
 """Of what a step waits for, how much is said in a line: the largest, from this share on."""

@@ -21,8 +21,6 @@ from ...dataflow.errors import ConfigError
 from ...workers.data.task import PATIENCE
 from .run_folder import RunFolder, differences, open_run, plain, record_of
 
-__all__ = ["Resumed", "copy_value", "resumed_config", "stored_config"]
-
 _ELSEWHERE = ("engine", "rollout", "executor", "placement")
 """What a resumed run may change: checkpoints are the same for every engine and layout."""
 

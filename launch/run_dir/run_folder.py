@@ -45,21 +45,6 @@ from .environment import Environment
 from .origins import Origins
 from .trackers.jsonl import METRICS, finite_or_none
 
-__all__ = [
-    "CodeVersion",
-    "RunFolder",
-    "RunRecord",
-    "change_config",
-    "code_version",
-    "create_run",
-    "differences",
-    "flat",
-    "list_runs",
-    "open_run",
-    "plain",
-    "record_of",
-]
-
 _ROOT = Path(__file__).resolve().parents[2]
 _GIT_DEADLINE_S = 20.0
 

@@ -12,8 +12,6 @@ from typing import Any, Literal, cast
 
 from .run_folder import RunRecord
 
-__all__ = ["WHY", "State", "state_of"]
-
 State = Literal["running", "finished", "stopped", "not running", "damaged", "gone"]
 
 WHY: Mapping[State, str] = {

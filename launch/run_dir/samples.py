@@ -20,22 +20,6 @@ from ...dataflow.errors import ConfigError
 from ...workers.data.sample_files import step_files
 from .stop import visible
 
-__all__ = [
-    "ORDERS",
-    "SAMPLES",
-    "SORTS",
-    "Order",
-    "SaidTurn",
-    "Sample",
-    "Sort",
-    "read_samples",
-    "sample_key",
-    "sample_rows",
-    "sample_steps",
-    "shown",
-    "sorted_samples",
-]
-
 SAMPLES = "samples"
 """Below a stage's folder."""
 

@@ -14,15 +14,6 @@ from pathlib import Path
 from ...dataflow.errors import ConfigError
 from .atomic import write_json
 
-__all__ = [
-    "ElasticGroup",
-    "read_groups",
-    "read_wish",
-    "wish_version",
-    "write_groups",
-    "write_wish",
-]
-
 _GROUPS, _WISH = "groups.json", "scale.json"
 
 

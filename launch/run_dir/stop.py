@@ -21,8 +21,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TextIO
 
-__all__ = ["StopRequest", "Terminated", "drop_output", "say", "stoppable", "visible"]
-
 
 class Terminated(BaseException):
     """SIGTERM came; raised so that everything on the stack is closed on the way out."""

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["environment_of", "tell", "what_was_told"]
-
 _VARIABLE = "PENSTOCK_SUPERVISED"
 
 

@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["WINDOW_STEPS", "Left", "Share", "StagePlan", "TimeLeft"]
-
 WINDOW_STEPS = 20
 """Rates, the time left and what is waited for come from this many of the latest steps: a run's pace
 changes."""

@@ -19,8 +19,6 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.runtime.executor import TaskSpan
 from .atomic import append, write_text
 
-__all__ = ["TraceLog", "read_trace"]
-
 _COUNTERS = "run"
 """The process that counters are shown under."""
 

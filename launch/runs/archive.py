@@ -26,8 +26,6 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.file_errors import writing
 from ..run_dir.run_folder import RunFolder, RunRecord
 
-__all__ = ["export_run", "import_run"]
-
 _MANIFEST = "penstock-run.json"
 _FORMAT = 1
 _OWN = "own-files"

@@ -11,8 +11,6 @@ from .figures import Figures
 from .intervals import FEW, Figure, difference, probability_of_improvement, summarized
 from .values import RunValues, value_text
 
-__all__ = ["Comparison", "compared", "comparison_markdown"]
-
 
 @dataclass(frozen=True)
 class Comparison:

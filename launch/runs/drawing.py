@@ -16,8 +16,6 @@ from .intervals import mean_curve
 from .series import Series
 from .sweep import Sweep
 
-__all__ = ["FORMATS", "draw", "draw_sweep", "joined"]
-
 FORMATS = (".svg", ".png")
 _MOST_POINTS = 400
 """Of a curve: more are not seen, and make a large file."""

@@ -20,8 +20,6 @@ from ...dataflow.errors import ConfigError
 from ..run_dir.run_folder import CodeVersion, RunFolder, create_run
 from ..run_dir.trackers.jsonl import MetricsLog
 
-__all__ = ["import_curves"]
-
 _STEPS = ("global_step", "_step", "step", "Step")
 _TIMES = ("_timestamp", "wall_time_s")
 _RUNS = ("run_id", "run", "name", "Name", "run_name")

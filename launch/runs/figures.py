@@ -10,8 +10,6 @@ from ...dataflow.errors import ConfigError, nearest
 from .series import History
 from .values import RunValues
 
-__all__ = ["Figures"]
-
 _SUM_OF = "sum of "
 """Before a metric's name: its sum over all steps."""
 

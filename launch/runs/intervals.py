@@ -13,16 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "FEW",
-    "Figure",
-    "difference",
-    "interquartile_mean",
-    "mean_curve",
-    "probability_of_improvement",
-    "summarized",
-]
-
 FEW = 5
 """Below so many runs a bootstrap's interval is narrower than it says, and that is said with it."""
 

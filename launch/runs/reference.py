@@ -26,8 +26,6 @@ from ..run_dir.environment import Environment, changed_versions, versions_text
 from .figures import Figures
 from .values import RunValues, value_text
 
-__all__ = ["RULES", "Finding", "Reference", "Rule"]
-
 Direction = Literal["not_lower", "not_higher", "same"]
 
 _FORMAT = 1

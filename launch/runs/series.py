@@ -11,8 +11,6 @@ from typing import Literal, get_args
 from ...dataflow.errors import ConfigError, nearest
 from ..run_dir.trackers.jsonl import METRICS, read_metrics
 
-__all__ = ["OVER", "History", "Over", "Series", "sparkline"]
-
 Over = Literal["steps", "samples", "tokens", "seconds"]
 OVER: tuple[Over, ...] = get_args(Over)
 

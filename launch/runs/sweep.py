@@ -22,8 +22,6 @@ from ..run_dir.run_folder import RunFolder, record_of
 from .figures import Figures
 from .values import flat_values
 
-__all__ = ["DIRECTIONS", "SWEEP", "Direction", "Key", "Sweep", "Trial", "next_values"]
-
 SWEEP = "sweep.json"
 
 Direction = Literal["maximize", "minimize"]

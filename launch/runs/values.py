@@ -17,17 +17,6 @@ from ...dataflow.errors import ConfigError, nearest
 from ..run_dir.run_folder import RunFolder, RunRecord, flat, list_runs, open_run, record_of
 from ..run_dir.run_state import state_of
 
-__all__ = [
-    "RunValues",
-    "flat_values",
-    "folder_of",
-    "named_runs",
-    "run_of",
-    "selected",
-    "sets_by",
-    "value_text",
-]
-
 RunValues = tuple[RunRecord, dict[str, Any]]
 """A run with everything that its files say of it."""
 

@@ -10,8 +10,6 @@ from ...dataflow.runtime.executor import TaskSpan
 from ...planner.formatting import aligned, bytes_text, seconds_text
 from ...planner.plan.plan import Plan
 
-__all__ = ["comparison_text", "memory_text", "node_seconds", "nodes_summary"]
-
 _Nodes = Mapping[str, Mapping[str, float | None]]
 """Node -> "predicted_s" and "measured_s", None where nothing is known; and on GPUs as bytes what a
 device held at most, "predicted_bytes" and "peak_bytes"."""

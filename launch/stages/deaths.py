@@ -17,8 +17,6 @@ from ...dataflow.runtime.recovery.limits import Recovered
 from ..run_dir.checkpoint import CheckpointStore
 from ..run_dir.progress_events import format_duration
 
-__all__ = ["Deaths", "mirror_of"]
-
 Tell = Callable[[str, int, str, dict[str, Any]], None]
 """Is told of a death: its kind, the step, the words, and further fields of the event."""
 

@@ -20,8 +20,6 @@ from ..run_dir.evaluations import WHOLE, Measured
 from .evaluation import renamed
 from .stages import Stage
 
-__all__ = ["EnvEvaluator", "env_actors"]
-
 _PROGRAM = "evaluate"
 _RETURN = "env.evaluate/episode_return"
 

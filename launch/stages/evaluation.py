@@ -32,16 +32,6 @@ from .stages import Stage
 from .suites import Suite
 from .worker_specs import agent_spec
 
-__all__ = [
-    "Evaluator",
-    "evaluate",
-    "evaluation_graph",
-    "options_of_agent",
-    "renamed",
-    "rule_of",
-    "stage_evaluator",
-]
-
 _PROGRAM = "evaluate"
 _ACTOR, _VERIFIER, _AGENT, _OBSERVER = "actor", "verifier", "agent", "observer"
 _SCORED = ".converse/reward/"

@@ -15,8 +15,6 @@ from ...dataflow.runtime.worker_protocol import Trainable, WorkerContext, Worker
 from ...workers.models.tokenizer import Tokenizer
 from ...workers.training.flat_parameters import tensors_sha256
 
-__all__ = ["Exported", "RestoredSpec", "combined_sha256", "export_roles", "files_sha256"]
-
 
 @runtime_checkable
 class Saves(Protocol):

@@ -18,8 +18,6 @@ from ...algorithms.roles.language import Reward
 from ...dataflow.graph.graph import NodeKind
 from .stages import Stage
 
-__all__ = ["CURVE_ENDS", "CurveMetric", "Headline", "needed_nodes", "ranked_nodes"]
-
 _SCORE = "reward/mean"
 """What every reward reports of what it scored."""
 

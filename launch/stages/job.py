@@ -40,8 +40,6 @@ from .stages import MODEL, Stage, stages_of
 from .suites import HeldOut, Suite, check_metric, metrics_of, suites_of
 from .worker_specs import check_options, model_positions
 
-__all__ = ["Job", "check_suite_lengths", "prepare"]
-
 
 @dataclass(frozen=True)
 class Job:

@@ -26,8 +26,6 @@ from .job import Job, prepare
 from .train import MODELS
 from .worker_specs import Results, exporting_specs
 
-__all__ = ["KeptCheckpoint", "KeptRun", "kept_run"]
-
 
 @dataclass(frozen=True)
 class KeptCheckpoint:

@@ -21,8 +21,6 @@ from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..run_dir.checkpoint import CheckpointStore
 from ..run_dir.evaluations import Evaluations, Measured
 
-__all__ = ["Evaluates", "Measuring"]
-
 
 class Evaluates(Protocol):
     """Whoever measures what a stage has learnt."""

@@ -26,8 +26,6 @@ from ..placement.plan_inputs import PlanInputs
 from .stages import Stage
 from .suites import Suite
 
-__all__ = ["check_memory"]
-
 _PROCESS_BYTES = 620 * 2**20
 """What a process has without models: Python, torch, transformers and what of the run is not a
 tensor. Measured as `peak_memory_bytes` of a run of `model=tiny`."""

@@ -24,8 +24,6 @@ from .headline import Headline
 from .job import Job
 from .stages import MODEL
 
-__all__ = ["write_card", "write_generation_config"]
-
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of a step's sampling that a generation config has under the same name."""
 

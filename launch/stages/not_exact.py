@@ -18,8 +18,6 @@ from ...workers.envs.exactness import why_not_exact
 from ...workers.envs.task import EnvTaskSpec
 from .stages import Stage
 
-__all__ = ["not_exact"]
-
 _NUM_STEPS = 16
 """Steps of environments that are tried before they are saved, and after."""
 

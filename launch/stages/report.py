@@ -21,8 +21,6 @@ from .headline import Headline
 from .job import Job
 from .train import Outcome
 
-__all__ = ["measured_text", "summary_of", "write_report"]
-
 _LONG = frozenset({"examples_before", "examples_after", "nodes", "suites"})
 """Of a summary what is too long for a line that tells what came out."""
 

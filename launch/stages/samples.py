@@ -26,8 +26,6 @@ from ..run_dir.samples import SAMPLES, Sample, read_samples, sample_steps, shown
 from ..run_dir.trackers.registry import Trackers
 from .stages import Stage
 
-__all__ = ["SampleTables", "newest_sample", "sample_columns", "sample_node", "sample_watch"]
-
 _ADVANTAGE = "advantage"
 
 

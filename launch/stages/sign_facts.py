@@ -14,8 +14,6 @@ from .headline import needed_nodes, ranked_nodes
 from .sign_rules import SignFacts
 from .stages import Stage
 
-__all__ = ["facts_of"]
-
 
 def facts_of(stage: Stage, mismatch: MismatchConfig, schedule: Schedule) -> SignFacts:
     """What is known of a stage before its first step.

@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["RULES", "SHORT", "Past", "Progress", "Row", "Rule", "SignFacts"]
-
 Row = Mapping[str, float]
 """A step's metrics, `node/name` -> number."""
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from .sign_rules import RULES, SHORT, Past, Progress, Row, Rule, SignFacts
 
-__all__ = ["KINDS", "BadSign", "Signs"]
-
 KINDS: tuple[str, ...] = tuple(dict.fromkeys(rule.kind for rule in RULES))
 """Every kind of sign."""
 

@@ -34,8 +34,6 @@ from ..placement.place import followed, placement_of, written_plan
 from ..placement.worker_options import planned_options
 from .streaming import check_parts, check_streams, stage_flow, stage_schedule
 
-__all__ = ["CONTRACTS", "MODEL", "RolePlan", "Stage", "stages_of"]
-
 MODEL = "model"
 """As a role's start: the run's model."""
 

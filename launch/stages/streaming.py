@@ -19,8 +19,6 @@ from ...dataflow.scheduler.flow import Flow
 from ...dataflow.scheduler.schedule import Schedule
 from ..inputs.record import Recorded
 
-__all__ = ["check_parts", "check_streams", "stage_flow", "stage_schedule", "streaming_lines"]
-
 _KEY = "schedule.streaming"
 
 

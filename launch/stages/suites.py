@@ -21,8 +21,6 @@ from ...workers.data.task import HasSuites
 from ..inputs.data import Data, task_spec_of
 from ..run_dir.evaluations import WHOLE, logged_name, names_of
 
-__all__ = ["HeldOut", "Suite", "check_metric", "metrics_of", "suites_of"]
-
 
 class HeldOut:
     """Prompts of an evaluation as a source: the same in every step.

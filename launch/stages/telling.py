@@ -37,8 +37,6 @@ from .signs import BadSign, Signs
 from .stages import Stage
 from .waits import Waits
 
-__all__ = ["Told", "TimedEvaluator", "is_shown", "stage_plans", "stage_scale", "told"]
-
 
 def stage_plans(job: Job) -> list[StagePlan]:
     """What is to be done in each stage, as far as it is known before the first."""

@@ -38,8 +38,6 @@ from .streaming import stage_flow, stage_schedule
 from .telling import TimedEvaluator, stage_scale, told
 from .worker_specs import Results, exporting_specs, worker_specs
 
-__all__ = ["MODELS", "Outcome", "check_stage_models", "run_stage", "steps_taken"]
-
 MODELS = "models"
 """Below a stage's folder: a model folder for each trained role."""
 

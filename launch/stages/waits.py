@@ -12,8 +12,6 @@ from ...algorithms.roles.language import Policy
 from ...dataflow.graph.graph import Graph, Node, NodeKind
 from ...dataflow.runtime.engine import StepResult
 
-__all__ = ["WEIGHTS", "Waits", "union_s"]
-
 WEIGHTS = "weights"
 
 Spans = Sequence[tuple[float, float]]

@@ -38,16 +38,6 @@ from ..inputs.env_specs import ENV_SPECS, FILLED_IN, NETWORKS, env_worker, perce
 from ..inputs.own_workers import asked_for, is_own
 from .stages import MODEL, RolePlan, Stage
 
-__all__ = [
-    "Results",
-    "agent_spec",
-    "check_options",
-    "exporting_specs",
-    "first_model",
-    "model_positions",
-    "worker_specs",
-]
-
 Results = Mapping[str, tuple[Stage, Path]]
 """Name of a finished stage -> the stage, and the folder with a model folder per trained role."""
 

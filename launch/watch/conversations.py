@@ -16,15 +16,6 @@ from typing import Any, Literal
 from ..run_dir.samples import Order, Sample, Sort, read_samples, sample_key, sample_steps
 from .known_runs import Gone
 
-__all__ = [
-    "differing",
-    "found_samples",
-    "same_prompt",
-    "sample_of",
-    "spoken",
-    "steps_with_prompt",
-]
-
 _MOST_CHARACTERS = 200_000
 """Of one text; a response that is longer is cut, and says so."""
 _MOST_WORDS = 3000

@@ -18,8 +18,6 @@ from ..run_dir.evaluations import Evaluations
 from ..run_dir.trackers.jsonl import METRICS
 from .regular_file import Line, RegularFile, opened
 
-__all__ = ["Points", "appended", "last_values", "metric_names", "sampled"]
-
 NUM_POINTS = 1000
 """Of a curve, about: as many as a wide screen has room for."""
 

@@ -16,8 +16,6 @@ from ...dataflow.errors import ConfigError
 from ..run_dir.run_folder import RunFolder, RunRecord, record_of
 from ..run_dir.run_state import WHY, state_of
 
-__all__ = ["Gone", "KnownRuns", "home_of", "load_object", "stages_of"]
-
 
 class Gone(ConfigError):
     """What was asked for is not there, or no longer; the page says so and goes on."""

@@ -18,8 +18,6 @@ from ..run_dir.run_state import state_of
 from .curve_points import last_values
 from .known_runs import load_object
 
-__all__ = ["memory", "overview"]
-
 _MOST_EVALUATIONS = 50
 _MOST_WARNINGS = 50
 _LAG = re.compile(r"lag|stale|version", re.IGNORECASE)

@@ -31,8 +31,6 @@ from .overview import overview
 from .regular_file import opened
 from .timeline import node_times, predicted_step_s, timeline
 
-__all__ = ["Pages", "Query"]
-
 _TYPES: Mapping[str, str] = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",

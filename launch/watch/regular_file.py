@@ -17,8 +17,6 @@ from pathlib import Path
 
 from .known_runs import Gone
 
-__all__ = ["Line", "RegularFile", "opened"]
-
 _CHUNK_BYTES = 8192
 MOST_LINE_BYTES = 4 << 20
 """Of a line; what is longer counts as damaged, so that no file fills the memory."""

@@ -17,8 +17,6 @@ from ..run_dir.run_folder import RunFolder, RunRecord
 from .known_runs import load_object
 from .regular_file import Line, RegularFile, opened
 
-__all__ = ["node_times", "predicted_step_s", "timeline"]
-
 _TRACE = "trace.json"
 _HEAD_BYTES = 256 << 10
 _MOST_TAIL_BYTES = 8 << 20

@@ -21,8 +21,6 @@ from ..inputs.cluster import ClusterSpec
 from ..inputs.model_shape import ModelShape
 from .constants import Constants
 
-__all__ = ["Calibration", "DtypeConstants", "MeasuredCall"]
-
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -22,8 +22,6 @@ from .constants import Constants
 from .engine_model import ANY, EngineModel
 from .time_model import TimeModel
 
-__all__ = ["Fit", "Timed", "fit_constants"]
-
 _SHARES = (1e-3, 1.0)
 """Between which an efficiency is looked for."""
 

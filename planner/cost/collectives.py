@@ -15,15 +15,6 @@ from typing import NamedTuple
 from ..inputs.mesh import Mesh
 from .constants import Constants
 
-__all__ = [
-    "Links",
-    "all_gather_s",
-    "all_reduce_s",
-    "all_to_all_s",
-    "links_of",
-    "point_to_point_s",
-]
-
 
 class Links(NamedTuple):
     """What a mesh's links give a program. `stride` below is the distance of neighboring ranks.

@@ -17,8 +17,6 @@ from ...dataflow.errors import PlanError
 from ..inputs.calls import CallKind
 from ..inputs.cluster import ClusterSpec
 
-__all__ = ["CPU_DEFAULTS", "GPU_DEFAULTS", "PUBLISHED_H100", "Constants", "default_constants"]
-
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -20,8 +20,6 @@ from ..inputs.model_shape import ModelShape
 from .memory import resident_parts, transient_parts
 from .memory_ledger import Parts
 
-__all__ = ["ANY", "EngineMemory", "EngineModel", "RoleEngines", "ShardedMemory", "WhyNot"]
-
 WhyNot = Callable[[Layout, CallKind, ModelShape | None], str | None]
 """Of a layout, what is done in it, and the model's shape if it is known: a clause that says what
 the engine lacks ("megatron has no cp"), or None if it runs it."""

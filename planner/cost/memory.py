@@ -28,17 +28,6 @@ from ..inputs.layout import Layout
 from ..inputs.model_shape import Head, ModelShape
 from .memory_ledger import Parts
 
-__all__ = [
-    "BUCKET_BYTES",
-    "PREFILL_TOKENS",
-    "Computes",
-    "kv_bytes",
-    "resident_parts",
-    "rows_at_once",
-    "transient_parts",
-    "weight_bytes",
-]
-
 BUCKET_BYTES = 256 * 2**20
 """Weights move between layouts through two buckets of at most this size, one filled, one sent."""
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from ...dataflow.errors import PlanError
 from ..formatting import aligned, bytes_text, part_text
 
-__all__ = ["GroupLedger", "Ledger", "Parts", "check"]
-
 
 class Parts(NamedTuple):
     """Bytes on one device by what they are for; `sum` is the total."""

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 from ...dataflow.option_checks import check_range
 
-__all__ = ["LEAST_GAIN", "SWITCH_S", "LoopTimes", "choose_num_overlapped", "round_s"]
-
 SWITCH_S = 1e-4
 """Seconds that a thread takes to get the interpreter's lock from another, twice a turn."""
 

@@ -15,8 +15,6 @@ from .collectives import all_gather_s, all_reduce_s, all_to_all_s
 from .time_parts import CallTime, Machine, Work
 from .time_train import gather_s, hand_over_s, head_matmul_s, layer_time
 
-__all__ = ["generate_time", "kv_bytes_per_row", "kv_bytes_per_token", "rows_at_once"]
-
 
 def kv_bytes_per_token(work: Work, layout: Layout) -> float:
     """Key-value cache of one token on one device. Key heads are cut over tp, never below one."""

@@ -14,8 +14,6 @@ from .collectives import Links, links_of
 from .constants import Constants
 from .engine_model import ANY, EngineModel
 
-__all__ = ["CallTime", "Machine", "Work"]
-
 
 class CallTime(NamedTuple):
     """Seconds of one call, by what they are spent on. The parts add up to `total_s`.

@@ -19,19 +19,6 @@ from ..inputs.layout import Layout
 from .collectives import all_gather_s, all_reduce_s, all_to_all_s, point_to_point_s
 from .time_parts import CallTime, Machine, Work
 
-__all__ = [
-    "LayerTime",
-    "forward_time",
-    "gather_s",
-    "hand_over_s",
-    "head_matmul_s",
-    "layer_time",
-    "optimizer_bytes",
-    "pipeline_time",
-    "train_time",
-]
-
-
 _GRADIENT_BYTES = 4
 """Of a gradient: float32, whatever the weights are in."""
 

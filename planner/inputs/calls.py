@@ -14,8 +14,6 @@ from .model_shape import Head, ModelShape
 from .segments import Begun, Stretch, begun_before, stretches
 from .workload import Lengths, Workload
 
-__all__ = ["CALL_KINDS", "Call", "CallKind", "calls_of"]
-
 CallKind = Literal["generate", "forward", "train"]
 
 CALL_KINDS: Mapping[NodeKind, CallKind] = {

@@ -14,8 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...dataflow.errors import PlanError
 
-__all__ = ["MOST_DEVICES", "ClusterSpec", "DeviceSpec", "LinkSpec", "NodeGroup"]
-
 Positive = Annotated[float, Field(gt=0, le=1e24)]
 NotNegative = Annotated[float, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 
 from .cluster import MOST_DEVICES, ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 
-__all__ = ["halvings", "improved", "part", "smaller"]
-
 _EVERY = 16
 """Up to so many nodes every number of them is looked at."""
 

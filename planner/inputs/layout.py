@@ -11,8 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from ...dataflow.errors import PlanError
 from .model_shape import ModelShape
 
-__all__ = ["Layout", "check_layout", "legal_layouts", "pinned_layout"]
-
 AtLeastOne = Annotated[int, Field(ge=1)]
 
 

@@ -14,8 +14,6 @@ from typing import Literal
 
 from .model_shape import Head, ModelShape
 
-__all__ = ["LogicalParam", "Place", "adapter_params", "logical_params"]
-
 Place = Literal["layer", "first", "last", "ends"]
 """Which pipeline stages hold it: its layer's, the first, the last, or the first and the last."""
 

@@ -7,8 +7,6 @@ from functools import cached_property
 
 from .cluster import ClusterSpec, LinkSpec, NodeGroup
 
-__all__ = ["Mesh"]
-
 
 @dataclass(frozen=True)
 class Mesh:

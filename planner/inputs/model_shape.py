@@ -12,8 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ...dataflow.errors import PlanError
 
-__all__ = ["DTYPE_BYTES", "Head", "ModelShape", "shape_of"]
-
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Head = Literal["vocabulary", "scalar"]

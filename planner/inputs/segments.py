@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from .workload import Lengths
 
-__all__ = ["Begun", "Stretch", "begun_before", "stretches"]
-
 
 @dataclass(frozen=True)
 class Stretch:

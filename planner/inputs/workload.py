@@ -8,8 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...dataflow.errors import PlanError
 
-__all__ = ["Lengths", "Workload"]
-
 AtLeastOne = Annotated[int, Field(ge=1)]
 
 

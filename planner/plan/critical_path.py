@@ -12,8 +12,6 @@ from ...dataflow.runtime.placement import Placement
 from ...dataflow.scheduler.events import Load, NodeTask, Publish, Task
 from ...dataflow.scheduler.simulate import Span
 
-__all__ = ["PathItem", "WaitedFor", "critical_path"]
-
 WaitedFor = Literal["input", "weights", "devices", "schedule"]
 """Why a call did not start earlier: it needed another one's output, weights that were still being
 trained, the devices that another call held, or a step to be admitted."""

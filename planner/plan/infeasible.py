@@ -15,8 +15,6 @@ from ..inputs.mesh import Mesh
 from ..inputs.model_shape import ModelShape
 from ..search.option_table import ModelTable
 
-__all__ = ["refusal"]
-
 _MOST_TIMES = 64
 """More nodes than this many times those there are not suggested."""
 _NODE = 8

@@ -12,8 +12,6 @@ from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Graph, Node, NodeKind
 from .simulate import simulate
 
-__all__ = ["place_ops"]
-
 _SAME = 1e-9
 """A smaller share of a step is no improvement."""
 

@@ -23,8 +23,6 @@ from ..inputs.cluster import MOST_DEVICES, ClusterSpec
 from ..inputs.layout import Layout
 from .prediction import Prediction
 
-__all__ = ["GroupPlan", "Plan", "one_group_plan"]
-
 
 class GroupPlan(BaseModel):
     """One group of ranks: worker processes, each on a device of its own."""

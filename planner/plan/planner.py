@@ -33,8 +33,6 @@ from .runner_up import runner_up
 from .simulate import simulate
 from .streamed import part_times
 
-__all__ = ["plan_step"]
-
 
 def plan_step(
     graph: Graph,

@@ -14,15 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..cost.constants import Constants
 from ..inputs.workload import Workload
 
-__all__ = [
-    "GroupMemory",
-    "NodePrediction",
-    "OtherSchedule",
-    "Prediction",
-    "RunnerUp",
-    "StreamedStep",
-]
-
 Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]
 

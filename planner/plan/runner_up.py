@@ -8,8 +8,6 @@ from ..formatting import seconds_text
 from ..search.result import Assignment, GroupAssignment
 from .prediction import RunnerUp
 
-__all__ = ["runner_up"]
-
 _SAME = 1e-9
 """Step times that differ by less than this share are equal: sums of floats in other orders."""
 

@@ -24,8 +24,6 @@ from ...dataflow.scheduler.simulate import Span, dry_run
 from .critical_path import PathItem, critical_path
 from .plan import Plan
 
-__all__ = ["Simulation", "idle_of", "simulate", "simulate_plan"]
-
 _Begun: TypeAlias = tuple[str, int | None, int]
 
 _SAME = 1e-9

@@ -18,8 +18,6 @@ from ..cost.time_parts import CallTime
 from ..inputs.calls import Call
 from ..inputs.workload import Lengths
 
-__all__ = ["part_lengths", "part_times"]
-
 
 def part_lengths(response: Lengths, num_rows: int, num_parts: int) -> tuple[Lengths, ...]:
     """Lengths of the rows of each part, the part with the shortest longest row first.

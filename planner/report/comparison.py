@@ -16,8 +16,6 @@ from ..plan.prediction import Prediction
 from ..plan.simulate import Simulation
 from .plan_texts import placement_text
 
-__all__ = ["HEADS", "Alternative", "Comparison", "comparison_json", "comparison_text", "rows_of"]
-
 HEADS = (
     "plan", "devices", "step", "difference", "tokens/s", "memory", "device-h/1,000", "where",
 )  # fmt: skip

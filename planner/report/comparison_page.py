@@ -10,8 +10,6 @@ from ..plan.simulate import simulate_plan
 from .comparison import HEADS, Comparison, rows_of
 from .gantt import gantt
 
-__all__ = ["comparison_sections"]
-
 _NUMBERS = range(1, 7)
 """Columns whose cells end at the same place."""
 

@@ -28,8 +28,6 @@ from .plan_texts import (
     workload_text,
 )
 
-__all__ = ["explain"]
-
 _COLUMNS = 72
 """Characters of a timeline."""
 

@@ -15,8 +15,6 @@ from ..plan.simulate import Simulation
 from .plan_texts import roles_by_group
 from .style import NUM_COLORS
 
-__all__ = ["WIDTH", "attribute", "gantt", "role_colors", "round_text", "ticks"]
-
 WIDTH = 1160
 _LEFT, _RIGHT, _TOP, _GAP = 190, 80, 30, 12
 _PLOT = WIDTH - _LEFT - _RIGHT

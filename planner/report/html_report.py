@@ -24,8 +24,6 @@ from .plan_texts import (
 )
 from .style import SCRIPT, STYLE
 
-__all__ = ["to_html"]
-
 _WAITED = {
     "input": "its input",
     "weights": "new weights",

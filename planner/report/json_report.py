@@ -12,8 +12,6 @@ from ..plan.simulate import Simulation, simulate_plan
 from .comparison import Comparison, comparison_json
 from .plan_texts import roles_by_group
 
-__all__ = ["infeasible", "to_json"]
-
 
 def to_json(
     graph: Graph,

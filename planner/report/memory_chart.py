@@ -10,8 +10,6 @@ from ..plan.prediction import GroupMemory
 from .gantt import WIDTH, attribute, round_text, ticks
 from .style import PART_COLORS
 
-__all__ = ["memory_bars", "memory_legend"]
-
 _LEFT, _RIGHT, _ROW, _BAR, _HEAD = 190, 80, 26, 18, 30
 _PLOT = WIDTH - _LEFT - _RIGHT
 

@@ -12,8 +12,6 @@ from ..formatting import percent_text, ranges_text, seconds_text
 from ..plan.plan import GroupPlan, Plan
 from .plan_texts import cluster_text, schedule_text
 
-__all__ = ["plan_table"]
-
 _BAR = 160
 """Pixels of the longest call."""
 

@@ -9,17 +9,6 @@ from ..inputs.segments import begun_before
 from ..inputs.workload import Lengths, Workload
 from ..plan.plan import Plan
 
-__all__ = [
-    "cluster_text",
-    "cost_text",
-    "lengths_text",
-    "placement_text",
-    "roles_by_group",
-    "schedule_text",
-    "segments_text",
-    "workload_text",
-]
-
 
 def lengths_text(lengths: Lengths) -> str:
     """A constant ("1,024 tokens"), or the range and the mean of a histogram."""

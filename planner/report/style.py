@@ -6,8 +6,6 @@ that XML would mind, so that the page can be parsed by any reader of XML.
 
 from __future__ import annotations
 
-__all__ = ["NUM_COLORS", "PART_COLORS", "SCRIPT", "STYLE"]
-
 NUM_COLORS = 8
 """Colors of roles, `--c0` and so on; more roles begin again."""
 

@@ -15,8 +15,6 @@ from ..formatting import bytes_text, ranges_text
 from ..plan.plan import Plan
 from ..plan.simulate import Simulation, simulate_plan
 
-__all__ = ["to_trace"]
-
 
 def to_trace(
     graph: Graph, plan: Plan, simulation: Simulation | None = None, *, num_steps: int = 8

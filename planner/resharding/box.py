@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["Box", "Grid", "intersection", "volume", "whole"]
-
 Box = tuple[tuple[int, int], ...]
 """One (start, stop) per dimension of a parameter."""
 

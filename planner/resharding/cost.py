@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from .box import Box, volume
 from .plan import Move
 
-__all__ = ["Traffic", "buckets_of", "traffic_of"]
-
 
 @dataclass(frozen=True)
 class Traffic:

@@ -14,8 +14,6 @@ from ...dataflow.errors import PlanError
 from .box import Box, Grid, intersection, volume
 from .sharding import Pattern, Sharding, Slice
 
-__all__ = ["Kept", "Kind", "Piece", "kept_slices", "kinds_of", "pieces_of"]
-
 Cell = tuple[int, ...]
 
 

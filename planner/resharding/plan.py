@@ -13,8 +13,6 @@ from pydantic import TypeAdapter
 
 from .box import Box
 
-__all__ = ["DeviceTraffic", "Move", "MovedParam", "TransferPlan", "window"]
-
 
 @dataclass(frozen=True, slots=True)
 class MovedParam:

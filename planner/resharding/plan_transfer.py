@@ -18,8 +18,6 @@ from .plan import DeviceTraffic, Move, MovedParam, TransferPlan
 from .sharding import Sharding, Slice
 from .sources import Send, choose_sources
 
-__all__ = ["plan_transfer"]
-
 BUCKET_BYTES = 512 * 2**20
 MIN_PART_BYTES = 2**18
 

@@ -23,17 +23,6 @@ from ..inputs.logical_params import LogicalParam, logical_params
 from ..inputs.model_shape import DTYPE_BYTES, Head, ModelShape
 from .box import Box, intersection, volume
 
-__all__ = [
-    "Pattern",
-    "Rank",
-    "Sharding",
-    "Slice",
-    "StoredParam",
-    "rank_of",
-    "shard",
-    "whole",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Slice:

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from .box import Box, volume
 from .overlay import Piece
 
-__all__ = ["Send", "choose_sources"]
-
 MAX_PARTS = 64
 """A piece is cut into no more than this: beyond it, plans grow and messages shrink for nothing."""
 

@@ -13,8 +13,6 @@ from dataclasses import replace
 from ...dataflow.errors import PlanError
 from .sharding import Pattern, Sharding, Slice, StoredParam
 
-__all__ = ["concatenate", "interleave_qkv", "transpose"]
-
 QKV = ("q_proj", "k_proj", "v_proj")
 
 

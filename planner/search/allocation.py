@@ -23,8 +23,6 @@ from ...dataflow.errors import PlanError
 from ..inputs.cluster import ClusterSpec
 from ..inputs.mesh import Mesh
 
-__all__ = ["Index", "Pool", "Space", "pack"]
-
 Index: TypeAlias = tuple[int, ...]
 """Per pool, a position in its `sizes`."""
 

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from .allocation import Index, Space
 
-__all__ = ["Boxes", "Corners", "Grid", "Ints"]
-
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 

@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 from .options import CallNode
 from .precedence import Wait, waits
 
-__all__ = ["StepBound"]
-
 Floats: TypeAlias = NDArray[np.float64]
 
 MAX_CYCLES = 300

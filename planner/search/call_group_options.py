@@ -10,16 +10,6 @@ from numpy.typing import NDArray
 
 from .options import Option
 
-__all__ = [
-    "MOST_COMBINED",
-    "CallGroupOption",
-    "fitting",
-    "least_work",
-    "together_fastest",
-    "unbeaten",
-    "work_s",
-]
-
 MOST_COMBINED = 20_000
 """Combinations of a group's options that are looked at; beyond, the search keeps a gap."""
 

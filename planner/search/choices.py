@@ -31,8 +31,6 @@ from .options import CallNode, Option, OptionTable
 from .pins import Pins
 from .range_min import RangeMin
 
-__all__ = ["Choice", "Choices", "Front", "GroupChoices", "sources_of"]
-
 Floats: TypeAlias = NDArray[np.float64]
 
 

@@ -10,8 +10,6 @@ import numpy as np
 from .allocation import Index, Pool, Space
 from .partition_search import Branch, Found
 
-__all__ = ["fair_shares", "improved", "plunge"]
-
 
 def fair_shares(space: Space, work: Sequence[float]) -> tuple[Index, ...] | None:
     """Whole nodes for every group, one at least, as near as can be to its share of the work.

@@ -26,8 +26,6 @@ from ..inputs.layout import Layout, legal_layouts
 from ..inputs.mesh import Mesh
 from .options import CallNode, Option, dominant
 
-__all__ = ["CallPlan", "ModelTable", "call_nodes"]
-
 _WAVES = (1, 2, 4, 8)
 """In how many waves a generation's rows may run, where their cache does not fit at once."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16)

@@ -14,8 +14,6 @@ from typing import Protocol, TypeAlias
 from ..inputs.layout import Layout
 from ..inputs.mesh import Mesh
 
-__all__ = ["CallNode", "Option", "OptionTable", "Partition", "dominant", "partitions"]
-
 
 @dataclass(frozen=True)
 class CallNode:

@@ -21,8 +21,6 @@ from .choices import Choice, Choices, Front
 from .options import Option, Partition
 from .step_time import StepTimer
 
-__all__ = ["Branch", "Found"]
-
 _AT_ONCE = 1024
 """Choices of options whose bounds are computed at once."""
 

@@ -14,8 +14,6 @@ from ..inputs.layout import Layout
 from .allocation import Space
 from .options import CallNode, Option, Partition
 
-__all__ = ["Pins"]
-
 
 def _anything(call_group: str, option: Option) -> bool:
     return True

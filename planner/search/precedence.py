@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 from .options import CallNode
 
-__all__ = ["Read", "Wait", "reads_of", "waits"]
-
 
 @dataclass(frozen=True, slots=True)
 class Wait:

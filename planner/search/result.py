@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ..inputs.mesh import Mesh
 from .options import Option
 
-__all__ = ["Assignment", "GroupAssignment", "SearchResult"]
-
 
 @dataclass(frozen=True)
 class GroupAssignment:

@@ -31,8 +31,6 @@ from .pins import Pins
 from .result import Assignment, GroupAssignment, SearchResult
 from .shortfall import explain_infeasible
 
-__all__ = ["search"]
-
 _SEEDS = 8
 """Partitions from which a plan is built and improved before the search begins."""
 

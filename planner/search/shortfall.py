@@ -19,8 +19,6 @@ from .choices import Choices
 from .options import Partition
 from .range_min import RangeMin
 
-__all__ = ["Shortfall", "explain_infeasible", "shortfall"]
-
 _AT_ONCE = 512
 
 _Least: TypeAlias = tuple[float, tuple[str, ...], Index]

@@ -17,8 +17,6 @@ from math import inf
 from .options import CallNode
 from .precedence import waits
 
-__all__ = ["Cycle", "StepTimer", "period"]
-
 MAX_STEPS = 400
 """Steps after which a schedule that has not repeated is averaged over its second half."""
 

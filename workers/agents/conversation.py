@@ -19,8 +19,6 @@ from ...dataflow.errors import one_process
 from ..data.task import Message
 from .environment import Environment, Reply, TurnResult
 
-__all__ = ["Conversation", "Exchange", "as_table"]
-
 T = TypeVar("T")
 
 _LARGEST = torch.finfo(torch.float32).max

@@ -16,16 +16,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from ..data.task import Message
 
-__all__ = [
-    "BadCall",
-    "ClosesEnvironments",
-    "Environment",
-    "HasEnvironments",
-    "Reply",
-    "ToolCall",
-    "TurnResult",
-]
-
 
 @dataclass(frozen=True)
 class ToolCall:

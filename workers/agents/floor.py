@@ -9,8 +9,6 @@ from typing import Any
 
 from ...algorithms.roles.agents import Turn, TurnRequest, Turns
 
-__all__ = ["Floor"]
-
 
 class Floor:
     """Gives conversations their turns to speak.

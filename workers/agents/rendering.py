@@ -13,8 +13,6 @@ from ...dataflow.errors import ConfigError
 from ..data.task import Message
 from ..models.tokenizer import ChatTemplateError, Tokenizer
 
-__all__ = ["TurnRenderer"]
-
 _PROBE = "penstock9turn"
 """Stands for what a turn says; no template writes or changes it."""
 _THOUGHT = "penstock9thought"

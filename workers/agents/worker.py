@@ -42,8 +42,6 @@ from .programs.program import HasPrograms
 from .rendering import TurnRenderer
 from .tools.parsing import CallFormat, CallParser, FormatName, format_of
 
-__all__ = ["TASK_AGENTS", "AgentSpec", "AgentWorker", "has_other_side", "other_side"]
-
 _LOG = logging.getLogger("penstock.agents")
 
 

@@ -16,8 +16,6 @@ from .conversation_tokens import Encoded, encode_conversation
 from .messages import NotMessages, check_messages
 from .task import Converses, HasReplies, Message, Task
 
-__all__ = ["BadPrompt", "ChatOptions", "PromptEncoder"]
-
 _SET_BY_US = (
     *("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message"),
     *("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),

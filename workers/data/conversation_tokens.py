@@ -15,8 +15,6 @@ from typing import Any
 from ..models.tokenizer import Tokenizer
 from .task import Message
 
-__all__ = ["Encoded", "NoPrefix", "encode_conversation"]
-
 
 class NoPrefix(ValueError):
     """Why the turns of a conversation cannot be told apart."""

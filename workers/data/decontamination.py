@@ -14,8 +14,6 @@ from ...dataflow.errors import one_process
 from .row_report import DataReport
 from .task import Task
 
-__all__ = ["contaminated"]
-
 _Gram = tuple[str, ...]
 
 

@@ -15,8 +15,6 @@ from ...dataflow.file_errors import writing
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.tokenizer import TokenizerSpec
 
-__all__ = ["ExampleFile", "ExampleFileSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleFileSpec:

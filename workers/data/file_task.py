@@ -18,8 +18,6 @@ from ...dataflow.errors import ConfigError, closest
 from .row_parts import BadPart
 from .row_task import RowSource, RowTask, RowTaskSpec
 
-__all__ = ["FileTaskSpec", "file_rows"]
-
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _MOST_BYTES = 16 << 20

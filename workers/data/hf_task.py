@@ -12,8 +12,6 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.option_checks import check_range
 from .row_task import RowSource, RowTask, RowTaskSpec
 
-__all__ = ["HfTaskSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HfTaskSpec(RowTaskSpec):

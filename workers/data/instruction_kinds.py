@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["HELD_OUT_TOPICS", "REQUESTS", "SEEN", "TRAIN_TOPICS", "UNSEEN", "Kind"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:

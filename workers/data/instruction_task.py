@@ -22,8 +22,6 @@ from ..verifiers.pool import VerifierSpec
 from .instruction_kinds import HELD_OUT_TOPICS, REQUESTS, SEEN, TRAIN_TOPICS, UNSEEN, Kind
 from .row_report import DataReport
 
-__all__ = ["InstructionTask", "InstructionTaskSpec"]
-
 _MOST_TRIES = 5000
 """Draws in a row that may all be known already, before they count as all that there are."""
 _SENTENCE = {

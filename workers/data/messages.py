@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ROLES", "NotMessages", "check_messages", "last_user_text"]
-
 ROLES = ("system", "user", "assistant", "tool")
 """Who may speak."""
 

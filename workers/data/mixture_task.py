@@ -12,8 +12,6 @@ from ...dataflow.errors import ConfigError, nearest
 from ..verifiers.pool import VerifierSpec
 from .task import Converses, HasReplies, HasSuites, ScoresPairs, Task
 
-__all__ = ["MixtureTask", "MixtureTaskSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureTaskSpec:

@@ -21,8 +21,6 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.option_checks import check_range
 from .task import HasPassRates, HasShares, Task
 
-__all__ = ["SHUFFLED", "Order", "StepRows", "epoch_order", "step_rows"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Order:

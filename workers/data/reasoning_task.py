@@ -19,8 +19,6 @@ from ...dataflow.errors import ConfigError, nearest
 from ..verifiers.pool import VerifierSpec
 from .row_report import DataReport
 
-__all__ = ["ReasoningTask", "ReasoningTaskSpec", "reasoning_task_names"]
-
 EVALUATES_RESPONSES = frozenset(
     {
         "binary_matrix",

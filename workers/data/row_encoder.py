@@ -11,8 +11,6 @@ from .conversation_tokens import Encoded, NoPrefix
 from .row_report import DataReport
 from .task import HasReplies, Message, Task
 
-__all__ = ["RowEncoder"]
-
 Response = str | Sequence[Message]
 """What is learned from: a text, or the messages that follow the prompt's."""
 

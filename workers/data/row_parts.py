@@ -21,8 +21,6 @@ from .row_report import DataReport
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["BadPart", "Columns", "good_rows"]
-
 _MOST_CHARACTERS = 1 << 20
 """Of a text, far above what any model reads; tokenizing a longer one takes minutes."""
 _WRITTEN = ("messages", "prompt", "response", "chosen", "rejected")

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from ...dataflow.errors import ConfigError
 
-__all__ = ["BadRow", "DataReport"]
-
 
 @dataclass(frozen=True)
 class BadRow:

@@ -23,8 +23,6 @@ from .row_report import DataReport
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["RowSource", "RowTask", "RowTaskSpec"]
-
 
 @dataclass(frozen=True)
 class RowSource:

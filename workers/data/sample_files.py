@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["step_files"]
-
 _NAME = re.compile(r"step-(\d+)\.jsonl\.gz")
 
 

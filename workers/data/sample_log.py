@@ -28,8 +28,6 @@ from .chat import ChatOptions, PromptEncoder
 from .sample_files import step_files
 from .task import TaskSpec
 
-__all__ = ["SampleLog", "SampleLogSpec"]
-
 _LOG = logging.getLogger("penstock.samples")
 _MOST_WAITING = 2
 """Steps whose text is not written yet; a worker that is further ahead waits."""

@@ -24,13 +24,6 @@ from .row_report import DataReport
 from .synthetic_negatives import wrong_answer
 from .task import ScoresPairs, Task
 
-__all__ = [
-    "DemonstrationSource",
-    "PairSource",
-    "PromptSource",
-    "ScoredPairSource",
-]
-
 _AS_GIVEN = ChatOptions()
 
 

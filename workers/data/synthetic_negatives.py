@@ -11,8 +11,6 @@ import random
 import re
 from collections.abc import Callable
 
-__all__ = ["wrong_answer"]
-
 _NUMBER = re.compile(r"[+-]?[0-9]{1,1000}")
 
 

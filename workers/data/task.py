@@ -21,24 +21,6 @@ from .row_report import DataReport
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "PATIENCE",
-    "Converses",
-    "HasPassRates",
-    "HasReplies",
-    "HasShares",
-    "HasSuites",
-    "HasTemplate",
-    "Message",
-    "ScoresPairs",
-    "Task",
-    "TaskSpec",
-    "checked_problems",
-    "fingerprint",
-    "same_task",
-    "task_alphabet",
-]
-
 PATIENCE = ("max_restarts", "step_limit_s")
 """Fields of how much may go wrong, not of what is computed: a resumed run may change them."""
 

@@ -25,8 +25,6 @@ from ...planner.inputs.calls import Call, CallKind
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.model_shape import ModelShape
 
-__all__ = ["Engine", "MemorySaving", "Requirement", "usual_options", "why_not_as_usual"]
-
 
 @dataclass(frozen=True)
 class Requirement:

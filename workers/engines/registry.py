@@ -11,8 +11,6 @@ from .megatron_engine.declaration import MEGATRON
 from .torch_engine.declaration import TORCH
 from .vllm_engine.declaration import VLLM
 
-__all__ = ["DEFAULT", "ENGINES", "check_engine", "check_rollout", "rollouts", "trainers"]
-
 ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (TORCH, FSDP, MEGATRON, VLLM)}
 """Name -> engine."""
 

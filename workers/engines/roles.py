@@ -46,18 +46,6 @@ from ..training.optimizer import OptimizerSpec
 from ..training.trainer import Forward
 from ..training.transfers import derived, masked, on_host, spread
 
-__all__ = [
-    "LanguageWorker",
-    "PolicyRecipe",
-    "PolicyWorker",
-    "Recipe",
-    "RewardRecipe",
-    "RewardWorker",
-    "ValueRecipe",
-    "ValueWorker",
-    "last_masked",
-]
-
 _ADAPTER = "adapter"
 """Below a saved model: the adapter that has been merged into it, if it was trained by one."""
 

@@ -21,8 +21,6 @@ from types import FrameType
 
 from ...dataflow.runtime.call_context import DeadlineExceeded
 
-__all__ = ["StepAlarm", "StepTooLong"]
-
 _SOON_S = 1e-6
 """For what should have come already: a timer of 0 never does."""
 

@@ -10,8 +10,6 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["can_save", "copied", "from_json", "same", "to_json"]
-
 _KINDS = "biufU"
 """The kinds of numpy types that JSON can hold: truth values, whole and other numbers, texts."""
 

@@ -11,8 +11,6 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Cover"]
-
 
 class Cover(gym.Env[Any, Any]):
     """Places on a line, some of them marked. An agent goes left, stays or goes right.

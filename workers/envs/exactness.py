@@ -19,8 +19,6 @@ from .alarm import StepAlarm
 from .group import EnvGroup
 from .spec import EnvSpec
 
-__all__ = ["why_not_exact"]
-
 _NUM_ENVS = 2
 _NUM_NOISE = 64
 """Random numbers for one environment and step; taken again where it takes more."""

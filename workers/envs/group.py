@@ -19,16 +19,6 @@ from numpy.typing import NDArray
 from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import one_process
 
-__all__ = [
-    "EnvGroup",
-    "Failure",
-    "Stepped",
-    "close_all",
-    "closed_on_error",
-    "digest",
-    "env_seed",
-]
-
 
 class Stepped(NamedTuple):
     """What a step of a group shows; arrays may be overwritten by the next step."""

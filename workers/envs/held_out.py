@@ -16,8 +16,6 @@ from ...dataflow.errors import WorkerError
 from ...dataflow.graph.role import Metric
 from .live import LiveGroup
 
-__all__ = ["Episodes", "play"]
-
 PIECE = 128
 """Steps between looks at whether all episodes are over."""
 

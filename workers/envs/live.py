@@ -17,8 +17,6 @@ from .group import EnvGroup
 from .normalization import Normalization, Normalizer
 from .restarts import all_finite
 
-__all__ = ["LiveGroup"]
-
 _LOG = logging.getLogger("penstock.envs")
 
 

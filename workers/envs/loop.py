@@ -23,8 +23,6 @@ from .group import Stepped, close_all, closed_on_error, digest, env_seed
 from .restarts import LARGEST, BadEnv, Restarts, all_finite, described, not_finite
 from .spaces import action_space, from_columns, num_features, to_features
 
-__all__ = ["LoopGroup"]
-
 
 @dataclass
 class _Single:

@@ -27,8 +27,6 @@ from .group import Stepped, closed_on_error, env_seed
 from .restarts import BadRows, Restarts, began, described, finite, laid_out
 from .spaces import action_space, from_columns, num_features
 
-__all__ = ["NativeGroup", "native_spaces"]
-
 _ADVICE = "\n    with task.vectorized=false only what goes wrong is restarted, not its whole group"
 
 _NOT_SAVED = ("_np_random", "env")

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from ...dataflow.errors import ConfigError
 from ...dataflow.option_checks import check_range
 
-__all__ = ["Moments", "Normalization", "Normalizer"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Normalization:

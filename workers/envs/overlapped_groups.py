@@ -30,8 +30,6 @@ from ...dataflow.errors import WorkerError
 from ...planner.cost.overlapped_groups import LoopTimes, choose_num_overlapped
 from .live import LiveGroup
 
-__all__ = ["OverlappedGroups", "NumOverlapped"]
-
 NumOverlapped = int | Literal["auto"]
 """Groups rolled out at the same time; "auto": the planner chooses from what the first rollout
 takes."""

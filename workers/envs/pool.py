@@ -27,8 +27,6 @@ from .pool_library import ask_envpool, without_casts
 from .restarts import BadRows, Restarts, began, described, finite, laid_out
 from .spaces import action_space, from_columns, num_features
 
-__all__ = ["PoolGroup", "pool_spaces"]
-
 _MASKS = ("action_mask", "legal_action_mask")
 """What EnvPool's environments call the choices that are allowed."""
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from ...dataflow.errors import ConfigError, nearest
 
-__all__ = ["ask_envpool", "without_casts"]
-
 
 @contextmanager
 def without_casts() -> Generator[None]:

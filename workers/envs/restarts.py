@@ -17,19 +17,6 @@ from ...dataflow.errors import ConfigError, WorkerError, raised_at
 from .alarm import StepAlarm, StepTooLong
 from .group import Failure, Stepped
 
-__all__ = [
-    "LARGEST",
-    "BadEnv",
-    "BadRows",
-    "Restarts",
-    "all_finite",
-    "began",
-    "described",
-    "finite",
-    "laid_out",
-    "not_finite",
-]
-
 T = TypeVar("T")
 
 LARGEST = float(np.finfo(np.float32).max)

@@ -8,8 +8,6 @@ from torch import Tensor
 from ...algorithms.roles.environment import EnvRows
 from ...algorithms.roles.games import GameRows
 
-__all__ = ["EnvRowSource", "GameRowSource"]
-
 
 class EnvRowSource:
     """The same environments for every step.

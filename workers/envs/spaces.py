@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import ConfigError
 
-__all__ = ["action_space", "from_columns", "num_features", "to_features"]
-
 
 def num_features(space: gym.Space[Any], name: str) -> int:
     """Numbers of an observation laid out flat.

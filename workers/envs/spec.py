@@ -22,8 +22,6 @@ from .restarts import described
 from .spaces import action_space, num_features
 from .teams import CountsAgents, TeamGroup, agent_spaces, team_numbers
 
-__all__ = ["EnvSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpec:

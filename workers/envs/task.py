@@ -19,8 +19,6 @@ from ..verifiers.pool import VerifierSpec
 from .normalization import Normalizer
 from .spec import EnvSpec
 
-__all__ = ["EnvTask", "EnvTaskSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EnvTaskSpec(EnvSpec):

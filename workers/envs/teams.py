@@ -19,8 +19,6 @@ from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import ConfigError
 from .group import EnvGroup, Failure, Stepped
 
-__all__ = ["CountsAgents", "TeamGroup", "agent_spaces", "team_numbers"]
-
 
 class CountsAgents(gym.Wrapper[Any, Any, Any, Any]):
     """An environment that must show as many agents as it says.

@@ -34,8 +34,6 @@ from .live import LiveGroup
 from .overlapped_groups import NumOverlapped, OverlappedGroups
 from .spec import EnvSpec
 
-__all__ = ["EnvWorker", "EnvWorkerSpec", "action_noise"]
-
 _FORMAT = 1
 _LOG = logging.getLogger("penstock.envs")
 

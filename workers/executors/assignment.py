@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 from ...dataflow.runtime.placement import DeviceGroup
 
-__all__ = ["Device", "Machine", "NoRoom", "Share", "assign", "device_of", "shares_of"]
-
 Device = int | tuple[str, int]
 """A device that the plan names, or the group and the process that has one of its own."""
 

@@ -16,8 +16,6 @@ from .process_backend import Ref
 from .process_setup import Address
 from .rank_group import RankGroup, all_results
 
-__all__ = ["Connections"]
-
 _LOOK_S = 1.0
 """Between two looks at whether a server lives: nobody calls it who would notice."""
 

@@ -19,8 +19,6 @@ from ..weight_sync.registry import Transport
 from .assignment import Machine
 from .process_backend import ProcessBackend
 
-__all__ = ["ExecutorKind"]
-
 
 def _nothing() -> None:
     pass

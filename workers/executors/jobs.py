@@ -26,8 +26,6 @@ from ..weight_sync.channel import Offer
 from .process_backend import Process, ProcessBackend, Ref
 from .rank_process import Answer
 
-__all__ = ["LOOK", "Books", "Job", "Offers", "Started"]
-
 _OfferKey = tuple[str, int, int]
 """Group, process and number of an `Offer`."""
 

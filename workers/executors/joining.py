@@ -11,8 +11,6 @@ from .jobs import Job, Started
 from .process_backend import Ref
 from .rank_group import RankGroup, all_results
 
-__all__ = ["Joining", "Returning"]
-
 _SIGN_S = 1.0
 """How often is said that a rank is still on its way."""
 

@@ -20,19 +20,6 @@ from typing import Any, Protocol
 
 from ...dataflow.runtime.placement import DeviceGroup
 
-__all__ = [
-    "BackendError",
-    "CallFailed",
-    "NotInTime",
-    "ObjectStore",
-    "Process",
-    "ProcessBackend",
-    "ProcessDied",
-    "ProcessHome",
-    "Ref",
-    "Reservation",
-]
-
 Ref = Any
 """Stands for what is stored, or will be returned by a call; what it is depends on the backend.
 

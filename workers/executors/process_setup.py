@@ -18,8 +18,6 @@ import torch.distributed as dist
 from threadpoolctl import threadpool_limits
 from torch.distributed import distributed_c10d
 
-__all__ = ["Address", "Store", "bound_groups", "meet", "threads_within", "use_threads"]
-
 Address = tuple[str, int]
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage] - torch documents it

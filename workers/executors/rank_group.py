@@ -35,18 +35,6 @@ from .process_backend import (
 )
 from .rank_process import RankProcess
 
-__all__ = [
-    "LEAST_START_S",
-    "RankGroup",
-    "all_results",
-    "end_groups",
-    "forget_warm",
-    "hosted_bytes",
-    "keep_warm",
-    "start_groups",
-    "take_warm",
-]
-
 _RESERVE_S = 10.0
 """Devices of a rank that joins must be free by then: the run waits for the answer."""
 

@@ -55,8 +55,6 @@ from ..weight_sync.slice_exchange import SliceTraffic
 from .process_backend import BackendError, CallFailed, NotInTime, ProcessDied, ProcessHome, Ref
 from .process_setup import Address, bound_groups, meet, use_threads
 
-__all__ = ["Answer", "RankProcess", "WarmWorker", "part_from_numpy", "part_to_numpy"]
-
 _CLOSE_CHANNEL_S = 1.0
 """How long a process that ends waits for the threads of its weight channel."""
 

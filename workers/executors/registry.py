@@ -11,8 +11,6 @@ from ..weight_sync.registry import Transport
 from .executor_kind import ExecutorKind
 from .on_ray.declaration import RAY
 
-__all__ = ["DEFAULT_EXECUTOR", "EXECUTORS", "PARALLEL_EXECUTOR", "check_executor"]
-
 
 def _in_process(num_threads: int | None, transport: Transport) -> Executor:
     del num_threads, transport

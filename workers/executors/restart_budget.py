@@ -7,8 +7,6 @@ from collections import Counter
 from ...dataflow.errors import WorkerError
 from ...dataflow.runtime.recovery.limits import Recovery
 
-__all__ = ["RestartBudget"]
-
 _Place = tuple[str, int | None]
 """A group and a rank of it, or None for all of its ranks together."""
 

@@ -13,8 +13,6 @@ from ...dataflow.errors import PlanError
 from .process_backend import BackendError, ProcessBackend, ProcessDied, Ref
 from .rank_group import RankGroup
 
-__all__ = ["dead_processes", "reserve_again"]
-
 _NOTICE_S = 5.0
 """How long an answer is waited for: who gives none is busy, or its death is not known yet."""
 

@@ -61,8 +61,6 @@ from .rank_process import Answer, part_from_numpy, part_to_numpy
 from .restart_budget import RestartBudget
 from .revival import dead_processes, reserve_again
 
-__all__ = ["Supervisor"]
-
 _LOG = logging.getLogger("penstock.executor")
 
 _RETURN_S = 0.2

@@ -13,8 +13,6 @@ from ...dataflow.runtime.recovery.limits import WorkerLost
 from ...dataflow.runtime.remote_inference import InferenceRequest
 from .protocol import CHALLENGE_BYTES, FrameReader, answer_from, proof, request_frame
 
-__all__ = ["InferenceClient"]
-
 _PIECE = 1 << 20
 _PAUSE_S = 0.1
 """Between two attempts to reach a server."""

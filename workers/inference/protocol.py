@@ -25,19 +25,6 @@ import numpy as np
 from ...dataflow.errors import WorkerError
 from ...dataflow.runtime.remote_inference import Array, InferenceRequest
 
-__all__ = [
-    "CHALLENGE_BYTES",
-    "PROOF_BYTES",
-    "Frame",
-    "FrameReader",
-    "answer_from",
-    "answer_frame",
-    "error_frame",
-    "proof",
-    "request_frame",
-    "request_from",
-]
-
 CHALLENGE_BYTES = 16
 PROOF_BYTES = 32
 

@@ -35,8 +35,6 @@ from .protocol import (
     request_from,
 )
 
-__all__ = ["InferenceServer"]
-
 _PIECE = 1 << 20
 """Most bytes taken from a connection at once."""
 

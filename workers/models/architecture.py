@@ -22,8 +22,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...dataflow.errors import ConfigError, nearest
 
-__all__ = ["checked_config", "empty_model", "learn_padding", "quiet_transformers"]
-
 _LARGEST: Mapping[str, int] = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 18,

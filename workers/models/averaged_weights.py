@@ -16,8 +16,6 @@ from torch import Tensor
 from ...dataflow.errors import ConfigError
 from ..training.flat_parameters import read_tensors, write_tensors
 
-__all__ = ["mean_folder", "weight_mean"]
-
 
 def weight_mean(
     models: Sequence[Mapping[str, Tensor]], shares: Sequence[float]

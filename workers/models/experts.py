@@ -19,8 +19,6 @@ from ...dataflow.errors import ConfigError
 from ...planner.resharding.box import Box
 from ..training.checkpoint_files import TensorSource
 
-__all__ = ["FusedExperts", "as_in_files"]
-
 _MATRIX = re.compile(r"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(\w+)\.weight")
 _PLACES: Mapping[str, tuple[str, int]] = {
     "gate_proj": ("gate_up_proj", 0),

@@ -17,8 +17,6 @@ from .heads import Head
 from .model_folder import weight_files
 from .spec import ModelSpec
 
-__all__ = ["fill_first_weights", "model_source"]
-
 
 class _Backbone:
     """A folder that holds a backbone without a head, whose names lack the model's own prefix."""

@@ -20,8 +20,6 @@ from ..training.weight_checks import take_tensors
 from .architecture import quiet_transformers
 from .spec import ModelSpec
 
-__all__ = ["Head", "HeadName", "HeadedModel"]
-
 HeadName = Literal["lm_head", "value_head", "score"]
 """What a model ends in, as checkpoints call it."""
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from ...dataflow.errors import ConfigError
 
-__all__ = ["hub_folder", "is_hub_id"]
-
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 _TEXTS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")

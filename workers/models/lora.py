@@ -28,21 +28,6 @@ from ..training.flat_parameters import read_tensors, write_tensors
 from ..training.weight_checks import take_tensors
 from .architecture import quiet_transformers
 
-__all__ = [
-    "AdaptedModel",
-    "LoraSpec",
-    "adapt",
-    "adapted_linears",
-    "check_lora",
-    "checkpoint_name",
-    "first_adapters",
-    "insert_adapters",
-    "is_adapter",
-    "merge",
-    "merged",
-    "save_adapter",
-]
-
 _NAME = "default"
 """What peft calls the one adapter that a module has."""
 _PEFT_PREFIX = "base_model.model."

@@ -23,8 +23,6 @@ from ...dataflow.errors import ConfigError
 from ..training.weight_checks import refuse_faults, some
 from .architecture import checked_config, empty_model, quiet_transformers
 
-__all__ = ["check_tensors", "folder_config", "load_faults", "owner_words", "weight_files"]
-
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EXPERTS = ".experts."

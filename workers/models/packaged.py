@@ -29,8 +29,6 @@ import xxhash
 from ...dataflow.errors import ConfigError
 from .architecture import quiet_transformers
 
-__all__ = ["PACKAGED", "PackagedModel", "cache_folder", "packaged_folder"]
-
 _CONTENTS = "contents.json"
 """In a converted folder: name of each other file -> its size in bytes and its hash."""
 

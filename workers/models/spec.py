@@ -23,8 +23,6 @@ from ..training.weight_checks import refuse_faults, some, unusable
 from .architecture import checked_config, empty_model, learn_padding, quiet_transformers
 from .model_folder import check_tensors, folder_config, load_faults, owner_words
 
-__all__ = ["ModelSpec"]
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

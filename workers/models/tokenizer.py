@@ -20,8 +20,6 @@ from ...dataflow.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["END_MARK", "PRINTABLE", "ChatTemplateError", "Tokenizer", "TokenizerSpec", "pad_rows"]
-
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
 """The default alphabet: printable ASCII and the line feed."""
 

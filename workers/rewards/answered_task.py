@@ -10,8 +10,6 @@ from ..data.task import Task
 from ..verifiers.pool import VerifierSpec
 from ..verifiers.verifiers import load_verifier
 
-__all__ = ["AnsweredTask", "HasRewardAnswer", "reward_answer"]
-
 
 @runtime_checkable
 class HasRewardAnswer(Protocol):

@@ -30,8 +30,6 @@ from ..verifiers.pool import LONGEST_S, SHORTEST_S
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["ChatClient", "ChatError", "ChatOptions", "ChatRefused", "ChatTimeout"]
-
 _MAX_REPLY_BYTES = 1 << 20
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _NEVER = frozenset({401, 403, 404, 405})

@@ -31,8 +31,6 @@ from .answered_task import reward_answer
 from .chat_client import ChatClient, ChatError, ChatOptions, ChatRefused, ChatTimeout
 from .rule_reward import LARGEST
 
-__all__ = ["Judge", "JudgeSpec", "Verdict", "filled", "read_score"]
-
 _LOG = logging.getLogger("penstock.reward")
 _NEVER_WORKS = 64
 """Rows without a score, and none with one, after which a judge is taken to be broken."""

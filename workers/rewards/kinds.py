@@ -12,15 +12,6 @@ from typing import Any
 from .judge import JudgeSpec
 from .rule_reward import RuleRewardSpec
 
-__all__ = [
-    "PART_KINDS",
-    "RULES",
-    "CodeRewardSpec",
-    "ExactRewardSpec",
-    "InstructionRewardSpec",
-    "MathRewardSpec",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExactRewardSpec(RuleRewardSpec):

@@ -35,8 +35,6 @@ from ..verifiers.verifiers import blame, import_user_module, load_verifier
 from .kinds import PART_KINDS, RULES
 from .rule_reward import LARGEST
 
-__all__ = ["TASK_REWARDS", "Mixture", "MixturePart", "MixtureSpec", "check_verifiers"]
-
 _LEARNED = "reward_model"
 _MAKES = "it must be a function of the part's options that returns a Reward or its spec"
 

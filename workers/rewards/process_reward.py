@@ -21,8 +21,6 @@ from ..models.heads import Head
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..training.model_worker import check_columns
 
-__all__ = ["TorchProcessReward", "TorchProcessRewardSpec", "step_ends"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TorchProcessRewardSpec(TorchModel, Recipe):

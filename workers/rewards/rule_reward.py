@@ -27,8 +27,6 @@ from ..verifiers.child import verdict
 from ..verifiers.pool import LONGEST_S, MOST_PROCESSES, SHORTEST_S, Outcome, VerifierPool
 from .answered_task import AnsweredTask
 
-__all__ = ["LARGEST", "RuleReward", "RuleRewardSpec"]
-
 _LOG = logging.getLogger("penstock.reward")
 LARGEST = torch.finfo(torch.float32).max
 """Of a reward, and of the options that rewards are computed with."""

@@ -16,8 +16,6 @@ from .generation_engine import GenerationEngine, SamplesTurns
 from .reports import report_lag
 from .responses import check_prompts
 
-__all__ = ["converse"]
-
 
 def converse(
     engine: GenerationEngine,

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .responses import Responses
 
-__all__ = ["Begun", "Ended", "collected"]
-
 
 @dataclass(frozen=True)
 class Ended:

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from ...algorithms.roles.language import Sampling
 
-__all__ = ["filtered_logits", "keep_min_p", "keep_top_k", "keep_top_p", "penalized"]
-
 _FIRST_LOOK = 64
 """Tokens among which the nucleus is looked for first: sorting a whole vocabulary takes 0.5 s for
 96 rows of 49,152, these 10 ms."""

@@ -21,8 +21,6 @@ from .responses import Responses, check_logprobs, check_prompts, to_rollout
 from .sampling import SampleStreams
 from .segments import as_begun, as_rollout, grown, joined, new_groups, num_tokens, parted
 
-__all__ = ["sample", "sample_segment", "sample_streamed"]
-
 
 def sample(
     engine: GenerationEngine,

@@ -14,8 +14,6 @@ from .ended import Begun, Ended
 from .responses import Responses
 from .sampling import SampleStreams
 
-__all__ = ["GenerationEngine", "SamplesTurns"]
-
 
 class GenerationEngine(Protocol):
     """Samples responses from a language model in this process.

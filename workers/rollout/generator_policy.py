@@ -33,8 +33,6 @@ from .converse import converse
 from .generate_calls import sample, sample_segment, sample_streamed
 from .generation_engine import DropsWeights, GenerationEngine
 
-__all__ = ["GeneratorPolicy", "SplitPolicySpec"]
-
 B = TypeVar("B")
 
 _ROLLOUT = frozenset({"generate", "converse"})

@@ -16,8 +16,6 @@ import heapq
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-__all__ = ["OrderedAnswers"]
-
 
 class OrderedAnswers:
     """Told which responses have ended, says which calls are to be answered.

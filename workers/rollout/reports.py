@@ -10,8 +10,6 @@ from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.runtime.call_context import call_lag, call_version
 from .responses import Responses
 
-__all__ = ["report_lag", "report_responses", "score_metrics"]
-
 
 def report_responses(metrics: dict[str, Metric], responses: Responses, new_tokens: int) -> None:
     """Add lengths and truncation to a worker's metrics.

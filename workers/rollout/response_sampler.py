@@ -17,8 +17,6 @@ from .responses import Responses
 from .stop_strings import StopStrings, TokenizerRecipe
 from .token_sampler import TokenSampler, tokens_of
 
-__all__ = ["ResponseSampler"]
-
 
 class ResponseSampler:
     """Samples tokens, records them, and knows when a response has ended.

@@ -11,14 +11,6 @@ from ...algorithms.roles.language import Rollout, Sampling
 from ...dataflow.errors import WorkerError
 from ...dataflow.runtime.call_context import call_version, current_step
 
-__all__ = [
-    "Responses",
-    "check_logprobs",
-    "check_prompts",
-    "check_stop",
-    "to_rollout",
-]
-
 
 @dataclass(frozen=True)
 class Responses:

@@ -20,16 +20,6 @@ from torch import Tensor
 
 from ...dataflow.runtime.call_context import CallKey
 
-__all__ = [
-    "SampleStreams",
-    "row_uniforms",
-    "sample_token",
-    "stream_generator",
-    "stream_key",
-    "turn_seed",
-    "turn_uniforms",
-]
-
 _U64 = (1 << 64) - 1
 _LARGE_VOCABULARY = 4096
 """With fewer tokens looking for one in blocks gains nothing."""

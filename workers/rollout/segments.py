@@ -17,8 +17,6 @@ from ...algorithms.roles.language import Rollout, Sampling, Unfinished
 from .ended import Begun
 from .responses import Responses, to_rollout
 
-__all__ = ["as_begun", "as_rollout", "grown", "joined", "new_groups", "num_tokens", "parted"]
-
 
 def new_groups(prompt: Tensor, prompt_id: Tensor, step: int, num_samples: int) -> Unfinished:
     """Groups of which nothing has been sampled.

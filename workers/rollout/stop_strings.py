@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ...algorithms.roles.language import Sampling
 
-__all__ = ["StopStrings", "TokenizerRecipe"]
-
 _INVALID_PREFIX = "Invalid prefix encountered"
 """How `tokenizers` reports tokens whose text changes once others follow them."""
 

@@ -16,8 +16,6 @@ from ...algorithms.roles.language import Sampling
 from .filters import filtered_logits
 from .sampling import sample_token
 
-__all__ = ["Sampled", "TokenSampler", "tokens_of"]
-
 
 class Sampled(NamedTuple):
     """The next tokens of M rows."""

@@ -12,8 +12,6 @@ from ...algorithms.roles.agents import Turn, TurnRequest
 from ...algorithms.roles.language import Sampling
 from .response_sampler import ResponseSampler
 
-__all__ = ["TurnSampler"]
-
 
 class TurnSampler(ResponseSampler):
     """A `ResponseSampler` whose rows are conversations: a row's turn is its response for a while.

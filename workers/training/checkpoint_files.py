@@ -26,16 +26,6 @@ from torch import Tensor
 
 from ...planner.resharding.box import Box, intersection, volume, whole
 
-__all__ = [
-    "FileTensors",
-    "TensorSource",
-    "WholeTensors",
-    "box_key",
-    "open_state",
-    "read_state_json",
-    "state_file",
-]
-
 _KEY = re.compile(r"(.+)\[([0-9:,]*)\]")
 _FORMATS = (1, 2)
 

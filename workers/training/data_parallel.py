@@ -17,8 +17,6 @@ from torch import Tensor
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.worker_protocol import WorkerContext
 
-__all__ = ["RankGroup", "rank_group", "worker_group"]
-
 
 @dataclass(frozen=True)
 class RankGroup:

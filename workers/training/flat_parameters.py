@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from ...dataflow.errors import ConfigError
 
-__all__ = ["ADDED_AT_ONCE", "FlatParameters", "read_tensors", "tensors_sha256", "write_tensors"]
-
 _ALIGN = 16  # elements; keeps every parameter on a 64-byte boundary in float32
 ADDED_AT_ONCE = 1 << 20
 """Elements of a gradient that are converted to float32 at once on a CPU."""

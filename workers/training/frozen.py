@@ -12,8 +12,6 @@ from ...dataflow.errors import ConfigError, nearest
 from .network import Network
 from .stored_pieces import pieces_on, stored_view
 
-__all__ = ["frozen_names", "frozen_spans"]
-
 
 def frozen_names(network: Network, patterns: Sequence[str], role: str) -> frozenset[str]:
     """The parameters of a model that patterns name, by the names that checkpoints have.

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "HostRoom", "give_back_freed", "keep_few_kernels"]
-
 
 class HostRoom:
     """Host memory that sleeping workers are kept in, in pieces that are made once and used again.

@@ -16,8 +16,6 @@ from ...dataflow.graph.role import Metric
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from .data_parallel import rank_group
 
-__all__ = ["AdaptiveKL", "KLControllerSpec"]
-
 _STATE = "kl_controller.json"
 
 

@@ -21,8 +21,6 @@ from ...dataflow.runtime.worker_protocol import WorkerContext
 from .data_parallel import RankGroup
 from .transfers import masked
 
-__all__ = ["ROLLOUT_K3", "Mismatch", "MismatchLimits", "MismatchError", "check_mismatch"]
-
 ROLLOUT_K3 = "rollout_k3"
 """Metric: KL(rollout || trainer) by the k3 estimator, nats per token."""
 

@@ -21,8 +21,6 @@ from ...dataflow.graph.axes import GroupId, has_mark, spec_of
 from .data_parallel import RankGroup
 from .transfers import sent
 
-__all__ = ["Minibatches", "columns", "micro_batches", "on_device", "row_sizes", "take_rows"]
-
 T = TypeVar("T")
 
 

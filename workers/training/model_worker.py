@@ -36,8 +36,6 @@ from .trainer import Forward, Trainer
 from .transfers import on_host, sent
 from .weight_checks import check_outputs, refuse_faults, unusable
 
-__all__ = ["ModelWorker", "check_columns"]
-
 B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
 

@@ -20,8 +20,6 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from .data_parallel import rank_group
 
-__all__ = ["LagrangeMultiplier", "MultiplierSpec"]
-
 _STATE = "multiplier.json"
 
 

@@ -20,8 +20,6 @@ from ...planner.resharding.sharding import Sharding
 from .data_parallel import RankGroup
 from .optimizer import AdamW, OptimizerSpec
 
-__all__ = ["LanguageNetwork", "Network", "Outputs"]
-
 M = TypeVar("M")
 R = TypeVar("R")
 

@@ -12,16 +12,6 @@ from torch import Tensor
 
 from ...dataflow.option_checks import check_range
 
-__all__ = [
-    "AdamW",
-    "OptimizerSpec",
-    "clip_gradient",
-    "forget_moments",
-    "optimizer_buffers",
-    "update_weights",
-]
-
-
 _AT_ONCE, _AT_ONCE_ON_GPU = 1 << 18, 1 << 28
 """Weights stepped together. On a CPU what is read and written of them fits into the cache; on a GPU
 each part is a launch or two, and the kernel counts with 32 bits."""

@@ -25,8 +25,6 @@ from torch import Tensor
 from ...dataflow.errors import StateError
 from ...dataflow.written_files import WrittenFile, write_hashed
 
-__all__ = ["PinnedBlocks", "StateFiles", "Writes"]
-
 _AT_ONCE = 8 << 20
 """Bytes that are read, hashed and written at once."""
 

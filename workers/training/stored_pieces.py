@@ -20,8 +20,6 @@ from ...planner.resharding.sharding import Sharding
 from .checkpoint_files import TensorSource
 from .network import Network
 
-__all__ = ["StoredPiece", "fill_weights", "gather_weights", "pieces_on", "share_of", "stored_view"]
-
 _BUCKET = 1 << 26
 """Weights sent at once."""
 

@@ -14,8 +14,6 @@ from ...dataflow.runtime.call_context import CallKey
 from .data_parallel import RankGroup
 from .microbatch import columns
 
-__all__ = ["Pieces", "Sums", "divisor", "num_masked", "num_rows", "one_step"]
-
 
 @dataclass
 class Sums:

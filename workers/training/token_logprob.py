@@ -19,8 +19,6 @@ from torch import Tensor
 
 from .transfers import on_host, sent
 
-__all__ = ["MOST_IN_FLOAT32", "MOST_LOGITS", "most_logits", "token_logprob", "top_words"]
-
 MOST_LOGITS = 1 << 23
 """Logits that exist at once on a CPU, in the precision of the weights: 16 MiB in bfloat16."""
 MOST_IN_FLOAT32 = 1 << 21

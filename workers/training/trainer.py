@@ -32,8 +32,6 @@ from .optimizer import OptimizerSpec
 from .sums import Pieces, Sums, divisor, num_masked, num_rows, one_step
 from .weight_checks import not_finite, some, stopped, unusable
 
-__all__ = ["Forward", "Trainer"]
-
 B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
 

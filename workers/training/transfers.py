@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["derived", "masked", "on_host", "sent", "spread"]
-
 _HOST: Any = WeakTensorKeyDictionary()
 """A tensor that was sent -> what it was made from, as long as it lives."""
 

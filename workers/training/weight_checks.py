@@ -16,16 +16,6 @@ from torch import Tensor
 from ...dataflow.errors import ConfigError, WorkerError
 from ...dataflow.runtime.call_context import current_step
 
-__all__ = [
-    "check_outputs",
-    "not_finite",
-    "refuse_faults",
-    "some",
-    "stopped",
-    "take_tensors",
-    "unusable",
-]
-
 _SHOWN = 3
 _LARGEST_NORM = 1e12
 

@@ -15,8 +15,6 @@ from .flat_parameters import FlatParameters
 from .host_memory import give_back_freed
 from .optimizer import AdamW, OptimizerSpec
 
-__all__ = ["WholeNetwork"]
-
 M = TypeVar("M")
 R = TypeVar("R")
 

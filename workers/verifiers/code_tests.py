@@ -20,8 +20,6 @@ from .sandbox.child import typed
 from .sandbox.process import Limits
 from .sandbox.sandbox import run_python
 
-__all__ = ["CodeTests", "code_tests", "program_in", "tests_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTests:

@@ -27,18 +27,6 @@ from .instructions.instructions import instruction_score
 from .sandbox.process import Limits
 from .sandbox.sandbox import announce_sandbox, check_sandbox
 
-__all__ = [
-    "BUILT_IN",
-    "Verifier",
-    "blame",
-    "exact_match",
-    "import_user_module",
-    "load_verifier",
-    "make_verifier",
-    "math_verify",
-    "reference_of",
-]
-
 Verifier = Callable[[str, str, str | None], float]
 """Function of (prompt, response, answer) that returns a score."""
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from .packets import Packet
 
-__all__ = ["ChannelEnd", "Offer", "Receiver", "WeightChannel"]
-
 Receiver = tuple[str, int]
 """A process that a packet is for: its group, and its number there."""
 

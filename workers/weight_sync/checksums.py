@@ -21,8 +21,6 @@ from torch import Tensor
 
 from .device_slices import Message, Part
 
-__all__ = ["checksum", "checksums", "checksums_of_sums"]
-
 _ROW = 4096
 _WORDS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -23,17 +23,6 @@ from ...planner.resharding.box import Box, volume
 from ...planner.resharding.plan import Move, MovedParam, TransferPlan, window
 from .version_tracker import WeightsError
 
-__all__ = [
-    "Message",
-    "Part",
-    "Tensors",
-    "dtype_of",
-    "messages_of",
-    "plan_stamp",
-    "read_view",
-    "write_view",
-]
-
 Tensors = Mapping[str, Tensor]
 """An engine's own tensors on one device, by the names that its sharding uses."""
 

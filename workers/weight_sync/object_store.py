@@ -15,8 +15,6 @@ from .channel import ChannelEnd, Offer, Receiver
 from .packets import Packet, host_room
 from .version_tracker import WeightsError
 
-__all__ = ["ObjectStoreChannel"]
-
 
 class ObjectStoreChannel:
     """Packets stay in the executor's object store for as long as anybody has their offer.

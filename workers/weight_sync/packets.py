@@ -32,8 +32,6 @@ from .device_slices import (
 )
 from .version_tracker import HeldWeights, WeightsError
 
-__all__ = ["Bucket", "Packed", "Packet", "Room", "host_room", "pack", "unpack", "unpack_whole"]
-
 Bucket = Any
 """u8[bytes]: a numpy array in host memory, or a tensor on a device."""
 

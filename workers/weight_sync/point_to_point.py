@@ -34,8 +34,6 @@ from .channel import ChannelEnd, Offer, Receiver
 from .packets import Packet, host_room
 from .version_tracker import WeightsError
 
-__all__ = ["PointToPointChannel"]
-
 _TOKEN_BYTES = 32
 _NUM_HEAD = 5
 _FOUND, _GONE = (int.from_bytes(mark, "little") for mark in (b"weights", b"gone"))

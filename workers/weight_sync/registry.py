@@ -17,8 +17,6 @@ from .object_store import ObjectStoreChannel
 from .point_to_point import PointToPointChannel
 from .shared_device import SharedDeviceChannel, why_not_shared
 
-__all__ = ["CHANNELS", "DEFAULT_TRANSPORT", "Transport", "check_transport"]
-
 Transport = Literal["object_store", "point_to_point", "cuda_ipc"]
 """How the configuration calls them."""
 

@@ -30,8 +30,6 @@ from .packets import Bucket, Packet
 from .shared_memory import Memory, SharedFile, open_memory, share_memory
 from .version_tracker import WeightsError
 
-__all__ = ["SharedDeviceChannel", "why_not_shared"]
-
 _WORD = 8
 """Bytes of a number in the ledger."""
 _NOBODY = -1

@@ -19,8 +19,6 @@ from torch.multiprocessing.reductions import (
     reduce_tensor,  # pyright: ignore[reportUnknownVariableType]
 )
 
-__all__ = ["CudaMemory", "HostMemory", "Memory", "SharedFile", "open_memory", "share_memory"]
-
 _DEVICE = 6
 """Where the number of the device is among what `rebuild_cuda_tensor` takes."""
 

@@ -22,8 +22,6 @@ from ...planner.resharding.sharding import Sharding
 from .packets import Packed, Packet, Room, host_room, pack, unpack, unpack_whole
 from .version_tracker import HeldWeights
 
-__all__ = ["SliceHolder", "SliceReceiver", "SliceTraffic"]
-
 
 @runtime_checkable
 class SliceHolder(Protocol):

@@ -14,8 +14,6 @@ from ...dataflow.errors import WorkerError
 from ...planner.resharding.box import Box, intersection, volume
 from ...planner.resharding.sharding import Sharding
 
-__all__ = ["HeldWeights", "WeightsError"]
-
 
 class WeightsError(WorkerError):
     """Weights that are missing, damaged or of another version; names the parameter."""

@@ -15,8 +15,6 @@ from torch import Tensor
 from ...planner.resharding.box import whole
 from .version_tracker import HeldWeights, WeightsError
 
-__all__ = ["ReceivedWeights", "parameter_checksum"]
-
 Load = Callable[[Mapping[str, Tensor], int], None]
 """Puts all parameters of a version to use."""
 

@@ -12,8 +12,6 @@ from ..saving.of_run import Saving
 from .known import Known
 from .limits import Recovered, Recoveries, Recovery, Told, WorkerLost
 
-__all__ = ["GoingBack"]
-
 
 class GoingBack:
     """What one run does about processes that die.

@@ -14,8 +14,6 @@ from ..dispatcher import Submission
 from ..messages import Handle
 from ..step_result import Done
 
-__all__ = ["Known", "Made", "made_by"]
-
 _Key = tuple[NodeTask, Versions]
 
 

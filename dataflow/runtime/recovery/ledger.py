@@ -28,20 +28,6 @@ from ...scheduler.events import NodeTask
 from ..messages import Part, Report
 from ..ragged import Packed
 
-__all__ = [
-    "Ledger",
-    "LedgerError",
-    "Line",
-    "NoLedger",
-    "as_json",
-    "check",
-    "digest_of",
-    "feeding",
-    "from_json",
-    "pieces_of",
-    "text_of",
-]
-
 _OPEN = "ledger.json"
 """In a checkpoint's folder: what is known of the steps that are not complete."""
 

@@ -14,8 +14,6 @@ from typing import Literal
 
 from ...errors import WorkerError
 
-__all__ = ["Recovered", "Recoveries", "Recovery", "Restart", "Told", "WorkerLost"]
-
 
 class WorkerLost(WorkerError):
     """Processes died, or what they had stored is gone: no fault of what they were doing.

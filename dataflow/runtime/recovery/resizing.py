@@ -19,15 +19,6 @@ from ...scheduler.flow import Flow
 from ..executor import Program, groups_of, servers_of
 from .limits import Recovery
 
-__all__ = [
-    "ElasticExecutor",
-    "Resizing",
-    "Scale",
-    "replica_groups",
-    "restartable_groups",
-    "why_not_elastic",
-]
-
 _LOOK_S = 1.0
 """How often anybody is asked for a wish."""
 

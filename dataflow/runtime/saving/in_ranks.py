@@ -16,8 +16,6 @@ from ..call_stream import overrides
 from ..messages import SaveReport
 from ..worker_protocol import CLOSE_S, SavesLater, Stateful, Trainable
 
-__all__ = ["Saves", "refusal_of"]
-
 _Written = Mapping[str, WrittenFile]
 
 

@@ -26,8 +26,6 @@ from ..messages import (
 )
 from ..placement import flow_of
 
-__all__ = ["StateInWorkers", "is_unfinished", "unfinished"]
-
 _UNFINISHED = "/unfinished"
 """After a node's name: what of its rows goes on in the next step. No node is named so."""
 

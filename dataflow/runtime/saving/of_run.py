@@ -33,8 +33,6 @@ from ..checkpoint import CheckpointFolder, ResumePoint, read_resume_point
 from ..dispatcher import Dispatcher, Submission
 from ..messages import SaveReport, SaveReportWork
 
-__all__ = ["Saving", "Take"]
-
 _ASK_S = 0.2
 """How often ranks are asked how far they have come."""
 

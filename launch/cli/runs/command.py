@@ -12,8 +12,6 @@ from .listing import diff_runs, list_command, show_run
 from .regressing import regress_runs
 from .reproducing import reproduce_run
 
-__all__ = ["ACTIONS", "runs_command"]
-
 
 @dataclass(frozen=True)
 class _Action:

@@ -16,8 +16,6 @@ from ...runs.values import sets_by, value_text
 from ..words import Words, chosen, split_words
 from .table import print_table
 
-__all__ = ["compare_runs", "plot_runs"]
-
 _KEY = "accuracy_after_rl"
 _PLOT = ("metric", "over", "by", "stage", "file", "runs")
 _COMPARE = ("key", "by", "report", "runs")

@@ -15,8 +15,6 @@ from ...runs.exported_curves import import_curves
 from ...runs.values import named_runs, run_of
 from ..words import Words, chosen, split_words
 
-__all__ = ["archive_runs", "delete_runs", "export_command", "import_command", "tag_runs"]
-
 _ARCHIVED = "archived"
 """Below the folder of runs, whose listing does not look into it."""
 

@@ -16,8 +16,6 @@ from ...runs.values import RunValues, flat_values, run_of, selected, value_text
 from ..words import split_words, whole_number
 from .table import print_table
 
-__all__ = ["diff_runs", "list_command", "show_run"]
-
 _SHOWN = ("state", "num_steps", "accuracy_after_rl", "wall_time_s", "tags")
 """What a listing says of a run by default, where any of the runs has it."""
 

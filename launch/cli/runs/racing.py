@@ -20,8 +20,6 @@ from ...run_dir.run_folder import RunRecord, list_runs
 from ...runs.reference import Finding, Rule
 from ...runs.series import History
 
-__all__ = ["STEP_TIME", "raced"]
-
 STEP_TIME = "run/step_time_s"
 """What is compared, a metric of the steps: without a run's start, evaluations and files."""
 

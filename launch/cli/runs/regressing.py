@@ -14,8 +14,6 @@ from .racing import STEP_TIME, raced
 from .reproducing import repeatable
 from .table import print_table
 
-__all__ = ["regress_runs"]
-
 _DIRECTIONS = ("not_lower", "not_higher", "same")
 _WAYS = ("reference", "write", "checkout")
 _RACE = ("pairs", "slower")

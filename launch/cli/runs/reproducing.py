@@ -14,8 +14,6 @@ from ...run_dir.stop import visible
 from ...runs.values import run_of
 from ..words import split_words
 
-__all__ = ["repeatable", "reproduce_run"]
-
 _CAME_OUT = ("weights_sha256", "roles_sha256", "num_steps", "accuracy_after_rl")
 
 

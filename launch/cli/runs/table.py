@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from ...run_dir.stop import visible
 
-__all__ = ["print_table"]
-
 _MOST_CHARACTERS = 64
 """Of a value: an example's response may be as long as a page; a SHA-256 is shown whole."""
 

@@ -22,8 +22,6 @@ from ....dataflow.errors import ConfigError
 from ..atomic import append, write_text
 from .tracker import RunInfo
 
-__all__ = ["METRICS", "JsonlTracker", "MetricsLog", "finite_or_none", "read_metrics"]
-
 METRICS = "metrics.jsonl"
 """The file, in the folder of each stage."""
 

@@ -22,8 +22,6 @@ from ..run_folder import flat, plain
 from ..samples import SAMPLES, Sample, sample_rows
 from .tracker import RunInfo, need_package
 
-__all__ = ["MlflowTracker"]
-
 _PACKAGE = "mlflow"
 _STORE, _FILES = "mlflow.db", "mlflow-artifacts"
 """In the folder of runs."""

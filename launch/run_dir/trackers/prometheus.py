@@ -21,8 +21,6 @@ from ..loopback_server import Answer, PageServer
 from ..stop import say
 from .tracker import RunInfo
 
-__all__ = ["PrometheusTracker"]
-
 _TARGET = "metrics"
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LEAST_CHARACTERS = 16

@@ -23,8 +23,6 @@ from .tracker import RunInfo, TakesSamples, Tracker
 from .trackio_store import TrackioTracker
 from .weights_and_biases import WandbTracker
 
-__all__ = ["TRACKERS", "Trackers"]
-
 TRACKERS: Mapping[str, Callable[..., Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,

@@ -12,8 +12,6 @@ from typing import Any
 from ....dataflow.file_errors import writing
 from .tracker import RunInfo
 
-__all__ = ["TensorBoardTracker"]
-
 _FOLDER = "tensorboard"
 """Below a stage's folder; every start adds a file to it."""
 

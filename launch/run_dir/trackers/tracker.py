@@ -15,8 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 from ....dataflow.errors import ConfigError
 from ..samples import Sample
 
-__all__ = ["RunInfo", "TakesSamples", "Tracker", "need_package"]
-
 
 @dataclass(frozen=True)
 class RunInfo:

@@ -19,8 +19,6 @@ from ..run_folder import flat
 from ..samples import SAMPLES, Sample, sample_rows
 from .tracker import RunInfo, need_package
 
-__all__ = ["TrackioTracker"]
-
 _PACKAGE = "trackio"
 _DEADLINE_S = 30.0
 """For whoever else writes to the project."""

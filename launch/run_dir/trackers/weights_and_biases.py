@@ -19,8 +19,6 @@ from ..run_folder import flat
 from ..samples import SAMPLES, Sample, sample_rows
 from .tracker import RunInfo, need_package
 
-__all__ = ["WandbTracker"]
-
 _PACKAGE = "wandb"
 _FOLDER = "wandb"
 """What the package itself makes below the folder that it is given."""

@@ -20,8 +20,6 @@ from ....dataflow.errors import no_exit
 from ..environment import Reply, TurnResult
 from ..tasks.generated_task import PlainEnvironment
 
-__all__ = ["OwnThread", "ThreadedEnvironment"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -24,14 +24,6 @@ from ..environment import Environment, Reply, TurnResult
 from ..tasks.generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
 from .env_thread import OwnThread, ThreadedEnvironment
 
-__all__ = [
-    "GymnasiumTextTask",
-    "GymnasiumTextTaskSpec",
-    "Seeded",
-    "TextEnvironment",
-    "TextEpisode",
-]
-
 T = TypeVar("T")
 
 

@@ -25,8 +25,6 @@ from ..tasks.generated_task import GeneratedSpec, GeneratedTask
 from .env_thread import FAILED, OwnThread
 from .gymnasium_text import Seeded
 
-__all__ = ["OpenEnvEnvironment", "OpenEnvTask", "OpenEnvTaskSpec"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from ...data.task import Message
 from ..environment import BadCall, Reply, TurnResult
 from .env_thread import FAILED
 
-__all__ = ["VerifiersEnvironment", "plain_message"]
-
 _log = logging.getLogger(__name__)
 
 

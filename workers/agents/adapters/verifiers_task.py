@@ -26,8 +26,6 @@ from ..environment import Environment
 from ..tasks.generated_task import TURNS
 from .verifiers_rollout import VerifiersEnvironment, plain_message
 
-__all__ = ["VerifiersTask", "VerifiersTaskSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiersTaskSpec:

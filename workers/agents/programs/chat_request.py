@@ -15,8 +15,6 @@ from ...data.task import Message
 from ..environment import BadCall
 from ..tools.call_values import call_of, read_json
 
-__all__ = ["ChatRequest", "Refused", "message_key", "read_request"]
-
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"),

@@ -14,8 +14,6 @@ from typing import Any
 from ..environment import Reply, ToolCall
 from .chat_request import ChatRequest, Refused
 
-__all__ = ["Answer", "completion", "error_body", "events"]
-
 
 @dataclass(frozen=True)
 class Answer:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = ["Endpoint", "check_extra", "served"]
-
 _MOST_BYTES = 4 << 20
 """Of a request's body."""
 _START_LIMIT_S = 30.0

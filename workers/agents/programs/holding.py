@@ -20,8 +20,6 @@ from .endpoint import Endpoint, served
 from .program import Access, HasPrograms, ProgramFailed, ProgramKilled
 from .sequences import Sequences
 
-__all__ = ["ProgramHolder"]
-
 
 @dataclass(frozen=True)
 class ProgramHolder:

@@ -21,16 +21,6 @@ from ...data.task import Message
 from ...verifiers.child import was_killed
 from ..tools.supervised import supervised
 
-__all__ = [
-    "Access",
-    "Command",
-    "Function",
-    "HasPrograms",
-    "Program",
-    "ProgramFailed",
-    "ProgramKilled",
-]
-
 _MOST_BYTES = 1 << 20
 """Of what a command prints."""
 _END_S = 30.0

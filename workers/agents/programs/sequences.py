@@ -27,8 +27,6 @@ from ..rendering import TurnRenderer
 from .chat_request import ChatRequest, Refused, message_key
 from .chat_response import Answer
 
-__all__ = ["Sequences"]
-
 
 @dataclass(frozen=True)
 class _End:

@@ -11,8 +11,6 @@ from ...data.task import Converses, HasReplies, Message, Task
 from ...models.tokenizer import PRINTABLE
 from .generated_task import TURNS
 
-__all__ = ["AnsweredOtherwise"]
-
 
 class AnsweredOtherwise:
     """See `Task`, `Converses`, `HasReplies` and `HasTemplate`; all but the way is the other task's.

@@ -7,8 +7,6 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 
-__all__ = ["LONGEST_EXPRESSION", "BadExpression", "evaluate"]
-
 LONGEST_EXPRESSION = 64
 """Characters; nesting and the number of operators are bounded by it."""
 

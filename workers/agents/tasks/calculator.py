@@ -20,8 +20,6 @@ from ..environment import BadCall, Reply, ToolCall, TurnResult
 from .arithmetic import LONGEST_EXPRESSION, BadExpression, evaluate
 from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
 
-__all__ = ["CalculatorEnvironment", "CalculatorTask", "CalculatorTaskSpec"]
-
 _TOOL = "calculator"
 
 _SCHEMA: Mapping[str, Any] = {

@@ -23,8 +23,6 @@ from ...data.task import Message
 from ...verifiers.pool import VerifierSpec
 from ..environment import Environment, Reply, TurnResult
 
-__all__ = ["TURNS", "GeneratedSpec", "GeneratedTask", "PlainEnvironment", "Played", "play"]
-
 TURNS = (
     "{% for message in messages %}{{ message['content'] }}"
     "{{ eos_token if message['role'] == 'assistant' else '\\n' }}{% endfor %}"

@@ -25,8 +25,6 @@ from ..environment import Reply, TurnResult
 from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
 from .maze_map import MOVES, Cell, Maze
 
-__all__ = ["MazeEnvironment", "MazeProblem", "MazeTask", "MazeTaskSpec"]
-
 _WORDS = {"u": "up", "d": "down", "l": "left", "r": "right"}
 
 

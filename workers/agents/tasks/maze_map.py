@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Mapping
 from functools import cached_property
 
-__all__ = ["MOVES", "Cell", "Maze"]
-
 Cell = tuple[int, int]
 """Column and row."""
 

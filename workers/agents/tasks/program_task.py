@@ -19,8 +19,6 @@ from ..programs.program import Access, Command, Function, Program
 from ..tools.functions import imported
 from .answered_otherwise import AnsweredOtherwise
 
-__all__ = ["ProgramTask", "ProgramTaskSpec"]
-
 _GIVEN = tuple(field.name for field in fields(Access))
 
 

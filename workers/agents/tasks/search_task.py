@@ -21,8 +21,6 @@ from ..tools.search_tool import SearchTool, SearchTools
 from .search_world import Town, facts_of, make_towns
 from .tool_questions import ToolQuestions, ToolQuestionsSpec, check_template
 
-__all__ = ["SearchQuestion", "SearchTask", "SearchTaskSpec"]
-
 _TOOL = "search"
 _CALL = re.compile(r"\[([^\[\]]*)\]")
 

@@ -14,8 +14,6 @@ from itertools import product
 
 from ....dataflow.errors import ConfigError
 
-__all__ = ["MOST_TOWNS", "Town", "facts_of", "make_towns"]
-
 _BEGIN = (
     *("B", "Br", "D", "Dr", "F", "G", "Gl", "H", "K", "Kl", "L", "M", "N", "P", "R", "S", "St"),
     *("T", "V", "Z"),

@@ -20,8 +20,6 @@ from ..environment import ToolCall
 from ..tools.python_tool import PythonTools
 from .tool_questions import ToolQuestions, ToolQuestionsSpec, check_template
 
-__all__ = ["KINDS", "TableQuestion", "TableQuestionsSpec", "TableQuestionsTask"]
-
 _TOOL = "python"
 _MARK = ">>>"
 _NUMBER = re.compile(r"-?[0-9]+", re.ASCII)

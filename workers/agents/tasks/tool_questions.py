@@ -20,8 +20,6 @@ from ..tools.tool import Tool
 from ..tools.tool_environment import ToolEnvironment, ToolLimits
 from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
 
-__all__ = ["PlainCalls", "ScriptedCalls", "ToolQuestions", "ToolQuestionsSpec", "check_template"]
-
 ReadCall = Callable[[str], ToolCall | None]
 """From a turn to the call that it is, or None."""
 

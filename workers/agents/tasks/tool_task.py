@@ -21,8 +21,6 @@ from ..tools.tool import Tool, Toolbox
 from ..tools.tool_environment import ToolEnvironment, ToolLimits, check_names, schemas_of
 from .answered_otherwise import AnsweredOtherwise
 
-__all__ = ["TOOLBOXES", "ToolTask", "ToolTaskSpec"]
-
 TOOLBOXES: Mapping[str, type[Toolbox]] = {
     "functions": FunctionTools,
     "python": PythonTools,

@@ -26,15 +26,6 @@ from ...data.task import Message
 from ..environment import Reply, TurnResult
 from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
 
-__all__ = [
-    "HiddenObject",
-    "TwentyQuestionsEnvironment",
-    "TwentyQuestionsTask",
-    "TwentyQuestionsTaskSpec",
-    "World",
-    "make_world",
-]
-
 World = Sequence[Sequence[bool]]
 """Object -> attribute -> whether it has it; no two objects have the same."""
 

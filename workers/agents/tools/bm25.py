@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from ....dataflow.option_checks import check_range
 
-__all__ = ["Bm25", "Found", "words_of"]
-
 _WORD = re.compile(r"\w+")
 
 

@@ -14,8 +14,6 @@ from typing import Any, NoReturn, cast
 
 from ..environment import BadCall, ToolCall
 
-__all__ = ["MOST_CALLS", "bad_call", "call_of", "read_json", "skip_space"]
-
 MOST_CALLS = 64
 """Calls that are read of one turn: what follows them is one bad call."""
 

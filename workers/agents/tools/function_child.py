@@ -19,8 +19,6 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-__all__ = ["called", "cut"]
-
 _LONGEST_ERROR = 1000
 """Characters of an error that are told."""
 

@@ -25,8 +25,6 @@ from ...verifiers.child import was_killed
 from .lines import Lines, NotSaid
 from .tool import ToolText
 
-__all__ = ["FunctionPool"]
-
 _CHILD = Path(__file__).with_name("function_child.py")
 _STOP_S = 5.0
 """Seconds a killed process may take to vanish."""

@@ -25,8 +25,6 @@ from .tool import Tool, ToolSession, ToolText
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-__all__ = ["Function", "FunctionTools", "PooledFunctions", "QuickFunctions", "imported"]
-
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _SHOWN = 80
 """Characters of a wrong argument that are shown."""

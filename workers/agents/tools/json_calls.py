@@ -12,8 +12,6 @@ from typing import Any, cast
 from ..environment import BadCall, ToolCall
 from .call_values import MOST_CALLS, bad_call, call_of, read_json, skip_space
 
-__all__ = ["hermes_calls", "llama_calls"]
-
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _NAMED = re.compile(r'\{\s*"(?:name|type)"\s*:')

@@ -12,8 +12,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Lines", "NotSaid", "ready"]
-
 _PIECE = 1 << 16
 
 

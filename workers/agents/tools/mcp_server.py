@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp.types import CallToolResult
 
-__all__ = ["McpAddress", "McpServer", "ServerLost", "connected", "why_not"]
-
 _CLOSE_S = 15.0
 """Seconds for a connection to close, which takes some 7 at most if a server does not want to."""
 ANSWER_S = 5.0

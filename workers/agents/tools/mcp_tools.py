@@ -24,8 +24,6 @@ from .function_child import cut
 from .mcp_server import McpAddress, McpServer, ServerLost, connected, why_not
 from .tool import Tool, ToolSession, ToolText
 
-__all__ = ["McpTool", "McpTools"]
-
 _ENDED = "the tool's server ended between two calls"
 _OTHERWISE = "the tool's server was started again, and answers otherwise than before"
 _MOST_PAGES = 100

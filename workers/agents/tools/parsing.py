@@ -29,8 +29,6 @@ from .pythonic_calls import pythonic_calls
 if TYPE_CHECKING:
     from ...models.tokenizer import Tokenizer
 
-__all__ = ["FORMATS", "CallFormat", "CallParser", "FormatName", "format_of", "parse_calls"]
-
 FormatName: TypeAlias = Literal["hermes", "llama", "pythonic", "brackets", "tokenizer"]
 FORMATS: tuple[FormatName, ...] = ("hermes", "llama", "pythonic", "brackets", "tokenizer")
 

@@ -34,8 +34,6 @@ from .function_child import cut
 from .lines import Lines, NotSaid, ready
 from .tool import Tool, ToolSession, ToolText
 
-__all__ = ["PythonTool", "PythonTools"]
-
 _LOG = logging.getLogger("penstock.tools")
 _LOOK_S = 0.05
 """Between two looks at how many threads there are."""

@@ -15,8 +15,6 @@ from typing import Any
 from ..environment import BadCall, ToolCall
 from .call_values import MOST_CALLS, bad_call, call_of
 
-__all__ = ["pythonic_calls"]
-
 _TAGS = ("<|python_start|>", "<|python_end|>")
 _BEGINS = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"

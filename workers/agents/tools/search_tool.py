@@ -17,8 +17,6 @@ from ...data.row_parts import BadPart
 from .bm25 import Bm25
 from .tool import Tool, ToolSession, ToolText
 
-__all__ = ["NOTHING", "SearchTool", "SearchTools"]
-
 NOTHING = "nothing was found"
 """What a search without a result says."""
 

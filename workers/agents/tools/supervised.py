@@ -14,8 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-__all__ = ["supervised"]
-
 
 def supervised(command: tuple[str, ...]) -> tuple[str, ...]:
     """What to start instead of a command, so that nothing of it is left."""

@@ -6,8 +6,6 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Tool", "ToolSession", "ToolText", "Toolbox"]
-
 
 @dataclass(frozen=True)
 class ToolText:

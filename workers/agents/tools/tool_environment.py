@@ -23,8 +23,6 @@ from ...verifiers.child import USER_ERRORS
 from ..environment import BadCall, Reply, ToolCall, TurnResult
 from .tool import Tool, ToolSession, ToolText
 
-__all__ = ["Score", "ToolEnvironment", "ToolLimits", "check_names", "schemas_of"]
-
 Score = Callable[[str], Awaitable[float] | float]
 """From what a model answered to its reward; it may wait for something."""
 

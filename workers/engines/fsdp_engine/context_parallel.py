@@ -24,8 +24,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ...training.network import Outputs
 
-__all__ = ["ATTENTION", "ContextGroup", "CutOutputs", "CutRows", "attend"]
-
 ATTENTION = "penstock_context_parallel"
 """What transformers knows `attend` by."""
 

@@ -23,8 +23,6 @@ from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
 from ..engine import Engine, usual_options
 
-__all__ = ["DIVIDED_FAMILIES", "FSDP"]
-
 DIVIDED_FAMILIES = ("llama", "qwen2", "qwen3")
 """The `model_type`s whose matrix products and rows it divides; it divides the weights of any."""
 

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from ....planner.resharding.box import Box, volume
 from ....planner.resharding.sharding import Pattern, Sharding, Slice, StoredParam
 
-__all__ = ["fsdp_sharding", "held_box", "tensor_cut"]
-
 _BY_ROWS = re.compile(r"(.*\.)?(embed_tokens|lm_head|[qkv]_proj|gate_proj|up_proj)\.(weight|bias)")
 _BY_COLUMNS = re.compile(r"(.*\.)?(o_proj|down_proj)\.weight")
 

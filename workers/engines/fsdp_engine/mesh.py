@@ -23,8 +23,6 @@ from ...training.data_parallel import RankGroup, rank_group
 from ..sharded.divided_network import join_processes
 from .context_parallel import ContextGroup
 
-__all__ = ["FsdpMesh", "check_division", "join_mesh"]
-
 
 @dataclass(frozen=True)
 class FsdpMesh:

@@ -34,8 +34,6 @@ from .context_parallel import ATTENTION, attend
 from .declaration import DIVIDED_FAMILIES
 from .mesh import FsdpMesh
 
-__all__ = ["FsdpModel", "build_model"]
-
 
 class FsdpModel(nn.Module):
     """Token ids to head outputs at chosen positions, in one forward.

@@ -26,8 +26,6 @@ from .model import FsdpModel
 from .optimizer import FsdpAdamW
 from .stored_part import StoredPart
 
-__all__ = ["FsdpNetwork"]
-
 M = TypeVar("M")
 R = TypeVar("R")
 

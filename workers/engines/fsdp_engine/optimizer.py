@@ -16,8 +16,6 @@ from torch import Tensor
 from ...training.data_parallel import RankGroup
 from ...training.optimizer import AdamW, OptimizerSpec, update_weights
 
-__all__ = ["FsdpAdamW"]
-
 
 class FsdpAdamW(AdamW):
     """Steps the weights of a network, which all replicas hold alike.

@@ -19,8 +19,6 @@ from .mesh import join_mesh
 from .model import FsdpModel, build_model
 from .network import FsdpNetwork
 
-__all__ = ["FsdpOptions", "FsdpPolicySpec", "FsdpRewardSpec", "FsdpValueSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpOptions:

@@ -17,8 +17,6 @@ from ....dataflow.runtime.worker_protocol import WorkerContext
 from .layout import fsdp_sharding, held_box
 from .mesh import FsdpMesh
 
-__all__ = ["StoredPart"]
-
 
 class StoredPart:
     """Parameters where FSDP2 keeps them.

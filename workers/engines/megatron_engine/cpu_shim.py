@@ -21,8 +21,6 @@ from torch import Tensor
 
 from ....dataflow.errors import ConfigError
 
-__all__ = ["prepare_megatron"]
-
 _ADAPTED = {
     # Buffers of tensor-parallel gathers and reductions are made on the "current CUDA device".
     "megatron.core.tensor_parallel.mappings",

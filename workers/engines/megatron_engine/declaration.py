@@ -11,8 +11,6 @@ from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
 from ..engine import Engine, Requirement, usual_options, why_not_as_usual
 
-__all__ = ["FAMILIES", "MEGATRON"]
-
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """The `model_type`s that it computes."""
 

@@ -28,8 +28,6 @@ from torch import Tensor, nn
 
 from ....planner.inputs.model_shape import ModelShape
 
-__all__ = ["Experts", "Mixture"]
-
 
 @dataclass(frozen=True)
 class Experts:

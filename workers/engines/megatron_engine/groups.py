@@ -25,8 +25,6 @@ from .cpu_shim import prepare_megatron
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["expert_ranks", "join_groups", "model_group", "parallel_state"]
-
 
 def parallel_state() -> Any:
     """megatron-core's module of process groups."""

@@ -20,8 +20,6 @@ from ....planner.resharding.sharding import Pattern, Sharding, Slice, StoredPara
 from ....planner.resharding.storage import concatenate, interleave_qkv
 from ...models.heads import HeadName
 
-__all__ = ["megatron_sharding"]
-
 _RENAMED = (
     (r"model\.embed_tokens\.", "embedding.word_embeddings."),
     (r"model\.norm\.", "decoder.final_layernorm."),

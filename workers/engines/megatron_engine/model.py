@@ -30,8 +30,6 @@ from ...models.heads import Head
 from .declaration import FAMILIES
 from .experts import Experts, Mixture
 
-__all__ = ["Backbone", "build_backbone", "supported_shape"]
-
 
 def supported_shape(config: Any, dtype: str) -> ModelShape:
     """The sizes of a Hugging Face config, if this engine computes exactly what its model does.

@@ -33,8 +33,6 @@ from .groups import expert_ranks, model_group
 from .model import Backbone
 from .optimizer import JoinedAdamW, SharedAdamW
 
-__all__ = ["MegatronNetwork"]
-
 M = TypeVar("M")
 R = TypeVar("R")
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from ...training.data_parallel import RankGroup
 from ...training.optimizer import AdamW, OptimizerSpec, optimizer_buffers
 
-__all__ = ["JoinedAdamW", "SharedAdamW"]
-
 _DIST: Any = dist
 # torch 2.13 renamed both and warns of the old names, which are all that torch 2.11 has.
 _RENAMED = hasattr(dist, "all_gather_single")

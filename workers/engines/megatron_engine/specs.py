@@ -19,8 +19,6 @@ from ..sharded.divided_network import recompute_layers
 from .groups import expert_ranks, join_groups
 from .layout import megatron_sharding
 
-__all__ = ["MegatronOptions", "MegatronPolicySpec", "MegatronRewardSpec", "MegatronValueSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronOptions:

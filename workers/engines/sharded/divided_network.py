@@ -18,8 +18,6 @@ from ...training.network import Network, Outputs
 from ...training.stored_pieces import gather_weights
 from .vocabulary_parallel import vocabulary_logprob, vocabulary_top
 
-__all__ = ["DividedNetwork", "gathered_module", "join_processes", "recompute_layers"]
-
 
 def join_processes(context: WorkerContext) -> None:
     """Require torch.distributed's default group over the worker group's processes.

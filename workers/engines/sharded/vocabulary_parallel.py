@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["vocabulary_logprob", "vocabulary_top"]
-
 _AT_ONCE = 1 << 26
 """Logits that exist at once in float32: 256 MiB, so that few kernels are started for many rows."""
 

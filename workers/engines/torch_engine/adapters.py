@@ -21,8 +21,6 @@ from ...models.heads import Head
 from ...models.spec import ModelSpec
 from ...training.flat_parameters import FlatParameters
 
-__all__ = ["Adapters", "FrozenWeights", "added", "adapters_of", "frozen_weights"]
-
 
 class FrozenWeights:
     """A model whose weights nobody changes.

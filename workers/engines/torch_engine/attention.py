@@ -21,8 +21,6 @@ from .packing import Pack
 from .rectangles import Block
 from .varlen import attend_sequences, has_kernel
 
-__all__ = ["MOST_SCORES", "attend_cache", "attend_packed"]
-
 MOST_SCORES = 1 << 20
 """Scores computed at once on a CPU, which are 4 MiB: about what a core's cache holds."""
 _MOST_ON_DEVICE = 1 << 27

@@ -26,8 +26,6 @@ from .attention import attend_packed
 from .fused import gated, gated_linear, norm_linear, rms_norm, rotate
 from .packing import Pack
 
-__all__ = ["LayerWeights", "LeanBackbone", "fused_names", "is_lean"]
-
 _FAMILIES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 

@@ -8,8 +8,6 @@ from ....dataflow.errors import WorkerError
 from .backbone import LeanBackbone
 from .decode import padded
 
-__all__ = ["bytes_per_row", "rows_in_memory", "rows_that_fit"]
-
 _RESERVED = 0.1
 """The share of a device's memory that is left for reading texts and to other processes."""
 _BYTES_PER_WORD = 32

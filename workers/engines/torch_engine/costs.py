@@ -38,15 +38,6 @@ from ...training.token_logprob import most_logits
 from .attention import MOST_SCORES
 from .expected_packs import ALIGN, PackSizes, aligned, expected_packs, prompt_pack, spread
 
-__all__ = [
-    "MICRO_BATCH_TOKENS",
-    "TorchMemory",
-    "TorchSaving",
-    "torch_engine_peak",
-    "torch_resident_parts",
-    "torch_transient_parts",
-]
-
 MICRO_BATCH_TOKENS = 4096
 """The workers' own default of `micro_batch_tokens`."""
 

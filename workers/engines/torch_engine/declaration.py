@@ -11,8 +11,6 @@ from ....planner.inputs.model_shape import ModelShape
 from ..engine import Engine, why_not_as_usual
 from .costs import MICRO_BATCH_TOKENS, TorchMemory, TorchSaving
 
-__all__ = ["TORCH"]
-
 
 def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
     del shape

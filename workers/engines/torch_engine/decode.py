@@ -32,8 +32,6 @@ from .attention import attend_cache
 from .network import LeanNetwork
 from .packing import pack_rows
 
-__all__ = ["Batch", "decode", "entering", "padded"]
-
 _ALIGN = 16  # rows and cache positions; see the module's docstring
 _SMALL_PRODUCT = 400  # torch uses another kernel for batched products below this many multiplies
 _PREFILL_TOKENS = 1 << 14  # of texts that are computed at once, about; see costs.py

@@ -28,8 +28,6 @@ from ...models.architecture import quiet_transformers
 from ...rollout.response_sampler import ResponseSampler
 from .attention import attend_cache
 
-__all__ = ["decode_plain"]
-
 _ALIGN = 16  # rows; see `decode`
 _ROWS_ALIKE = "penstock_rows_alike"
 

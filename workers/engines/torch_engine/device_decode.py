@@ -29,8 +29,6 @@ from .decode import Batch, entering, padded
 from .network import LeanNetwork
 from .step_graphs import StepGraphs
 
-__all__ = ["DeviceBatch", "decode_on_device", "span_bucket"]
-
 TOKENS_PER_LOOK = 16
 _LEAST_SPAN = 64
 

@@ -18,8 +18,6 @@ from ....planner.inputs.workload import Lengths
 from .packing import padded_tokens
 from .rectangles import joins_next, padded_width
 
-__all__ = ["ALIGN", "PackSizes", "aligned", "expected_packs", "prompt_pack", "spread"]
-
 ALIGN = 16
 """Decoded rows and cache positions come in multiples of it."""
 

@@ -27,8 +27,6 @@ from .device_decode import decode_on_device
 from .network import LeanNetwork, TorchNetwork
 from .turns import TorchTurns
 
-__all__ = ["TorchGenerator"]
-
 
 class TorchGenerator:
     """A `GenerationEngine` that samples from a network's own weights.

@@ -32,16 +32,6 @@ from .adapters import FrozenWeights
 from .backbone import LeanBackbone, fused_names, is_lean
 from .packing import pack_rows
 
-__all__ = [
-    "LeanNetwork",
-    "PlainNetwork",
-    "SplitWeights",
-    "TorchNetwork",
-    "lean_names",
-    "make_network",
-    "prepare_same_bits",
-]
-
 M = TypeVar("M")
 R = TypeVar("R")
 

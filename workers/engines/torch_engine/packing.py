@@ -29,8 +29,6 @@ from .rectangles import Block, HeadRows, find_head_rows, rectangles
 from .sequences import Sequences, shared_prompts
 from .varlen import Places, find_places
 
-__all__ = ["Pack", "pack_rows", "padded_tokens"]
-
 
 @dataclass(frozen=True)
 class Pack:

@@ -16,8 +16,6 @@ from torch import Tensor
 from ...training.transfers import sent
 from .sequences import Sequences
 
-__all__ = ["Block", "HeadRows", "find_head_rows", "joins_next", "padded_width", "rectangles"]
-
 _FEW = 8
 _FEW_PAIRS = 1 << 13
 """Pairs of a query and a key that cost about as much as a rectangle more."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Sequences", "shared_prompts"]
-
 
 @dataclass(frozen=True)
 class Sequences:

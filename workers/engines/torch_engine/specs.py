@@ -22,16 +22,6 @@ from .adapters import frozen_weights
 from .generator import TorchGenerator
 from .network import SplitWeights, TorchNetwork, lean_names, make_network, prepare_same_bits
 
-__all__ = [
-    "TorchGeneratorPolicy",
-    "TorchGeneratorSpec",
-    "TorchModel",
-    "TorchPolicySpec",
-    "TorchRewardModelSpec",
-    "TorchValueSpec",
-    "check_whole",
-]
-
 
 def check_whole(context: WorkerContext) -> None:
     """Require that every process has a model of its own.

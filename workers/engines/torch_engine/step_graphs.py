@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["StepGraphs", "capture_stream"]
-
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:

@@ -20,8 +20,6 @@ from ...rollout.turn_sampler import TurnSampler
 from .decode import Batch
 from .network import LeanNetwork
 
-__all__ = ["TorchTurns"]
-
 
 class TorchTurns:
     """`Turns` of a network of ours.

@@ -24,8 +24,6 @@ from torch import Tensor
 from ...training.transfers import sent
 from .sequences import Sequences
 
-__all__ = ["Places", "attend_sequences", "find_places", "has_kernel"]
-
 _LEAST_TOKENS, _LEAST_SEQUENCES, _LEAST_LONGEST = 2048, 32, 1024
 """The smallest of each that the kernel is told of. A block of it that finds no token ends at once,
 so too many cost next to nothing."""

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-__all__ = ["NamedCPUWorker", "agree_on_name"]
-
 _NAME = "PENSTOCK_VLLM_SHARED_MEMORY"
 
 

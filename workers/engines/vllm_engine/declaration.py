@@ -12,8 +12,6 @@ from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
 from ..engine import Engine, Requirement, why_not_as_usual
 
-__all__ = ["VLLM"]
-
 _NAME = "vllm"
 
 

@@ -31,13 +31,6 @@ from ....dataflow.errors import PenstockError
 from ....dataflow.runtime.call_context import call_in_flight
 from .requests import Progress, Request, RequestBatch, Sampled
 
-__all__ = [
-    "EngineOptions",
-    "GenerationAbortedError",
-    "VllmEngine",
-    "engine_arguments",
-]
-
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process
     "VLLM_NO_USAGE_STATS": "1",

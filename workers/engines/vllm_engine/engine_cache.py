@@ -13,8 +13,6 @@ import torch
 
 from .engine import EngineOptions, VllmEngine
 
-__all__ = ["engine_key", "keep", "take"]
-
 _WHERE_FROM = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 """What a config says of its file rather than of the model."""
 

@@ -34,15 +34,6 @@ from .request_rows import as_columns, as_requests
 from .requests import Progress
 from .turns import VllmTurns
 
-__all__ = [
-    "VllmGenerator",
-    "VllmPolicy",
-    "VllmPolicySpec",
-    "check_stages",
-    "engine_options",
-    "longest_sequence",
-]
-
 Quantization = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
 """As vLLM calls its ways to quantize weights that are not; its "fp8" is for files that are."""
 

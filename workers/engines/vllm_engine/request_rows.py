@@ -13,8 +13,6 @@ from ...rollout.responses import Responses
 from ...rollout.sampling import SampleStreams
 from .requests import Progress, Request, Sampled
 
-__all__ = ["as_columns", "as_requests"]
-
 
 def as_requests(
     prompt: Tensor,

@@ -18,8 +18,6 @@ from typing import Any
 from ....algorithms.roles.language import Sampling
 from ....dataflow.runtime.call_context import call_version
 
-__all__ = ["Progress", "Request", "RequestBatch", "Sampled"]
-
 
 @dataclass
 class Sampled:

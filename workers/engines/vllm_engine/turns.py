@@ -13,8 +13,6 @@ from ....algorithms.roles.language import Sampling
 from .engine import VllmEngine
 from .requests import Request, Sampled
 
-__all__ = ["VllmTurns"]
-
 
 class VllmTurns:
     """`Turns` of a vLLM engine, which samples for nobody else meanwhile.

@@ -30,8 +30,6 @@ from vllm.model_executor.model_loader.reload import (
 
 from ...models.experts import as_in_files
 
-__all__ = ["WholeTensors", "load_whole_tensors", "weight_transfer_config"]
-
 _NAME = "penstock"
 
 

@@ -38,8 +38,6 @@ from .numpy_actor import NumpyActor, OnHost
 from .perceptron import ActorCriticNetwork, HasSpaces, PerceptronSpec, single_steps, state_values
 from .recurrent import NumpyRecurrent
 
-__all__ = ["TorchActorCritic", "TorchActorCriticSpec"]
-
 _MODEL_TYPE = "perceptron_actor_critic"
 """What the configuration of a saved network calls it."""
 

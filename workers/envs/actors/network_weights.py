@@ -22,8 +22,6 @@ from ...training.model_worker import ModelWorker
 from ...training.weight_checks import take_tensors
 from .perceptron import PerceptronSpec
 
-__all__ = ["inherit_weights", "load_network", "save_network"]
-
 _MODEL_TYPE = "model_type"
 _SEED = "init_seed"
 """Says nothing about weights that were trained since."""

@@ -18,8 +18,6 @@ from ....algorithms.roles.environment import ActionSpace, Acts
 from ...training.flat_parameters import FlatParameters
 from .recurrent import NumpyRecurrent
 
-__all__ = ["NumpyActor", "OnHost"]
-
 N = TypeVar("N", bound=nn.Module)
 
 _Call = tuple[

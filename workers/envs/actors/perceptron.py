@@ -25,16 +25,6 @@ from ....dataflow.option_checks import check_range
 from ...training.microbatch import columns
 from .recurrent import RecurrentNetwork
 
-__all__ = [
-    "ActorCriticNetwork",
-    "HasSpaces",
-    "PerceptronSpec",
-    "perceptron",
-    "refuse_value_bins",
-    "single_steps",
-    "state_values",
-]
-
 
 class HasSpaces(Protocol):
     """What an actor acts in: an environment's specification, or a game's."""

@@ -38,8 +38,6 @@ from .perceptron import (
 )
 from .recurrent import refuse_recurrence
 
-__all__ = ["QNetworkSpec", "TorchQNetwork"]
-
 B = TypeVar("B")
 
 _MODEL_TYPE = "perceptron_q_network"

@@ -21,8 +21,6 @@ from torch.autograd.function import once_differentiable
 
 from ....dataflow.errors import ConfigError
 
-__all__ = ["RecurrentNetwork", "NumpyRecurrent", "refuse_recurrence"]
-
 
 def refuse_recurrence(units: int, who: str, why: str) -> None:
     """Require a network without a recurrent state.

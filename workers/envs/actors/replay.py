@@ -20,8 +20,6 @@ from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...rollout.sampling import stream_generator
 from ...training.flat_parameters import read_tensors, write_tensors
 
-__all__ = ["ReplayMemory", "ReplaySpec"]
-
 _FORMAT = 1
 _STATE, _COLUMNS = "replay.json", "replay.safetensors"
 

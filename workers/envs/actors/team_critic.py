@@ -29,8 +29,6 @@ from .perceptron import (
 )
 from .recurrent import refuse_recurrence
 
-__all__ = ["TeamCriticSpec", "TorchTeamCritic"]
-
 B = TypeVar("B")
 
 _MODEL_TYPE = "perceptron_team_critic"

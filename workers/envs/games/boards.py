@@ -20,8 +20,6 @@ from ..alarm import StepAlarm, StepTooLong
 from ..group import env_seed
 from ..restarts import described
 
-__all__ = ["Boards", "GameNames", "GameSpec", "answered"]
-
 T = TypeVar("T")
 
 

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GameColumns"]
-
 
 class GameColumns:
     """Room for both sides of games, [games, 2, turns, ...], filled turn by turn.

@@ -17,8 +17,6 @@ from ....dataflow.runtime.worker_protocol import WorkerContext
 from .boards import GameNames
 from .worker import BoardGameWorker
 
-__all__ = ["CONNECT_FOUR", "TIC_TAC_TOE", "BoardSpec", "MnkBoards"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BoardSpec:

@@ -22,8 +22,6 @@ from ..pool_library import ask_envpool, without_casts
 from ..spaces import action_space, num_features
 from .boards import GameNames, answered
 
-__all__ = ["PoolBoards", "pool_game_spaces"]
-
 _TOLD = ("current_player", "legal_action_mask")
 """What EnvPool's games of two players say beside what they show."""
 

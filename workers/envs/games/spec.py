@@ -14,8 +14,6 @@ from .pool import PoolBoards, pool_game_spaces
 from .worker import BoardGameWorker
 from .zoo import ZooBoards, zoo_game_spaces
 
-__all__ = ["LibraryGame", "LibraryGameSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryGame:

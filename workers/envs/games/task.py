@@ -10,8 +10,6 @@ from ..task import EnvTask
 from .mnk_games import BoardSpec
 from .spec import LibraryGame, LibraryGameSpec
 
-__all__ = ["BoardTaskSpec", "LibraryGameTaskSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BoardTaskSpec:

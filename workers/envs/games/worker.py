@@ -25,8 +25,6 @@ from ...rollout.sampling import row_uniforms, stream_key
 from .boards import Boards, GameNames, GameSpec
 from .columns import GameColumns
 
-__all__ = ["BoardGameWorker"]
-
 _SIDES = ("first player", "second player")
 
 Players = tuple[Actor, Actor]

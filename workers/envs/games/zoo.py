@@ -19,8 +19,6 @@ from ..alarm import StepAlarm
 from ..spaces import num_features
 from .boards import GameNames, answered
 
-__all__ = ["ZooBoards", "zoo_game_spaces"]
-
 _OBS, _MASK = "observation", "action_mask"
 """What PettingZoo's games show a player."""
 

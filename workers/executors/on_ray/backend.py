@@ -21,8 +21,6 @@ from ....dataflow.runtime.placement import DeviceGroup
 from ..process_backend import BackendError, CallFailed, NotInTime, Process, ProcessDied
 from .devices import RayDevices, reserve
 
-__all__ = ["RayBackend"]
-
 _Ref = ray.ObjectRef[Any]
 
 _NO_IMPORT = (

@@ -11,8 +11,6 @@ from ..assignment import Machine
 from ..executor_kind import ExecutorKind
 from ..process_backend import ProcessBackend
 
-__all__ = ["RAY"]
-
 
 def _create(num_threads: int | None, transport: Transport) -> Executor:
     from .executor import RayExecutor

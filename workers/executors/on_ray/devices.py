@@ -31,8 +31,6 @@ from ....dataflow.errors import PlanError
 from ....dataflow.runtime.placement import DeviceGroup
 from ..assignment import Device, Machine, NoRoom, Share, assign, device_of, shares_of
 
-__all__ = ["RayDevices", "ray_nodes", "reserve"]
-
 _NODE_ID = "ray.io/node-id"
 """The label that Ray gives to every node."""
 _NAME_LABEL = "ray.io/accelerator-type"

@@ -23,8 +23,6 @@ from ..rank_group import forget_warm
 from ..supervisor import Supervisor
 from .session_folder import SessionFolder
 
-__all__ = ["RayExecutor", "connect_ray", "ray_backend", "shutdown_ray"]
-
 _ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for listening where other machines can connect; says what it does elsewhere."""
 

@@ -19,8 +19,6 @@ import psutil
 
 from ....dataflow.errors import ConfigError
 
-__all__ = ["SessionFolder"]
-
 _LOCK = ".lock"
 _STOP_S = 5.0
 _OLD_S = 60.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["CONJUNCTIONS", "PRONOUNS", "STOP_WORDS", "is_emoji", "is_verb", "syllables"]
-
 
 def _set(text: str) -> frozenset[str]:
     return frozenset(text.split())

@@ -13,8 +13,6 @@ import unicodedata
 from .english import is_emoji
 from .text import bare, instruction, no_punctuation, sentences, tokens
 
-__all__: list[str] = []
-
 _CLOSING = {")": "(", "]": "[", "}": "{"}
 
 

@@ -22,8 +22,6 @@ from .text import (
     words,
 )
 
-__all__: list[str] = []
-
 _NAMES = (
     "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander "
     "Amelia Benjamin Harper Leo Zoe Daniel Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel "

@@ -23,8 +23,6 @@ from .text import (
     tokens,
 )
 
-__all__: list[str] = []
-
 
 @instruction("keywords:existence")
 def keywords_exist(response: str, *, keywords: Sequence[str], compat: bool = False) -> bool:

@@ -19,8 +19,6 @@ from .text import (
     tokens,
 )
 
-__all__: list[str] = []
-
 
 @instruction("copy:repeat_phrase")
 def repeat_phrase(response: str, *, phrase: str, small_n: int) -> bool:

@@ -16,16 +16,6 @@ from ....dataflow.errors import nearest
 from . import formats, ifbench, ifeval, iftrain
 from .text import CHECKS, COMPAT
 
-__all__ = [
-    "Instruction",
-    "Mode",
-    "follows",
-    "instruction_reward",
-    "instruction_score",
-    "instructions_of",
-    "known_instructions",
-]
-
 # Importing these registered what they hold.
 _SOURCES = (ifeval, iftrain, ifbench, formats)
 

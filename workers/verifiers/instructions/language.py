@@ -11,8 +11,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Mapping
 
-__all__ = ["LANGUAGES", "language_of", "may_be"]
-
 _SCRIPTS: Mapping[str, tuple[str, ...]] = {
     "LATIN": ("en", "es", "pt", "fr", "de", "it", "pl", "vi", "sw", "fi"),
     "CYRILLIC": ("ru", "uk", "bg"),

@@ -11,24 +11,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = [
-    "COMPAT",
-    "CHECKS",
-    "Check",
-    "bare",
-    "compare",
-    "count_keyword",
-    "count_sentences",
-    "count_words",
-    "instruction",
-    "no_punctuation",
-    "paragraphs",
-    "punctuation",
-    "sentences",
-    "tokens",
-    "words",
-]
-
 Check = Callable[..., bool]
 """`check(response, **options)`; whether the response keeps the instruction."""
 

@@ -15,8 +15,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # each import that is left out makes every run faster
     from typing import Any, TextIO
 
-__all__ = ["CONFINED", "main", "typed", "untyped"]
-
 CONFINED = b"confined"
 """What is told on a descriptor of its own before the first untrusted line runs, or else why not."""
 

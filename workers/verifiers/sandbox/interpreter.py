@@ -35,8 +35,6 @@ from .process import (
     unnamed_file,
 )
 
-__all__ = ["Interpreter"]
-
 _PROGRAM = Path(__file__).with_name("pieces.py")
 
 

@@ -21,17 +21,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # each import that is left out makes every run faster
     from collections.abc import Sequence
 
-__all__ = [
-    "Unconfined",
-    "call",
-    "drop_capabilities",
-    "end_if_alone",
-    "end_with_parent",
-    "filter_calls",
-    "limit",
-    "restrict_files",
-]
-
 
 class Unconfined(Exception):
     """The kernel does not offer what is needed."""

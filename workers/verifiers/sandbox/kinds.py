@@ -25,8 +25,6 @@ from typing import Any
 
 from . import namespaces, syscalls
 
-__all__ = ["BUBBLEWRAP", "KINDS", "LANDLOCK", "LIMITS", "NAMESPACES", "SandboxKind"]
-
 _CODE = Path(__file__).parent
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     Check = Callable[[int, str], int]
 
-__all__ = ["FOLDER", "bounded_folder", "enter"]
-
 FOLDER = "/penstock_folder"
 """The one place that can be written to."""
 

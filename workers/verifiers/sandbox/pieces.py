@@ -23,8 +23,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # each import that is left out makes every run faster
     from typing import Any
 
-__all__ = ["serve"]
-
 
 class _Printed:
     """Takes the place of standard output and error: keeps the beginning, counts the rest."""

@@ -30,25 +30,6 @@ from .child import CONFINED
 from .kernel import Unconfined
 from .kinds import SandboxKind
 
-__all__ = [
-    "START_S",
-    "STOP_S",
-    "Limits",
-    "Pipe",
-    "Ran",
-    "bounds",
-    "check_nothing_left",
-    "ended",
-    "fill",
-    "has_used_up",
-    "kill",
-    "members",
-    "num_threads",
-    "run_in",
-    "start",
-    "unnamed_file",
-]
-
 _POLL_S = 0.01
 _TICKS_S = 0.1
 START_S = 30.0

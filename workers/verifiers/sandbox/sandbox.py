@@ -18,8 +18,6 @@ from .kernel import Unconfined
 from .kinds import KINDS, LANDLOCK, LIMITS, SandboxKind
 from .process import Limits, Ran, run_in
 
-__all__ = ["announce_sandbox", "best_kind", "check_sandbox", "run_python", "why_not"]
-
 
 def run_python(
     program: str,

@@ -10,8 +10,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-__all__ = ["ARCHITECTURES", "OWN_PID", "program_for"]
-
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Machines there is a list for, and what the kernel calls them."""
 

@@ -13,7 +13,6 @@
     trace.json       the timeline of every task      (trace.py)
     checkpoints/     the newest usable ones          (checkpoint.py)
     stages/          of each stage before the main one, a folder like this
-    tags.json        words that somebody gave it, if any
     summary.json     written at the end; its presence means that the run finished
 
 Trackers write theirs beside these (`trackers/`). No service is needed to list or compare runs:
@@ -120,11 +119,6 @@ class RunFolder:
         return RunFolder(self.path / "stages" / name)
 
     @property
-    def tags(self) -> Path:
-        """Words that somebody gave the run, as a JSON list; it need not be there."""
-        return self.path / "tags.json"
-
-    @property
     def summary(self) -> Path:
         """What came out, as JSON."""
         return self.path / "summary.json"
@@ -190,7 +184,6 @@ class RunRecord:
         origins: What else it began with; empty in a run older than these.
         not_reproducible: Why what came out does not follow from its seed, in words; "" if it does.
         environment: What it was run with; empty in a run older than these.
-        tags: Words that somebody gave it, in order.
     """
 
     folder: RunFolder
@@ -206,7 +199,6 @@ class RunRecord:
     origins: Origins = field(default_factory=Origins, hash=False)
     not_reproducible: str = ""
     environment: Environment = field(default_factory=Environment, hash=False)
-    tags: tuple[str, ...] = ()
 
 
 def create_run(
@@ -412,18 +404,12 @@ def record_of(folder: RunFolder) -> RunRecord:
         fault = f"run.json cannot be read ({type(error).__name__}: {error})"
         unknown = datetime.fromtimestamp(0, UTC)
         return RunRecord(folder, folder.id, 0, unknown, CodeVersion("unknown"), fault=fault)
-    read: dict[Path, Any] = {}
-    for path in (folder.summary, folder.tags):
-        try:
-            read[path] = json.loads(path.read_bytes()) if path.exists() else None
-        except (OSError, ValueError, RecursionError) as error:
-            fault = f"{path.name} cannot be read ({type(error).__name__}: {error})"
-            return replace(record, fault=fault)
-    tags = read[folder.tags] or []
-    if not isinstance(tags, list):
-        return replace(record, fault=f"tags.json holds {tags!r:.40}, and no list")
-    tags = tuple(str(tag) for tag in cast(list[Any], tags))
-    return replace(record, summary=read[folder.summary], tags=tags)
+    try:
+        summary: Any = json.loads(folder.summary.read_bytes()) if folder.summary.exists() else None
+    except (OSError, ValueError, RecursionError) as error:
+        fault = f"summary.json cannot be read ({type(error).__name__}: {error})"
+        return replace(record, fault=fault)
+    return replace(record, summary=summary)
 
 
 def _mapping(value: Any) -> Any:

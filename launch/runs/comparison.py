@@ -43,14 +43,19 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """What somebody who reads the table must know."""
+        fewest = min(map(len, self.values.values()))
+        if fewest < 2:
+            return [
+                "a set has 1 run: nothing tells whether the difference is more than runs with "
+                "other seeds vary by; run further seeds"
+            ]
         low, high = self.difference.low, self.difference.high
         sure = "is beyond" if low > 0 or high < 0 else "is within"
         said = [f"the difference {sure} what these runs vary by"]
-        fewest = min(map(len, self.values.values()))
         if fewest < FEW:
             said.append(
-                f"a set has {fewest} {'run' if fewest == 1 else 'runs'}: intervals of fewer than "
-                f"{FEW} runs are narrower than 95 %"
+                f"a set has {fewest} runs: intervals of fewer than {FEW} runs are narrower than "
+                "95 %"
             )
         return said
 

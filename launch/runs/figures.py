@@ -1,20 +1,13 @@
-"""The figures of a run: values of its files, metrics of its steps, and counts over all of them."""
+"""The figures of a run: values of its files and metrics of its steps."""
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from typing import Any
 
 from ...dataflow.errors import ConfigError, nearest
 from .series import History
 from .values import RunValues
-
-_SUM_OF = "sum of "
-"""Before a metric's name: its sum over all steps."""
-
-_COUNTS = ("/new_tokens", "/tokens", "/controller_bytes")
-"""Ends of the metrics whose sum is a count of operations."""
 
 
 class Figures:
@@ -31,25 +24,15 @@ class Figures:
     def _history(self) -> History:
         return History(self.record.folder.path)
 
-    @property
-    def counts(self) -> list[str]:
-        """The keys that count operations, of which the same run has the same wherever it runs."""
-        names = self._history.metrics
-        return ["num_steps", *(f"{_SUM_OF}{name}" for name in names if name.endswith(_COUNTS))]
-
-    def has(self, key: str) -> bool:
-        """Whether a key of its files has a value."""
-        return self._values.get(key) is not None
-
     def of(self, key: str) -> float | str:
         """A key's value.
 
         Args:
             key: Of its files; else a metric of its steps, of which the mean over the last tenth of
-                them counts; or `sum of METRIC`.
+                them counts.
 
         Raises:
-            ConfigError: If it has none of these, or one that is neither a number nor a text.
+            ConfigError: If it has neither, or one that is neither a number nor a text.
         """
         value: Any = self._values.get(key)
         if value is None:
@@ -70,15 +53,13 @@ class Figures:
         return float(value)
 
     def _of_steps(self, key: str) -> float:
-        metric = key.removeprefix(_SUM_OF)
-        if metric not in self._history.metrics:
+        if key not in self._history.metrics:
             known = [name for name, value in self._values.items() if isinstance(value, int | float)]
             raise ConfigError(
                 f"run '{self.record.folder.id}' has no key and no metric '{key}'"
                 f"{nearest(key, [*known, *self._history.metrics])}"
             )
-        series = self._history.series(metric)
-        return math.fsum(series.ys) if key != metric else series.end
+        return self._history.series(key).end
 
     def _named(self, key: str) -> str:
         return f"'{key}' of run '{self.record.folder.id}'"

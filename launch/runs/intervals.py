@@ -26,13 +26,15 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure, and the 95 % interval around it."""
+    """A figure and the 95 % interval around it, NaN to NaN where one run says nothing of it."""
 
     value: float
     low: float
     high: float
 
     def __str__(self) -> str:
+        if np.isnan(self.low):
+            return f"{self.value:.4g} (one run)"
         return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
@@ -56,7 +58,7 @@ def summarized(values: Sequence[float]) -> Figure:
         values: One of each run.
     """
     drawn = _resampled(np.random.default_rng(_SEED), np.asarray(values), _RESAMPLES)
-    return _figure(float(interquartile_mean(values)), interquartile_mean(drawn))
+    return _figure(float(interquartile_mean(values)), interquartile_mean(drawn), values)
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> Figure:
@@ -67,7 +69,7 @@ def difference(one: Sequence[float], other: Sequence[float]) -> Figure:
         for values in (one, other)
     ]
     value = float(interquartile_mean(other)) - float(interquartile_mean(one))
-    return _figure(value, drawn[1] - drawn[0])
+    return _figure(value, drawn[1] - drawn[0], one, other)
 
 
 def probability_of_improvement(one: Sequence[float], other: Sequence[float]) -> Figure:
@@ -75,7 +77,7 @@ def probability_of_improvement(one: Sequence[float], other: Sequence[float]) -> 
     rng = np.random.default_rng(_SEED)
     lower, higher = (_resampled(rng, np.asarray(v), _CURVE_RESAMPLES) for v in (one, other))
     value = _share_above(np.asarray(one)[None], np.asarray(other)[None])[0]
-    return _figure(float(value), _share_above(lower, higher))
+    return _figure(float(value), _share_above(lower, higher), one, other)
 
 
 def mean_curve(curves: Any) -> tuple[Values, Values, Values]:
@@ -107,6 +109,9 @@ def _share_above(lower: Values, higher: Values) -> Values:
     return ((pairs > 0) + 0.5 * (pairs == 0)).mean(axis=(1, 2))
 
 
-def _figure(value: float, drawn: Values) -> Figure:
+def _figure(value: float, drawn: Values, *sets: Sequence[float]) -> Figure:
+    # Draws of a single run are all that run: an interval of width zero would look like certainty.
+    if min(map(len, sets)) < 2:
+        return Figure(value, float("nan"), float("nan"))
     low, high = np.percentile(drawn, _PERCENTILES)
     return Figure(value, float(low), float(high))

@@ -39,7 +39,6 @@ def flat_values(record: RunRecord, *, own: bool = True) -> dict[str, Any]:
         "state": state_of(record),
         "code": str(record.code),
         "data": record.data,
-        "tags": list(record.tags) or None,
     }
     return {**flat(record.summary or {}), **flat(record.config or {}), **about}
 
@@ -158,8 +157,6 @@ def _is(value: Any, text: str) -> bool:
             return float(text) == value
         except ValueError:
             return False
-    if isinstance(value, list) and text in cast(list[Any], value):
-        return True  # one of several tags
     return value_text(value) == text
 
 

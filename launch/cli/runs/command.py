@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from ....dataflow.errors import ConfigError, nearest
 from .comparing import compare_runs, plot_runs
-from .keeping import archive_runs, delete_runs, export_command, import_command, tag_runs
 from .listing import diff_runs, list_command, show_run
-from .regressing import regress_runs
 from .reproducing import reproduce_run
+from .transfer import export_command, import_command
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,6 @@ ACTIONS: Mapping[str, _Action] = {
         "SET SET [KEY=VALUE ...] [key=KEY,...] [by=KEY] [report=FILE]",
         "how much better the second set is; FILE is Markdown",
     ),
-    "regress": _Action(
-        regress_runs,
-        "SET ... reference=FILE | SET ... write=FILE [not_lower=KEY:0.02] [without=KEY]\n"
-        f"{'':12}| RUN checkout=FOLDER [pairs=5] [slower=10%]",
-        "exit code 1 if runs are worse than a reference, or slower than by another source tree",
-    ),
     "reproduce": _Action(
         reproduce_run,
         "RUN [into=FOLDER]",
@@ -59,9 +52,6 @@ ACTIONS: Mapping[str, _Action] = {
         "FILE [as=archive]",
         "unpack such an archive; as=csv for curves that another program has exported",
     ),
-    "tag": _Action(tag_runs, "SET ... [add=WORD,...] [remove=WORD,...]", "give runs words"),
-    "archive": _Action(archive_runs, "SET ...", "move runs into archived/, out of the listing"),
-    "delete": _Action(delete_runs, "SET ... [sure=true]", "delete runs; what, unless sure=true"),
 }
 
 _HELP = """\
@@ -71,8 +61,8 @@ usage: penstock runs ACTION [word ...] [runs=FOLDER]
 
 RUN is a run's folder, or its name in the folder of runs, which is `runs` by default.
 SET is a RUN, several with commas between them, or a pattern in quotes: '20261123-*-grpo-*'.
-KEY is `name`, `seed`, `created`, `state`, `code`, `data` or `tags`, a key of the configuration such
-as `algorithm.step`, or one of summary.json. With by=KEY the runs with the same value make a set.
+KEY is `name`, `seed`, `created`, `state`, `code` or `data`, a key of the configuration such as
+`algorithm.step`, or one of summary.json. With by=KEY the runs with the same value make a set.
 """
 
 

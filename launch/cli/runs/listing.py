@@ -16,7 +16,7 @@ from ...runs.values import RunValues, flat_values, run_of, selected, value_text
 from ..words import split_words, whole_number
 from .table import print_table
 
-_SHOWN = ("state", "num_steps", "accuracy_after_rl", "wall_time_s", "tags")
+_SHOWN = ("state", "num_steps", "accuracy_after_rl", "wall_time_s")
 """What a listing says of a run by default, where any of the runs has it."""
 
 _LEFT_OUT = ("examples_", "changes", "nodes.")
@@ -95,7 +95,7 @@ def _print_warnings(record: RunRecord) -> None:
 
 def _about(record: RunRecord) -> dict[str, Any]:
     values = flat_values(record)
-    about = {key: values[key] for key in ("state", "created", "seed", "code", "data", "tags")}
+    about = {key: values[key] for key in ("state", "created", "seed", "code", "data")}
     versions, hardware = record.environment.versions, record.environment.hardware
     about["not reproducible"] = record.not_reproducible or None
     about["packages"] = ", ".join(

@@ -55,7 +55,7 @@ def test_figures_are_those_of_rliable(
     assert (found.low, found.high) == pytest.approx(interval, abs=0.12)
 
 
-VALUES = st.lists(st.floats(-1e3, 1e3, allow_subnormal=False), min_size=1, max_size=12)
+VALUES = st.lists(st.floats(-1e3, 1e3, allow_subnormal=False), min_size=2, max_size=12)
 
 
 @given(VALUES)

@@ -44,6 +44,19 @@ def test_two_sets_by_a_key(penstock: Penstock, sets: None) -> None:
     )
 
 
+@pytest.mark.parametrize("key", ["accuracy_after_rl", "a.train/loss"])
+def test_one_run_has_no_interval(penstock: Penstock, sets: None, key: str) -> None:
+    low, high = "20261121-06*", "20261121-0[3-5]*"
+    for words in ((low, "20261121-03*"), (low, high), (high, low)):
+        said = penstock("runs", "compare", *words, f"key={key}")
+        assert said.code == 0, said.err
+        table, remarks = said.out.splitlines()[:-1], said.out.splitlines()[-1]
+        assert remarks.startswith("a set has 1 run: nothing tells whether the difference is more")
+        assert "beyond" not in said.out
+        of_three = [line for line in table if line.startswith(high)]
+        assert all("[" not in line for line in table[1:] if line not in of_three)
+
+
 def test_two_patterns_and_a_metric_of_the_steps(penstock: Penstock, sets: None) -> None:
     low, high = "20261121-0[6-9]*", "20261121-0[3-5]*"
     said = penstock("runs", "compare", low, high, "key=a.train/loss")

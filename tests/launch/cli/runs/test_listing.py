@@ -100,8 +100,8 @@ def test_a_number_and_a_truth_are_different(penstock: Penstock, tmp_path: Path) 
     [
         (
             ["lst"],
-            "penstock runs: expected one of list, show, diff, plot, compare, regress, reproduce, "
-            "export, import, tag, archive, delete, got 'lst'; did you mean 'list'?\n"
+            "penstock runs: expected one of list, show, diff, plot, compare, reproduce, export, "
+            "import, got 'lst'; did you mean 'list'?\n"
             "    penstock runs --help says what each takes\n",
         ),
         (["list", "grpo"], "penstock runs list: expected KEY=VALUE, got 'grpo'\n"),
@@ -179,19 +179,3 @@ def test_other_packages_and_machines_are_a_difference(penstock: Penstock, make: 
     said = penstock("runs", "diff", one.id, other.id).out
     assert "packages\n  python  3.12.1  -\n  torch   2.13.0  2.12.0\n" in said
     assert "machine\n  num_cores  2    4\n  processor  one  -\n" in said
-
-
-def test_runs_are_listed_by_a_tag(penstock: Penstock, runs: list[RunFolder]) -> None:
-    said = penstock("runs", "tag", f"{runs[0].id},{runs[2].id}", "add=good,quick", "remove=quick")
-    assert said.out == f"{runs[0].id}: good\n{runs[2].id}: good\n"
-    assert listed(penstock("runs", "list", "tags=good").out) == [0, 2]
-    penstock("runs", "tag", runs[0].id, "remove=good", "add=kept,best")
-    assert penstock("runs", "list", "seed=0", "show=tags").out.splitlines()[1:] == [
-        f"{runs[0].id}  kept, best"
-    ]
-
-
-@pytest.mark.parametrize("content", ["{", "5"])
-def test_damaged_tags_are_a_fault(penstock: Penstock, runs: list[RunFolder], content: str) -> None:
-    runs[0].tags.write_text(content)
-    assert penstock("runs", "list").out.splitlines()[-2].startswith(f"{runs[0].id}: tags.json ")

@@ -119,7 +119,7 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
     from ..stages.evaluation import evaluate
     from ..stages.job import check_suite_lengths
     from ..stages.suites import suites_of
-    from ..stages.worker_specs import first_model
+    from ..stages.worker_specs import check_agents, first_model
 
     config = run_config(composed)
     check_model(config.model)
@@ -135,6 +135,9 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
     if section.hub is not None:
         hub_folder(section.hub, section.revision, weights=True)
     model = first_model(section, data)
+    check_agents([suite.data for suite in suites], {})
+    if data.about_tools:
+        print(data.about_tools)
     for suite in suites:
         if model.num_positions is not None:
             check_suite_lengths(suite, model.num_positions)

@@ -115,6 +115,16 @@ class Data:
         return PromptEncoder(self.task, self.tokenizer, self.chat)
 
     @cached_property
+    def about_tools(self) -> str:
+        """That tools are shown in another way than by the chat template; "" if they are not."""
+        if not self.has_text or self.prompts.has_tool_template or not self.prompts.has_tools:
+            return ""
+        return (
+            f"tools: the chat template of '{self.tokenizer.name or self.task.task_id}' shows none, "
+            "so their schemas stand in the first message, with calls and results as Hermes has them"
+        )
+
+    @cached_property
     def fingerprint(self) -> str:
         """Identifies the problems: for a reward elsewhere, and for a run that is resumed."""
         return fingerprint(self.task)

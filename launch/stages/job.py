@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
+from typing import Any
 
 from ...configs.schema import SAME, ExecutorConfig, ModelConfig, model_spec
 from ...dataflow.errors import ConfigError
@@ -38,7 +39,7 @@ from .memory_limit import check_memory
 from .not_exact import not_exact
 from .stages import MODEL, Stage, stages_of
 from .suites import HeldOut, Suite, check_metric, metrics_of, suites_of
-from .worker_specs import check_options, model_positions
+from .worker_specs import check_agents, check_options, model_positions
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,10 @@ def prepare(run: Resolved, plan: Plan | None = None, *, dry: bool = False) -> Jo
         reports += left_out
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):
         _check_rule(data)
-    if any(plan.worker in TASK_AGENTS for stage in stages for plan in stage.roles.values()):
-        other_side(data.task)
     suites = _suites(run, stages[-1], data)
+    for options in _agents(stages):
+        other_side(data.task)
+        check_agents([data, *(suite.data for suite in suites)], options)
     check_memory(run, stages[-1], suites)
     if not dry:
         fetch_weights(run)
@@ -299,6 +301,12 @@ def _check_rule(data: Data) -> None:
     """A rule needs the task's verifier; asking for it says what is missing."""
     RuleRewardSpec(task=data.spec, tokenizer=data.tokenizer_spec)
     _ = data.task.verifier
+
+
+def _agents(stages: Sequence[Stage]) -> list[Mapping[str, Any]]:
+    """Options of the roles that answer a policy in conversation."""
+    plans = (plan for stage in stages for plan in stage.roles.values())
+    return [plan.config.options for plan in plans if plan.worker in TASK_AGENTS]
 
 
 def _suites(run: Resolved, main: Stage, data: Data) -> tuple[Suite, ...]:

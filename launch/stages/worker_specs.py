@@ -6,7 +6,7 @@ the policy as it was when the stage began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -19,7 +19,7 @@ from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
-from ...workers.agents.worker import TASK_AGENTS
+from ...workers.agents.worker import TASK_AGENTS, AgentSpec, has_other_side
 from ...workers.engines.engine import Engine
 from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.architecture import empty_model
@@ -261,6 +261,21 @@ def _spec(
     if "tokenizer" in hints:
         options["tokenizer"] = data.tokenizer_spec
     return SplitPolicySpec(train=made, rollout=generator(**options))
+
+
+def check_agents(datas: Sequence[Data], options: Mapping[str, Any]) -> None:
+    """Refuse problems whose conversations could not be rendered or read.
+
+    Args:
+        datas: Each with problems; those that are not answered in conversation are passed over.
+        options: Of the agent.
+
+    Raises:
+        ConfigError: Naming what is missing.
+    """
+    for data in {id(data): data for data in datas if has_other_side(data.task)}.values():
+        spec = AgentSpec(task=data.spec, tokenizer=data.tokenizer_spec, chat=data.chat, **options)
+        spec.ways(data.task, data.tokenizer)
 
 
 def agent_spec(worker: str, data: Data, options: Mapping[str, Any]) -> WorkerSpec:

@@ -6,8 +6,9 @@ those are added that the template writes between the end of a turn and the begin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from ...dataflow.errors import ConfigError
 from ..data.task import Message
@@ -16,6 +17,9 @@ from ..models.tokenizer import ChatTemplateError, Tokenizer
 _PROBE = "penstock9turn"
 """Stands for what a turn says; no template writes or changes it."""
 _THOUGHT = "penstock9thought"
+_THOUGHT_MARKS = ("<think>", "</think>")
+_MOST_PASSES = 4
+"""Times that marks are looked for: taking one apart may make another, of few tokenizers."""
 
 
 class TurnRenderer:
@@ -27,6 +31,10 @@ class TurnRenderer:
         keeps_history: Whether the policy is to read its turns as it said them though the template
             would leave out parts of earlier ones.
 
+    Attributes:
+        reads_calls: Whether calls that the policy makes can be read; without that, `before` refuses
+            tools.
+
     Raises:
         ConfigError: If there is no template, or it writes earlier turns in another way once the
             conversation has gone on, and that is not to be passed over.
@@ -37,8 +45,12 @@ class TurnRenderer:
     ) -> None:
         self._tokenizer = tokenizer
         self._variables = dict(variables)
-        added = tokenizer.backend.added_tokens_decoder.values()
-        self._marks = [str(token) for token in added if token.special and len(str(token)) > 1]
+        self.reads_calls = True
+        # Runs of white space may be added tokens, too: those of source code stay as they are.
+        added = {str(token) for token in tokenizer.backend.added_tokens_decoder.values()}
+        marks = {mark for mark in added if len(mark) > 1 and not mark.isspace()} | {_PROBE}
+        self._marks = _any_of(marks)
+        self._marks_beside_thoughts = _any_of(marks.difference(_THOUGHT_MARKS))
         self._written: set[str] = set()
         if not tokenizer.has_template and "chat_template" not in self._variables:
             raise ConfigError(
@@ -55,17 +67,19 @@ class TurnRenderer:
         """The tokens of a whole conversation, up to the turn that answers it.
 
         Args:
-            messages: What was said; special tokens that are spelled in it are taken apart.
-            tools: Schemas of what may be called.
+            messages: What was said; tokens that are spelled in it are taken apart.
+            tools: Schemas of what may be called; the same holds of them.
 
         Raises:
-            ChatTemplateError: If the template refuses the messages, or leaves tools or a message
-                out.
+            ChatTemplateError: If the template refuses the messages, or leaves a message out, or
+                calls could not be read.
         """
-        plain = [{**message, "content": self._plain(message["content"])} for message in messages]
+        if tools and not self.reads_calls:
+            raise ChatTemplateError(
+                "how it writes calls of tools is not known; set options.calls of the agent"
+            )
+        plain, tools = [self._apart(message) for message in messages], self._plain(tools)
         text = self._tokenizer.render(plain, tools=tools, **self._variables)
-        if tools and text == self._tokenizer.render(plain, **self._variables):
-            raise ChatTemplateError("it shows no tools")
         for number, message in enumerate(plain):
             if message["role"] in self._written or not message["content"]:
                 continue
@@ -87,7 +101,7 @@ class TurnRenderer:
 
         Args:
             history: What was said before the turn.
-            shown: What follows it; special tokens that are spelled in it are taken apart.
+            shown: What follows it; tokens that are spelled in it are taken apart.
             tools: Schemas that the prompt was rendered with.
             finished: Whether the turn has ended with its end of sequence; it is written for it
                 otherwise.
@@ -96,16 +110,32 @@ class TurnRenderer:
             ChatTemplateError: If the template refuses the messages.
         """
         turn = {"role": "assistant", "content": _PROBE}
-        plain = [{**message, "content": self._plain(message["content"])} for message in shown]
+        plain = [self._apart(message) for message in shown]
         text = self._tokenizer.render([*history, turn, *plain], tools=tools, **self._variables)
         ids = self._tokenizer.encode(text[text.rindex(_PROBE) + len(_PROBE) :])
         return ids[1:] if finished and ids[:1] == [self._tokenizer.eos_id] else ids
 
-    def _plain(self, text: str) -> str:
-        """The text, with a space in what would become a special token: a result ends no turn."""
-        for mark in self._marks:
-            text = text.replace(mark, f"{mark[0]} {mark[1:]}")
-        return text
+    def _apart(self, message: Message) -> Message:
+        """The message without what would become a token of its own: a result ends no turn.
+
+        That holds of its content, of names, and of the arguments of calls. The assistant may think:
+        what begins and ends a thought of its own stays.
+        """
+        plain = {key: self._plain(value) for key, value in message.items() if key != "role"}
+        if message["role"] == "assistant" and isinstance(message.get("content"), str):
+            plain["content"] = _parted(message["content"], self._marks_beside_thoughts)
+        return {"role": message["role"], **plain}
+
+    def _plain(self, value: Any) -> Any:
+        """The value, with a space in each mark in its texts."""
+        if isinstance(value, str):
+            return _parted(value, self._marks)
+        if isinstance(value, Mapping):
+            items = cast("Mapping[Any, Any]", value).items()
+            return {self._plain(key): self._plain(one) for key, one in items}
+        if isinstance(value, list | tuple):
+            return [self._plain(one) for one in cast("Sequence[Any]", value)]
+        return value
 
     def _check_history(self) -> None:
         """Refuse a template that leaves out of earlier turns what was said in them."""
@@ -123,3 +153,17 @@ class TurnRenderer:
                 "again\n    let it read its turns as it said them: options.keeps_history=true of "
                 "the agent, and serve the model with such a template"
             )
+
+
+def _any_of(marks: set[str]) -> re.Pattern[str]:
+    """What finds one of some marks, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(marks, key=lambda mark: (-len(mark), mark)))))
+
+
+def _parted(text: str, marks: re.Pattern[str]) -> str:
+    """The text with a space behind the first character of each mark."""
+    for _ in range(_MOST_PASSES):
+        text, count = marks.subn(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+        if not count:
+            break
+    return text

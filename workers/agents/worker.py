@@ -30,7 +30,7 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.call_context import CallKey, call_key
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.chat import ChatOptions, PromptEncoder
-from ..data.task import Converses, Message, Task, TaskSpec, checked_problems, same_task
+from ..data.task import Message, Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..rollout.reports import score_metrics
 from ..rollout.sampling import turn_seed, turn_uniforms
@@ -40,7 +40,7 @@ from .floor import Floor
 from .programs.holding import ProgramHolder
 from .programs.program import HasPrograms
 from .rendering import TurnRenderer
-from .tools.parsing import CallFormat, CallParser, FormatName, format_of
+from .tools.parsing import FORMATS, CallFormat, CallParser, FormatName, format_of, format_shown
 
 _LOG = logging.getLogger("penstock.agents")
 
@@ -58,8 +58,8 @@ class AgentSpec:
     chat: ChatOptions = ChatOptions()
     """How conversations are rendered."""
     calls: FormatName | Literal["auto"] = "auto"
-    """How calls of tools are written in a turn; `auto`: as the chat template has them, and where it
-    has none, what the environment makes of the text."""
+    """How calls of tools are written in a turn; `auto`: as the chat template has them, or as Hermes
+    does where it shows no tools. Without tools, it is what the environment makes of the text."""
     answer_limit_s: float = 30.0
     """Longest wait for one answer of an environment, in seconds; then its conversation ends."""
     keeps_history: bool = False
@@ -78,6 +78,29 @@ class AgentSpec:
             WorkerError: If the task came out different from the one the prompts come from.
         """
         return AgentWorker(self, context)
+
+    def ways(
+        self, task: Task, tokenizer: Tokenizer
+    ) -> tuple[PromptEncoder, TurnRenderer, CallParser]:
+        """How conversations are rendered and read: prompts, what follows a turn, and turns.
+
+        Args:
+            task: What `task` builds.
+            tokenizer: What `tokenizer` builds.
+
+        Raises:
+            ConfigError: If there are no environments, no template, one that forgets, or one whose
+                calls could not be read.
+        """
+        brings_tools = isinstance(other_side(task), HasPrograms)
+        prompts = PromptEncoder(task, tokenizer, self.chat)
+        variables = self.chat.template_kwargs
+        renderer = TurnRenderer(tokenizer, variables, keeps_history=self.keeps_history)
+        name = _calls_of(self, tokenizer, prompts, brings_tools=brings_tools)
+        if name is None:
+            renderer.reads_calls = False
+            return prompts, renderer, lambda text: (text, ())
+        return prompts, renderer, CallFormat(format=name).build(tokenizer)
 
 
 class AgentWorker(Agent):
@@ -101,11 +124,7 @@ class AgentWorker(Agent):
         if isinstance(self._other_side, HasPrograms):
             self.max_pieces = self._other_side.max_branches
         self._tokenizer: Tokenizer = spec.tokenizer.build()
-        self._prompts = PromptEncoder(self._task, self._tokenizer, spec.chat)
-        self._renderer = TurnRenderer(
-            self._tokenizer, spec.chat.template_kwargs, keeps_history=spec.keeps_history
-        )
-        self._parse = _parser(spec, self._tokenizer)
+        self._prompts, self._renderer, self._parse = spec.ways(self._task, self._tokenizer)
         self._runner: asyncio.Runner | None = None
 
     def hold(
@@ -211,7 +230,7 @@ class AgentWorker(Agent):
 
     def _exchange(self, problem: int | None, floor: Floor, key: CallKey) -> Exchange:
         seed, role = self.context.seed, self.context.role
-        tools = None if problem is None else self._tools(problem)
+        tools = None if problem is None else self._prompts.tools(problem)
 
         def shown(before: Sequence[Message], after: Sequence[Message], finished: bool) -> list[int]:
             return self._renderer.after(before, after, tools, finished=finished)
@@ -227,10 +246,6 @@ class AgentWorker(Agent):
             seed=lambda problem, sample, turn: turn_seed(seed, role, key, problem, sample, turn),
             limit_s=self.spec.answer_limit_s,
         )
-
-    def _tools(self, problem: int) -> list[Mapping[str, object]] | None:
-        tools = self._task.tools(problem) if isinstance(self._task, Converses) else None
-        return list(tools) if tools else None
 
     def _reply(self, number: int, token: Tensor, finished: bool) -> Reply:
         ids = token.tolist()
@@ -284,13 +299,41 @@ class AgentWorker(Agent):
             )
 
 
-def _parser(spec: AgentSpec, tokenizer: Tokenizer) -> CallParser:
-    """What reads calls out of a turn."""
-    template = spec.chat.template_kwargs.get("chat_template") or tokenizer.backend.chat_template
-    name = format_of(str(template)) if spec.calls == "auto" else spec.calls
-    if name is None:
-        return lambda text: (text, ())
-    return CallFormat(format=name).build(tokenizer)
+def _calls_of(
+    spec: AgentSpec, tokenizer: Tokenizer, prompts: PromptEncoder, *, brings_tools: bool
+) -> FormatName | None:
+    """The format of calls: as the model is shown them; None if they are not to be read.
+
+    Args:
+        spec: With the format that was asked for.
+        tokenizer: The policy's.
+        prompts: Renders prompts with the tools of the task.
+        brings_tools: Whether a program may bring tools with its requests.
+
+    Raises:
+        ConfigError: If the model is shown tools, and its calls could not be read.
+    """
+    variables, shown = spec.chat.template_kwargs, prompts.has_tool_template
+    if not (brings_tools or prompts.has_tools):
+        template = variables.get("chat_template") or tokenizer.backend.chat_template
+        return format_of(str(template)) if spec.calls == "auto" else spec.calls
+    if not shown and spec.calls not in ("auto", "hermes"):
+        raise ConfigError(
+            f"options.calls of the agent is '{spec.calls}', but the chat template of "
+            f"'{tokenizer.name}' shows no tools, so they are written into the prompt with calls as "
+            "Hermes has them\n    leave it out, or give a template that shows tools: "
+            "task.chat_template_kwargs={chat_template: ...}"
+        )
+    if spec.calls != "auto" or not shown:
+        return "hermes" if spec.calls == "auto" else spec.calls
+    found = format_shown(tokenizer, variables)
+    if found is None and not brings_tools:
+        raise ConfigError(
+            f"the chat template of '{tokenizer.name}' shows tools, but how it writes calls is not "
+            "known, so every call would count as an answer\n    say it, such as "
+            f"algorithm.roles.agent.options.calls=hermes; there are {', '.join(FORMATS)}"
+        )
+    return found
 
 
 def has_other_side(task: Task) -> bool:

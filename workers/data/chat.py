@@ -14,7 +14,7 @@ from ...dataflow.errors import ConfigError, one_process
 from ..models.tokenizer import ChatTemplateError, Tokenizer
 from .conversation_tokens import Encoded, encode_conversation
 from .messages import NotMessages, check_messages
-from .task import Converses, HasReplies, Message, Task
+from .task import Converses, HasReplies, Message, Task, TellsCalls
 
 _SET_BY_US = (
     *("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message"),
@@ -125,9 +125,32 @@ class PromptEncoder:
             self._tokenizer,
             [*asked, *told],
             first=0 if all_turns else len(asked),
-            tools=self._tools(index),
+            tools=self.tools(index),
             variables=self._chat.template_kwargs,
         )
+
+    @one_process()
+    def tools(self, index: int) -> list[Mapping[str, Any]] | None:
+        """Schemas of the tools that the model is shown, be it by the template or in its place."""
+        tools = self._task.tools(index) if isinstance(self._task, Converses) else None
+        if not tools or (self._tells_calls and not self.has_tool_template):
+            return None
+        return list(tools)
+
+    @property
+    def has_tool_template(self) -> bool:
+        """Whether the chat template shows tools; else `Tokenizer.render` writes them as text."""
+        return self._tokenizer.shows_tools(self._chat.template_kwargs)
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether there is a problem with tools that the model is shown."""
+        indices = (*self._task.train, *self._task.held_out)
+        return any(self.tools(index) is not None for index in indices)
+
+    @property
+    def _tells_calls(self) -> bool:
+        return isinstance(self._task, TellsCalls) and self._task.tells_calls
 
     def written(self, index: int) -> str:
         """Everything the prompt's author wrote, for a look at its characters."""
@@ -144,7 +167,7 @@ class PromptEncoder:
         if messages is None:
             return one_process()(self._task.prompt_text)(index)
         self._need_template()
-        tools = self._tools(index)
+        tools = self.tools(index)
         try:
             text = self._render(messages, tools)
             unknown = [m["role"] for m in messages if not self._knows(m, messages, tools)]
@@ -155,11 +178,6 @@ class PromptEncoder:
                 "role unknown to the chat template", f"it leaves out what '{unknown[0]}' says"
             )
         return text
-
-    @one_process()
-    def _tools(self, index: int) -> list[Mapping[str, Any]] | None:
-        tools = self._task.tools(index) if isinstance(self._task, Converses) else None
-        return list(tools) if tools else None
 
     def _render(self, messages: Sequence[Message], tools: list[Mapping[str, Any]] | None) -> str:
         return self._tokenizer.render(messages, tools=tools, **self._chat.template_kwargs)

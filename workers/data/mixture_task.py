@@ -10,7 +10,7 @@ from typing import Any
 
 from ...dataflow.errors import ConfigError, nearest
 from ..verifiers.pool import VerifierSpec
-from .task import Converses, HasReplies, HasSuites, ScoresPairs, Task
+from .task import Converses, HasReplies, HasSuites, ScoresPairs, Task, TellsCalls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +96,11 @@ class MixtureTask:
         """The task's, if it has conversations."""
         task, own = self._at(index)
         return task.tools(own) if isinstance(task, Converses) else None
+
+    @property
+    def tells_calls(self) -> bool:
+        """Whether one of the tasks does; see `TellsCalls`."""
+        return any(isinstance(task, TellsCalls) and task.tells_calls for task in self._tasks)
 
     def replies(self, index: int) -> Sequence[Sequence[Mapping[str, Any]]] | None:
         """The task's, if it has replies; see `HasReplies`."""

@@ -113,6 +113,18 @@ class Converses(Protocol):
 
 
 @runtime_checkable
+class TellsCalls(Protocol):
+    """A task whose prompts or demonstrations tell how its tools are called. Optional.
+
+    Attributes:
+        tells_calls: Whether it does: then a chat template that shows no tools is as good as one
+            that does, and nothing is shown in its place.
+    """
+
+    tells_calls: bool
+
+
+@runtime_checkable
 class HasReplies(Protocol):
     """A task whose answers and pairs may be messages that follow the prompt's. Optional."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.errors import ConfigError
+from .tool_text import PROBE_TOOL, with_tools_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +32,9 @@ message does, it is taken out."""
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """What begins a part of a chat template that the assistant generates."""
+
+_WORD = "penstock9system"
+"""A word that no template writes by itself."""
 
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 """Special tokens of our own tokenizers; their ids are 0 to 3, in this order."""
@@ -73,6 +78,7 @@ class Tokenizer:
         self.vocab_size = len(backend)
         split = bool(getattr(backend, "split_special_tokens", False))
         self._marks_ends = split and self.has_template
+        self._written: dict[tuple[str, str], bool] = {}
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without special tokens added; what cannot be expressed becomes unknown.
@@ -126,7 +132,8 @@ class Tokenizer:
 
         Args:
             messages: See `check_messages`.
-            tools: JSON schemas of what the model may call.
+            tools: JSON schemas of what the model may call. Where the template shows none, they,
+                calls and results are written into the messages as Hermes has them.
             add_generation_prompt: Whether it ends with what begins the assistant's answer.
             variables: Further ones of the template.
 
@@ -136,6 +143,7 @@ class Tokenizer:
         """
         from jinja2 import TemplateSyntaxError
 
+        messages, tools = self._with_tools(messages, tools, variables)
         if self._marks_ends:
             messages = [_unmarked(message) for message in messages]
             variables = {"eos_token": END_MARK, **variables}
@@ -157,6 +165,44 @@ class Tokenizer:
             raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
         return str(text)
 
+    def shows_tools(self, variables: Mapping[str, Any]) -> bool:
+        """Whether the chat template writes the schemas of tools, found out by giving it one.
+
+        Args:
+            variables: Further ones of the template.
+        """
+        asked = [{"role": "user", "content": "a"}]
+        return self._writes(PROBE_TOOL["function"]["name"], asked, [PROBE_TOOL], variables)
+
+    def _with_tools(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
+        """Messages and schemas as the template takes them: all in messages if it has no tools."""
+        used = tools or any(message.get("tool_calls") for message in messages)
+        if not used or self.shows_tools(variables):
+            return messages, tools
+        asked = [{"role": "system", "content": _WORD}, {"role": "user", "content": "a"}]
+        system = self._writes(_WORD, asked, None, variables)
+        return with_tools_as_text(messages, tools, system=system), None
+
+    def _writes(
+        self,
+        word: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> bool:
+        """Whether the template writes a word of these; each template is asked once."""
+        key = (str(variables.get("chat_template") or self.backend.chat_template), word)
+        if key not in self._written:
+            self._written[key] = tools is not None  # of one that fails, the real call tells
+            with suppress(ChatTemplateError):
+                self._written[key] = word in self.render(messages, tools=tools, **variables)
+        return self._written[key]
+
     def generation_marks(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -172,6 +218,7 @@ class Tokenizer:
         template = variables.get("chat_template") or self.backend.chat_template
         if self._marks_ends or not isinstance(template, str) or not _MARKED.search(template):
             return None  # tokens of our own tokenizers are not those that its backend would make
+        messages, tools = self._with_tools(messages, tools, variables)
         both: Any = self.backend.apply_chat_template(
             [dict(message) for message in messages],
             tools=list(tools) if tools else None,  # pyright: ignore[reportArgumentType]

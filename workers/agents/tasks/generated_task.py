@@ -131,6 +131,7 @@ class GeneratedTask(ABC, Generic[P]):
 
     Attributes:
         deterministic: See `HasEnvironments`.
+        tells_calls: See `TellsCalls`.
         chat_template: See `HasTemplate`.
         correct_score: A conversation with at least this sum of rewards counts as right.
         unfinished_score: The score of a conversation that its environment did not end.
@@ -140,6 +141,7 @@ class GeneratedTask(ABC, Generic[P]):
     """
 
     deterministic = True
+    tells_calls = True
     chat_template: str = TURNS
     verifier: VerifierSpec | None = None
     correct_score: float = 1.0

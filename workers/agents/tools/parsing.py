@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ....dataflow.errors import ConfigError, nearest
+from ...models.tokenizer import END_MARK, ChatTemplateError
+from ...models.tool_text import PROBE_TOOL
 from ..environment import BadCall, ToolCall
 from .call_values import MOST_CALLS, bad_call, call_of
 from .json_calls import hermes_calls, llama_calls
@@ -111,6 +114,40 @@ def format_of(chat_template: str) -> FormatName | None:
     if '"parameters"' in chat_template.replace("\\", "") and "ipython" in chat_template:
         return "llama"
     return None
+
+
+def format_shown(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> FormatName | None:
+    """The format of calls of a tokenizer whose chat template shows tools.
+
+    A call is rendered and read again: the format is the one whose reader finds it. Where none does,
+    marks in the template tell, and then whether the tokenizer has a `response_template`.
+
+    Args:
+        tokenizer: Holds the template.
+        variables: Further ones of the template.
+
+    Returns:
+        None if calls could not be read.
+    """
+    call = ToolCall(PROBE_TOOL["function"]["name"], {"penstock9key": 1})
+    function = {"name": call.name, "arguments": dict(call.arguments)}
+    made = {"role": "assistant", "content": ""}
+    made = {**made, "tool_calls": [{"type": "function", "function": function}]}
+    asked = [{"role": "user", "content": "a"}]
+    with suppress(ChatTemplateError):
+        begun = tokenizer.render(asked, tools=[PROBE_TOOL], **variables)
+        text = tokenizer.render(
+            [*asked, made], tools=[PROBE_TOOL], add_generation_prompt=False, **variables
+        )
+        turn = text.removeprefix(begun).replace(str(tokenizer.backend.eos_token), END_MARK)
+        turn = turn.partition(END_MARK)[0]
+        for name in ("hermes", "llama", "pythonic"):
+            if parse_calls(turn, name)[1] == (call,):
+                return name
+    template = variables.get("chat_template") or tokenizer.backend.chat_template
+    if (name := format_of(str(template))) is not None:
+        return name
+    return "tokenizer" if getattr(tokenizer.backend, "response_template", None) else None
 
 
 def _after_thought(read: CallParser) -> CallParser:

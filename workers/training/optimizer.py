@@ -15,6 +15,9 @@ from ...dataflow.option_checks import check_range
 _AT_ONCE, _AT_ONCE_ON_GPU = 1 << 18, 1 << 28
 """Weights stepped together. On a CPU what is read and written of them fits into the cache; on a GPU
 each part is a launch or two, and the kernel counts with 32 bits."""
+_SUMMED_IN_FLOAT32 = 1 << 16
+"""Squares added up in float32. On a CPU torch adds those of a norm one by one, so that a longer sum
+loses numbers small beside it: 1.5 % of the norm of 135M normal ones, and 2e-7 in such pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,25 @@ def forget_moments(buffers: Mapping[str, Tensor]) -> None:
     for kind, buffer in buffers.items():
         if kind != "master":
             buffer.zero_()
+
+
+def square_sum(x: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
+    """Sum of the squares of a long float32 vector: pieces in float32, their sums in float64.
+
+    Args:
+        x: f32[size].
+        spans: Where the parts of it that count begin and end; None for all of it.
+
+    Returns:
+        f64 scalar, on the device of `x`.
+    """
+    norms = [x.new_zeros(1)]
+    for begin, end in ((0, len(x)),) if spans is None else spans:
+        cut = end - (end - begin) % _SUMMED_IN_FLOAT32
+        pieces = x[begin:cut].view(-1, _SUMMED_IN_FLOAT32)
+        norms += [torch.linalg.vector_norm(pieces, dim=1)] if len(pieces) else []
+        norms += [torch.linalg.vector_norm(x[cut:end])[None]] if cut < end else []
+    return torch.cat(norms).double().square().sum()
 
 
 def clip_gradient(grad: Tensor, norm: float, spec: OptimizerSpec, step: int) -> None:
@@ -240,7 +262,7 @@ class AdamW:
 
     def _norm(self, own: Tensor) -> float:
         """Norm of the whole model's gradient."""
-        return float(torch.linalg.vector_norm(own, dtype=torch.float32))
+        return math.sqrt(float(square_sum(own)))
 
     def _update(self, own: Tensor, lr: float) -> None:
         """Step the weights."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...training.data_parallel import RankGroup
-from ...training.optimizer import AdamW, OptimizerSpec, update_weights
+from ...training.optimizer import AdamW, OptimizerSpec, square_sum, update_weights
 
 
 class FsdpAdamW(AdamW):
@@ -45,8 +45,7 @@ class FsdpAdamW(AdamW):
 
     def _norm(self, own: Tensor) -> float:
         """Of all processes; replicas are counted as one."""
-        lengths = [torch.linalg.vector_norm(own[a:b]) for a, b in self._counted]
-        square = torch.stack([*lengths, own.new_zeros(())]).double().square().sum()
+        square = square_sum(own, self._counted)
         if self._replicas.rank > 0:
             square.zero_()
         dist.all_reduce(square)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...training.data_parallel import RankGroup
-from ...training.optimizer import AdamW, OptimizerSpec, optimizer_buffers
+from ...training.optimizer import AdamW, OptimizerSpec, optimizer_buffers, square_sum
 
 _DIST: Any = dist
 # torch 2.13 renamed both and warns of the old names, which are all that torch 2.11 has.
@@ -72,8 +72,7 @@ class SharedAdamW(AdamW):
         return mine[: self._end - self._begin]
 
     def _norm(self, own: Tensor) -> float:
-        lengths = [torch.linalg.vector_norm(own[a:b]) for a, b in self._counted]
-        square = torch.stack([*lengths, own.new_zeros(())]).double().square().sum()
+        square = square_sum(own, self._counted)
         for group in self._norm_groups:
             dist.all_reduce(square, group=group)
         return math.sqrt(float(square))

@@ -59,8 +59,12 @@ def entropy_of_logits(logits: Tensor, valid: Tensor | None = None) -> Tensor:
     Returns:
         f32[...].
     """
-    logprob = masked_logits(logits, valid).log_softmax(dim=-1)
-    # A logit may be -inf; 0 times it would be nan, and so would its gradient.
+    return entropy_of_logprobs(masked_logits(logits, valid).log_softmax(dim=-1), valid)
+
+
+def entropy_of_logprobs(logprob: Tensor, valid: Tensor | None = None) -> Tensor:
+    """The same from the log-probabilities of all actions, f32[..., actions]; never below 0."""
+    # One may be -inf; 0 times it would be nan, and so would its gradient.
     term = logprob.exp() * logprob.clamp(min=torch.finfo(logprob.dtype).min)
     return -(term if valid is None else torch.where(valid, term, torch.zeros_like(term))).sum(-1)
 

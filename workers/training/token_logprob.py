@@ -96,12 +96,38 @@ def top_words(
     return logprob, words
 
 
+def exponential_sums(z: Tensor, *, weighted: bool) -> list[Tensor]:
+    """What log-probabilities and entropies are made of: `sum exp(z)` and `sum z exp(z)`.
+
+    The largest z must be 0. Then the logarithm of the first and minus the second have one sign, so
+    that `entropy_of_sums` loses no digits; `lse - sum(p logit)` does where logits are large.
+
+    Args:
+        z: f[n, V]; it is overwritten where `weighted`. Words at -inf count for nothing.
+        weighted: Whether the second is wanted.
+    """
+    chance = z.exp()
+    total = chance.sum(-1)
+    if not weighted:
+        return [total]
+    return [total, chance.mul_(finite_(z)).sum(-1)]
+
+
+def entropy_of_sums(total: Tensor, weighted: Tensor) -> Tensor:
+    """Entropies in nats, never below 0, from `exponential_sums`."""
+    return total.log() - weighted / total
+
+
+def finite_(z: Tensor) -> Tensor:
+    """Put the lowest finite number in place of -inf, so that 0 times it is 0; in place."""
+    return z.clamp_(min=torch.finfo(z.dtype).min)
+
+
 class _TokenLogprob(torch.autograd.Function):
     """See `token_logprob`.
 
-    With z the logits over the temperature and p their softmax: logprob = z[target] - lse(z), and
-    entropy = lse(z) - sum(p z). So d logprob / d z = onehot - p, and d entropy / d z = -p (log p +
-    entropy).
+    With z the logits over the temperature, less the largest, and p their softmax: logprob =
+    z[target] - lse(z), d logprob / d z = onehot - p, and d entropy / d z = -p (log p + entropy).
     """
 
     @staticmethod
@@ -119,47 +145,53 @@ class _TokenLogprob(torch.autograd.Function):
         order = sent(by_state, states.device)
         lines = _Lines(entry[by_state], target[order])
         at_once, in_float32 = _bounds(weight)
-        total = torch.empty(len(states), dtype=torch.float32, device=states.device)
-        entropy = torch.zeros_like(total) if needs_entropy else total.new_zeros(0)
+        largest = torch.empty(len(states), dtype=torch.float32, device=states.device)
+        log_total = torch.empty_like(largest)
+        entropy = torch.zeros_like(largest) if needs_entropy else largest.new_zeros(0)
         logprob = torch.empty(len(target), dtype=torch.float32, device=states.device)
         for rows in _chunks(len(states), at_once):
             logits = F.linear(states[rows], weight, bias)
             for part in _chunks(len(logits), in_float32):
                 at = slice(rows.start + part.start, rows.start + part.stop)
                 z = logits[part].float().div_(temperature)
-                sums = z.logsumexp(-1)
-                total[at] = sums
+                largest[at] = z.amax(-1)
+                z.sub_(largest[at, None])
                 asked, line, word = lines.of(at)
-                logprob[order[asked]] = z[line, word] - sums[line]
+                found = z[line, word]
+                sums = exponential_sums(z, weighted=needs_entropy)
+                log_total[at] = sums[0].log()
+                logprob[order[asked]] = found - log_total[at][line]
                 if needs_entropy:
-                    weights = (z - sums[:, None]).exp_()
-                    entropy[at] = sums - weights.mul_(z).sum(-1)
+                    entropy[at] = entropy_of_sums(*sums)
             del logits  # before the next ones are made
-        ctx.save_for_backward(states, weight, bias, total, entropy)
+        ctx.save_for_backward(states, weight, bias, largest, log_total, entropy)
         ctx.lines, ctx.order, ctx.temperature = lines, order, temperature
         return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        states, weight, bias, total, entropy = ctx.saved_tensors
+        states, weight, bias, largest, log_total, entropy = ctx.saved_tensors
         lines: _Lines = ctx.lines
         upstream = grads[0][ctx.order]
         to_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        to_bias = total.new_zeros(len(weight)) if ctx.needs_input_grad[2] else None
+        to_bias = largest.new_zeros(len(weight)) if ctx.needs_input_grad[2] else None
         at_once, in_float32 = _bounds(weight)
         for rows in _chunks(len(states), at_once):
             change = F.linear(states[rows], weight, bias)
             for part in _chunks(len(change), in_float32):
                 at = slice(rows.start + part.start, rows.start + part.stop)
-                z = change[part].float().div_(ctx.temperature).sub_(total[at, None])
+                z = change[part].float().div_(ctx.temperature)
+                z.sub_(largest[at, None]).sub_(log_total[at, None])
                 asked, line, word = lines.of(at)
                 wanted = upstream[asked]
                 p = z.exp()
                 scale = wanted.new_zeros(len(p)).index_add_(0, line, wanted).neg_()
                 if len(entropy):
                     of_entropy = grads[1][at, None]
-                    z.add_(entropy[at, None]).mul_(-of_entropy).add_(scale[:, None]).mul_(p)
+                    finite_(z).add_(entropy[at, None]).mul_(-of_entropy).add_(scale[:, None]).mul_(
+                        p
+                    )
                 else:
                     z = p.mul_(scale[:, None])
                 z.index_put_((line, word), wanted, accumulate=True)

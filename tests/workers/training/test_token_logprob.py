@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.algorithms.ops.distributions import action_logprob, entropy_of_logits
+from penstock.workers.engines.sharded.vocabulary_parallel import vocabulary_logprob
 from penstock.workers.training import token_logprob as chunked
 from penstock.workers.training.transfers import sent
 from torch import Tensor
@@ -81,6 +84,69 @@ def test_numbers_and_gradients_are_those_of_plain_autograd(
     plain = gradients(expected, spread if needs_entropy else None)
     for one, other in zip(found, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def _through_the_head(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of states that are the logits, under a head that leaves them as they are."""
+    target = torch.zeros(len(logits), dtype=torch.int64)
+    logprob, entropy = chunked.token_logprob(
+        logits, torch.eye(logits.shape[1]), None, target, None, 1.0, needs_entropy=True
+    )
+    assert entropy is not None
+    return logprob, entropy
+
+
+def _over_the_vocabulary(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return vocabulary_logprob(logits, torch.zeros(len(logits), dtype=torch.int64), 1.0, None)
+
+
+def _by_autograd(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return action_logprob(logits, torch.zeros(len(logits), dtype=torch.int64)), entropy_of_logits(
+        logits
+    )
+
+
+@pytest.mark.parametrize("compute", [_through_the_head, _over_the_vocabulary, _by_autograd])
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [40.0, 28.0, *[0.0] * 500],
+        [40.0, 40.0, *[0.0] * 500],
+        [-3.0, 55.0, 41.0, *[1.0] * 500],
+        [1e4, 0.0, -1e4],
+        [0.0] * 503,
+    ],
+    ids=["sure", "of two", "other", "certain", "flat"],
+)
+def test_entropy_keeps_its_digits_where_logits_are_large(
+    compute: Callable[[Tensor], tuple[Tensor, Tensor]], logits: list[float]
+) -> None:
+    """To a rounding of 1 in float32: the sum of exponentials is at least that."""
+    found, exact = (torch.tensor([logits], dtype=d) for d in (torch.float32, torch.float64))
+    results: list[tuple[Tensor, ...]] = []
+    for z, rule in ((found, compute), (exact, _by_autograd)):
+        logprob, entropy = rule(z.requires_grad_())
+        (grad,) = torch.autograd.grad(entropy.sum(), z, retain_graph=True)
+        (other,) = torch.autograd.grad(logprob.sum(), z)
+        results.append((logprob.double(), entropy.double(), grad.double(), other.double()))
+    assert float(results[0][1].detach()) >= 0
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("compute", [_through_the_head, _over_the_vocabulary, _by_autograd])
+def test_no_entropy_is_negative_and_words_without_a_chance_count_for_nothing(
+    compute: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(400, 300, generator=random) * torch.logspace(0, 2.5, 400)[:, None]
+    assert float(compute(logits)[1].min()) >= 0
+    if compute is _through_the_head:  # a head of finite weights gives none that is infinite
+        return
+    z = torch.tensor([[3.0, 1.0, -torch.inf]]).requires_grad_()
+    entropy = compute(z)[1]
+    assert float(entropy.detach()) == pytest.approx(float(entropy_of_logits(z.detach()[:, :2])))
+    assert bool(torch.autograd.grad(entropy.sum(), z)[0].isfinite().all())
 
 
 def test_a_frozen_head_gets_no_gradient_and_states_do() -> None:

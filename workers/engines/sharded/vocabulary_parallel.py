@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...training.token_logprob import entropy_of_sums, exponential_sums, finite_
+
 _AT_ONCE = 1 << 26
 """Logits that exist at once in float32: 256 MiB, so that few kernels are started for many rows."""
 
@@ -101,17 +103,14 @@ class _Statistics(torch.autograd.Function):
         for rows in _rows(logits):
             shifted = _shifted(logits[rows], temperature, largest[rows])
             sums[2:, rows] = shifted.gather(1, column[rows]).where(here[rows], 0.0).t()
-            chance = shifted.exp()
-            sums[0, rows] = chance.sum(-1)
-            sums[1, rows] = chance.mul_(shifted).sum(-1)
+            sums[:2, rows] = torch.stack(exponential_sums(shifted, weighted=True))
         if not alone:
             dist.all_reduce(sums, group=group)
         total, weighted, *found = sums.unbind()
-        log_total = total.log()
-        entropy = log_total - weighted / total
+        entropy = entropy_of_sums(total, weighted)
         ctx.save_for_backward(logits, largest, total, entropy, column, here)
         ctx.temperature = temperature
-        return torch.stack(found, 1) - log_total[:, None], entropy
+        return torch.stack(found, 1) - total.log()[:, None], entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -122,7 +121,7 @@ class _Statistics(torch.autograd.Function):
             logprob = _shifted(logits[rows], ctx.temperature, largest[rows])
             chance = logprob.exp().div_(total[rows, None])
             logprob -= total[rows].log()[:, None]
-            factor = logprob.add_(entropy[rows, None]).mul_(to_entropy[rows, None])
+            factor = finite_(logprob).add_(entropy[rows, None]).mul_(to_entropy[rows, None])
             factor += to_logprob[rows].sum(1, keepdim=True)
             part = chance.neg_().mul_(factor)
             part.scatter_add_(1, column[rows], to_logprob[rows] * here[rows])

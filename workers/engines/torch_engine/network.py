@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import torch.utils.deterministic as _memory
 from torch import Tensor, nn
 
+from ....algorithms.ops.distributions import entropy_of_logprobs
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.heads import Head
@@ -243,7 +244,7 @@ class PlainNetwork(TorchNetwork):
             return super().token_logprob(outputs, target, temperature, needs_entropy=needs_entropy)
         every = torch.log_softmax(outputs.values.float() / temperature, dim=-1)
         logprob = every.gather(1, target.view(len(target), -1)).view(target.shape)
-        return logprob, -(every.exp() * every).sum(-1) if needs_entropy else None
+        return logprob, entropy_of_logprobs(every) if needs_entropy else None
 
     def top_words(
         self, outputs: Outputs, num_words: int, temperature: float

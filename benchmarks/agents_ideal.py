@@ -109,11 +109,11 @@ class Talk:
         source = NumberedQuestions(self._task.build(), tokenizer, num_conversations)
         self._prompts = source.batch(0)
         model = ModelSpec(folder=str(folder))
-        spec: WorkerSpec = TorchGeneratorSpec(model=model, eos_token_id=tokenizer.eos_id)
+        spec: WorkerSpec = TorchGeneratorSpec(model=model, end_ids=tokenizer.end.ids)
         if engine == "vllm":
             spec = VllmPolicySpec(
                 model=model,
-                eos_token_id=tokenizer.eos_id,
+                end_ids=tokenizer.end.ids,
                 max_decode_rows=num_conversations,
                 max_model_len=MAX_TOTAL_TOKENS,
             )

@@ -55,7 +55,7 @@ def main() -> None:
     workers: dict[str, WorkerSpec] = {
         "actor": TorchPolicySpec(
             model=ModelSpec(folder=args.folder),
-            eos_token_id=tokenizer.eos_id,
+            end_ids=tokenizer.end.ids,
             optimizer=OptimizerSpec(lr=LEARNING_RATE),
         ),
         "agent": AgentSpec(task=task, tokenizer=spec),

@@ -87,10 +87,10 @@ class Case:
     def workers(self) -> dict[str, WorkerSpec]:
         """The policy, which one engine trains and one samples from, and the reward."""
         model = self.model
-        trained = TorchPolicySpec(model=model, eos_token_id=EOS, optimizer=OptimizerSpec(lr=1e-5))
-        sampled: WorkerSpec = TorchGeneratorSpec(model=model, eos_token_id=EOS)
+        trained = TorchPolicySpec(model=model, end_ids=(EOS,), optimizer=OptimizerSpec(lr=1e-5))
+        sampled: WorkerSpec = TorchGeneratorSpec(model=model, end_ids=(EOS,))
         if self.engine == "vllm":
-            sampled = VllmPolicySpec(model=model, eos_token_id=EOS, max_decode_rows=256)
+            sampled = VllmPolicySpec(model=model, end_ids=(EOS,), max_decode_rows=256)
         given = GivenLengths(sampled, self.mean_tokens)
         return {
             "actor": SplitPolicySpec(train=trained, rollout=given),

@@ -264,7 +264,7 @@ class Bench:
         """
         spec = recipe(
             model=self.model(name),
-            eos_token_id=self.sizes.models[name]["vocab_size"],
+            end_ids=(self.sizes.models[name]["vocab_size"],),
             optimizer=OptimizerSpec(lr=1e-6) if trained else None,
             **options,
         )

@@ -96,7 +96,7 @@ class Case:
         graph, name = self.graph(), self.sizes.large
         actor = TorchPolicySpec(
             model=self.bench.model(name),
-            eos_token_id=self.sizes.models[name]["vocab_size"],
+            end_ids=(self.sizes.models[name]["vocab_size"],),
             optimizer=OptimizerSpec(lr=1e-6),
         )
         placement = one_group(graph, device=self.sizes.device.partition(":")[0])

@@ -101,7 +101,7 @@ def divergence(run: Path, start: Path) -> float:
 
 
 def _policy(folder: Path) -> Any:
-    spec = TorchPolicySpec(model=ModelSpec(folder=str(folder)), eos_token_id=2)
+    spec = TorchPolicySpec(model=ModelSpec(folder=str(folder)), end_ids=(2,))
     return spec.build(WorkerContext("actor"))
 
 

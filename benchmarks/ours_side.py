@@ -93,7 +93,7 @@ def main() -> None:
     graph = build(grpo_step, cfg=GRPO(sampling=sampling))
     actor = TorchPolicySpec(
         model=ModelSpec(folder=args.folder),
-        eos_token_id=tokenizer.eos_id,
+        end_ids=tokenizer.end.ids,
         optimizer=OptimizerSpec(lr=LEARNING_RATE),
         micro_batch_tokens=args.micro_batch_tokens,
     )

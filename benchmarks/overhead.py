@@ -63,7 +63,7 @@ def specs() -> dict[str, Any]:
     )
     optimizer = OptimizerSpec(lr=1e-4)
     return {
-        "actor": TorchPolicySpec(model=model, eos_token_id=tokenizer.eos_id, optimizer=optimizer),
+        "actor": TorchPolicySpec(model=model, end_ids=tokenizer.end.ids, optimizer=optimizer),
         "reward": RuleRewardSpec(task=TASK, tokenizer=TOKENIZER),
     }
 

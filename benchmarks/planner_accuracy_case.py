@@ -117,14 +117,14 @@ class Case:
     def workers(self) -> dict[str, Any]:
         """All roles; no token ends a response, so all have their full length."""
         optimizer, end = OptimizerSpec(lr=1e-6), self.shape.vocab_size
-        policy = TorchPolicySpec(model=self.model, eos_token_id=end, optimizer=optimizer)
+        policy = TorchPolicySpec(model=self.model, end_ids=(end,), optimizer=optimizer)
         reward = TorchRewardModelSpec(model=self.model)
         if self.num_samples > 1:
             return {"actor": policy, "reward": reward}
         return {
             "actor": policy,
             "critic": TorchValueSpec(model=self.model, optimizer=optimizer),
-            "ref": TorchPolicySpec(model=self.model, eos_token_id=end),
+            "ref": TorchPolicySpec(model=self.model, end_ids=(end,)),
             "reward": reward,
         }
 

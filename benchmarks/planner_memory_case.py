@@ -229,7 +229,7 @@ def build(case: Case, device: str) -> Any:
         ).build(context)
     return TorchPolicySpec(
         model=model,
-        eos_token_id=2 if case.ends else -5,
+        end_ids=(2,) if case.ends else (-5,),
         optimizer=optimizer,
         micro_batch_tokens=case.micro_batch_tokens,
         activation_checkpointing=case.checkpointing,

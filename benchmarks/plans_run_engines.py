@@ -62,7 +62,7 @@ def construct(
     """
     options = {**engine.options(layout), **(extra or {})}
     spec = engine.spec("policy") if engine.trains else engine.rollout_spec
-    spec(model=model, eos_token_id=0, **options)
+    spec(model=model, end_ids=(0,), **options)
     tensor, stages = engine.division(layout)
     ranks = layout.num_devices // (tensor * stages)
     beside, tensor_rank = divmod(process, tensor)

@@ -167,7 +167,7 @@ def answered(cfg: Feedback) -> Iterator[tuple[InstructionTask, int, list[Answer]
     prompts = PromptSource(task, tokenizer, batch_size=1, seed=cfg.seed, chat=CHAT)
     dtype = "bfloat16" if has_fast_bfloat16("cpu") else "float32"
     model = ModelSpec(folder=cfg.model, dtype=dtype)
-    actor = TorchPolicySpec(model=model, eos_token_id=tokenizer.eos_id)
+    actor = TorchPolicySpec(model=model, end_ids=tokenizer.end.ids)
     policy = actor.build(WorkerContext("actor", cfg.seed))
     workers = {
         "actor": policy,

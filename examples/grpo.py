@@ -53,7 +53,7 @@ actor = TorchPolicySpec(
             "max_position_embeddings": 64,
         }
     ),
-    eos_token_id=tokenizer.eos_id,
+    end_ids=tokenizer.end.ids,
     optimizer=OptimizerSpec(lr=1e-3),
 )
 reward = RuleRewardSpec(task=task_spec, tokenizer=tokenizer_spec)

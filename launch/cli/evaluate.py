@@ -142,7 +142,9 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
         if model.num_positions is not None:
             check_suite_lengths(suite, model.num_positions)
     return evaluate(
-        DEFAULT.spec("policy")(model=model, eos_token_id=data.tokenizer.eos_id),
+        DEFAULT.spec("policy")(
+            model=model, end_ids=data.tokenizer.end.ids, tokenizer=data.tokenizer_spec
+        ),
         suites,
         config.evaluation.num_examples,
         device=device,

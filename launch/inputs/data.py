@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ...configs.references import entry_or_own, option_file, options_of
@@ -37,7 +38,7 @@ from ...workers.data.row_report import DataReport
 from ...workers.data.task import HasTemplate, Task, TaskSpec, fingerprint, task_alphabet
 from ...workers.envs.games.task import BoardTaskSpec, LibraryGameTaskSpec
 from ...workers.envs.task import EnvTaskSpec
-from ...workers.models.tokenizer import Tokenizer, TokenizerSpec
+from ...workers.models.tokenizer import Tokenizer, TokenizerSpec, folder_end
 from .env_specs import acted_in
 
 TASKS: Mapping[str, Any] = {
@@ -214,6 +215,8 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
         if template is None and isinstance(task, HasTemplate):
             template = task.chat_template
         tokenizer_spec = replace(tokenizer_spec, chat_template=template)
+    if model.folder is not None and model.folder != tokenizer_spec.folder:
+        tokenizer_spec = tokenizer_spec.ending(folder_end(Path(model.folder)))
     return Data(section, spec, task, tokenizer_spec, tokenizer_spec.build())
 
 

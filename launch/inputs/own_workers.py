@@ -25,7 +25,7 @@ GIVEN: Mapping[str, Any] = {
     "model": ModelSpec,
     "optimizer": OptimizerSpec,
     "tokenizer": TokenizerSpec,
-    "eos_token_id": int,
+    "end_ids": tuple[int, ...],
     "mismatch": MismatchLimits,
     "task": TaskSpec,
     "task_fingerprint": str,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...algorithms.roles.language import Sampling
 from ...configs.references import load_object
 from ...configs.schema import AlgorithmConfig
 from ...configs.validate import check_finite, validated
@@ -23,7 +24,7 @@ from ...dataflow.errors import (
     one_process,
 )
 from ...dataflow.graph.check import hints_of
-from ...dataflow.graph.graph import Constant, Graph
+from ...dataflow.graph.graph import Constant, Graph, NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
 from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
@@ -46,6 +47,17 @@ class Recorded:
     config: AlgorithmConfig
     graph: Graph
     seed: int
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How its responses are sampled, by the first node that does; None if none does."""
+        given = [
+            argument.value
+            for node in self.graph.nodes
+            for _, argument in node.arguments
+            if node.kind is NodeKind.ROLLOUT and isinstance(argument, Constant)
+        ]
+        return next((value for value in given if isinstance(value, Sampling)), None)
 
     def trained(self, contract: type[Role]) -> str | None:
         """The role of that contract that learns; the first of several, None if there is none."""

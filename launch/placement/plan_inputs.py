@@ -20,7 +20,7 @@ from ...configs.references import option_file, options_of
 from ...configs.schema import ModelConfig, RoleConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.graph import Constant, Graph, NodeKind
+from ...dataflow.graph.graph import Graph
 from ...planner.inputs.logical_params import adapter_params
 from ...planner.inputs.model_shape import ModelShape, shape_of
 from ...planner.inputs.workload import Lengths, Workload
@@ -204,13 +204,7 @@ class PlanInputs:
 
     @cached_property
     def _sampling(self) -> Sampling | None:
-        given = [
-            argument.value
-            for node in self.graph.nodes
-            for _, argument in node.arguments
-            if node.kind is NodeKind.ROLLOUT and isinstance(argument, Constant)
-        ]
-        return next((value for value in given if isinstance(value, Sampling)), None)
+        return self._run.main.sampling
 
     def _response(self, section: WorkloadConfig) -> Lengths:
         if section.response is not None:

@@ -171,7 +171,7 @@ def make_policy(width: int, dtype: str, device: str) -> PolicyWorker:
     dtypes: Any = dtype
     spec = DEFAULT.spec("policy")(
         model=ModelSpec(architecture=architecture(width), dtype=dtypes),
-        eos_token_id=_WORDS,
+        end_ids=(_WORDS,),
         optimizer=OptimizerSpec(lr=1e-6),
         micro_batch_tokens=MICRO_BATCH_TOKENS,
     )

@@ -35,7 +35,7 @@ class SaidTurn:
     """One turn of a policy in a conversation.
 
     Attributes:
-        said: What it said, without special tokens.
+        said: What it said, without what ended the turn.
         reward: What that earned.
         shown: What it was shown after it; empty where that was the end.
     """
@@ -54,7 +54,7 @@ class Sample:
         version: Of the weights that sampled it: how many train calls came before. Of its first
             tokens if it went on in later steps.
         prompt: Its prompt as text, without special tokens.
-        response: The response as text, without special tokens.
+        response: The response as text, without what ended it; special tokens by their names.
         length: Tokens of the response.
         finished: Whether it ended by itself; None if the step does not say.
         reward: What it earned; None if nothing in the step is a score.

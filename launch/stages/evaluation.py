@@ -26,7 +26,6 @@ from ...workers.agents.worker import TASK_AGENTS, has_other_side
 from ...workers.data.example_file import ExampleFileSpec
 from ...workers.rewards.kinds import RULES
 from ...workers.rewards.rule_reward import RuleRewardSpec
-from ..inputs.data import Data
 from ..run_dir.evaluations import SHARES, Measured
 from .stages import Stage
 from .suites import Suite
@@ -94,9 +93,10 @@ class Evaluator:
             of_task = tasks.setdefault(id(data), len(tasks))
             verifier, observer = (_role(r, taken, of_task) for r in (_VERIFIER, _OBSERVER))
             if has_other_side(data.task):
-                judge, threshold = agent_spec(_AGENT, data, agent_options or {}), None
+                judge = agent_spec(_AGENT, data, suite.tokenizer_spec, agent_options or {})
+                threshold = None
             else:
-                judge, threshold = _judge(rule if suite.is_own else RuleRewardSpec, data)
+                judge, threshold = _judge(rule if suite.is_own else RuleRewardSpec, suite)
             self.workers[verifier] = judge
             self._thresholds.append(data.task.correct_score if threshold is None else threshold)
             names = {_ACTOR: actor, _VERIFIER: verifier, _AGENT: verifier, _OBSERVER: observer}
@@ -110,7 +110,7 @@ class Evaluator:
             ]
             self.workers[observer] = ExampleFileSpec(
                 path=str(self._examples.resolve()),
-                tokenizer=data.tokenizer_spec,
+                tokenizer=suite.tokenizer_spec,
                 num_examples=num_examples,
                 conversations=data.prompts.conversations(shown),
             )
@@ -150,9 +150,10 @@ class Evaluator:
         )
 
 
-def _judge(makes: Callable[..., RuleRewardSpec], data: Data) -> tuple[RuleRewardSpec, float]:
+def _judge(makes: Callable[..., RuleRewardSpec], suite: Suite) -> tuple[RuleRewardSpec, float]:
     """What scores answers, as the verifier says, and the score of a right one."""
-    spec = makes(task=data.spec, tokenizer=data.tokenizer_spec, task_fingerprint=data.fingerprint)
+    data, tokenizer = suite.data, suite.tokenizer_spec
+    spec = makes(task=data.spec, tokenizer=tokenizer, task_fingerprint=data.fingerprint)
     # A factor is for what learns of it.
     return replace(spec, scale=1.0), 1.0 if spec.verifier else data.task.correct_score
 

@@ -321,6 +321,6 @@ def _suites(run: Resolved, main: Stage, data: Data) -> tuple[Suite, ...]:
         actors = env_actors(main) if config.num_episodes else ()
         check_metric(config, [f"{actor}/return" for actor in actors])
         return ()
-    suites = suites_of(config, data)
+    suites = suites_of(config, data, main.sampling)
     check_metric(config, metrics_of(suites))
     return suites

@@ -17,6 +17,7 @@ import yaml
 from ... import __version__
 from ...dataflow.file_errors import writing
 from ...workers.models.architecture import quiet_transformers
+from ...workers.models.tokenizer import folder_end
 from ..run_dir.evaluations import Evaluations, logged_name
 from ..run_dir.run_folder import RunFolder, record_of
 from ..run_dir.trackers.jsonl import read_metrics
@@ -134,6 +135,8 @@ def write_generation_config(folder: Path, job: Job) -> None:
         job: The run.
     """
     sampling: Mapping[str, Any] = job.main.config.cfg.get("sampling", {})
+    end = job.data.tokenizer.end
+    end = end.sampled_by(job.main.sampling) if job.main.sampling else end
     given = {key: sampling[key] for key in _SAMPLING if sampling.get(key)}
     tokenizer = job.data.tokenizer
     with quiet_transformers(), writing(folder / "generation_config.json"):
@@ -141,11 +144,7 @@ def write_generation_config(folder: Path, job: Job) -> None:
             config = transformers.GenerationConfig.from_pretrained(folder)
         except OSError:  # there is none
             config = transformers.GenerationConfig()
-        ends: Any = config.eos_token_id
-        named = list(ends) if isinstance(ends, list) else [ends] if ends is not None else []
-        if tokenizer.eos_id not in named:
-            named.insert(0, tokenizer.eos_id)
-        found: dict[str, Any] = {"eos_token_id": named if len(named) > 1 else named[0]}
+        found = folder_end(folder, end).as_generation_config()
         if config.pad_token_id is None:
             found["pad_token_id"] = tokenizer.pad_id
         if given:

@@ -25,6 +25,7 @@ from ..inputs.data import Data
 from ..run_dir.samples import SAMPLES, Sample, read_samples, sample_steps, shown
 from ..run_dir.trackers.registry import Trackers
 from .stages import Stage
+from .worker_specs import stage_tokenizer
 
 _ADVANTAGE = "advantage"
 
@@ -37,7 +38,7 @@ def sample_watch(
     Args:
         stage: The stage.
         config: How much is kept.
-        data: The run's tokenizer.
+        data: The run's tokenizer and task.
         home: The stage's folder.
     """
     trained = sample_node(stage.graph)
@@ -48,7 +49,7 @@ def sample_watch(
         role += "_log"
     spec = SampleLogSpec(
         folder=str((home / SAMPLES).resolve()),
-        tokenizer=data.tokenizer_spec,
+        tokenizer=stage_tokenizer(stage, data),
         versions_per_step=stage.graph.trains_per_step[trained.role or ""],
         max_rows=config.max_rows,
         keep_steps=config.keep_steps,

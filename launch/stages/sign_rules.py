@@ -326,7 +326,8 @@ RULES: tuple[Rule, ...] = (
         (
             "raise task.max_response_tokens",
             "set task.chat=true for a model that was trained on conversations",
-            "name what ends a response in {stop}",
+            "name what ends a response in {stop}, or the token that does in {stop_token_ids} or in "
+            "the model's generation_config.json; evaluations end with it as well",
         ),
         num_responses=FEWEST_RESPONSES / 8,
     ),

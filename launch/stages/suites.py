@@ -18,6 +18,7 @@ from ...dataflow.errors import ConfigError, nearest, one_process
 from ...workers.agents.worker import has_other_side
 from ...workers.data.sources import PromptSource
 from ...workers.data.task import HasSuites
+from ...workers.models.tokenizer import TokenizerSpec
 from ..inputs.data import Data, task_spec_of
 from ..run_dir.evaluations import WHOLE, logged_name, names_of
 
@@ -72,6 +73,11 @@ class Suite:
     is_own: bool
 
     @property
+    def tokenizer_spec(self) -> TokenizerSpec:
+        """The run's tokenizer, where responses end as they are sampled here."""
+        return self.data.tokenizer_spec.sampled_by(self.sampling)
+
+    @property
     def max_turns(self) -> int:
         """Most turns of a conversation about a problem; 0 where each is answered in one."""
         return self.data.section.max_turns if has_other_side(self.data.task) else 0
@@ -84,34 +90,40 @@ class Suite:
         return self.prompts.longest + self.sampling.max_new_tokens
 
 
-def suites_of(config: EvaluationConfig, data: Data) -> tuple[Suite, ...]:
+def suites_of(
+    config: EvaluationConfig, data: Data, trained: Sampling | None = None
+) -> tuple[Suite, ...]:
     """All suites: those of the run's task first, then those that are configured.
 
     Args:
         config: The section `evaluation`.
         data: The run's.
+        trained: How responses are sampled that the policy is trained on: what ends those ends these
+            as well. By default what the model's generation_config.json says.
 
     Raises:
         ConfigError: If a suite's task cannot be made, or has fewer problems than are asked for, a
             field of sampling is wrong, or two suites have one name.
     """
-    own = list(_own(config, data)) if config.num_prompts else []
+    strings = data.tokenizer.end.strings if trained is None else trained.stop
+    ends = {"stop": strings, "stop_token_ids": trained.stop_token_ids if trained else ()}
+    own = list(_own(config, data, ends)) if config.num_prompts else []
     for name in config.suites:
         if name in (suite.name for suite in own):
             raise ConfigError(
                 f"'evaluation.suites.{name}': task '{data.task.task_id}' names a suite '{name}' "
                 "itself\n    choose another name"
             )
-    others = (_configured(config, name, suite, data) for name, suite in config.suites.items())
+    others = [_configured(config, name, one, data, ends) for name, one in config.suites.items()]
     return (*own, *others)
 
 
-def _own(config: EvaluationConfig, data: Data) -> Iterator[Suite]:
+def _own(config: EvaluationConfig, data: Data, ends: Mapping[str, Any]) -> Iterator[Suite]:
     """The run's own task as one suite, or as those that it names."""
     task, wanted = data.task, config.num_prompts
     if not len(task.held_out):
         return
-    sampling = _sampling(data, {"evaluation.sampling": config.sampling})
+    sampling = _sampling(data, ends, {"evaluation.sampling": config.sampling})
     source = _source(data)
     with one_process():
         named = task.suites() if isinstance(task, HasSuites) else {}
@@ -131,7 +143,9 @@ def _own(config: EvaluationConfig, data: Data) -> Iterator[Suite]:
         yield Suite(name, data, HeldOut(source, asked), sampling, is_own=True)
 
 
-def _configured(config: EvaluationConfig, name: str, suite: SuiteConfig, data: Data) -> Suite:
+def _configured(
+    config: EvaluationConfig, name: str, suite: SuiteConfig, data: Data, ends: Mapping[str, Any]
+) -> Suite:
     at = f"evaluation.suites.{name}"
     try:
         spec = task_spec_of(suite.task)
@@ -154,7 +168,7 @@ def _configured(config: EvaluationConfig, name: str, suite: SuiteConfig, data: D
         )
     given = {"evaluation.sampling": config.sampling, f"{at}.sampling": suite.sampling}
     prompts = HeldOut(source, problems[:wanted])
-    return Suite(name, own, prompts, _sampling(own, given), is_own=False)
+    return Suite(name, own, prompts, _sampling(own, ends, given), is_own=False)
 
 
 def _source(data: Data) -> PromptSource:
@@ -169,12 +183,15 @@ def _source(data: Data) -> PromptSource:
     )
 
 
-def _sampling(data: Data, given: Mapping[str, Mapping[str, Any]]) -> Sampling:
+def _sampling(
+    data: Data, ends: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]
+) -> Sampling:
     """Greedy unless one of these sections says otherwise, each of which wins over those before."""
-    fields = {"temperature": 0.0, "max_new_tokens": data.section.max_response_tokens}
-    if has_other_side(data.task):
-        fields["max_total_tokens"] = data.section.max_total_tokens
-    sampling = Sampling(**fields)  # pyright: ignore[reportArgumentType]
+    longest = data.section.max_response_tokens
+    fields: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": longest, **ends}
+    if has_other_side(data.task):  # a turn ends with a token
+        fields |= {"max_total_tokens": data.section.max_total_tokens, "stop": ()}
+    sampling = Sampling(**fields)
     for at, section in given.items():
         fields = {**fields, **section}
         sampling = validated(Sampling, fields, at)

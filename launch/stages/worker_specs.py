@@ -27,6 +27,7 @@ from ...workers.models.averaged_weights import mean_folder
 from ...workers.models.heads import Head, HeadName
 from ...workers.models.lora import check_lora
 from ...workers.models.spec import ModelSpec
+from ...workers.models.tokenizer import TokenizerSpec
 from ...workers.rewards.mixture import TASK_REWARDS, check_verifiers
 from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.training.logprob_mismatch import MismatchLimits
@@ -43,7 +44,7 @@ Results = Mapping[str, tuple[Stage, Path]]
 
 _OURS = {
     "model",
-    "eos_token_id",
+    "end_ids",
     "optimizer",
     "mismatch",
     "lora",
@@ -223,12 +224,12 @@ def _spec(
     if plan.worker in TASK_REWARDS:
         return TASK_REWARDS[plan.worker](
             task=data.spec,
-            tokenizer=data.tokenizer_spec,
+            tokenizer=stage_tokenizer(stage, data),
             task_fingerprint=data.fingerprint,
             **options,
         )
     if plan.worker in TASK_AGENTS:
-        return agent_spec(plan.worker, data, options)
+        return agent_spec(plan.worker, data, stage_tokenizer(stage, data), options)
     if plan.worker in ENV_SPECS:
         optimizer = _optimizer(stage, plan)
         start = _folder(plan.start, plan.contract, results) if plan.start else None
@@ -244,15 +245,15 @@ def _spec(
     adapters = _adapters(stage, role, run, waits=bool(options.get("offload")))
     options |= {key: value for key, value in adapters.items() if key in known}
     if "tokenizer" in known:
-        options["tokenizer"] = data.tokenizer_spec
+        options["tokenizer"] = stage_tokenizer(stage, data)
     if plan.worker != "policy":
         return spec(**options)
-    made = spec(**options, eos_token_id=data.tokenizer.eos_id, mismatch=_limits(run))
+    made = spec(**options, end_ids=data.tokenizer.end.ids, mismatch=_limits(run))
     rollout = run.engines.generator(role)
     if rollout is None:
         return made
     options = {**run.engines.rollout_options_of(role), "model": model}
-    options["eos_token_id"] = data.tokenizer.eos_id
+    options["end_ids"] = data.tokenizer.end.ids
     generator = rollout.rollout_spec
     options |= {key: value for key, value in adapters.items() if key == "lora"}
     hints = get_type_hints(generator)
@@ -278,11 +279,19 @@ def check_agents(datas: Sequence[Data], options: Mapping[str, Any]) -> None:
         spec.ways(data.task, data.tokenizer)
 
 
-def agent_spec(worker: str, data: Data, options: Mapping[str, Any]) -> WorkerSpec:
+def stage_tokenizer(stage: Stage, data: Data) -> TokenizerSpec:
+    """The run's tokenizer, where responses end as the stage samples them."""
+    spec, sampling = data.tokenizer_spec, stage.sampling
+    return spec if sampling is None else spec.sampled_by(sampling)
+
+
+def agent_spec(
+    worker: str, data: Data, tokenizer: TokenizerSpec, options: Mapping[str, Any]
+) -> WorkerSpec:
     """What answers a policy about the problems of a task."""
     return TASK_AGENTS[worker](
         task=data.spec,
-        tokenizer=data.tokenizer_spec,
+        tokenizer=tokenizer,
         task_fingerprint=data.fingerprint,
         chat=data.chat,
         **options,
@@ -457,8 +466,8 @@ def _own(
     given: dict[str, Callable[[], Any]] = {
         "model": lambda: _model(plan, run, data, results),
         "optimizer": lambda: _optimizer(stage, plan),
-        "tokenizer": lambda: data.tokenizer_spec,
-        "eos_token_id": lambda: data.tokenizer.eos_id,
+        "tokenizer": lambda: stage_tokenizer(stage, data),
+        "end_ids": lambda: data.tokenizer.end.ids,
         "mismatch": lambda: _limits(run),
         "task": lambda: data.spec,
         "task_fingerprint": lambda: data.fingerprint,

@@ -103,7 +103,7 @@ def make(name: str, *, seed: int = 0) -> Run:
     """The run of one of `NAMES`."""
     task, tokenizer = TASK.build(), TOKENIZER.build()
     eos, optimizer = tokenizer.eos_id, OptimizerSpec(lr=1e-3)
-    actor = TorchPolicySpec(model=model(), eos_token_id=eos, optimizer=optimizer)
+    actor = TorchPolicySpec(model=model(), end_ids=(eos,), optimizer=optimizer)
     rule = RuleRewardSpec(task=TASK, tokenizer=TOKENIZER)
     size: dict[str, Any] = {"batch_size": PROMPTS_PER_STEP, "seed": seed}
     if name == "sft":
@@ -118,7 +118,7 @@ def make(name: str, *, seed: int = 0) -> Run:
     if name == "grpo":
         cfg = GRPO(sampling=Sampling(num_samples=4, max_new_tokens=6))
         return Run(grpo_step, cfg, prompts, {"actor": actor, "reward": LengthRewardSpec()})
-    ref = TorchPolicySpec(model=model(), eos_token_id=eos)
+    ref = TorchPolicySpec(model=model(), end_ids=(eos,))
     if name == "reference_grpo":
         cfg = ReferenceGRPO(sampling=Sampling(num_samples=4, max_new_tokens=6), num_minibatches=2)
         judged = {"actor": actor, "ref": ref, "reward": LengthRewardSpec()}

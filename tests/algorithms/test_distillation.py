@@ -40,7 +40,7 @@ def policy(lr: float | None) -> Any:
     """A policy from the same random weights; frozen without a learning rate."""
     optimizer = None if lr is None else OptimizerSpec(lr=lr)
     eos = runs.TOKENIZER.build().eos_id
-    spec = TorchPolicySpec(model=runs.model(), eos_token_id=eos, optimizer=optimizer)
+    spec = TorchPolicySpec(model=runs.model(), end_ids=(eos,), optimizer=optimizer)
     return build_role("actor", spec, WorkerContext("actor"))
 
 

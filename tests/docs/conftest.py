@@ -86,7 +86,7 @@ def _model(folder: Path) -> None:
             "eos_token_id": tokenizer.eos_id,
         }
     )
-    policy = TorchPolicySpec(model=spec, eos_token_id=tokenizer.eos_id)
+    policy = TorchPolicySpec(model=spec, end_ids=tokenizer.end.ids)
     policy.build(WorkerContext("actor")).save_pretrained(folder)
     chat_folder(folder, CHATML)
 

@@ -72,7 +72,7 @@ def model(tmp_path: Path) -> Path:
             "eos_token_id": tokenizer.eos_id,
         }
     )
-    policy = TorchPolicySpec(model=spec, eos_token_id=tokenizer.eos_id)
+    policy = TorchPolicySpec(model=spec, end_ids=tokenizer.end.ids)
     policy.build(WorkerContext("actor")).save_pretrained(folder)
     chat_folder(folder, CHATML)
     return folder

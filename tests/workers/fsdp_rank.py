@@ -89,7 +89,7 @@ class Part:
         return self.build(spec, **options)
 
     def build(self, model: ModelSpec, **options: Any) -> PolicyWorker:
-        spec = FsdpPolicySpec(model=model, eos_token_id=2, **self.divided, **options)
+        spec = FsdpPolicySpec(model=model, end_ids=(2,), **self.divided, **options)
         return spec.build(self.context("actor"))
 
     def rows(self, batch: Any) -> Any:
@@ -256,9 +256,9 @@ def refusals(part: Part) -> None:
     none = torch.zeros(0, 3, dtype=torch.int64)
     odd = ModelSpec(architecture={**tiny("qwen2"), "vocab_size": 61})
     other = ModelSpec(architecture=architecture("gpt2"))
-    spec = FsdpPolicySpec(model=odd, eos_token_id=2, shards=3)
+    spec = FsdpPolicySpec(model=odd, end_ids=(2,), shards=3)
     three, two = (
-        FsdpPolicySpec(model=model, eos_token_id=2, shards=2, context_parallel=size)
+        FsdpPolicySpec(model=model, end_ids=(2,), shards=2, context_parallel=size)
         for model, size in ((odd, 3), (other, 2))
     )
     attempts: dict[str, Callable[[], object]] = {

@@ -74,7 +74,7 @@ PADDED = {**tiny("qwen2-tied"), "pad_token_id": 5}
 
 
 def torch_policy(model: ModelSpec, **options: Any) -> PolicyWorker:
-    spec = TorchPolicySpec(model=model, eos_token_id=EOS, **options)
+    spec = TorchPolicySpec(model=model, end_ids=(EOS,), **options)
     return spec.build(WorkerContext("actor", seed=7))
 
 

@@ -73,12 +73,12 @@ class Part:
 
     def policy(self, family: str, **options: Any) -> PolicyWorker:
         model = ModelSpec(folder=str(self.folder / family))
-        spec = MegatronPolicySpec(model=model, eos_token_id=2, **options)
+        spec = MegatronPolicySpec(model=model, end_ids=(2,), **options)
         return spec.build(self.context("actor"))
 
     def build(self, model: ModelSpec, role: str, **sizes: int) -> PolicyWorker:
         context = dataclasses.replace(self.context(role), **sizes)
-        return MegatronPolicySpec(model=model, eos_token_id=2).build(context)
+        return MegatronPolicySpec(model=model, end_ids=(2,)).build(context)
 
     def rows(self, batch: Any) -> Any:
         """This rank's rows: uneven shares, whole groups of four."""
@@ -196,7 +196,7 @@ def half(part: Part) -> None:
     """Weights in bfloat16: trained, saved, and loaded from a state in float32."""
     batch = part.rows(load_batch(part.folder))
     model = ModelSpec(folder=str(part.folder / "qwen2-tied"), dtype="bfloat16")
-    spec = MegatronPolicySpec(model=model, eos_token_id=2, optimizer=OPTIMIZER)
+    spec = MegatronPolicySpec(model=model, end_ids=(2,), optimizer=OPTIMIZER)
     policy = spec.build(part.context("actor"))
     part.keep("metric", train_policy(policy, batch))
     part.keep("trained", policy.export_weights())

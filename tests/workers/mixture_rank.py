@@ -114,7 +114,7 @@ def refusals(part: MixturePart) -> None:
     said: dict[str, str] = {}
     for name, (architecture, experts) in attempts.items():
         model = ModelSpec(architecture=architecture)
-        spec = MegatronPolicySpec(model=model, eos_token_id=2, expert_parallel=experts)
+        spec = MegatronPolicySpec(model=model, end_ids=(2,), expert_parallel=experts)
         try:
             spec.build(part.context("actor"))
         except Exception as error:

@@ -28,7 +28,7 @@ class SlowPolicySpec:
     """Recipe for a policy that generates with a `SlowEngine`."""
 
     model: ModelSpec
-    eos_token_id: int
+    end_ids: tuple[int, ...]
     tokenizer: TokenizerSpec | None = None
 
     def build(self, context: WorkerContext) -> GeneratorPolicy:
@@ -44,7 +44,7 @@ class SlowEngine:
     def __init__(self, spec: SlowPolicySpec) -> None:
         model = spec.model
         self._module: Any = model.causal_lm("cpu")
-        self._eos_token_id = spec.eos_token_id
+        self._end_ids = spec.end_ids
         self._tokenizer = spec.tokenizer
         self.dtype = model.dtype
         self.vocab_size: int = self._module.config.vocab_size
@@ -73,7 +73,7 @@ class SlowEngine:
             prompt,
             uniform,
             sampling,
-            eos_token_id=self._eos_token_id,
+            eos_token_id=self._end_ids,
             vocab_size=self.vocab_size,
             tokenizer=self._tokenizer,
             begun=begun,

@@ -52,7 +52,7 @@ class Conversing:
         self.tokenizer = tokenizer.build()
         vocab_size, eos = self.tokenizer.vocab_size, self.tokenizer.eos_id
         model = ModelSpec(architecture={**ARCHITECTURE, "vocab_size": vocab_size})
-        policy = TorchPolicySpec(model=model, eos_token_id=eos, max_decode_rows=max_rows)
+        policy = TorchPolicySpec(model=model, end_ids=(eos,), max_decode_rows=max_rows)
         self.policy: Any = policy.build(WorkerContext("actor"))
         agent = AgentSpec(task=spec, tokenizer=tokenizer, answer_limit_s=limit_s)
         self.agent = agent.build(WorkerContext("agent", seed=3))

@@ -105,7 +105,7 @@ def make_policy(
     dtype = options.pop("dtype", "float32")
     spec = TorchPolicySpec(
         model=ModelSpec(architecture=architecture(name), dtype=dtype),
-        eos_token_id=EOS,
+        end_ids=(EOS,),
         optimizer=optimizer,
         **options,
     )

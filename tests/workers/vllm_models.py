@@ -27,7 +27,7 @@ def model_spec(name: str) -> ModelSpec:
 
 
 def start(name: str, *, context: WorkerContext = CONTEXT, **options: Any) -> VllmPolicy:
-    spec = VllmPolicySpec(model=model_spec(name), eos_token_id=EOS, **options)
+    spec = VllmPolicySpec(model=model_spec(name), end_ids=(EOS,), **options)
     return spec.build(context)
 
 
@@ -70,7 +70,7 @@ def sample_seeds(
         n: Request(ids, seed, sampling.longest_response(len(ids))) for n, seed in enumerate(seeds)
     }
     ended: dict[int, Sampled] = {}
-    for step in policy.vllm.stream(requests, sampling, eos_token_id=EOS):
+    for step in policy.vllm.stream(requests, sampling, end_ids=(EOS,)):
         ended |= step.ended
     return [ended[number] for number in sorted(ended)]
 

@@ -103,8 +103,8 @@ class TurnRenderer:
             history: What was said before the turn.
             shown: What follows it; tokens that are spelled in it are taken apart.
             tools: Schemas that the prompt was rendered with.
-            finished: Whether the turn has ended with its end of sequence; it is written for it
-                otherwise.
+            finished: Whether the turn has ended with what ends one; that of the template is written
+                for it otherwise.
 
         Raises:
             ChatTemplateError: If the template refuses the messages.
@@ -113,7 +113,7 @@ class TurnRenderer:
         plain = [self._apart(message) for message in shown]
         text = self._tokenizer.render([*history, turn, *plain], tools=tools, **self._variables)
         ids = self._tokenizer.encode(text[text.rindex(_PROBE) + len(_PROBE) :])
-        return ids[1:] if finished and ids[:1] == [self._tokenizer.eos_id] else ids
+        return ids[1:] if finished and self._tokenizer.ends_with(ids[:1]) else ids
 
     def _apart(self, message: Message) -> Message:
         """The message without what would become a token of its own: a result ends no turn.

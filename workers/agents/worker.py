@@ -248,10 +248,7 @@ class AgentWorker(Agent):
         )
 
     def _reply(self, number: int, token: Tensor, finished: bool) -> Reply:
-        ids = token.tolist()
-        if ids and ids[-1] == self._tokenizer.eos_id:
-            ids.pop()
-        text = self._tokenizer.decode(ids)
+        text = self._tokenizer.said(token.tolist())
         content, calls = self._parse(text)
         return Reply(number, text, content, calls, finished)
 

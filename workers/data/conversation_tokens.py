@@ -48,7 +48,7 @@ def encode_conversation(
 ) -> Encoded:
     """Tokens of a conversation, the assistant's turns from message `first` on to be trained on.
 
-    A turn ends with its end-of-sequence token; what the template writes after that, no policy
+    A turn ends with what ends a response; what the template writes after that, no policy
     samples, and it is not trained on.
 
     Args:
@@ -84,7 +84,7 @@ def encode_conversation(
         before, after = rendered(number, True), rendered(number + 1, False)
         _check_prefix(before, ids, f"what comes before message {number + 1}")
         _check_prefix(after, ids, f"the end of message {number + 1}")
-        spans.append((len(before), _end(after, len(before), tokenizer.eos_id)))
+        spans.append((len(before), tokenizer.end_of_turn(after, len(before))))
     return _with_spans(ids, spans)
 
 
@@ -97,12 +97,6 @@ def _with_spans(ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
     if not spans or any(start >= end for start, end in spans):
         raise NoPrefix("no token is the assistant's")
     return Encoded(ids, spans)
-
-
-def _end(turn: list[int], start: int, eos_id: int) -> int:
-    """Past the turn's last end of sequence, or else past its last token."""
-    ends = [place for place in range(start, len(turn)) if turn[place] == eos_id]
-    return ends[-1] + 1 if ends else len(turn)
 
 
 def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:

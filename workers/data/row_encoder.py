@@ -79,7 +79,7 @@ class RowEncoder:
         """
         if self._prompts.messages(index) is not None:
             return self._prompts.with_reply(index, response)
-        ids = [*self._tokenizer.encode(str(response)), self._tokenizer.eos_id]
+        ids = self._tokenizer.encode_response(str(response))
         return Encoded([*prompt, *ids], [(len(prompt), len(prompt) + len(ids))])
 
     @one_process()

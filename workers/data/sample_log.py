@@ -134,18 +134,19 @@ class SampleLog(Role):
         }
         values = {name: column.tolist() for name, column in numbers.items()}
         problems = values.get("prompt_id")
+        said = self._known_tokenizer.decode_responses(tokens, mask)
+        turns = None
+        if turn is not None and earned is not None:
+            turns = [self._turns(*one) for one in zip(tokens, turn, earned, strict=True)]
+            said = ["".join(one["said"] for one in own) for own in turns]
         return [
             {
                 **{name: column[row] for name, column in values.items()},
                 "length": int(length[row]),
                 "prompt": self._conversation(problems[row] if problems else None)
                 or self._text(tokens[row][(tokens[row] >= 0) & (mask[row].cumsum(0) == 0)]),
-                "response": self._text(tokens[row][mask[row]]),
-                **(
-                    {"turns": self._turns(tokens[row], turn[row], earned[row])}
-                    if turn is not None and earned is not None
-                    else {}
-                ),
+                "response": said[row],
+                **({} if turns is None else {"turns": turns[row]}),
             }
             for row in range(len(tokens))
         ]
@@ -160,7 +161,7 @@ class SampleLog(Role):
             after = int(torch.nonzero(turn == number + 1)[0]) if end != ends[-1] else known
             found.append(
                 {
-                    "said": self._text(tokens[own]),
+                    "said": self._known_tokenizer.said(tokens[own].tolist()),
                     "reward": float(earned[own].sum()),
                     "shown": self._text(tokens[end + 1 : after]),
                 }

@@ -274,7 +274,7 @@ class PairSource:
         if self._tokenizer.inexpressible(text):
             return False
         limit = self._max_response_tokens
-        if limit is not None and len(self._tokenizer.encode(text)) >= limit:
+        if limit is not None and len(self._tokenizer.encode_response(text)) > limit:
             return False
         if self._task.verifier is not None:
             return True  # too expensive to ask; it differs from the answer, which must do

@@ -131,8 +131,8 @@ class LanguageWorker(ModelWorker):
 class PolicyRecipe(Recipe):
     """A causal language model."""
 
-    eos_token_id: int
-    """The token that ends a response."""
+    end_ids: tuple[int, ...]
+    """Tokens that end a response: a tokenizer's `end.ids`."""
     mismatch: MismatchLimits = MismatchLimits()
     """How far what it is trained on may be from its own log-probabilities."""
 

@@ -234,12 +234,19 @@ def load_faults(info: Mapping[str, Any]) -> dict[str, list[str]]:
     }
 
 
+def generation_config(folder: Path) -> dict[str, Any]:
+    """What generation_config.json says; nothing if there is none.
+
+    Raises:
+        ConfigError: If it cannot be read.
+    """
+    file = folder / _GENERATION
+    return _read_json(file) if file.exists() else {}
+
+
 def _check_generation(folder: Path) -> None:
     """Transformers reads this file with the model, and refuses to write it back if it is wrong."""
-    file = folder / _GENERATION
-    if not file.exists():
-        return
-    found = _read_json(file)
+    file, found = folder / _GENERATION, generation_config(folder)
     try:
         with quiet_transformers():
             transformers.GenerationConfig.from_dict(found).validate(strict=True)
@@ -247,7 +254,7 @@ def _check_generation(folder: Path) -> None:
         text = " ".join(str(error).split("If you're using")[0].split())
         raise ConfigError(
             f"'{file}' cannot be saved with the trained model: {text}\n"
-            "    correct it, or remove the file: it says nothing that a run reads"
+            "    correct it, or remove the file: a run reads in it what ends a response alone"
         ) from None
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from ...algorithms.roles.language import Sampling
 from ...dataflow.errors import ConfigError
+from .response_end import ResponseEnd
 from .tool_text import PROBE_TOOL, with_tools_as_text
 
 if TYPE_CHECKING:
@@ -52,7 +54,8 @@ class Tokenizer:
         alphabet: The characters it can express, or None if it can express any text.
 
     Attributes:
-        eos_id: Ends a response.
+        eos_id: The end of sequence, with which texts that are imitated end.
+        end: What ends a response: that, and whatever else was said to.
         pad_id: Any id but `eos_id`; fed to models at padded positions, never found in a table.
         bos_id: Begins a sequence, for models that want one; None if the tokenizer has none.
         vocab_size: Number of ids, special tokens included; ids are 0 to `vocab_size - 1`.
@@ -70,6 +73,7 @@ class Tokenizer:
         self.backend = backend
         self.alphabet = None if alphabet is None else frozenset(alphabet)
         self.eos_id: int = backend.eos_token_id
+        self.end = ResponseEnd((self.eos_id,))
         self.bos_id = backend.bos_token_id if isinstance(backend.bos_token_id, int) else None
         pad = backend.pad_token_id
         if not isinstance(pad, int) or pad == self.eos_id:
@@ -104,6 +108,21 @@ class Tokenizer:
                 f"the tokenizer '{self.backend.name_or_path}' cannot encode {texts[0][:40]!r}: "
                 f"{error}\n    give a folder that a tokenizer was saved to"
             ) from error
+
+    def encode_response(self, text: str) -> list[int]:
+        """A whole response that says `text`, with the end of sequence."""
+        return [*self.encode(text), self.eos_id]
+
+    def end_of_turn(self, turn: Sequence[int], start: int) -> int:
+        """See `ResponseEnd.past_turn`, of a turn of the assistant that begins at `start`."""
+        special = self.backend.added_tokens_decoder
+        marks: list[int] = []
+        for place in reversed(range(start, len(turn))):
+            if turn[place] in special and special[turn[place]].special:
+                marks.append(place)
+            elif self.decode([turn[place]]).strip():
+                break
+        return self.end.past_turn(turn, start, marks[:1])
 
     def _encode_marked(self, text: str) -> list[int]:
         """`encode`, with the end of sequence for every mark."""
@@ -237,17 +256,22 @@ class Tokenizer:
         return text if isinstance(text, str) else "".join(text)
 
     def decode_responses(self, tokens: Tensor, mask: Tensor) -> list[str]:
-        """Text of each row's response: its masked tokens up to the first end of sequence.
+        """What each row's response says: its masked tokens without what ended it.
 
         Args:
             tokens: i64[rows, T], padded with -1.
             mask: bool[rows, T], True on the response.
         """
-        texts: list[str] = []
-        for row, kept in zip(tokens.tolist(), mask.tolist(), strict=True):
-            ids = [token for token, keep in zip(row, kept, strict=True) if keep]
-            texts.append(self.decode(ids[: ids.index(self.eos_id)] if self.eos_id in ids else ids))
-        return texts
+        rows = zip(tokens.tolist(), mask.tolist(), strict=True)
+        return [self.said([t for t, keep in zip(*both, strict=True) if keep]) for both in rows]
+
+    def said(self, ids: Sequence[int]) -> str:
+        """The text of one response, as it is scored, judged, read and shown: without its end."""
+        return self.end.said(ids, self.decode)
+
+    def ends_with(self, ids: Sequence[int]) -> bool:
+        """Whether the last of these tokens ends a response."""
+        return bool(ids) and ids[-1] in self.end.ids
 
     def decode_rows(self, tokens: Tensor) -> list[str]:
         """Text of each row of i64[rows, T], its padding of -1 left out."""
@@ -298,6 +322,33 @@ class TokenizerSpec:
         if self.kind == "folder":
             return _folder_tokenizer(self.folder)
         raise ConfigError(f"tokenizer.kind is '{self.kind}'\n    use 'char', 'byte' or 'folder'")
+
+    def ending(self, end: ResponseEnd) -> EndedTokenizerSpec:
+        """The same tokenizer where responses end as `end` says as well."""
+        own = {field.name: getattr(self, field.name) for field in fields(TokenizerSpec)}
+        return EndedTokenizerSpec(**own, end=end)
+
+    def sampled_by(self, sampling: Sampling) -> EndedTokenizerSpec:
+        """The same tokenizer for responses that are sampled like this."""
+        return self.ending(ResponseEnd(()).sampled_by(sampling))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedTokenizerSpec(TokenizerSpec):
+    """A tokenizer, and what ends responses besides what its own folder says."""
+
+    end: ResponseEnd = ResponseEnd(())
+    """More ids; and the strings, which take the place of the folder's."""
+
+    def build(self) -> Tokenizer:
+        """See `TokenizerSpec.build`."""
+        tokenizer = super().build()
+        tokenizer.end = ResponseEnd(tokenizer.end.also(self.end.ids).ids, self.end.strings)
+        return tokenizer
+
+    def sampled_by(self, sampling: Sampling) -> EndedTokenizerSpec:
+        """See `TokenizerSpec.sampled_by`."""
+        return self.ending(self.end.sampled_by(sampling))
 
 
 def _char_tokenizer(alphabet: str, chat_template: str | None) -> Tokenizer:
@@ -373,7 +424,29 @@ def _folder_tokenizer(folder: str | None) -> Tokenizer:
             f"tokenizer.folder '{folder}' cannot be read: {error}\n"
             "    give a folder that a tokenizer was saved to"
         ) from error
-    return Tokenizer(loaded)
+    tokenizer = Tokenizer(loaded)
+    tokenizer.end = folder_end(path, tokenizer.end)
+    return tokenizer
+
+
+def folder_end(folder: Path, own: ResponseEnd = ResponseEnd(())) -> ResponseEnd:  # noqa: B008
+    """What the generation_config.json of a folder says to end a response, besides `own`.
+
+    Raises:
+        ConfigError: If it says so of what is no token.
+    """
+    from .model_folder import generation_config
+
+    found = generation_config(folder)
+    ids, strings = found.get("eos_token_id"), found.get("stop_strings")
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(token) is int and token >= 0 for token in listed):
+        raise ConfigError(
+            f"'{folder / 'generation_config.json'}': eos_token_id is {ids!r}; expected the id of a "
+            "token that ends a response, or a list of them\n    correct it, or remove the file"
+        )
+    given = [strings] if isinstance(strings, str) else strings or []
+    return own.also(listed, [one for one in given if isinstance(one, str) and one])
 
 
 def pad_rows(rows: Iterable[Sequence[int]]) -> Tensor:

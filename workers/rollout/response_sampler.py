@@ -7,6 +7,8 @@ token is sampled, what is recorded of it and whether it ends the response is dec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ class ResponseSampler:
         prompt: i64[P, T], right padded with -1, no empty rows, on any device.
         uniform: f64[P * num_samples, max_new] on the model's device; the random numbers.
         sampling: How responses are sampled.
-        eos_token_id: Ends a response, as `sampling.stop_token_ids` do.
+        end_ids: Tokens that end a response, as `sampling.stop_token_ids` do.
         vocab_size: Tokens that the model knows.
         tokenizer: To look for `sampling.stop`.
         begun: What there is of the responses already; nothing by default.
@@ -46,7 +48,7 @@ class ResponseSampler:
         uniform: Tensor,
         sampling: Sampling,
         *,
-        eos_token_id: int,
+        end_ids: Sequence[int],
         vocab_size: int,
         tokenizer: TokenizerRecipe | None = None,
         begun: Begun | None = None,
@@ -59,7 +61,7 @@ class ResponseSampler:
         self._logprob = torch.zeros(shape, dtype=torch.float32)
         self._length = torch.zeros(len(uniform), dtype=torch.int64)
         self._finished = torch.zeros(len(uniform), dtype=torch.bool)
-        self._ends = torch.tensor([eos_token_id, *sampling.stop_token_ids])
+        self._ends = torch.tensor([*end_ids, *sampling.stop_token_ids])
         limits = [sampling.longest_response(n) for n in (self._prompt >= 0).sum(1).tolist()]
         limit = torch.tensor(limits, dtype=torch.int64)
         self._limit = limit.repeat_interleave(self.num_samples)

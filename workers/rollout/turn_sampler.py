@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ class TurnSampler(ResponseSampler):
     Args:
         num_rows: Conversations.
         sampling: How turns are sampled.
-        eos_token_id: Ends a turn, as `sampling.stop_token_ids` do.
+        end_ids: Tokens that end a turn, as `sampling.stop_token_ids` do.
         vocab_size: Tokens that the model knows.
         device: Of the model.
     """
@@ -32,7 +33,7 @@ class TurnSampler(ResponseSampler):
         num_rows: int,
         sampling: Sampling,
         *,
-        eos_token_id: int,
+        end_ids: Sequence[int],
         vocab_size: int,
         device: torch.device | str,
     ) -> None:
@@ -41,7 +42,7 @@ class TurnSampler(ResponseSampler):
             text,
             torch.zeros(num_rows, sampling.max_new_tokens, dtype=torch.float64, device=device),
             replace(sampling, num_samples=1),  # each row has a text of its own
-            eos_token_id=eos_token_id,
+            end_ids=end_ids,
             vocab_size=vocab_size,
         )
         self.open[:] = False

@@ -17,14 +17,14 @@ class DriftingSpec:
     """A policy that reports other probabilities than it samples with, further off in every step."""
 
     model: ModelSpec
-    eos_token_id: int
+    end_ids: tuple[int, ...]
     optimizer: OptimizerSpec | None = None
     start_nats: float = 0.015
     nats_per_step: float = 0.005
 
     def build(self, context: WorkerContext) -> Any:
         spec = DEFAULT.spec("policy")(
-            model=self.model, eos_token_id=self.eos_token_id, optimizer=self.optimizer
+            model=self.model, end_ids=self.end_ids, optimizer=self.optimizer
         )
         policy: Any = spec.build(context)
         generate = policy.generate

@@ -29,7 +29,7 @@ class SlowPolicySpec:
     """Recipe for a policy that learns slowly."""
 
     model: ModelSpec
-    eos_token_id: int
+    end_ids: tuple[int, ...]
     optimizer: OptimizerSpec | None = None
     mismatch: MismatchLimits = MismatchLimits()
     micro_batch_tokens: int = 1024
@@ -40,7 +40,7 @@ class SlowPolicySpec:
         optimizer = self.optimizer and replace(self.optimizer, lr=self.lr_share * self.optimizer.lr)
         spec = DEFAULT.spec("policy")(
             model=self.model,
-            eos_token_id=self.eos_token_id,
+            end_ids=self.end_ids,
             optimizer=optimizer,
             mismatch=self.mismatch,
             micro_batch_tokens=self.micro_batch_tokens,

@@ -24,6 +24,7 @@ from ..conftest import Penstock
 from .test_eval import TINY, json_of, only_run
 
 WORDS = (*TINY, "algorithm.num_steps=4", "checkpoint_every=2", "evaluation.num_prompts=8")
+STOP = "algorithm.cfg.sampling.stop=['=+']"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("finished")
         patch.chdir(folder)
-        assert main(["run", *WORDS, "evaluation.every=2", "evaluation.keep_best=accuracy"]) == 0
+        assert (
+            main(["run", *WORDS, STOP, "evaluation.every=2", "evaluation.keep_best=accuracy"]) == 0
+        )
         return folder / only_run("runs")
 
 
@@ -64,6 +67,7 @@ def test_the_folder_loads_with_transformers_and_has_the_runs_weights(
     assert tokenizer.decode(ids).replace(" ", "") == "1+2="
     generation = transformers.GenerationConfig.from_pretrained("model")
     assert (generation.eos_token_id, generation.do_sample) == (tokenizer.eos_token_id, True)
+    assert generation.stop_strings == ["=+"]
     _, front, card = Path("model/README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front) == {"library_name": "transformers", "tags": ["penstock", "grpo"]}
     for line in (

@@ -180,7 +180,7 @@ def test_the_exported_folder_is_hugging_faces(made: Path) -> None:
     exported = auto.from_pretrained(made / "models" / "actor", local_files_only=True)
     folder = ModelSpec(folder=str(made / "models" / "actor"))
     architecture = {**folder.config.to_dict()}
-    spec = TorchPolicySpec(model=ModelSpec(architecture=architecture), eos_token_id=2)
+    spec = TorchPolicySpec(model=ModelSpec(architecture=architecture), end_ids=(2,))
     policy: PolicyWorker = spec.build(WorkerContext("actor"))
     policy.load_state(checkpoint(made, 2) / "actor")  # as two Megatron processes saved it
     tokens = torch.randint(3, 15, (4, 12), generator=torch.Generator().manual_seed(0))

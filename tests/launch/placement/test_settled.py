@@ -40,7 +40,7 @@ SMALL = ["task.num_train=256", "task.num_held_out=8", "evaluation.num_prompts=0"
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model as people publish them, with what a run has no use for."""
     folder = tmp_path_factory.mktemp("saved") / "tiny"
-    spec = TorchPolicySpec(model=ModelSpec(architecture=ARCHITECTURE), eos_token_id=2)
+    spec = TorchPolicySpec(model=ModelSpec(architecture=ARCHITECTURE), end_ids=(2,))
     spec.build(WorkerContext("role")).save_pretrained(folder)
     TokenizerSpec(kind="char").build().save(folder)
     for name in ("modeling_tiny.py", "pytorch_model.bin", "onnx/model.safetensors"):

@@ -73,7 +73,7 @@ class SurpriseSpec:
 
     model: ModelSpec
     tokenizer: TokenizerSpec
-    eos_token_id: int
+    end_ids: tuple[int, ...]
     scale: float = 1.0
 
     def build(self, context: WorkerContext) -> Surprise:
@@ -84,7 +84,7 @@ class Surprise(Judge):
     """See `SurpriseSpec`."""
 
     def __init__(self, spec: SurpriseSpec, context: WorkerContext) -> None:
-        policy = DEFAULT.spec("policy")(model=spec.model, eos_token_id=spec.eos_token_id)
+        policy = DEFAULT.spec("policy")(model=spec.model, end_ids=spec.end_ids)
         self._policy: Any = policy.build(context)
         self._scale = spec.scale
 
@@ -94,11 +94,11 @@ class Surprise(Judge):
 
 
 def slow_policy(
-    model: ModelSpec, eos_token_id: int, optimizer: OptimizerSpec | None, share: float = 1.0
+    model: ModelSpec, end_ids: tuple[int, ...], optimizer: OptimizerSpec | None, share: float = 1.0
 ) -> Any:
     """A policy that learns at a share of the learning rate."""
     own = optimizer and replace(optimizer, lr=share * optimizer.lr)
-    return DEFAULT.spec("policy")(model=model, eos_token_id=eos_token_id, optimizer=own)
+    return DEFAULT.spec("policy")(model=model, end_ids=end_ids, optimizer=own)
 
 
 @dataclass(frozen=True)

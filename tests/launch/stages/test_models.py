@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy with a tokenizer, a reward model, and one of each that lacks a tensor."""
     home = tmp_path_factory.mktemp("models")
     model, context = ModelSpec(architecture=ARCHITECTURE), WorkerContext("role")
-    policy = TorchPolicySpec(model=model, eos_token_id=2).build(context)
+    policy = TorchPolicySpec(model=model, end_ids=(2,)).build(context)
     policy.save_pretrained(home / "policy")
     TokenizerSpec(kind="char").build().save(home / "policy")
     TorchRewardModelSpec(model=model).build(context).save_pretrained(home / "reward")

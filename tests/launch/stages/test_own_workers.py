@@ -64,7 +64,7 @@ def test_a_worker_gets_the_model_and_the_tokenizer_that_it_asks_for() -> None:
     judge = specs(SURPRISE, MODEL, "algorithm.roles.judge.options.scale=0.5")["judge"]
     actor = specs(SHORTER)["actor"]
     assert judge.model == actor.model
-    assert (judge.eos_token_id, judge.scale) == (actor.eos_token_id, 0.5)
+    assert (judge.end_ids, judge.scale) == (actor.end_ids, 0.5)
     assert judge.tokenizer is not None
 
 

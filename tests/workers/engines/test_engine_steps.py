@@ -55,7 +55,7 @@ def model() -> ModelSpec:
 
 def workers(run: runs.Run, tokens: int | None) -> Mapping[str, WorkerSpec]:
     """The run's workers: on torch, or on Megatron with micro-batches of that many tokens."""
-    policy: dict[str, Any] = {"model": model(), "eos_token_id": 2}
+    policy: dict[str, Any] = {"model": model(), "end_ids": (2,)}
     learn: dict[str, Any] = {"optimizer": OPTIMIZER}
     found: dict[str, WorkerSpec] = {**run.workers, "reward": runs.LengthRewardSpec()}
     if tokens is None:

@@ -55,11 +55,11 @@ def transformers_logprob(model: ModelSpec, roll: Rollout) -> Tensor:
 
 
 def torch_policy(model: ModelSpec) -> Policy:
-    return TorchPolicySpec(model=model, eos_token_id=EOS).build(CONTEXT)
+    return TorchPolicySpec(model=model, end_ids=(EOS,)).build(CONTEXT)
 
 
 def vllm_policy(model: ModelSpec) -> Policy:
-    spec = VllmPolicySpec(model=model, eos_token_id=EOS, longest_sequence=128, max_decode_rows=12)
+    spec = VllmPolicySpec(model=model, end_ids=(EOS,), longest_sequence=128, max_decode_rows=12)
     return spec.build(CONTEXT)
 
 

@@ -87,7 +87,7 @@ def first_weights() -> dict[str, Tensor]:
 
 def test_no_call_is_served_before_they_have_come(tmp_path: Path) -> None:
     file = tmp_path / "weights"
-    policy = EmptySpec(model=MODEL, eos_token_id=EOS, file=str(file)).build(WorkerContext("actor"))
+    policy = EmptySpec(model=MODEL, end_ids=(EOS,), file=str(file)).build(WorkerContext("actor"))
     weights = first_weights()
     policy.receive(weights, 3)
     assert policy.sleep_empty()
@@ -133,7 +133,7 @@ class Trained:
 
 def test_a_process_asks_for_them_again_unless_newer_ones_come(tmp_path: Path) -> None:
     home, file = Home(), tmp_path / "weights"
-    policy = EmptySpec(model=MODEL, eos_token_id=EOS, file=str(file)).build(WorkerContext("actor"))
+    policy = EmptySpec(model=MODEL, end_ids=(EOS,), file=str(file)).build(WorkerContext("actor"))
     layout = policy.weights_layout()
     channel = ObjectStoreChannel(ChannelEnd("main", 0, home.host, 5.0, home.put, home.get))
 
@@ -181,7 +181,7 @@ def test_a_run_on_one_device_copies_no_weights_that_come_again(
     run = runs.make("grpo")
     actor: Any = run.workers["actor"]
     file = tmp_path / "weights"
-    slow = EmptySpec(model=actor.model, eos_token_id=actor.eos_token_id, file=str(file))
+    slow = EmptySpec(model=actor.model, end_ids=actor.end_ids, file=str(file))
     names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]
     nodes = {name: "rollout" if name == "actor.generate" else "main" for name in names}
     groups = tuple(DeviceGroup(name, devices=(0,)) for name in ("main", "rollout"))

@@ -104,7 +104,7 @@ def test_weights_that_are_no_numbers_are_refused_when_they_are_loaded(
     folder: Path, bad: float
 ) -> None:
     edit(folder / "model.safetensors", lambda t: t[WEIGHT].view(-1)[:1].fill_(bad))
-    spec = TorchPolicySpec(model=ModelSpec(folder=str(folder)), eos_token_id=2)
+    spec = TorchPolicySpec(model=ModelSpec(folder=str(folder)), end_ids=(2,))
     with pytest.raises(ConfigError) as error:
         spec.build(WorkerContext("actor"))
     assert str(error.value) == (
@@ -118,7 +118,7 @@ def test_weights_that_are_no_numbers_are_refused_when_they_are_loaded(
 def test_what_save_pretrained_writes_is_taken(name: str, tmp_path: Path) -> None:
     policy = make_policy(name)
     policy.save_pretrained(tmp_path / "m")
-    spec = TorchPolicySpec(model=ModelSpec(folder=str(tmp_path / "m")), eos_token_id=2)
+    spec = TorchPolicySpec(model=ModelSpec(folder=str(tmp_path / "m")), end_ids=(2,))
     assert spec.build(WorkerContext("actor")).weights_sha256() == policy.weights_sha256()
     TorchValueSpec(model=spec.model).build(CONTEXT)
 

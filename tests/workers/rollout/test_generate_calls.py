@@ -41,7 +41,7 @@ class DiceSpec(TorchPolicySpec):
 
 def trained_policy(engine: DiceEngine | None) -> PolicyWorker:
     model = ModelSpec(architecture=architecture("llama"))
-    return DiceSpec(model=model, eos_token_id=EOS, engine=engine).build(CONTEXT)
+    return DiceSpec(model=model, end_ids=(EOS,), engine=engine).build(CONTEXT)
 
 
 def chunks(*nums: int) -> list[dict[str, Any]]:

@@ -80,11 +80,11 @@ QWEN2 = model_spec("qwen2-tied")
 
 
 def slow_policy() -> GeneratorPolicy:
-    return SlowPolicySpec(model=QWEN2, eos_token_id=EOS, tokenizer=TOKENIZER).build(CONTEXT)
+    return SlowPolicySpec(model=QWEN2, end_ids=(EOS,), tokenizer=TOKENIZER).build(CONTEXT)
 
 
 def torch_policy(model: ModelSpec) -> GeneratorPolicy:
-    return TorchGeneratorSpec(model=model, eos_token_id=EOS, tokenizer=TOKENIZER).build(CONTEXT)
+    return TorchGeneratorSpec(model=model, end_ids=(EOS,), tokenizer=TOKENIZER).build(CONTEXT)
 
 
 POLICIES: dict[str, tuple[ModelSpec, Callable[[], GeneratorPolicy]]] = {

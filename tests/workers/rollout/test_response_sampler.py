@@ -35,7 +35,7 @@ def sampler_of(sampling: Sampling, begun: Begun | None = None) -> ResponseSample
         PROMPT,
         torch.rand(rows, sampling.max_new_tokens, dtype=torch.float64, generator=seeded),
         sampling,
-        eos_token_id=EOS,
+        end_ids=(EOS,),
         vocab_size=VOCAB,
         tokenizer=TOKENIZER,
         begun=begun,

@@ -6,7 +6,7 @@ through the Hugging Face forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class TorchGenerator:
 
     Args:
         network: A language model.
-        eos_token_id: The token that ends a response.
+        end_ids: Tokens that end a response.
         max_rows: Responses sampled at once; a bound on the memory of the key-value cache. On a GPU
             there are fewer if it has no memory for so many.
         tokenizer: To look for stop strings.
@@ -45,12 +45,12 @@ class TorchGenerator:
     def __init__(
         self,
         network: TorchNetwork,
-        eos_token_id: int,
+        end_ids: Sequence[int],
         max_rows: int,
         tokenizer: TokenizerSpec | None = None,
     ) -> None:
         self.network = network
-        self._eos_token_id = eos_token_id
+        self._end_ids = end_ids
         self._max_rows = max_rows
         self._tokenizer = tokenizer
         self._host_copy: HostCopy | None = None
@@ -87,7 +87,7 @@ class TorchGenerator:
             prompt,
             streams.uniforms(sampling.max_new_tokens).to(device),
             sampling,
-            eos_token_id=self._eos_token_id,
+            end_ids=self._end_ids,
             vocab_size=self.vocab_size,
             tokenizer=self._tokenizer,
             begun=begun,
@@ -121,7 +121,7 @@ class TorchGenerator:
         sampler = TurnSampler(
             num_rows,
             sampling,
-            eos_token_id=self._eos_token_id,
+            end_ids=self._end_ids,
             vocab_size=self.vocab_size,
             device=self.network.device,
         )

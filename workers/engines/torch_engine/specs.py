@@ -103,7 +103,7 @@ class TorchPolicySpec(TorchModel, PolicyRecipe):
     def make_generator(self, network: LanguageNetwork) -> TorchGenerator:
         """See `PolicyRecipe.make_generator`."""
         assert isinstance(network, TorchNetwork)
-        return TorchGenerator(network, self.eos_token_id, self.max_decode_rows, self.tokenizer)
+        return TorchGenerator(network, self.end_ids, self.max_decode_rows, self.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +122,8 @@ class TorchGeneratorSpec:
 
     model: ModelSpec
     """Architecture and first weights."""
-    eos_token_id: int
-    """The token that ends a response."""
+    end_ids: tuple[int, ...]
+    """Tokens that end a response: a tokenizer's `end.ids`."""
     max_decode_rows: int = 512
     """Responses sampled at once; a bound on the memory of the key-value cache."""
     lora: LoraSpec = LoraSpec()
@@ -140,7 +140,7 @@ class TorchGeneratorSpec:
         self.model.check_weights(network.tensors(), context)
         return TorchGeneratorPolicy(
             context,
-            TorchGenerator(network, self.eos_token_id, self.max_decode_rows, self.tokenizer),
+            TorchGenerator(network, self.end_ids, self.max_decode_rows, self.tokenizer),
         )
 
 

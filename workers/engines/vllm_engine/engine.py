@@ -114,7 +114,7 @@ class VllmEngine:
         requests: Mapping[int, Request],
         sampling: Sampling,
         *,
-        eos_token_id: int,
+        end_ids: Sequence[int],
         completes: Callable[[int, int], bool] | None = None,
     ) -> Iterator[Progress]:
         """Sample responses, and tell which have ended and how far the others are.
@@ -128,14 +128,14 @@ class VllmEngine:
         Args:
             requests: By a number of the caller's choice.
             sampling: How responses are sampled.
-            eos_token_id: Ends a response.
+            end_ids: Tokens that end a response.
             completes: See `RequestBatch`.
 
         Raises:
             GenerationAbortedError: If `abort` was called without naming requests.
             RuntimeError: If the engine sleeps, or another stream was not read to its end.
         """
-        batch = self.begin(requests, sampling, eos_token_id=eos_token_id, completes=completes)
+        batch = self.begin(requests, sampling, end_ids=end_ids, completes=completes)
         known = 0
         try:
             while len(batch):
@@ -153,7 +153,7 @@ class VllmEngine:
         requests: Mapping[int, Request],
         sampling: Sampling,
         *,
-        eos_token_id: int,
+        end_ids: Sequence[int],
         completes: Callable[[int, int], bool] | None = None,
     ) -> RequestBatch:
         """Begin to sample responses; see `stream`. The caller steps, and gives up what is left.
@@ -167,7 +167,7 @@ class VllmEngine:
         self._forget_aborts()
         self._calls += 1
         call, loaded = str(self._calls), str(self._loads)
-        return RequestBatch(self._engine, call, loaded, requests, sampling, eos_token_id, completes)
+        return RequestBatch(self._engine, call, loaded, requests, sampling, end_ids, completes)
 
     def abort(self, requests: Iterable[int] | None = None) -> None:
         """Cut requests of the call being served short, before its next token. From any thread.

@@ -51,8 +51,8 @@ class VllmPolicySpec:
 
     model: ModelSpec
     """Architecture and first weights."""
-    eos_token_id: int
-    """The token that ends a response."""
+    end_ids: tuple[int, ...]
+    """Tokens that end a response: a tokenizer's `end.ids`."""
     max_model_len: int | None = None
     """Longest sequence in tokens; None for as long as `longest_sequence`, or else the model's
     config, says."""
@@ -199,25 +199,23 @@ class VllmGenerator:
         Raises:
             GenerationAbortedError: If the call was aborted meanwhile.
         """
-        stops, eos_token_id = None, self._spec.eos_token_id
+        stops, end_ids = None, self._spec.end_ids
         if sampling.stop and self._spec.tokenizer is not None:
             stops = StopStrings(self._spec.tokenizer, sampling, prompt)
         completes = None if stops is None else stops.complete
-        ends = {eos_token_id, *sampling.stop_token_ids}
+        ends = {*end_ids, *sampling.stop_token_ids}
         requests, over = as_requests(
             prompt, streams, sampling, begun, ends=ends, completes=completes
         )
         if over:
             yield as_columns(Progress(over, 0), sampling)
-        for step in self.vllm.stream(
-            requests, sampling, eos_token_id=eos_token_id, completes=completes
-        ):
+        for step in self.vllm.stream(requests, sampling, end_ids=end_ids, completes=completes):
             yield as_columns(step, sampling)
 
     def turns(self, sampling: Sampling, num_rows: int) -> VllmTurns:
         """See `GenerationEngine.turns`."""
         del num_rows
-        return VllmTurns(self.vllm, sampling, self._spec.eos_token_id)
+        return VllmTurns(self.vllm, sampling, self._spec.end_ids)
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """See `GenerationEngine.load`."""

@@ -77,7 +77,7 @@ class RequestBatch:
         loaded: A name of the weights that there are, which no other weights have.
         requests: By number.
         sampling: How responses are sampled.
-        eos_token_id: Ends a response, as `sampling.stop_token_ids` do.
+        end_ids: Tokens that end a response, as `sampling.stop_token_ids` do.
         completes: Given the number of a request and its next token, says whether the response ends
             with it though the token alone does not end one: whether it completes a stop string.
     """
@@ -89,7 +89,7 @@ class RequestBatch:
         loaded: str,
         requests: Mapping[int, Request],
         sampling: Sampling,
-        eos_token_id: int,
+        end_ids: Sequence[int],
         completes: Callable[[int, int], bool] | None = None,
     ) -> None:
         self._engine = engine
@@ -100,7 +100,7 @@ class RequestBatch:
         self._open: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._sampled: dict[int, Sampled] = {}
-        self._params = _sampling_params(sampling, eos_token_id)
+        self._params = _sampling_params(sampling, end_ids)
         self._min_new_tokens = sampling.min_new_tokens
         try:
             for number, request in requests.items():
@@ -182,7 +182,7 @@ class RequestBatch:
                 return
 
 
-def _sampling_params(sampling: Sampling, eos_token_id: int) -> Any:
+def _sampling_params(sampling: Sampling, end_ids: Sequence[int]) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -194,7 +194,7 @@ def _sampling_params(sampling: Sampling, eos_token_id: int) -> Any:
         repetition_penalty=sampling.repetition_penalty,
         logprobs=0,  # of the sampled token alone
         ignore_eos=True,  # the model's own; the caller's ends a response
-        stop_token_ids=[eos_token_id, *sampling.stop_token_ids],
+        stop_token_ids=[*end_ids, *sampling.stop_token_ids],
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )

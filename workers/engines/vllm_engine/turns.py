@@ -6,6 +6,8 @@ earlier turns is found in its prefix cache, block by block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ....algorithms.roles.agents import Turn, TurnRequest
@@ -20,15 +22,15 @@ class VllmTurns:
     Args:
         engine: Samples.
         sampling: How turns are sampled.
-        eos_token_id: Ends a turn, as `sampling.stop_token_ids` do.
+        end_ids: Tokens that end a turn, as `sampling.stop_token_ids` do.
 
     Attributes:
         num_read: Tokens of texts that were computed.
         num_reused: Tokens of texts that were found in the prefix cache.
     """
 
-    def __init__(self, engine: VllmEngine, sampling: Sampling, eos_token_id: int) -> None:
-        self._batch = engine.begin({}, sampling, eos_token_id=eos_token_id)
+    def __init__(self, engine: VllmEngine, sampling: Sampling, end_ids: Sequence[int]) -> None:
+        self._batch = engine.begin({}, sampling, end_ids=end_ids)
         self._is_greedy = sampling.temperature == 0
         self._asked: list[TurnRequest] = []
         self.num_read = self.num_reused = 0

@@ -27,7 +27,7 @@ from torch_models import EOS, architecture, make_batch, make_policy
 
 optimizer = OptimizerSpec(lr=1e-3)
 model = ModelSpec(architecture=architecture("llama"))
-spec = MegatronPolicySpec(model=model, eos_token_id=EOS, optimizer=optimizer)
+spec = MegatronPolicySpec(model=model, end_ids=(EOS,), optimizer=optimizer)
 there = spec.build(WorkerContext("actor", seed=7))
 here = make_policy("llama", optimizer=optimizer)
 there.load_weights(here.export_weights())

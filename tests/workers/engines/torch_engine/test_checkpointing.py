@@ -37,7 +37,7 @@ def _trained(architecture: dict[str, object], *, again: bool) -> dict[str, torch
     spec = TorchPolicySpec(
         model=ModelSpec(architecture=architecture),
         optimizer=OptimizerSpec(lr=1e-2),
-        eos_token_id=2,
+        end_ids=(2,),
         activation_checkpointing=again,
     )
     worker = spec.build(WorkerContext("actor"))

@@ -50,7 +50,7 @@ def _batch() -> PolicyBatch:
 
 def _policy(model: ModelSpec, *, role: str = "actor", **options: Any) -> PolicyWorker:
     options = {"lora": LORA, "optimizer": OptimizerSpec(lr=1e-2), **options}
-    return TorchPolicySpec(model=model, eos_token_id=2, **options).build(WorkerContext(role))
+    return TorchPolicySpec(model=model, end_ids=(2,), **options).build(WorkerContext(role))
 
 
 def _train(worker: PolicyWorker, steps: int = 3) -> None:

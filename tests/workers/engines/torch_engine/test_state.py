@@ -136,7 +136,7 @@ def test_a_saved_policy_is_a_hugging_face_folder(tmp_path: Path, name: str):
     loaded = auto.from_pretrained(tmp_path, local_files_only=True)
     tokens = torch.arange(3, 20)[None]
     torch.testing.assert_close(loaded(tokens).logits, module_of(policy)(tokens).logits)
-    spec = TorchPolicySpec(model=ModelSpec(folder=str(tmp_path)), eos_token_id=EOS)
+    spec = TorchPolicySpec(model=ModelSpec(folder=str(tmp_path)), end_ids=(EOS,))
     again = pickle.loads(pickle.dumps(spec)).build(CONTEXT)
     assert again.weights_sha256() == policy.weights_sha256()
 

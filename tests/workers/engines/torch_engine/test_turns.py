@@ -28,7 +28,7 @@ class Row:
 
 def policy(family: str, max_rows: int = 64) -> Any:
     model = ModelSpec(architecture=FAMILIES[family])
-    spec = TorchPolicySpec(model=model, eos_token_id=EOS, max_decode_rows=max_rows)
+    spec = TorchPolicySpec(model=model, end_ids=(EOS,), max_decode_rows=max_rows)
     return spec.build(WorkerContext("actor"))
 
 
@@ -124,7 +124,7 @@ def test_a_text_that_was_changed_is_read_again():
 
 
 def test_a_model_decoded_by_its_own_forward_is_refused():
-    spec = TorchPolicySpec(model=ModelSpec(architecture=GPT2), eos_token_id=EOS)
+    spec = TorchPolicySpec(model=ModelSpec(architecture=GPT2), end_ids=(EOS,))
     actor: Any = spec.build(WorkerContext("actor"))
     with pytest.raises(ConfigError, match="conversations need a model that"):
         actor._generator.turns(SAMPLING, 1)

@@ -20,7 +20,7 @@ LORA = LoraSpec(rank=4, alpha=8.0)
 
 def changed() -> PolicyWorker:
     """A policy whose adapters are far from nothing."""
-    policy = TorchPolicySpec(model=model_spec("llama"), eos_token_id=EOS, lora=LORA).build(CONTEXT)
+    policy = TorchPolicySpec(model=model_spec("llama"), end_ids=(EOS,), lora=LORA).build(CONTEXT)
     random = torch.Generator().manual_seed(5)
     for tensor in policy.local_tensors().values():
         tensor.copy_(torch.randn(tensor.shape, generator=random) * 0.3)

@@ -67,7 +67,7 @@ def test_weights_are_copied_to_the_host_only_if_they_are_to_be_kept(
 
 
 def test_fp8_is_refused_on_the_cpu() -> None:
-    spec = VllmPolicySpec(model=model_spec("llama"), eos_token_id=EOS, quantization="fp8_per_block")
+    spec = VllmPolicySpec(model=model_spec("llama"), end_ids=(EOS,), quantization="fp8_per_block")
     with pytest.raises(ConfigError) as caught:
         spec.build(CONTEXT)
     assert str(caught.value) == (
@@ -80,7 +80,7 @@ def test_fp8_is_refused_on_the_cpu() -> None:
 def test_a_way_to_quantize_that_there_is_not_is_named() -> None:
     wrong: Any = "fp8"
     with pytest.raises(ValueError, match="quantization is") as caught:
-        VllmPolicySpec(model=model_spec("llama"), eos_token_id=EOS, quantization=wrong)
+        VllmPolicySpec(model=model_spec("llama"), end_ids=(EOS,), quantization=wrong)
     assert str(caught.value) == (
         "quantization is 'fp8'; expected one of fp8_per_tensor, fp8_per_channel, fp8_per_block, or "
         "none"
@@ -93,7 +93,7 @@ def test_on_a_gpu_vllm_computes_in_fp8_with_weights_that_come_anew() -> None:
     pytest.importorskip("vllm")
     context = WorkerContext("actor", seed=7, device="cuda")
     spec = VllmPolicySpec(
-        model=replace(model_spec("llama"), dtype="bfloat16"), eos_token_id=EOS, max_decode_rows=8,
+        model=replace(model_spec("llama"), dtype="bfloat16"), end_ids=(EOS,), max_decode_rows=8,
         memory_fraction=0.2, quantization="fp8_per_tensor",
     )  # fmt: skip
     policy = spec.build(context)

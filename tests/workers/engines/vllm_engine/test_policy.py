@@ -323,7 +323,7 @@ def test_a_second_engine_in_the_process_is_refused(policy: VllmPolicy):
 def test_models_that_vllm_cannot_run_here_are_refused():
     small = ModelSpec(architecture=architecture("llama"))
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        VllmPolicySpec(model=small, eos_token_id=EOS).build(CONTEXT)
+        VllmPolicySpec(model=small, end_ids=(EOS,)).build(CONTEXT)
     assert str(error.value) == (
         "'actor' has attention heads of 12 dimensions; vLLM on CPUs computes heads of 32, 64, 80, "
         "96, 112, 128, 160, 192, 224, 256, 512. Change the model, or generate with the torch engine"
@@ -344,7 +344,7 @@ def test_a_cache_on_a_cpu_is_as_large_as_the_step_needs(
     def options(free_bytes: int, **given: Any) -> EngineOptions:
         free = SimpleNamespace(available=free_bytes)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-        spec = VllmPolicySpec(model=model_spec("llama"), eos_token_id=EOS, **given)
+        spec = VllmPolicySpec(model=model_spec("llama"), end_ids=(EOS,), **given)
         return engine_options(spec, config, 64, CONTEXT)
 
     plenty = options(1 << 40)
@@ -362,7 +362,7 @@ def test_lengths_of_a_run_are_those_of_the_engine():
 
     def longest(**given: Any) -> int:
         return longest_sequence(
-            VllmPolicySpec(model=model_spec("llama"), eos_token_id=EOS, **given), config
+            VllmPolicySpec(model=model_spec("llama"), end_ids=(EOS,), **given), config
         )
 
     assert longest() == 256
@@ -407,7 +407,7 @@ def test_what_is_not_set_is_left_to_vllm_on_gpus(tmp_path: Path, monkeypatch: py
     context = WorkerContext("actor", device="cuda")
 
     def arguments(**options: Any) -> Any:
-        spec = VllmPolicySpec(model=model_spec("llama"), eos_token_id=EOS, **options)
+        spec = VllmPolicySpec(model=model_spec("llama"), end_ids=(EOS,), **options)
         made = engine_options(spec, spec.model.config, 256, context)
         assert made.device == "cuda:0"
         return engine_arguments(tmp_path, made)
@@ -431,7 +431,7 @@ def test_a_folder_is_looked_at_before_vllm_loads_it(tmp_path: Path):
     made = make_policy("qwen2")
     made.local_tensors()["model.norm.weight"][0] = torch.nan
     made.save_pretrained(tmp_path)
-    spec = VllmPolicySpec(model=ModelSpec(folder=str(tmp_path)), eos_token_id=EOS)
+    spec = VllmPolicySpec(model=ModelSpec(folder=str(tmp_path)), end_ids=(EOS,))
     with pytest.raises(ConfigError, match=r"are not finite, or beyond 1e12: model.norm.weight\n"):
         spec.build(CONTEXT)
     tensors = read_tensors(tmp_path / "model.safetensors")
@@ -444,4 +444,4 @@ def test_a_folder_is_looked_at_before_vllm_loads_it(tmp_path: Path):
 def test_specs_that_contradict_themselves_are_refused():
     model = model_spec("llama")
     with pytest.raises(ValueError, match=r"memory_fraction is 0; expected above 0 and at most 1"):
-        VllmPolicySpec(model=model, eos_token_id=EOS, memory_fraction=0)
+        VllmPolicySpec(model=model, end_ids=(EOS,), memory_fraction=0)

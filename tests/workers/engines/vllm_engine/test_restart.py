@@ -99,7 +99,7 @@ def test_a_replica_killed_while_it_generates_changes_nothing(
     trainer: Any = run.workers["actor"]
     model = replace(trainer.model, architecture={**trainer.model.architecture, **WIDE})
     train = replace(trainer, model=model)
-    rollout = VllmPolicySpec(model=model, eos_token_id=trainer.eos_token_id, max_decode_rows=16)
+    rollout = VllmPolicySpec(model=model, end_ids=trainer.end_ids, max_decode_rows=16)
     plain, found = (
         finish(
             run,

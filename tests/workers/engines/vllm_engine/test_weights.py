@@ -188,7 +188,7 @@ def test_weights_that_were_announced_and_never_came_are_missed(policy: VllmPolic
 
 
 def test_what_the_training_engine_saved_fits(policy: VllmPolicy, module: Any, tmp_path: Path):
-    spec = TorchPolicySpec(model=model_spec("llama"), eos_token_id=EOS)
+    spec = TorchPolicySpec(model=model_spec("llama"), end_ids=(EOS,))
     trainer = spec.build(WorkerContext("actor"))
     weights = random_weights(module, 82)
     trainer.load_weights(weights)

@@ -124,7 +124,7 @@ class Talk:
         def turns(sampling: Sampling, num_rows: int) -> Any:
             vllm = engine == "vllm"
             made = (
-                CountedTurns(self._policy.vllm, sampling, tokenizer.eos_id)
+                CountedTurns(self._policy.vllm, sampling, tokenizer.end.ids)
                 if vllm
                 else given(sampling, num_rows)
             )

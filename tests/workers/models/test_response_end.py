@@ -53,7 +53,7 @@ ENDINGS: dict[str, tuple[list[int], Sampling]] = {
 
 
 def responses(ending: str) -> tuple[TokenizerSpec, torch.Tensor, torch.Tensor, Responses]:
-    """The tokenizer of such a run, and "42" with the ending as it was sampled, and more after it."""
+    """The tokenizer of such a run, and "42" with the ending as it was sampled."""
     end, sampling = ENDINGS[ending]
     said = BUILT.encode("42")
     least = 3 if "early" in ending else 0

@@ -8,20 +8,14 @@ configuration, which knows every key, and not by which ones a YAML file happens 
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
 import yaml
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -31,13 +25,11 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ...configs.references import CONFIGS, groups, options_of
+from ...configs.references import CONFIGS, groups
 from ...dataflow.errors import ConfigError, nearest, no_exit
-from ...workers.models.hub import is_hub_id
+from .overrides import CommandLine, command_line, jobs_of, overrides, unreadable
 
 Task = Callable[[dict[str, Any]], None]
-
-_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
 
 
 def hydra_app(command: str, arguments: list[str], task: Task) -> None:
@@ -52,77 +44,59 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
         ConfigError: If the configuration cannot be composed.
         Exception: Whatever `task` raises, untouched.
     """
-    query = "-sc" in arguments
-    words = arguments if query else _arranged(command, arguments)
-    if {"-m", "--multirun"} & set(words):
-        _check_sweep(command, words)
-    shows = {"-c", "--cfg"} & {word.partition("=")[0] for word in arguments}
-    if shows and not {"-cd", "--config-dir"} & {word.partition("=")[0] for word in arguments}:
-        task_free = [word for word in words if "=" in word and not word.startswith("-")]
-        _check_only(command, compose(command, task_free))
+    if "-sc" in arguments:
+        line = CommandLine((), tuple(arguments), command)
+    else:
+        with _our_messages():
+            line = command_line(command, arguments)
+    if line.is_sweep:
+        _check_sweep(command, line)
+    elif {"-c", "--cfg"} & {word.partition("=")[0] for word in line.options}:
+        _check_only(command, composed(line.config, line.keys))
 
     failures: list[Exception] = []
 
     @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGS}", config_name=command)
-    def app(composed: DictConfig) -> None:
+    def app(made: DictConfig) -> None:
         # Kept and raised below: Hydra would add lines of its own. The first one ends a sweep.
         if not failures:
             try:
                 with _our_messages():
-                    plain = _plain(composed)
+                    plain = _plain(made)
                 with no_exit(ConfigError):
                     task(plain)
             except Exception as error:
                 failures.append(error)
 
-    with _hydra_process(command, words), _our_messages():
+    with _hydra_process(command, line.words), _our_messages():
         app()
     if failures:
         raise failures[0]
 
 
-_MOST_CHARACTERS = 10_000
-"""Of a word: reading a longer one takes Hydra's grammar many seconds."""
-
-
-def _arranged(command: str, arguments: list[str]) -> list[str]:
-    """The words with keys first, in front of all options, as Hydra's parser wants them.
-
-    Raises:
-        ConfigError: If an option is unknown or lacks its value, or a word is too long.
-    """
-    for word in arguments:
-        if len(word) > _MOST_CHARACTERS:
-            raise ConfigError(
-                f"'{word[:40]}...' has {len(word)} characters; at most {_MOST_CHARACTERS} can be "
-                "given on the command line\n    write long values in a YAML file: --config-dir"
-            )
-    parser: Any = get_args_parser()
-
-    def refuse(reason: str) -> NoReturn:
-        known = (name for one in parser._actions for name in one.option_strings)
-        raise ConfigError(
-            f"penstock {command}: {reason}\n    options are: {', '.join([*known, '--debug'])}"
-        )
-
-    parser.error = refuse
-    if "--version" in arguments:
-        return arguments
-    keys: list[str] = parser.parse_intermixed_args(arguments).overrides
-    options = list(arguments)
-    for key in keys:
-        options.remove(key)
-    return [*_overrides(keys), *options]
-
-
-def compose(command: str, overrides: list[str]) -> dict[str, Any]:
-    """The composition as plain data, without running anything.
+def compose(command: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The composition of the words after a command as plain data, without running anything.
 
     Raises:
         ConfigError: If it cannot be composed.
     """
+    with _our_messages():
+        line = command_line(command, arguments)
+    return composed(line.config, line.keys)
+
+
+def composed(config: str, keys: Sequence[str]) -> dict[str, Any]:
+    """The composition of keys that `command_line` has read.
+
+    Args:
+        config: Name of the primary configuration, which is the command's.
+        keys: `key=value`.
+
+    Raises:
+        ConfigError: If they cannot be composed.
+    """
     with _our_messages(), hydra.initialize_config_module(CONFIGS, version_base="1.3"):
-        return _plain(hydra.compose(command, _overrides(overrides)))
+        return _plain(hydra.compose(config, overrides(keys)))
 
 
 def given_overrides() -> list[str]:
@@ -154,27 +128,24 @@ def _check_only(command: str, composed: Mapping[str, Any]) -> None:
     run_config(config)
 
 
-def _check_sweep(command: str, words: list[str]) -> None:
+def _check_sweep(command: str, line: CommandLine) -> None:
     """Refuse a sweep of which one job cannot be, before the first is run.
 
     Raises:
         ConfigError: For the first such job.
     """
-    keys: list[str] = get_args_parser().parse_intermixed_args(words).overrides
-    if any(word.lstrip("+").startswith("resume=") for word in keys):
+    if any(word.lstrip("+").startswith("resume=") for word in line.keys):
         raise ConfigError("resume= continues one run\n    leave --multirun out")
-    if any("hydra/sweeper=" in key for key in keys):
+    if any("hydra/sweeper=" in key for key in line.keys):
         return  # one that looks for jobs itself
-    with _our_messages(), hydra.initialize_config_module(CONFIGS, version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides(keys)
-        batches = BasicSweeper.split_arguments(parsed, None)
-    for job in (job for batch in batches for job in batch):
-        own = [word for word in job if not word.lstrip("+").startswith("hydra")]
+    with _our_messages():
+        jobs = jobs_of(line)
+    for job in jobs:
         try:
-            _check_only(command, compose(command, own))
+            _check_only(command, composed(line.config, job))
         except ConfigError as error:
-            raise ConfigError(f"of the jobs of --multirun, {' '.join(own)}:\n{error}") from error
+            own = " ".join(word.lstrip("+") for word in job if not word.startswith("hydra"))
+            raise ConfigError(f"of the jobs of --multirun, {own}:\n{error}") from error
 
 
 def refuse_resume(composed: dict[str, Any], command: str) -> None:
@@ -198,36 +169,6 @@ _OWN = {
     "plan": ("resume", "json", "html", "trace", "output"),
 }
 """Keys of a command that are no part of a run's configuration."""
-
-
-def _overrides(keys: list[str]) -> list[str]:
-    """What was typed, as Hydra is to read it."""
-    return [_forced(word) for key in keys for word in _spelled_out(key)]
-
-
-def _spelled_out(word: str) -> list[str]:
-    """`model=org/name` and `model=PATH` as an option of the group, and its key."""
-    key, _, name = word.partition("=")
-    if key != "model" or name in options_of("model"):
-        return [word]
-    path = Path(name).expanduser()
-    is_path = "/" in name and (path.is_dir() or name[0] in "/.~")
-    if is_path or (path / "config.json").is_file():
-        kind, value = "folder", str(path)
-    elif is_hub_id(name):
-        kind, value = "hub", name
-    else:
-        return [word]
-    quoted = "'" + value.replace("'", "\\'") + "'"
-    return [f"model={kind}", f"model.{kind}={quoted}"]
-
-
-def _forced(word: str) -> str:
-    """`a.b=1` as `++a.b=1`, unless `a` is a group or Hydra's own."""
-    if not _OVERRIDE.match(word):
-        return word
-    key = word.partition("=")[0]
-    return word if key in groups() or key.split(".")[0] == "hydra" else f"++{word}"
 
 
 @contextmanager
@@ -254,11 +195,7 @@ def _our_messages() -> Generator[None]:
     except MissingConfigException as error:
         raise ConfigError(_unknown_option(error)) from error
     except OverrideParseException as error:
-        word = error.override.lstrip("+")
-        raise ConfigError(
-            f"'{word}' cannot be read: {error.message.splitlines()[0]}\n"
-            "    write key=value; quote values with blanks or commas: 'key=\"a, b\"'"
-        ) from error
+        raise unreadable(error) from error
     except MissingMandatoryValue as error:
         key = getattr(error, "full_key", None) or str(error)
         raise ConfigError(f"'{key}' has no value yet\n    give it: {key}=...") from error

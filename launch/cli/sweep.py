@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
-from hydra.errors import OverrideParseException
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
 from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, nearest, no_exit
 from ..run_dir.atomic import write_text
@@ -21,7 +19,8 @@ from ..run_dir.stop import say, visible
 from ..runs.drawing import draw_sweep
 from ..runs.sweep import DIRECTIONS, Key, Sweep, Trial, next_values
 from ..runs.values import value_text
-from .hydra_app import compose
+from .hydra_app import composed
+from .overrides import command_line, read_override
 from .runs.table import print_table
 from .words import chosen, whole_number
 
@@ -72,17 +71,16 @@ def _check_optuna() -> None:
 
 def _read(arguments: Sequence[str]) -> tuple[Sweep, dict[str, str], Path]:
     """The search, its other options, and the folder of runs."""
-    if not set(_MULTIRUN) & set(arguments):
+    line = command_line("run", arguments)
+    if not line.is_sweep:
         word = next(word for word in arguments if word.startswith(OWN))
         raise ConfigError(f"'{word:.80}' belongs to a sweep\n    add --multirun")
     options: dict[str, str] = {}
     keys: list[Key] = []
     fixed: list[str] = []
     home = Path("runs")
-    for word in arguments:
+    for word in (*line.keys, *(word for word in line.options if word not in _MULTIRUN)):
         name, equals, value = word.partition("=")
-        if word in _MULTIRUN:
-            continue
         if not equals or word.startswith("-") or name == "resume":
             raise ConfigError(f"penstock run --multirun: expected KEY=VALUE, got '{word:.80}'")
         if name.startswith(OWN):
@@ -129,13 +127,8 @@ def _own(name: str) -> str:
 
 def _varied(word: str) -> Key | None:
     """The key and its values; None of a word with one value."""
-    try:
-        (override,) = OverridesParser.create().parse_overrides([word])
-    except OverrideParseException as error:
-        raise ConfigError(f"'{word:.80}' cannot be read: {error}".splitlines()[0]) from error
+    override = read_override(word)
     name, value = override.get_key_element(), override.value()
-    if isinstance(value, Glob):
-        raise ConfigError(f"'{word:.80}': expected values, got a pattern\n    name each of them")
     if isinstance(value, IntervalSweep):
         low, high = value.start or 0.0, value.end or 0.0
         log = "log" in value.tags
@@ -213,12 +206,12 @@ def _try(sweep: Sweep, trial: Trial, folder: Path, carry_out: CarryOut) -> None:
     say(f"trial {number}: {' '.join(words)}")
     began_s = time.monotonic()
     try:
-        composed = compose("run", [*sweep.fixed, *words])
-        composed |= {"runs": str(folder)}
         if trial.run:
-            composed = compose("run", []) | {"resume": str(folder / trial.run)}
+            made = composed("run", []) | {"resume": str(folder / trial.run)}
+        else:
+            made = composed("run", [*sweep.fixed, *words]) | {"runs": str(folder)}
         with no_exit(ConfigError):
-            trial.run = carry_out(composed).path.name
+            trial.run = carry_out(made).path.name
     except PenstockError as error:
         if number == 1 and isinstance(error, NOT_STARTED):
             sweep.trials.remove(trial)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from ...dataflow.errors import ConfigError
+from ..cli.overrides import literal
 
 _OPTIONS = ("--config-dir", "-cd")
 """Those of the command line that mean something here."""
@@ -74,16 +75,16 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        return _quoted(value)
+        return literal(value)
     if isinstance(value, Mapping):
         inner = cast("Mapping[Any, Any]", value).items()
         return f"{{{','.join(f'{_inner_key(key, n)}:{_text(key, one)}' for n, one in inner)}}}"
     if isinstance(value, list | tuple):
         return f"[{','.join(_text(key, one) for one in cast('Sequence[Any]', value))}]"
     if callable(value):
-        return _quoted(_name(key, value))
+        return literal(_name(key, value))
     if hasattr(value, "__fspath__"):
-        return _quoted(value.__fspath__())
+        return literal(value.__fspath__())
     raise ConfigError(
         f"'{key}': expected a number, a text, a list, a mapping, a function or a class, got a "
         f"{type(value).__name__}"
@@ -102,18 +103,6 @@ def _inner_key(key: str, name: Any) -> str:
         f"'{key}': expected names of letters, digits and '_' in a mapping inside a list, got "
         f"{name!r:.80}"
     )
-
-
-def _quoted(text: str) -> str:
-    """A text between quotes: in front of one, and at the end, a backslash counts double."""
-    parts: list[str] = []
-    slashes = 0
-    for character in text:
-        if character == "'":
-            parts.append("\\" * (slashes + 1))
-        slashes = slashes + 1 if character == "\\" else 0
-        parts.append(character)
-    return f"'{''.join(parts)}{chr(92) * slashes}'"
 
 
 def _name(key: str, value: Any) -> str:

@@ -103,8 +103,9 @@ REFUSED = {
     ),
     "-m sweep.seed=1 lr=range(3,3)": ("'lr': expected a range of at least two ascending numbers"),
     "-m sweep.seed=1 a=0,1 a=2,3": "'a' is varied twice\n    leave one of them out",
-    "-m sweep.seed=1 model=glob(*)": (
-        "'model=glob(*)': expected values, got a pattern\n    name each of them"
+    "-m sweep.seed=1 seed=glob(*)": (
+        "'seed=glob(*)': no option of a group is meant\n    groups are: algorithm, cluster, "
+        "engine, executor, experiment, model, rollout, schedule, task, tracker"
     ),
     **{
         f"-m sweep.name={name} max_lag=0,1": (
@@ -112,7 +113,7 @@ REFUSED = {
         )
         for name in ("../../x", "/tmp/x", "..", ".", "")
     },
-    "-m sweep.seed=1 max_lag=0,1 --cfg": (
+    "-m sweep.seed=1 max_lag=0,1 --cfg job": (
         "penstock run --multirun: expected KEY=VALUE, got '--cfg'"
     ),
 }

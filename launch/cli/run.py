@@ -281,6 +281,8 @@ def _print_data(job: Job, progress: RunProgress) -> None:
     for report in job.reports:
         if report.num_bad:
             progress.note(str(report))
+        for note, count in report.notes.items():
+            progress.note(f"{note} ({count} rows)")
 
 
 def _stages(

@@ -88,10 +88,18 @@ class PromptEncoder:
             return None
         if given is None:
             return [{"role": "user", "content": self._task.prompt_text(index)}]
-        messages = check_messages(given)
+        messages = self._with_known_roles(check_messages(given))
         if messages[-1]["role"] == "assistant":
             raise NotMessages("the last message of a prompt is the assistant's, not one to answer")
         return messages
+
+    def _with_known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A developer's messages as the system's where the template does not name the role."""
+        template = self._chat.template_kwargs.get("chat_template")
+        if "developer" in str(template or self._tokenizer.backend.chat_template):
+            return messages
+        system = {"role": "system"}
+        return [{**one, **system} if one["role"] == "developer" else one for one in messages]
 
     def conversations(self, indices: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
         """Index -> messages, of the prompts that are conversations."""

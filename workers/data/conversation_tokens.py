@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models.tokenizer import Tokenizer
+from .messages import is_imitated
 from .task import Message
 
 
@@ -48,6 +49,8 @@ def encode_conversation(
 ) -> Encoded:
     """Tokens of a conversation, the assistant's turns from message `first` on to be trained on.
 
+    Those with a weight of 0 are only read.
+
     A turn ends with what ends a response; what the template writes after that, no policy
     samples, and it is not trained on.
 
@@ -74,12 +77,18 @@ def encode_conversation(
     if marks is not None:
         before = rendered(first, False) if first else []
         _check_prefix(before, ids, f"the end of message {first}")
-        start = len(before)
-        spans = _runs([mark and place >= start for place, mark in enumerate(marks)])
+        kept = [mark and place >= len(before) for place, mark in enumerate(marks)]
+        for number in range(first, len(messages)):
+            if messages[number]["role"] == "assistant" and not is_imitated(messages[number]):
+                start, end = rendered(number, False) if number else [], rendered(number + 1, False)
+                _check_prefix(start, ids, f"what comes before message {number + 1}")
+                _check_prefix(end, ids, f"the end of message {number + 1}")
+                kept[len(start) : len(end)] = [False] * (len(end) - len(start))
+        spans = _runs(kept)
         return _with_spans(ids, spans)
     spans: list[tuple[int, int]] = []
     for number, message in enumerate(messages):
-        if number < first or message["role"] != "assistant":
+        if number < first or not is_imitated(message):
             continue
         before, after = rendered(number, True), rendered(number + 1, False)
         _check_prefix(before, ids, f"what comes before message {number + 1}")

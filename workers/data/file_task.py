@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from ...dataflow.errors import ConfigError, closest
-from .row_parts import BadPart
+from .arrow_rows import arrow_rows
+from .row_parts import BadPart, WrittenFloat
 from .row_task import RowSource, RowTask, RowTaskSpec
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -133,6 +134,7 @@ def _parsed(line: bytes) -> Any:
         return json.loads(
             line.decode().rstrip("\r\n"),
             object_pairs_hook=_of_pairs,
+            parse_float=WrittenFloat,
             parse_constant=_no_number,
         )
     except BadPart as bad:
@@ -165,7 +167,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with ParquetFile(path) as file:
             batches: Any = file.iter_batches(_ROWS_AT_ONCE)
-            rows = (row for batch in batches for row in batch.to_pylist())
+            rows = (row for batch in batches for row in arrow_rows(batch))
             for number, row in enumerate(rows, start=1):
                 yield f"{path} row {number}", row
     except (OSError, ArrowException) as error:

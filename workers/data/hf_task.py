@@ -1,8 +1,9 @@
-"""Tasks from data sets that `datasets.load_dataset` reads: a hub's, a folder's, or files."""
+"""Tasks from data sets that `datasets` reads: a hub's, a folder's, files, or one saved to disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -10,7 +11,12 @@ from typing import Any
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.option_checks import check_range
+from .arrow_rows import arrow_rows
 from .row_task import RowSource, RowTask, RowTaskSpec
+
+_ROWS_AT_ONCE = 1024
+_SAVED = ("state.json", "dataset_dict.json")
+"""Files by which a folder is one of `save_to_disk`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +24,8 @@ class HfTaskSpec(RowTaskSpec):
     """A data set and how to read it; the fields of its columns are those of a file's rows."""
 
     dataset: str
-    """A hub id, such as `openai/gsm8k`, a local folder, or a format (`json`, `csv`, `parquet`) with
-    `data_files`."""
+    """A hub id, such as `openai/gsm8k`, a local folder, of files or of `save_to_disk`, or a format
+    (`json`, `csv`, `parquet`) with `data_files`."""
     config_name: str | None = None
     """Which configuration of the data set: `main`."""
     split: str = "train"
@@ -65,7 +71,9 @@ class HfTaskSpec(RowTaskSpec):
 
     def _rows(self, split: str) -> Iterator[tuple[str, Any]]:
         try:
-            rows = islice(self._loaded(split), self.max_rows)
+            at_once = min(_ROWS_AT_ONCE, self.max_rows or _ROWS_AT_ONCE)
+            tables = self._loaded(split).with_format("arrow").iter(at_once)
+            rows = islice((row for table in tables for row in arrow_rows(table)), self.max_rows)
             for number, row in enumerate(rows, start=1):
                 yield f"{self.dataset} {split} row {number}", row
         except (OSError, ValueError, RuntimeError) as error:  # the library's own are of these
@@ -75,16 +83,42 @@ class HfTaskSpec(RowTaskSpec):
                 "data_files; without a network only what is in the cache can be had"
             ) from error
 
-    def _loaded(self, split: str) -> Iterator[Mapping[str, Any]]:
-        from datasets import load_dataset
+    def _loaded(self, split: str) -> Any:
+        from datasets import config, load_dataset, load_dataset_builder
 
-        files = None if self.data_files is None else list(self.data_files)
-        loaded: Any = load_dataset(
-            self.dataset,
-            self.config_name,
-            data_files=files,
-            split=split,
-            revision=self.revision,
-            streaming=self.streaming,
-        )
-        return iter(loaded)
+        folder = Path(self.dataset)
+        if any((folder / name).is_file() for name in _SAVED):
+            return self._saved(split)
+        options: dict[str, Any] = {
+            "name": self.config_name,
+            "data_files": None if self.data_files is None else list(self.data_files),
+            "revision": self.revision,
+        }
+        if self.streaming:
+            return load_dataset(self.dataset, **options, split=split, streaming=True)
+        found = load_dataset_builder(self.dataset, **options).config.data_files or {}
+        files = sorted({Path(str(file)) for part in found.values() for file in part})
+        if local := [file for file in files if file.is_file()]:
+            # The library's cache knows local files by their times alone, which a copy may keep.
+            cache = Path(config.HF_DATASETS_CACHE) / "penstock" / _content_of(local)
+            options["cache_dir"] = str(cache)
+        return load_dataset(self.dataset, **options, split=split)
+
+    def _saved(self, split: str) -> Any:
+        """A data set of `save_to_disk`; one without splits is all of `train`."""
+        from datasets import DatasetDict, load_from_disk
+
+        loaded = load_from_disk(self.dataset)
+        splits = loaded if isinstance(loaded, DatasetDict) else {"train": loaded}
+        if split not in splits:
+            raise ValueError(f"Unknown split {split!r}; it has {', '.join(map(str, splits))}")
+        return splits[split]
+
+
+def _content_of(files: list[Path]) -> str:
+    """SHA-256 of the files' contents, as 16 hex digits."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:16]

@@ -113,7 +113,9 @@ class RowEncoder:
             return None
         text = response if isinstance(response, str) else _said(response)
         num_tokens = row.spans[-1][1] - row.num_before
-        fits = self._fits(index, "response", text, num_tokens, self._max_response_tokens)
+        several = len(row.spans) > 1
+        what = "conversation from the assistant's first turn on" if several else "response"
+        fits = self._fits(index, what, text, num_tokens, self._max_response_tokens)
         return row if fits else None
 
     def _fits(self, index: int, what: str, text: str, num_tokens: int, limit: int | None) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..verifiers.verifiers import BUILT_IN
-from .messages import NotMessages, check_messages, last_user_text
+from .messages import NotMessages, check_messages, is_imitated, last_user_text, messages_in
 from .row_report import DataReport
 
 if TYPE_CHECKING:
@@ -26,7 +26,22 @@ _MOST_CHARACTERS = 1 << 20
 _WRITTEN = ("messages", "prompt", "response", "chosen", "rejected")
 """Parts that may be conversations."""
 
+_READ_JSON = ("code_tests", "instructions")
+"""Rewards whose answers may be lists or objects instead of their JSON text."""
+
 _Messages = list[dict[str, Any]]
+
+
+class WrittenFloat(float):
+    """A number of a JSON file, with the text that stands there."""
+
+    text: str
+
+    def __new__(cls, text: str) -> WrittenFloat:
+        """Parse the text, and keep it."""
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +64,14 @@ class Columns:
     reward: str | None = None
     pass_rate: str | None = None
     id: str | None = None
+    verifier: str = ""
+    """The reward of rows that name none; no field of theirs."""
 
     @property
     def parts(self) -> dict[str, str]:
         """Part -> field, of the parts that are read."""
-        return {part: field for part, field in vars(self).items() if field is not None}
+        named = {part: field for part, field in vars(self).items() if part != "verifier"}
+        return {part: field for part, field in named.items() if field is not None}
 
 
 class BadPart(Exception):
@@ -87,13 +105,15 @@ def good_rows(source: Iterable[tuple[str, Any]], columns: Columns, report: DataR
     kept: list[dict[str, str]] = []
     ids: dict[str, str] = {}
     for where, row in source:
+        notes: list[str] = []
         try:
-            good = _validated(row, columns)
+            good = _validated(row, columns, notes)
             if "id" in good:
                 _check_id(good["id"], where, ids)
         except BadPart as bad:
             report.reject(where, bad.reason, bad.detail)
             continue
+        report.notes.update(notes)
         kept.append({**good, "where": where})
     report.keep(len(kept))
     response = ("response",) if columns.messages else ()
@@ -101,7 +121,7 @@ def good_rows(source: Iterable[tuple[str, Any]], columns: Columns, report: DataR
     return Dataset.from_dict({name: [row[name] for row in kept] for name in sorted(names)})
 
 
-def _validated(row: Any, columns: Columns) -> dict[str, str]:
+def _validated(row: Any, columns: Columns, notes: list[str]) -> dict[str, str]:
     if isinstance(row, BadPart):
         raise row
     if not isinstance(row, Mapping):
@@ -112,7 +132,11 @@ def _validated(row: Any, columns: Columns) -> dict[str, str]:
         if part == "tools":
             good[part] = _tools(row.get(field), field)
         elif part in _WRITTEN:
-            written[part] = _written(row, part, field)
+            # Beside a prompt that is a text, a response may be any text, one of messages as well.
+            as_text = isinstance(written.get("prompt"), str)
+            written[part] = _written(row, part, field, as_text)
+        elif part == "answer" and isinstance(row.get(field), list | Mapping):
+            good[part] = _structured(row, field, columns)
         else:
             good[part] = _text(row, part, field)
     if good.get("reward", "exact_match") not in BUILT_IN:
@@ -120,6 +144,7 @@ def _validated(row: Any, columns: Columns) -> dict[str, str]:
         raise BadPart(f"unknown reward in '{columns.reward}'", detail)
     if "chosen" in written and written["chosen"] == written["rejected"]:
         raise BadPart("equal pair", f"'{columns.chosen}' and '{columns.rejected}' are the same")
+    notes += _notes(row, written, columns)
     return {**good, **_Exchange(written, columns).parts()}
 
 
@@ -165,6 +190,8 @@ class _Exchange:
             raise BadPart(f"wrong type of '{field}'", "expected a list of messages, got text")
         if whole[-1]["role"] != "assistant":
             raise BadPart(f"no answer in '{field}'", "the last message is not the assistant's")
+        if not any(map(is_imitated, whole)):
+            raise BadPart(f"nothing to imitate in '{field}'", "every message has the weight 0")
         self._answers = {"response": whole[-1:]}
         return whole[:-1]
 
@@ -201,12 +228,17 @@ class _Exchange:
         if answer[-1]["role"] != "assistant":
             field = self._columns.messages or getattr(self._columns, part)
             raise BadPart(f"no answer in '{field}'", "the last message is not the assistant's")
+        if not self._columns.messages and not any(map(is_imitated, answer)):
+            field = getattr(self._columns, part)
+            raise BadPart(f"nothing to imitate in '{field}'", "every message has the weight 0")
         return answer
 
 
-def _written(row: Mapping[str, Any], part: str, field: str) -> str | _Messages:
-    """A text or messages."""
+def _written(row: Mapping[str, Any], part: str, field: str, as_text: bool) -> str | _Messages:
+    """A text or messages, which may be given as JSON text as well unless `as_text`."""
     value = row.get(field)
+    if isinstance(value, str) and not as_text:
+        value = messages_in(value) or value
     if not isinstance(value, list):
         return _text(row, part, field)
     try:
@@ -231,7 +263,7 @@ def _text(row: Mapping[str, Any], part: str, field: str) -> str:
     if part == "pass_rate" and not 0 <= float(value) <= 1:
         raise BadPart(f"wrong value of '{field}'", f"expected 0 to 1, got {value:g}")
     if is_number and (part in ("answer", "id") or is_figure):
-        value = json.dumps(value)
+        value = value.text if isinstance(value, WrittenFloat) else json.dumps(value)
     if not isinstance(value, str):
         expected = "text or a list of messages" if part in _WRITTEN else "text"
         raise BadPart(f"wrong type of '{field}'", f"expected {expected}, got {_kind(value)}")
@@ -268,7 +300,62 @@ def _tools(value: Any, field: str) -> str:
 
 
 def _json(value: Any, field: str) -> str:
-    return _whole(json.dumps(value, ensure_ascii=False), "prompt", field)
+    try:
+        return _whole(json.dumps(value, ensure_ascii=False, allow_nan=False), "prompt", field)
+    except (TypeError, ValueError) as error:  # a date, bytes: columns of Parquet have more types
+        raise BadPart(f"wrong type of '{field}'", f"JSON cannot say it: {error}") from None
+
+
+def _structured(row: Mapping[str, Any], field: str, columns: Columns) -> str:
+    """An answer that is a list or an object as JSON text, for the rewards that read it."""
+    reward = row.get(columns.reward) if columns.reward else columns.verifier
+    if reward not in _READ_JSON:
+        detail = f"expected text, got {_kind(row[field])}; {' and '.join(_READ_JSON)} read others"
+        raise BadPart(f"wrong type of '{field}'", detail)
+    return _json(row[field], field)
+
+
+def _notes(
+    row: Mapping[str, Any], written: Mapping[str, str | _Messages], columns: Columns
+) -> list[str]:
+    """What to say of a row that is kept: what a run reads otherwise than its author may think."""
+    notes: list[str] = []
+    for part, field in columns.parts.items():
+        if part not in ("pass_rate", "chosen_score", "rejected_score") and _has_float(
+            row.get(field)
+        ):
+            notes.append(
+                f"'{field}' holds numbers as floats, which are read as Python writes them: 5.0 for "
+                "5, 1e-05 for 0.00001; to have them otherwise, store text or integers"
+            )
+    for field in ("tools", "functions"):
+        if row.get(field) and field not in columns.parts.values() and _turns(written):
+            notes.append(
+                f"'{field}' is not read, so conversations are without it; to read it: "
+                f"task.tools_field={field}"
+            )
+    last = {"messages", "response", "chosen", "rejected"} & written.keys()
+    turns = _turns({part: written[part] for part in last})
+    if any(is_imitated(t) and not (t["content"].strip() or t.get("tool_calls")) for t in turns):
+        notes.append(
+            "a turn of the assistant is empty, which teaches to say nothing; to leave it out, give "
+            "it weight: 0"
+        )
+    return notes
+
+
+def _turns(written: Mapping[str, str | _Messages]) -> _Messages:
+    """The messages of all parts that are conversations."""
+    return [turn for part in written.values() if not isinstance(part, str) for turn in part]
+
+
+def _has_float(value: Any) -> bool:
+    """Whether numbers in it have lost their text; those of JSON files have kept it."""
+    if isinstance(value, list):
+        return any(map(_has_float, value))
+    if isinstance(value, Mapping):
+        return any(map(_has_float, value.values()))
+    return type(value) is float
 
 
 def _check_id(identity: str, where: str, seen: dict[str, str]) -> None:

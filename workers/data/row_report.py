@@ -44,6 +44,7 @@ class DataReport:
         num_kept: Rows that may be used.
         reasons: Reason -> number of rows left out for it.
         examples: The first bad rows.
+        notes: What else to say of rows that are kept -> of how many.
     """
 
     def __init__(self, source: str, num_examples: int = 5) -> None:
@@ -51,6 +52,7 @@ class DataReport:
         self.num_kept = 0
         self.reasons: Counter[str] = Counter()
         self.examples: list[BadRow] = []
+        self.notes: Counter[str] = Counter()
         self._num_examples = num_examples
 
     @property
@@ -83,6 +85,7 @@ class DataReport:
         both = DataReport(f"{self.source} and {other.source}", self._num_examples)
         both.num_kept = self.num_kept + other.num_kept
         both.reasons = self.reasons + other.reasons
+        both.notes = self.notes + other.notes
         both.examples = (self.examples + other.examples)[: self._num_examples]
         return both
 
@@ -102,14 +105,16 @@ class DataReport:
                 "fix them, or raise max_bad_fraction to go on without them"
             )
 
-    def with_lengths(self, lengths: Mapping[str, Sequence[int]]) -> str:
+    def with_lengths(self, lengths: Mapping[str, Sequence[int]], num_held_out: int) -> str:
         """One line: rows that are used, and how long they are.
 
         Args:
             lengths: What is counted -> tokens of each row: `{"prompt": [31, 28]}`.
+            num_held_out: How many of the rows are kept for evaluation.
         """
         share = self.num_bad / max(self.num_rows, 1)
-        parts = [f"{self.source}: {self.num_kept} rows, {share:.1%} left out"]
+        held_out = f" ({num_held_out} held out)" if num_held_out else ""
+        parts = [f"{self.source}: {self.num_kept} rows{held_out}, {share:.1%} left out"]
         for what, given in lengths.items():
             ordered = sorted(given)
             mean = sum(ordered) / len(ordered)

@@ -295,6 +295,7 @@ def _read(spec: RowTaskSpec, source: RowSource) -> tuple[Dataset, DataReport]:
         reward=spec.reward_field,
         pass_rate=spec.pass_rate_field,
         id=spec.id_field,
+        verifier=spec.reward if isinstance(spec.reward, str) else "",
     )
     report = DataReport(source.name)
     rows = good_rows(source.rows, columns, report)

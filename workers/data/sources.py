@@ -85,7 +85,8 @@ class PromptSource:
     @property
     def statistics(self) -> str:
         """One line on how long the prompts are."""
-        return self.report.with_lengths({"prompt": [len(ids) for ids in self._prompts.values()]})
+        lengths = {"prompt": [len(ids) for ids in self._prompts.values()]}
+        return self.report.with_lengths(lengths, len(self._held_out))
 
     def batch(self, step: int) -> Prompts:
         """The prompts of a step; `prompt_id` is the problem's index in the task."""
@@ -169,7 +170,7 @@ class DemonstrationSource:
     @property
     def statistics(self) -> str:
         """One line on how long prompts and answers are."""
-        return self.report.with_lengths(_lengths(self._rows_of))
+        return self.report.with_lengths(_lengths(self._rows_of), 0)
 
     def batch(self, step: int) -> Demonstrations:
         """The demonstrations of a step; the mask is True on answers and their ends of sequence."""
@@ -233,7 +234,7 @@ class PairSource:
     @property
     def statistics(self) -> str:
         """One line on how long prompts and responses are; made-up responses do not count."""
-        return self.report.with_lengths(_lengths(self._rows_of))
+        return self.report.with_lengths(_lengths(self._rows_of), 0)
 
     def batch(self, step: int) -> PreferencePairs:
         """The pairs of a step: two rows each, the better one first; `pair_id` is the problem."""

@@ -13,8 +13,10 @@ import importlib.util
 import inspect
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +32,7 @@ from .sandbox.sandbox import announce_sandbox, check_sandbox
 Verifier = Callable[[str, str, str | None], float]
 """Function of (prompt, response, answer) that returns a score."""
 
+_WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,3}")
 _SIGNATURE = "a reward is a function of (prompt, response, answer) that returns a number"
 
 
@@ -52,6 +55,8 @@ def math_verify(prompt: str, response: str, answer: str | None) -> float:
     """
     if answer is None:
         raise ValueError("math_verify needs an answer to compare with")
+    if _WITH_EXPONENT.fullmatch(answer.strip()):
+        answer = format(Decimal(answer.strip()), "f")  # it would be read up to the exponent
     # Each of the two says once that its time limit is off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     from math_verify import parse, verify

@@ -172,10 +172,10 @@ BAD = {
     "[]": "expected a list of messages, got an empty list",
     '["Hello"]': "message 1 is text, not an object",
     '[{"content": "Hello"}]': (
-        "message 1 has the role None; roles are system, user, assistant, tool"
+        "message 1 has the role None; roles are system, developer, user, assistant, tool"
     ),
     '[{"role": "human", "content": "Hello"}]': (
-        "message 1 has the role 'human'; roles are system, user, assistant, tool"
+        "message 1 has the role 'human'; roles are system, developer, user, assistant, tool"
     ),
     '[{"role": "user"}]': "message 1 has no content",
     '[{"role": "user", "content": ["Hello"]}]': "the content of message 1 is a list, not text",

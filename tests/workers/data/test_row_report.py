@@ -61,7 +61,7 @@ def test_how_long_the_rows_are_stands_in_one_line() -> None:
     report = DataReport("prompts of task 'sums'")
     report.keep(10)
     report.reject("a.jsonl:3", "over-long prompt")
-    assert report.with_lengths({"prompt": [*range(1, 10), 30], "response": [2]}) == (
-        "prompts of task 'sums': 10 rows, 9.1% left out; prompt tokens mean 7.5, p50 5, p90 9, "
-        "max 30; response tokens mean 2.0, p50 2, p90 2, max 2"
+    assert report.with_lengths({"prompt": [*range(1, 10), 30], "response": [2]}, 4) == (
+        "prompts of task 'sums': 10 rows (4 held out), 9.1% left out; prompt tokens mean 7.5, p50 "
+        "5, p90 9, max 30; response tokens mean 2.0, p50 2, p90 2, max 2"
     )

@@ -65,7 +65,12 @@ def follows(
     check = CHECKS[instruction.name]
     parameters = inspect.signature(check).parameters
     # Data sets give every option of any instruction, null where it is another one's.
-    options = {name: value for name, value in instruction.options.items() if value is not None}
+    # A column of Parquet that has a null may hold its whole numbers as floats.
+    options = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in instruction.options.items()
+        if value is not None
+    }
     if compat and COMPAT in parameters:
         options[COMPAT] = True
     try:

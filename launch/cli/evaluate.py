@@ -143,7 +143,10 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
             check_suite_lengths(suite, model.num_positions)
     return evaluate(
         DEFAULT.spec("policy")(
-            model=model, end_ids=data.tokenizer.end.ids, tokenizer=data.tokenizer_spec
+            model=model,
+            end_ids=data.tokenizer.end.ids,
+            num_words=data.tokenizer.vocab_size,
+            tokenizer=data.tokenizer_spec,
         ),
         suites,
         config.evaluation.num_examples,

@@ -45,6 +45,7 @@ Results = Mapping[str, tuple[Stage, Path]]
 _OURS = {
     "model",
     "end_ids",
+    "num_words",
     "optimizer",
     "mismatch",
     "lora",
@@ -246,6 +247,8 @@ def _spec(
     options |= {key: value for key, value in adapters.items() if key in known}
     if "tokenizer" in known:
         options["tokenizer"] = stage_tokenizer(stage, data)
+    if "num_words" in known:
+        options["num_words"] = data.tokenizer.vocab_size
     if plan.worker != "policy":
         return spec(**options)
     made = spec(**options, end_ids=data.tokenizer.end.ids, mismatch=_limits(run))
@@ -259,6 +262,8 @@ def _spec(
     hints = get_type_hints(generator)
     if "longest_sequence" in hints:
         options["longest_sequence"] = run.longest_sequence
+    if "num_words" in hints:
+        options["num_words"] = data.tokenizer.vocab_size
     if "tokenizer" in hints:
         options["tokenizer"] = data.tokenizer_spec
     return SplitPolicySpec(train=made, rollout=generator(**options))

@@ -1,4 +1,4 @@
-"""Prompts as tokens: texts as they are, conversations by the tokenizer's own chat template.
+"""Prompts as tokens: texts as the tokenizer begins them, conversations by its own chat template.
 
 The tokens of a conversation are exactly those of
 `tokenizer.apply_chat_template(messages, tools=..., add_generation_prompt=True)`.
@@ -63,6 +63,14 @@ class BadPrompt:
     detail: str
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """The text of a prompt, and whether no template has written it."""
+
+    text: str
+    is_plain: bool
+
+
 class PromptEncoder:
     """Turns the prompts of a task into tokens: texts as they are, conversations by the template.
 
@@ -113,10 +121,14 @@ class PromptEncoder:
             ConfigError: If there are conversations and the tokenizer has no template, or one that
                 cannot be read; or if the tokenizer is broken.
         """
-        texts = [self._text(index) for index in indices]
-        good = [text for text in texts if isinstance(text, str)]
-        encoded = iter(self._tokenizer.encode_many(good))
-        return [next(encoded) if isinstance(text, str) else text for text in texts]
+        asked = [self._asked(index) for index in indices]
+        good = [one.text for one in asked if isinstance(one, _Asked)]
+        encoded, begun = iter(self._tokenizer.encode_many(good)), self._tokenizer.begun
+        return [
+            one if isinstance(one, BadPrompt) else begun(ids) if one.is_plain else ids
+            for one in asked
+            for ids in ([] if isinstance(one, BadPrompt) else next(encoded),)
+        ]
 
     def with_reply(self, index: int, reply: str | Sequence[Message]) -> Encoded:
         """A conversation and what follows, its last turns or all of the assistant's to be trained.
@@ -167,13 +179,13 @@ class PromptEncoder:
             return one_process()(self._task.prompt_text)(index)
         return "".join(str(message["content"]) for message in messages)
 
-    def _text(self, index: int) -> str | BadPrompt:
+    def _asked(self, index: int) -> _Asked | BadPrompt:
         try:
             messages = self.messages(index)
         except NotMessages as error:
             return BadPrompt("no conversation", str(error))
         if messages is None:
-            return one_process()(self._task.prompt_text)(index)
+            return _Asked(one_process()(self._task.prompt_text)(index), is_plain=True)
         self._need_template()
         tools = self.tools(index)
         try:
@@ -185,7 +197,7 @@ class PromptEncoder:
             return BadPrompt(
                 "role unknown to the chat template", f"it leaves out what '{unknown[0]}' says"
             )
-        return text
+        return _Asked(text, is_plain=False)
 
     def _render(self, messages: Sequence[Message], tools: list[Mapping[str, Any]] | None) -> str:
         return self._tokenizer.render(messages, tools=tools, **self._chat.template_kwargs)

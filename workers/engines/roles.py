@@ -133,6 +133,9 @@ class PolicyRecipe(Recipe):
 
     end_ids: tuple[int, ...]
     """Tokens that end a response: a tokenizer's `end.ids`."""
+    num_words: int | None = None
+    """Tokens that the tokenizer has, if the model may have more: no others are sampled, and
+    probabilities are of these alone."""
     mismatch: MismatchLimits = MismatchLimits()
     """How far what it is trained on may be from its own log-probabilities."""
 
@@ -153,6 +156,9 @@ class PolicyWorker(LanguageWorker, Policy):
 
     def __init__(self, context: WorkerContext, recipe: PolicyRecipe) -> None:
         super().__init__(context, Head("lm_head"), recipe)
+        self._num_words: int = recipe.model.config.vocab_size
+        if recipe.num_words is not None and recipe.num_words < self._num_words:
+            self.network.num_words = self._num_words = recipe.num_words
         self._mismatch = recipe.mismatch
         self._generator = recipe.make_generator(self.network)
         self.takes_weights = self._generator is not None and self._generator.takes_weights
@@ -231,7 +237,7 @@ class PolicyWorker(LanguageWorker, Policy):
     ) -> TopWords:
         """See `Policy.top_words`."""
         _check_temperature(temperature)
-        num_words = min(num_words, self.model.config.vocab_size)
+        num_words = min(num_words, self._num_words)
 
         def top(tokens: Tensor, mask: Tensor) -> Tensor:
             outputs = self.network.outputs(tokens, _before(mask), _prompt_lengths(mask))
@@ -264,7 +270,7 @@ class PolicyWorker(LanguageWorker, Policy):
             check_columns(rows.tokens, rows.mask)
             words = getattr(rows, "words", None)
             if words is not None:
-                _check_words(words, self.model.config.vocab_size)
+                _check_words(words, self._num_words)
             return self._output(rows.tokens, rows.mask, temperature, words, entropy=needs_entropy)
 
         return self._train(forward, loss, batch, epochs, num_minibatches, self._mismatch)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -108,6 +109,25 @@ class Tokenizer:
                 f"the tokenizer '{self.backend.name_or_path}' cannot encode {texts[0][:40]!r}: "
                 f"{error}\n    give a folder that a tokenizer was saved to"
             ) from error
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """Ids of a prompt that is a plain text, begun as the tokenizer begins a text by itself.
+
+        Chat templates spell what they begin with. A text that begins so already gets no second.
+        """
+        begin = self._begin
+        return ids if not ids or ids[: len(begin)] == begin else [*begin, *ids]
+
+    @cached_property
+    def _begin(self) -> list[int]:
+        """What the tokenizer's own call puts before a text: its beginning of sequence, or nothing.
+
+        Of its own call alone: whether one is named says nothing, models without one name it too.
+        """
+        own: Any = self.backend("a")["input_ids"]
+        text = self.encode("a")
+        starts = [place for place in range(len(own)) if own[place : place + len(text)] == text]
+        return list(own[: starts[0]]) if starts else []
 
     def encode_response(self, text: str) -> list[int]:
         """A whole response that says `text`, with the end of sequence."""

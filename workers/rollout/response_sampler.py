@@ -30,7 +30,7 @@ class ResponseSampler:
         uniform: f64[P * num_samples, max_new] on the model's device; the random numbers.
         sampling: How responses are sampled.
         end_ids: Tokens that end a response, as `sampling.stop_token_ids` do.
-        vocab_size: Tokens that the model knows.
+        vocab_size: Tokens that may be sampled.
         tokenizer: To look for `sampling.stop`.
         begun: What there is of the responses already; nothing by default.
 

@@ -35,7 +35,7 @@ class TokenSampler:
         uniform: f64[rows, max_new] on the model's device; the random numbers.
         sampling: How responses are sampled.
         ends: Tokens that end a response.
-        vocab_size: Tokens that the model knows.
+        vocab_size: Tokens that may be sampled, the first of those that the model knows.
         length: i64[rows]; tokens that there are of each response.
         limit: i64[rows]; and how many there may be.
         seen: bool[rows, V]; which tokens each text has. None without a penalty for repetition.
@@ -89,10 +89,11 @@ class TokenSampler:
         """Sample the next token of some rows; `note` what has been sampled before the next.
 
         Args:
-            logits: [M, V], any float dtype.
+            logits: [M, V], any float dtype; V may be more than `vocab_size`.
             row: i64[M]; which response each of them is of.
             waits: Whether the host may look at what was computed, which is faster on the CPU.
         """
+        logits = logits[:, : len(self._may_end)]
         max_new = self._uniform.shape[1]
         place = self.length.index_select(0, row).clamp(max=max_new - 1)
         temperature = self._sampling.temperature
@@ -136,4 +137,5 @@ class TokenSampler:
 def tokens_of(text: Tensor, vocab_size: int) -> Tensor:
     """bool[n, V]: which tokens stand in each text, i64[n, T] padded with -1."""
     seen = torch.zeros(len(text), vocab_size + 1, dtype=torch.bool, device=text.device)
-    return seen.scatter_(1, text.masked_fill(text < 0, vocab_size), True)[:, :vocab_size]
+    others = (text < 0) | (text > vocab_size)
+    return seen.scatter_(1, text.masked_fill(others, vocab_size), True)[:, :vocab_size]

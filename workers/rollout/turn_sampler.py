@@ -24,7 +24,7 @@ class TurnSampler(ResponseSampler):
         num_rows: Conversations.
         sampling: How turns are sampled.
         end_ids: Tokens that end a turn, as `sampling.stop_token_ids` do.
-        vocab_size: Tokens that the model knows.
+        vocab_size: Tokens that may be sampled.
         device: Of the model.
     """
 

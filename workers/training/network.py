@@ -144,9 +144,11 @@ class LanguageNetwork(Network, Protocol):
 
     Attributes:
         engine: What computes it, for messages: "the FSDP engine".
+        num_words: Distributions are over so many words, the first of the vocabulary; None for all.
     """
 
     engine: str
+    num_words: int | None
 
     def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
         """The model under the checkpoint's names, adapters merged.

@@ -27,6 +27,13 @@ _ON_DEVICE, _ON_DEVICE_IN_FLOAT32 = 1 << 28, 1 << 27
 """The same on other devices, half a gigabyte each: 1,766 states of 151,936 words, and half that."""
 
 
+def known_words(head: Any, num_words: int | None) -> tuple[Tensor, Tensor | None]:
+    """Weight [V, D] and bias of a head, of its first words alone if so many are given."""
+    if num_words is None:
+        return head.weight, head.bias
+    return head.weight[:num_words], None if head.bias is None else head.bias[:num_words]
+
+
 def most_logits(*, on_cpu: bool) -> tuple[int, int]:
     """Logits that exist at once, and in float32."""
     return (MOST_LOGITS, MOST_IN_FLOAT32) if on_cpu else (_ON_DEVICE, _ON_DEVICE_IN_FLOAT32)

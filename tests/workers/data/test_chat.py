@@ -11,8 +11,10 @@ from penstock.dataflow.errors import ConfigError
 from penstock.workers.data.chat import ChatOptions, PromptEncoder
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.row_task import RowTask
-from penstock.workers.data.sources import PromptSource
+from penstock.workers.data.sources import DemonstrationSource, PairSource, PromptSource
 from penstock.workers.data.task import fingerprint
+from penstock.workers.models.tokenizer import TokenizerSpec
+from tokenizers.processors import TemplateProcessing
 
 from .chat_tokenizers import CHATML, STRICT, WITH_TOOLS, chat_tokenizer
 
@@ -80,6 +82,43 @@ def test_a_text_becomes_a_message_if_asked(tmp_path: Path) -> None:
     assert wrapped == tokenizer.backend.apply_chat_template(
         [message], add_generation_prompt=True, return_dict=False
     )
+
+
+BEGINNINGS = {"none": "", "its own": "<bos>", "with an end": "<bos>|<eos>"}
+
+
+@pytest.mark.parametrize("begins", BEGINNINGS)
+def test_a_sequence_begins_once_whoever_spells_it(tmp_path: Path, begins: str) -> None:
+    """Texts as the tokenizer's own call begins them, conversations as the template does."""
+    tokenizer = chat_tokenizer(tmp_path / "model", WITH_TOOLS)
+    before, _, after = BEGINNINGS[begins].partition("|")
+    if before:
+        tokenizer.backend.backend_tokenizer.post_processor = TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+            single=f"{before} $A {after}".strip(), special_tokens=[("<bos>", 1), ("<eos>", 2)]
+        )
+        tokenizer.backend.save_pretrained(str(tmp_path / "begins"))
+        tokenizer = TokenizerSpec(kind="folder", folder=str(tmp_path / "begins")).build()
+    rows = [{"prompt": one, "answer": "yes"} for one in ("hi there", "<bos>hi there", [AGAIN])]
+    task = file_task(tmp_path, *rows, answer_field="answer")
+    given: dict[str, Any] = {"task": task, "tokenizer": tokenizer, "batch_size": 3, "seed": 0}
+    batches = [
+        PromptSource(**given).batch(0).prompt,
+        DemonstrationSource(**given).batch(0).tokens,
+        PairSource(**given).batch(0).tokens,
+    ]
+    for tokens in batches:
+        for row in tokens.tolist():
+            text = tokenizer.decode([token for token in row if token >= 0])
+            spelled = text.startswith(("<bos>[user]", "<bos>hi")) or bool(before)
+            assert (row.count(1), row[0] == 1) == (int(spelled), spelled)
+    answered = batches[1].tolist()
+    assert all(row.count(tokenizer.eos_id) == 1 for row in answered), "one end, of the answer"
+
+
+def test_our_own_tokenizers_begin_with_nothing() -> None:
+    for kind in ("char", "byte"):
+        tokenizer = TokenizerSpec(kind=kind).build()
+        assert tokenizer.begun(tokenizer.encode("1+2=")) == tokenizer.encode("1+2=")
 
 
 def test_verifiers_read_what_the_user_said_last(tmp_path: Path) -> None:

@@ -49,13 +49,14 @@ def ray() -> Iterator[None]:
 
 
 def model() -> ModelSpec:
-    """With a vocabulary that two processes can share; words the tokenizer lacks do no harm."""
+    """With a vocabulary that two processes can share; the tokenizer lacks the last words."""
     return ModelSpec(architecture={**runs.model().architecture, "vocab_size": 32})
 
 
 def workers(run: runs.Run, tokens: int | None) -> Mapping[str, WorkerSpec]:
     """The run's workers: on torch, or on Megatron with micro-batches of that many tokens."""
-    policy: dict[str, Any] = {"model": model(), "end_ids": (2,)}
+    known = runs.model().architecture["vocab_size"]
+    policy: dict[str, Any] = {"model": model(), "end_ids": (2,), "num_words": known}
     learn: dict[str, Any] = {"optimizer": OPTIMIZER}
     found: dict[str, WorkerSpec] = {**run.workers, "reward": runs.LengthRewardSpec()}
     if tokens is None:

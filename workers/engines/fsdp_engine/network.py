@@ -18,7 +18,7 @@ from ...models.spec import ModelSpec
 from ...training.network import Outputs
 from ...training.optimizer import OptimizerSpec
 from ...training.stored_pieces import gather_weights, pieces_on
-from ...training.token_logprob import token_logprob, top_words
+from ...training.token_logprob import known_words, token_logprob, top_words
 from ..sharded.divided_network import DividedNetwork, gathered_module
 from .context_parallel import CutOutputs
 from .mesh import FsdpMesh
@@ -154,9 +154,9 @@ class FsdpNetwork(DividedNetwork):
         rows = outputs.rows if isinstance(outputs, CutOutputs) else None
         own = target if rows is None else target[rows.number]
         if self._model.apart:
-            head = self._model.head
+            head = known_words(self._model.head, self.num_words)
             logprob, entropy = token_logprob(
-                outputs.values, head.weight, head.bias, own, None, temperature,
+                outputs.values, *head, own, None, temperature,
                 needs_entropy=needs_entropy,
             )  # fmt: skip
         else:
@@ -172,8 +172,8 @@ class FsdpNetwork(DividedNetwork):
     ) -> tuple[Tensor, Tensor]:
         """See `LanguageNetwork.top_words`: likewise."""
         if self._model.apart:
-            head = self._model.head
-            found = top_words(outputs.values, head.weight, head.bias, num_words, temperature)
+            head = known_words(self._model.head, self.num_words)
+            found = top_words(outputs.values, *head, num_words, temperature)
         else:
             found = super().top_words(outputs, num_words, temperature)
         if not isinstance(outputs, CutOutputs):

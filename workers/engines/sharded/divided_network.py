@@ -71,6 +71,10 @@ def recompute_layers(layers: Iterable[nn.Module]) -> None:
         )
 
 
+_IMPOSSIBLE = -1e30
+"""A logit whose probability is 0, and finite, so that 0 times it is 0."""
+
+
 class DividedNetwork:
     """The part of a `LanguageNetwork` that follows from its being divided.
 
@@ -79,6 +83,7 @@ class DividedNetwork:
 
     is_divided = True
     sort_by_length = True
+    num_words: int | None = None
 
     def save_adapter(self, folder: Path) -> None:
         """See `LanguageNetwork.save_adapter`: there are none."""
@@ -93,7 +98,7 @@ class DividedNetwork:
     ) -> tuple[Tensor, Tensor | None]:
         """See `LanguageNetwork.token_logprob`: logits are never gathered."""
         logprob, entropy = vocabulary_logprob(
-            outputs.values, target, temperature, self.vocabulary_group
+            self._known(outputs.values), target, temperature, self.vocabulary_group
         )
         return logprob, entropy if needs_entropy else None
 
@@ -101,5 +106,14 @@ class DividedNetwork:
         self, outputs: Outputs, num_words: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """See `LanguageNetwork.top_words`: of logits the largest alone are gathered."""
-        logits = outputs.values.float() / temperature
+        logits = self._known(outputs.values.float() / temperature)
         return vocabulary_top(logits, num_words, self.vocabulary_group)
+
+    def _known(self, logits: Tensor) -> Tensor:
+        """This process's logits, those of words beyond `num_words` as good as impossible."""
+        group, width = self.vocabulary_group, logits.shape[1]
+        first = 0 if group is None else group.rank() * width
+        if self.num_words is None or first + width <= self.num_words:
+            return logits
+        beyond = torch.arange(first, first + width, device=logits.device) >= self.num_words
+        return logits.masked_fill(beyond, _IMPOSSIBLE)

@@ -37,6 +37,7 @@ class TorchGenerator:
         max_rows: Responses sampled at once; a bound on the memory of the key-value cache. On a GPU
             there are fewer if it has no memory for so many.
         tokenizer: To look for stop strings.
+        num_words: Tokens that may be sampled; None for all that the model has.
     """
 
     name = "the torch engine's generator"
@@ -48,6 +49,7 @@ class TorchGenerator:
         end_ids: Sequence[int],
         max_rows: int,
         tokenizer: TokenizerSpec | None = None,
+        num_words: int | None = None,
     ) -> None:
         self.network = network
         self._end_ids = end_ids
@@ -60,6 +62,7 @@ class TorchGenerator:
         self.dtype = network.layout.dtype
         self.num_positions: int | None = getattr(module.config, "max_position_embeddings", None)
         self.vocab_size: int = module.config.vocab_size
+        self._num_words = min(num_words or self.vocab_size, self.vocab_size)
 
     def check(self, sampling: Sampling) -> None:
         """See `GenerationEngine.check`."""
@@ -88,7 +91,7 @@ class TorchGenerator:
             streams.uniforms(sampling.max_new_tokens).to(device),
             sampling,
             end_ids=self._end_ids,
-            vocab_size=self.vocab_size,
+            vocab_size=self._num_words,
             tokenizer=self._tokenizer,
             begun=begun,
         )
@@ -122,7 +125,7 @@ class TorchGenerator:
             num_rows,
             sampling,
             end_ids=self._end_ids,
-            vocab_size=self.vocab_size,
+            vocab_size=self._num_words,
             device=self.network.device,
         )
         return TorchTurns(self.network, sampler, num_rows, self._max_rows)

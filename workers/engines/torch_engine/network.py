@@ -26,7 +26,7 @@ from ...models.heads import Head
 from ...models.lora import LoraSpec, merged, save_adapter
 from ...training.flat_parameters import FlatParameters
 from ...training.network import Outputs
-from ...training.token_logprob import token_logprob, top_words
+from ...training.token_logprob import known_words, token_logprob, top_words
 from ...training.transfers import on_host
 from ...training.whole_network import WholeNetwork
 from .adapters import FrozenWeights
@@ -58,6 +58,7 @@ class TorchNetwork(WholeNetwork):
     """What both have in common: a `LanguageNetwork` but for the forward pass."""
 
     engine = "the torch engine"
+    num_words: int | None = None
     same_bits = False
     """Whether a CUDA device is to give the same bits each time."""
     _linear: Any
@@ -117,8 +118,7 @@ class TorchNetwork(WholeNetwork):
         """See `LanguageNetwork.token_logprob`; `outputs` are the states before the head."""
         return token_logprob(
             outputs.values,
-            self._linear.weight,
-            self._linear.bias,
+            *known_words(self._linear, self.num_words),
             target,
             outputs.entry,
             temperature,
@@ -129,8 +129,8 @@ class TorchNetwork(WholeNetwork):
         self, outputs: Outputs, num_words: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """See `LanguageNetwork.top_words`; `outputs` as in `token_logprob`."""
-        head = self._linear
-        logprob, words = top_words(outputs.values, head.weight, head.bias, num_words, temperature)
+        head = known_words(self._linear, self.num_words)
+        logprob, words = top_words(outputs.values, *head, num_words, temperature)
         return outputs.spread(logprob), outputs.spread(words)
 
 
@@ -242,7 +242,8 @@ class PlainNetwork(TorchNetwork):
         """See `LanguageNetwork.token_logprob`; `outputs` are logits where the model scales them."""
         if not self._makes_logits:
             return super().token_logprob(outputs, target, temperature, needs_entropy=needs_entropy)
-        every = torch.log_softmax(outputs.values.float() / temperature, dim=-1)
+        logits = outputs.values[:, : self.num_words]
+        every = torch.log_softmax(logits.float() / temperature, dim=-1)
         logprob = every.gather(1, target.view(len(target), -1)).view(target.shape)
         return logprob, entropy_of_logprobs(every) if needs_entropy else None
 
@@ -252,7 +253,8 @@ class PlainNetwork(TorchNetwork):
         """See `LanguageNetwork.top_words`."""
         if not self._makes_logits:
             return super().top_words(outputs, num_words, temperature)
-        best = torch.log_softmax(outputs.values.float() / temperature, dim=-1).topk(num_words)
+        logits = outputs.values[:, : self.num_words]
+        best = torch.log_softmax(logits.float() / temperature, dim=-1).topk(num_words)
         return best.values, best.indices
 
 

@@ -103,7 +103,9 @@ class TorchPolicySpec(TorchModel, PolicyRecipe):
     def make_generator(self, network: LanguageNetwork) -> TorchGenerator:
         """See `PolicyRecipe.make_generator`."""
         assert isinstance(network, TorchNetwork)
-        return TorchGenerator(network, self.end_ids, self.max_decode_rows, self.tokenizer)
+        return TorchGenerator(
+            network, self.end_ids, self.max_decode_rows, self.tokenizer, self.num_words
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,8 @@ class TorchGeneratorSpec:
     """Architecture and first weights."""
     end_ids: tuple[int, ...]
     """Tokens that end a response: a tokenizer's `end.ids`."""
+    num_words: int | None = None
+    """See `TorchPolicySpec`."""
     max_decode_rows: int = 512
     """Responses sampled at once; a bound on the memory of the key-value cache."""
     lora: LoraSpec = LoraSpec()
@@ -140,7 +144,9 @@ class TorchGeneratorSpec:
         self.model.check_weights(network.tensors(), context)
         return TorchGeneratorPolicy(
             context,
-            TorchGenerator(network, self.end_ids, self.max_decode_rows, self.tokenizer),
+            TorchGenerator(
+                network, self.end_ids, self.max_decode_rows, self.tokenizer, self.num_words
+            ),
         )
 
 

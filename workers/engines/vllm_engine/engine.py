@@ -12,6 +12,7 @@ takes effect before the next forward pass, and whoever kills the worker kills th
 from __future__ import annotations
 
 import gc
+import math
 import os
 import queue
 import random
@@ -208,6 +209,10 @@ class VllmEngine:
         self._loads += 1
         load_whole_tensors(self._engine, tensors, version)
 
+    def sample_among(self, num_words: int | None) -> None:
+        """Sample no other words than so many first ones of the vocabulary; None for all."""
+        self._engine.collective_rpc(_sample_among, args=(num_words,))
+
     @property
     def weight_version(self) -> str:
         """What `load` was last given; "default" before."""
@@ -365,6 +370,22 @@ def _starting(options: EngineOptions) -> Generator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _sample_among(worker: Any, num_words: int | None) -> None:
+    model = worker.get_model()
+    own = type(model).compute_logits
+
+    def compute_logits(*args: Any, **options: Any) -> Any:
+        logits = own(model, *args, **options)
+        if logits is not None:  # as in ranks that sample nothing
+            logits[..., num_words:] = -math.inf
+        return logits
+
+    # A list of allowed tokens would be as long as the vocabulary, and is copied for each request.
+    model.__dict__.pop("compute_logits", None)
+    if num_words is not None:
+        model.compute_logits = compute_logits
 
 
 def _free_kv_cache(worker: Any) -> list[int]:

@@ -53,6 +53,8 @@ class VllmPolicySpec:
     """Architecture and first weights."""
     end_ids: tuple[int, ...]
     """Tokens that end a response: a tokenizer's `end.ids`."""
+    num_words: int | None = None
+    """Tokens that the tokenizer has, if the model may have more: no others are sampled."""
     max_model_len: int | None = None
     """Longest sequence in tokens; None for as long as `longest_sequence`, or else the model's
     config, says."""
@@ -157,6 +159,7 @@ class VllmGenerator:
         self.key = engine_key(config, options)
         kept = take(self.key)
         self.vllm = kept or _started(spec.model, options)
+        self.vllm.sample_among(spec.num_words)
         if self._adapted is not None:
             if kept is not None or spec.lora.folder is not None:
                 self.load(self._adapted.adapters, 0)

@@ -31,6 +31,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    from .launch.openmp import spin_briefly
+
+    spin_briefly()  # before torch is imported, which the next line does
     with warnings.catch_warnings():
         # A library says so in every notebook without ipywidgets, of which nothing here makes use.
         warnings.filterwarnings("ignore", "IProgress not found")

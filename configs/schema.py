@@ -9,7 +9,8 @@ Sizes are in one unit, which the name says: `per_step.prompts`, `max_prompt_toke
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -232,6 +233,19 @@ class ExecutorConfig(Section):
     @classmethod
     def _is_there(cls, value: str) -> str:
         return check_executor(value)
+
+    @field_validator("nodes", mode="before")
+    @classmethod
+    def _in_dots(cls, value: Any) -> Any:
+        """A command line makes a mapping of `executor.nodes.actor.generate=rollout`."""
+        if not isinstance(value, Mapping):
+            return value
+        found: dict[str, Any] = {}
+        for name, group in cast("Mapping[str, Any]", value).items():
+            inner = cls._in_dots(group)
+            nested = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else {"": inner}
+            found |= {f"{name}.{last}".rstrip("."): one for last, one in nested.items()}
+        return found
 
     @field_validator("memory_limit")
     @classmethod

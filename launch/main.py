@@ -25,6 +25,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ..dataflow.errors import NOT_STARTED, ConfigError, PenstockError, nearest
+from .openmp import spin_briefly
 from .run_dir.stop import Terminated, say, visible
 
 COMMANDS: Mapping[str, str] = {
@@ -89,7 +90,7 @@ def _dispatch(words: list[str]) -> int:
             f"penstock has no command '{command}'{nearest(command, COMMANDS)}\n"
             f"    commands are: {', '.join(COMMANDS)}"
         )
-    _set_threads()
+    spin_briefly()
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_VisibleFormatter())
     return _command(command)(arguments)
@@ -100,17 +101,6 @@ class _VisibleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
-
-
-def _set_threads() -> None:
-    """How OpenMP's threads wait, which is read when torch is first imported.
-
-    By default they spin, which makes a run up to a hundred times slower once anything else uses the
-    same cores; if they sleep at once, waking them doubles the time of short decoding steps. A short
-    spin avoids both.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _command(name: str) -> Callable[[list[str]], int]:

@@ -39,7 +39,7 @@ from .memory_limit import check_memory
 from .not_exact import not_exact
 from .stages import MODEL, Stage, stages_of
 from .suites import HeldOut, Suite, check_metric, metrics_of, suites_of
-from .worker_specs import check_agents, check_options, model_positions
+from .worker_specs import check_agents, check_groups, check_options, model_positions
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,7 @@ def prepare(run: Resolved, plan: Plan | None = None, *, dry: bool = False) -> Jo
         other_side(data.task)
         check_agents([data, *(suite.data for suite in suites)], options)
     check_memory(run, stages[-1], suites)
+    check_groups(stages, run, data)
     if not dry:
         fetch_weights(run)
     _check_lengths(run.model, stages, sources, suites, data)

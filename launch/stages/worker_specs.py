@@ -141,6 +141,45 @@ def check_options(stage: Stage, run: Resolved) -> None:
     _check_adapters(stage, run)
 
 
+def check_groups(stages: Sequence[Stage], run: Resolved, data: Data) -> None:
+    """Refuse groups on which a stage's language models could not be built, before any is trained.
+
+    Raises:
+        ConfigError: If an engine cannot share a model as the group does.
+        PlanError: If the model cannot be divided so.
+    """
+    by_name = {stage.name: stage for stage in stages}
+    for stage in stages:
+        for role, plan in stage.roles.items():
+            if plan.worker not in _HEADS:
+                continue
+            first = replace(plan, start=_first_start(plan, by_name), start_mean={})
+            spec = _spec(stage, role, first, run, data, {})
+            check: Callable[[WorkerContext], None] | None
+            if (check := getattr(spec, "check_group", None)) is None:
+                continue
+            for group in stage.placement.groups:
+                if role in stage.placement.hosted_roles(stage.graph, group.name):
+                    methods = stage.placement.methods(stage.graph, group.name, role)
+                    context = WorkerContext(
+                        role,
+                        num_ranks=group.num_ranks,
+                        device=group.device,
+                        tensor_parallel=group.tensor_parallel,
+                        pipeline_parallel=group.pipeline_parallel,
+                        methods=methods,
+                    )
+                    check(context)
+
+
+def _first_start(plan: RolePlan, stages: Mapping[str, Stage]) -> str:
+    """Where the model came from that a role starts from, before any stage trained it."""
+    while plan.start in stages:
+        earlier = stages[plan.start]
+        plan = earlier.roles[_started_from(earlier, plan.contract)]
+    return plan.start
+
+
 def _check_start(stage: Stage, role: str, plan: RolePlan, run: Resolved) -> None:
     """Refuse a folder whose network does not fit; that of an earlier stage is not there yet."""
     if not plan.start or plan.start in run.main.config.before:

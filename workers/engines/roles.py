@@ -77,6 +77,14 @@ class Recipe:
             ValueError: Names the option.
         """
 
+    def check_group(self, context: WorkerContext) -> None:
+        """Refuse a worker group that the model cannot be built on, without building anything.
+
+        Raises:
+            ConfigError: If the group cannot be divided as the options say.
+            PlanError: If the model cannot be divided as the group is.
+        """
+
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> LanguageNetwork:
         """This process's part of a model with its first weights.
 

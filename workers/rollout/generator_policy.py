@@ -7,7 +7,7 @@ knows a model. Another engine of the same role trains it and publishes its weigh
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -259,8 +259,21 @@ class SplitPolicySpec:
         Raises:
             ConfigError: If the group is asked to generate and for something else.
         """
+        return self._engine(context).build(context)
+
+    def check_group(self, context: WorkerContext) -> None:
+        """See `Recipe.check_group`.
+
+        Raises:
+            ConfigError: As `build` does.
+        """
+        check: Callable[[WorkerContext], None] | None
+        if (check := getattr(self._engine(context), "check_group", None)) is not None:
+            check(context)
+
+    def _engine(self, context: WorkerContext) -> WorkerSpec:
         if not context.methods & _ROLLOUT:
-            return self.train.build(context)
+            return self.train
         if context.methods - _ROLLOUT:
             others = ", ".join(sorted(context.methods - _ROLLOUT))
             raise ConfigError(
@@ -268,4 +281,4 @@ class SplitPolicySpec:
                 "generates with another engine\n    give generation a group of its own: "
                 f"executor.nodes.{context.role}.generate=rollout, or set rollout=same"
             )
-        return self.rollout.build(context)
+        return self.rollout

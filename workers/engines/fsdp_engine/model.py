@@ -140,21 +140,9 @@ def build_model(
         PlanError: If the model cannot be divided as the mesh is.
     """
     model = _skeleton(spec, head, lora, cut=mesh.context is not None)
-    family = spec.config.model_type
-    if mesh.context is not None and not model.known:
-        raise ConfigError(
-            f"engine=fsdp has context parallelism for {', '.join(DIVIDED_FAMILIES)}, where every "
-            f"layer attends to whole rows, not for this '{family}'\n    leave "
-            "engine.options.context_parallel out"
-        )
+    tensor = 1 if mesh.tensor is None else mesh.tensor_size
+    check_divided(spec, lora, model.known, tensor=tensor, cut=mesh.context is not None)
     if mesh.tensor is not None:
-        if lora:
-            raise ConfigError(
-                "engine=fsdp does not divide the matrix products of adapters (model.lora.rank="
-                f"{lora.rank})\n    leave engine.options.shards out, so that all processes that "
-                "share the model divide it by rows"
-            )
-        _check_divisible(spec, model, mesh.tensor_size)
         _divide_products(model, mesh)
     model.apart = model.known and not head.is_scalar and mesh.tensor is None
     if again:
@@ -211,9 +199,36 @@ def _no_storage() -> Generator[None]:
         handle.remove()
 
 
-def _check_divisible(spec: ModelSpec, model: FsdpModel, size: int) -> None:
+def check_divided(spec: ModelSpec, lora: LoraSpec, known: bool, *, tensor: int, cut: bool) -> None:
+    """Refuse a model that cannot be divided so; nothing of it need be built.
+
+    Args:
+        spec: Its architecture.
+        lora: Adapters to put in.
+        known: Whether the family is one whose parts may be computed apart.
+        tensor: Processes that divide matrix products.
+        cut: Whether rows are cut (context parallelism).
+
+    Raises:
+        ConfigError: If the engine does not do it for this model.
+        PlanError: If a size is not divisible.
+    """
     config = spec.config
-    if not model.known:
+    if cut and not known:
+        raise ConfigError(
+            f"engine=fsdp has context parallelism for {', '.join(DIVIDED_FAMILIES)}, where every "
+            f"layer attends to whole rows, not for this '{config.model_type}'\n    leave "
+            "engine.options.context_parallel out"
+        )
+    if tensor == 1:
+        return
+    if lora:
+        raise ConfigError(
+            "engine=fsdp does not divide the matrix products of adapters (model.lora.rank="
+            f"{lora.rank})\n    leave engine.options.shards out, so that all processes that "
+            "share the model divide it by rows"
+        )
+    if not known:
         raise ConfigError(
             f"engine=fsdp has tensor parallelism for llama, qwen2 and qwen3, not for "
             f"'{config.model_type}'; leave engine.options.shards out, so that all processes that "
@@ -226,9 +241,9 @@ def _check_divisible(spec: ModelSpec, model: FsdpModel, size: int) -> None:
         "feed-forward units": config.intermediate_size,
     }
     for what, number in sizes.items():
-        if number % size:
+        if number % tensor:
             raise PlanError(
-                f"tensor parallelism {size} does not divide the {number} {what} of this "
+                f"tensor parallelism {tensor} does not divide the {number} {what} of this "
                 f"'{config.model_type}'; take more shards"
             )
 

@@ -14,9 +14,10 @@ from ...models.lora import LoraSpec, first_adapters, is_adapter
 from ...models.spec import ModelSpec
 from ...training.checkpoint_files import TensorSource, WholeTensors
 from ...training.stored_pieces import fill_weights
-from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
-from .mesh import join_mesh
-from .model import FsdpModel, build_model
+from ..roles import PolicyRecipe, Recipe, RewardRecipe, ValueRecipe
+from .declaration import DIVIDED_FAMILIES
+from .mesh import check_division, join_mesh
+from .model import FsdpModel, build_model, check_divided
 from .network import FsdpNetwork
 
 
@@ -46,6 +47,20 @@ class FsdpOptions:
         if self.shards is not None:
             check_range(self, "shards", at_least=1)
         check_range(self, "context_parallel", at_least=1)
+
+    def check_group(self, context: WorkerContext) -> None:
+        """See `Recipe.check_group`."""
+        assert isinstance(self, Recipe)
+        size = context.tensor_parallel
+        shards = self.shards or size
+        check_division(context, shards, self.context_parallel)
+        check_divided(
+            self.model,
+            self.lora,
+            self.model.config.model_type in DIVIDED_FAMILIES,
+            tensor=size // shards,
+            cut=self.context_parallel > 1,
+        )
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> FsdpNetwork:
         """See `Recipe.make_network`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ....dataflow.errors import ConfigError
 from ....planner.cost.engine_model import EngineModel
 from ....planner.inputs.calls import CallKind
 from ....planner.inputs.layout import Layout
@@ -15,6 +16,19 @@ FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3
 """The `model_type`s that it computes."""
 
 _NAME = "megatron"
+
+
+def check_family(kind: str) -> None:
+    """Refuse a `model_type` that this engine does not compute.
+
+    Raises:
+        ConfigError: Naming those that it does.
+    """
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"the Megatron engine has no model_type '{kind}'; it has {', '.join(FAMILIES)}. "
+            "Train this model with engine=torch"
+        )
 
 
 def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:

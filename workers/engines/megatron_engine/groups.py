@@ -52,7 +52,7 @@ def join_groups(context: WorkerContext, expert_parallel: int = 1) -> WorkerConte
         ConfigError: If the group's processes cannot be divided so, or torch.distributed or
             megatron-core was set up for other sizes or another kind of device.
     """
-    beside = _beside(context, expert_parallel)
+    beside = beside_experts(context, expert_parallel)
     prepare_megatron(context.device)
     state = parallel_state()
     join_processes(context)
@@ -95,7 +95,12 @@ def _sizes(context: WorkerContext) -> tuple[int, int, int]:
     return context.tensor_parallel, context.num_ranks, context.pipeline_parallel
 
 
-def _beside(context: WorkerContext, experts: int) -> WorkerContext:
+def beside_experts(context: WorkerContext, experts: int) -> WorkerContext:
+    """The context of a worker that computes alone what this process does.
+
+    Raises:
+        ConfigError: If the group's processes cannot be divided so.
+    """
     if context.tensor_parallel % experts:
         raise ConfigError(
             f"'{context.role}' has expert_parallel={experts}, which does not divide the "

@@ -27,7 +27,7 @@ from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.inputs.model_shape import ModelShape, shape_of
 from ...models.heads import Head
-from .declaration import FAMILIES
+from .declaration import check_family
 from .experts import Experts, Mixture
 
 
@@ -38,11 +38,7 @@ def supported_shape(config: Any, dtype: str) -> ModelShape:
         ConfigError: If it does not, naming the field.
     """
     kind = config.model_type
-    if kind not in FAMILIES:
-        raise ConfigError(
-            f"the Megatron engine has no model_type '{kind}'; it has {', '.join(FAMILIES)}. "
-            "Train this model with engine=torch"
-        )
+    check_family(kind)
     layers = getattr(config, "layer_types", None) or []
     wrong = {
         "hidden_act": config.hidden_act if config.hidden_act != "silu" else None,

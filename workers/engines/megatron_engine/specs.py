@@ -9,14 +9,16 @@ import torch
 from ....dataflow.option_checks import check_range
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.inputs.layout import Layout
+from ....planner.inputs.model_shape import shape_of
 from ...models.first_weights import fill_first_weights, model_source
 from ...models.heads import Head
 from ...models.spec import ModelSpec
 from ...training.data_parallel import rank_group, worker_group
 from ...training.network import LanguageNetwork
-from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
+from ..roles import PolicyRecipe, Recipe, RewardRecipe, ValueRecipe
 from ..sharded.divided_network import recompute_layers
-from .groups import expert_ranks, join_groups
+from .declaration import check_family
+from .groups import beside_experts, expert_ranks, join_groups
 from .layout import megatron_sharding
 
 
@@ -40,6 +42,16 @@ class MegatronOptions:
     def check_options(self) -> None:
         """See `Recipe.check_options`."""
         check_range(self, "expert_parallel", at_least=1)
+
+    def check_group(self, context: WorkerContext) -> None:
+        """See `Recipe.check_group`."""
+        assert isinstance(self, Recipe)
+        beside, kind = beside_experts(context, self.expert_parallel), self.model.config.model_type
+        experts, tensor = self.expert_parallel, beside.tensor_parallel
+        layout = Layout(tp=tensor, pp=beside.pipeline_parallel, dp=experts, ep=experts)
+        check_family(kind)
+        shape = shape_of(self.model.config.to_dict(), name=kind, dtype=self.model.dtype)
+        megatron_sharding(shape, layout, range(layout.num_devices))
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> LanguageNetwork:
         """See `Recipe.make_network`."""

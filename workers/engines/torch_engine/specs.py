@@ -22,9 +22,20 @@ from .adapters import frozen_weights
 from .generator import TorchGenerator
 from .network import SplitWeights, TorchNetwork, lean_names, make_network, prepare_same_bits
 
+_GENERATOR = ("rollout=torch", "rollout=vllm")
 
-def check_whole(context: WorkerContext) -> None:
+
+def check_whole(
+    context: WorkerContext,
+    key: str = "engine=torch",
+    others: str = "engine=fsdp or engine=megatron",
+) -> None:
     """Require that every process has a model of its own.
+
+    Args:
+        context: Where the worker lives.
+        key: The key that chose this engine, for the message.
+        others: Keys of engines that divide a model.
 
     Raises:
         ConfigError: If several are to share one.
@@ -33,9 +44,8 @@ def check_whole(context: WorkerContext) -> None:
     if sharing > 1:
         raise ConfigError(
             f"'{context.role}' is on a group whose ranks are {sharing} processes each, and "
-            "engine=torch has every model whole in each process\n    leave "
-            "executor.tensor_parallel and executor.pipeline_parallel at 1, or set engine=fsdp or "
-            "engine=megatron"
+            f"{key} has every model whole in each process\n    leave executor.tensor_parallel and "
+            f"executor.pipeline_parallel of that group at 1, or set {others}"
         )
 
 
@@ -53,6 +63,10 @@ class TorchModel:
     """Adapters to train instead of the weights."""
     shares_weights: bool = False
     """Whether its weights, which nobody changes, may be those that adapters of others stand on."""
+
+    def check_group(self, context: WorkerContext) -> None:
+        """See `Recipe.check_group`."""
+        check_whole(context)
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
         """See `Recipe.make_network`.
@@ -137,6 +151,10 @@ class TorchGeneratorSpec:
 
     def __post_init__(self) -> None:
         check_range(self, "max_decode_rows", at_least=1)
+
+    def check_group(self, context: WorkerContext) -> None:
+        """See `Recipe.check_group`."""
+        check_whole(context, *_GENERATOR)
 
     def build(self, context: WorkerContext) -> TorchGeneratorPolicy:
         """Make the policy on the context's device."""

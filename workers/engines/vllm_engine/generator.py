@@ -89,6 +89,11 @@ class VllmPolicySpec:
                 f"{', '.join(get_args(Quantization))}, or none"
             )
 
+    def check_group(self, context: WorkerContext) -> None:
+        """See `Recipe.check_group`."""
+        check_stages(context)
+        _check_quantization(self, context)
+
     def build(self, context: WorkerContext) -> VllmPolicy:
         """Start the engine on the context's device. All processes of a group must, together."""
         return VllmPolicy(context, VllmGenerator(self, context))
@@ -251,12 +256,13 @@ def check_stages(context: WorkerContext) -> None:
     """Require that layers are not divided over processes.
 
     Raises:
-        ValueError: If they are.
+        ConfigError: If they are.
     """
     if context.pipeline_parallel > 1:
-        raise ValueError(
+        raise ConfigError(
             f"'{context.role}' generates with vLLM on {context.pipeline_parallel} pipeline "
-            "stages; this engine divides a model by tensor parallelism only, set pp=1"
+            "stages, and this engine divides a model by tensor parallelism only\n    set "
+            "executor.pipeline_parallel to 1"
         )
 
 

@@ -1,0 +1,65 @@
+"""Groups on which a stage's models could not be built: refused before any stage trains."""
+
+from __future__ import annotations
+
+import pytest
+from penstock.dataflow.errors import ConfigError, PlanError
+from penstock.launch.cli.hydra_app import compose
+from penstock.launch.inputs.compose import Resolved, resolved
+from penstock.launch.stages.job import prepare
+
+SMALL = ("task.num_train=256", "task.num_held_out=4", "evaluation.num_prompts=0", "executor=ray")
+FSDP = "engine=fsdp rollout=torch executor.groups.train=1 executor.groups.rollout=1 "
+OWN = "executor.nodes.actor.generate=rollout "
+WHOLE = "rollout=torch has every model whole in each process"
+
+REFUSED = {
+    f"algorithm=ppo {kind} rollout=torch executor.groups.all=1 executor.{key}.all=2": WHOLE
+    for kind, key in (
+        ("engine=fsdp", "tensor_parallel"),
+        ("engine=megatron", "tensor_parallel"),
+        ("engine=megatron", "pipeline_parallel"),
+    )
+} | {
+    "executor.groups.all=1 executor.tensor_parallel.all=2": (
+        "'executor.tensor_parallel.all' is 2, but the torch engine runs data-parallel only"
+    ),
+    FSDP + OWN + "executor.tensor_parallel.rollout=2": WHOLE,
+    FSDP + OWN + "executor.tensor_parallel.train=2 engine.options.shards=3": (
+        "has shards=3, which does not divide the 2 processes"
+    ),
+    FSDP + OWN + "executor.pipeline_parallel.train=2": "FSDP has no pipeline stages",
+    FSDP + OWN + "executor.tensor_parallel.train=3 engine.options.shards=1": (
+        "tensor parallelism 3 does not divide"
+    ),
+    FSDP + OWN + "executor.tensor_parallel.train=2 engine.options.shards=1 model.lora.rank=2": (
+        "does not divide the matrix products of adapters"
+    ),
+    FSDP.replace("fsdp", "megatron")
+    + OWN
+    + "executor.tensor_parallel.train=3 engine.options.expert_parallel=2": (
+        "has expert_parallel=2, which does not divide"
+    ),
+    FSDP.replace("fsdp", "megatron") + OWN + "executor.pipeline_parallel.train=7": "layers",
+}
+
+
+def run_of(words: str) -> Resolved:
+    composed = compose("run", [*SMALL, *words.split()])
+    del composed["resume"]
+    return resolved(composed)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_group_that_cannot_have_the_model_is_refused(words: str) -> None:
+    if "megatron" in words:
+        pytest.importorskip("megatron", reason="megatron-core is not installed")
+    run = run_of(words)
+    with pytest.raises((ConfigError, PlanError)) as raised:
+        prepare(run, dry=True)
+    assert REFUSED[words] in str(raised.value)
+
+
+def test_a_group_that_can_is_not() -> None:
+    words = FSDP + OWN + "algorithm=ppo executor.tensor_parallel.train=2 engine.options.shards=1"
+    prepare(run_of(words), dry=True)

@@ -11,12 +11,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .ops.advantages import gae
+from .ops.final_state import bootstrap_of, with_next_turn
 from .ops.macro_actions import macro_gae
 from .ops.turns import turn_rewards
 from .options.policy_updates import train_policy
 from .options.reference_kl import reference_logprob, reported_kl
 from .ppo import PPO, train_critic, whitened_advantage, whitened_reward
-from .roles import Agent, PerSample, Policy, Prompts, Sampling, TrainMetrics, ValueModel
+from .roles import (
+    Agent,
+    Conversations,
+    PerSample,
+    PerToken,
+    Policy,
+    Prompts,
+    Sampling,
+    TrainMetrics,
+    ValueModel,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +41,9 @@ class AgentPPO(PPO):
     credit: Literal["token", "turn"] = "token"
     """Whether each token has an advantage of its own, or each turn; `discount` and `gae_lambda`
     count tokens or turns."""
+    cut_off: Literal["bootstrap", "ended"] = "bootstrap"
+    """What a conversation that had all its turns or tokens is worth after its last turn: what the
+    critic expects of a next one ("bootstrap"), or nothing, as if the other side had "ended" it."""
     no_eos: Literal["none"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
     """What a turn earns says the environment, also of one that was cut off."""
 
@@ -54,7 +68,7 @@ def agent_ppo_step(
     held = actor.converse(
         prompts.prompt, prompts.prompt_id, agent, cfg.sampling, max_turns=cfg.max_turns
     )
-    value = critic.value(held.tokens, held.mask)
+    held, value, after_last = critic_values(critic, held, cfg)
     ref_logprob = reference_logprob(ref, held, cfg.kl_coef, cfg.sampling.temperature)
     reward = turn_rewards(
         held.mask,
@@ -70,6 +84,7 @@ def agent_ppo_step(
             held.turn,
             reward=reward,
             value=value,
+            bootstrap_value=after_last,
             discount=cfg.discount,
             lam=cfg.gae_lambda,
         )
@@ -78,6 +93,7 @@ def agent_ppo_step(
             held.mask,
             reward=whitened_reward(reward, held.mask, cfg),
             value=value,
+            bootstrap_value=after_last,
             discount=cfg.discount,
             lam=cfg.gae_lambda,
             masking=cfg.gae_masking,
@@ -88,3 +104,14 @@ def agent_ppo_step(
         train_critic(critic, held, held.mask, cfg, value=value, target=target.value_target),
         reported_kl(held, ref_logprob),
     )
+
+
+def critic_values(
+    critic: ValueModel, held: Conversations, cfg: AgentPPO
+) -> tuple[Conversations, PerToken, PerSample | None]:
+    """The conversations, the critic's values, and what it expects after those that were cut off."""
+    if cfg.cut_off == "ended":
+        return held, critic.value(held.tokens, held.mask), None
+    longer = with_next_turn(held)
+    value = critic.value(longer.tokens, longer.states)
+    return longer, value, bootstrap_of(value, longer.mask, longer.states, longer.ended)

@@ -8,12 +8,14 @@ since a value looks only at what came before.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...dataflow.graph.tracer import op
+from ..roles.agents import ENDINGS, Conversations
 from ..roles.language import PerSample, PerToken, Rollout, SampleFlag, TokenMask
 from .reductions import check_token_columns
 
@@ -56,6 +58,50 @@ def with_final_state(roll: Rollout) -> RolloutWithFinalState:
         version=version,
         states=mask | _after_last(mask),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationsWithFinalState(Conversations):
+    """Conversations with one token more in every row, which is not trained on.
+
+    Example:
+        Prompt `[5]`, a last turn `[8, 2]`, the answer `[9]`: `tokens = [[5, 8, 2, 9, 9]]`,
+        `states = [[F, T, T, F, T]]`: a next turn would begin in the last slot.
+    """
+
+    states: TokenMask
+    """`mask`, and True as well on the slot after the row's last token."""
+    ended: SampleFlag
+    """False where it had as many turns or tokens as it may have, and would have gone on."""
+
+
+@op(scope="row", makes_rows=True)
+def with_next_turn(held: Conversations) -> ConversationsWithFinalState:
+    """Lengthen every row by one token, a copy of its last one, where a next turn would begin.
+
+    Args:
+        held: Token columns [rows, T].
+
+    Returns:
+        Token columns [rows, T + 1].
+    """
+    lengths = (held.tokens >= 0).sum(dim=1, keepdim=True)
+    longer = lengthened(held)
+    cut_off = (ENDINGS.index("last turn"), ENDINGS.index("out of tokens"))
+    return ConversationsWithFinalState(
+        **longer,
+        states=longer["mask"].scatter(1, lengths, value=True),
+        ended=~torch.isin(held.ending, held.ending.new_tensor(cut_off)),
+    )
+
+
+def lengthened(held: Conversations) -> dict[str, Any]:
+    """Columns of conversations with one token more in every row, a copy of its last one."""
+    longer = vars(with_final_state(held))
+    own = {name: column for name, column in vars(held).items() if name not in longer}
+    own["turn"] = F.pad(held.turn, (0, 1), value=-1)
+    own["reward"] = F.pad(held.reward, (0, 1))
+    return {name: column for name, column in longer.items() if name != "states"} | own
 
 
 def _after_last(mask: Tensor) -> Tensor:

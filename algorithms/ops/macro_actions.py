@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...dataflow.graph.axes import i64
 from ...dataflow.graph.tracer import op
-from ..roles.language import SAMPLE, TOKEN, PerStep, PerToken, StepMask, TokenIds, TokenMask
+from ..roles.language import SAMPLE, TOKEN, PerRow, PerStep, PerToken, StepMask, TokenIds, TokenMask
 from .advantages import GaeTargets, gae
 from .op_random import uniforms
 from .reductions import check_token_columns, zero_where_masked_out
@@ -158,6 +158,7 @@ def macro_gae(
     *,
     reward: PerStep,
     value: PerStep,
+    bootstrap_value: PerRow | None = None,
     discount: float = 1.0,
     lam: float = 0.95,
     macro_value: MacroValue = "equal",
@@ -170,6 +171,7 @@ def macro_gae(
         macro_id: i64[rows, T], see `macro_actions`.
         reward: f32[rows, T], per token.
         value: f32[rows, T], the critic at the state before each token.
+        bootstrap_value: f32[rows], value of the state after the last macro action; see `gae`.
         discount: gamma, per macro action.
         lam: lambda, per macro action.
         macro_value: How tokens' values make a macro action's.
@@ -193,6 +195,7 @@ def macro_gae(
         steps,
         reward=sum_over_macros(kept * weight if macro_reward == "mean" else kept, macro_id),
         value=sum_over_macros(zero_where_masked_out(value, mask).double() * weight, macro_id),
+        bootstrap_value=bootstrap_value,
         discount=discount,
         lam=lam,
     )

@@ -74,6 +74,9 @@ class RolloutCorrection:
     """So are those where it is above this; 1.01 with a floor of 0.99 is usual, None for neither."""
     self_normalized: bool = False
     """Divide weights by their mean over the batch's tokens."""
+    zero_weights: Literal["counted", "left_out"] = "counted"
+    """Whether tokens of weight 0, which a mask or the mean bounds leave, are "counted" in what the
+    loss divides by, as in TRL, or "left_out" of it and of its KL and entropy terms, as in verl."""
 
     def __post_init__(self) -> None:
         check_range(self, "floor", "mean_floor", at_least=0)
@@ -124,6 +127,12 @@ def _between(weight: Tensor, floor: float, cap: float | None) -> Tensor:
     return ~((weight < floor) | (weight > (math.inf if cap is None else cap)))
 
 
+@op(scope="row")
+def weighted_tokens(mask: TokenMask, weight: PerToken) -> TokenMask:
+    """The mask without tokens of weight 0: bool[rows, T]."""
+    return mask & (weight != 0)
+
+
 @op(scope="batch")
 def self_normalized(weight: PerToken, mask: TokenMask) -> PerToken:
     """Weights over their mean of all sampled tokens: f32[rows, T], as they are if all are 0."""
@@ -166,7 +175,7 @@ def corrected_batch(
     its update: the ratio is against these log-probabilities, and each advantage is multiplied by
     its token's weight.
     """
-    logprob = None
+    logprob, mask = None, roll.mask
     if correction is not None:
         logprob = actor.logprob(roll.tokens, roll.mask, temperature=temperature)
         if correction.mode != "none":
@@ -176,12 +185,14 @@ def corrected_batch(
                 behavior_logprob=roll.behavior_logprob,
                 correction=correction,
             )
+            if correction.zero_weights == "left_out":
+                mask = weighted_tokens(roll.mask, weight)
             if correction.self_normalized:
-                weight = self_normalized(weight, roll.mask)
+                weight = self_normalized(weight, mask)
             advantage = weighted_advantage(advantage, weight)
     batch = PolicyBatch(
         tokens=roll.tokens,
-        mask=roll.mask,
+        mask=mask,
         behavior_logprob=roll.behavior_logprob if logprob is None else logprob,
         advantage=advantage,
     )

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ...dataflow.graph.tracer import op
 from ..roles.agents import Conversations, TurnIndex
 from ..roles.language import PerToken, TokenMask
-from .final_state import with_final_state
+from .final_state import lengthened
 from .macro_actions import sum_over_macros
 from .reductions import check_token_columns, zero_where_masked_out
 
@@ -50,23 +50,8 @@ def utterances(held: Conversations) -> Utterances:
     Returns:
         Token columns [rows, T + 1].
     """
-    longer = with_final_state(held)
-    turn = F.pad(held.turn, (0, 1), value=-1)
-    return Utterances(
-        prompt_id=longer.prompt_id,
-        tokens=longer.tokens,
-        mask=longer.mask,
-        behavior_logprob=longer.behavior_logprob,
-        finished=longer.finished,
-        version=longer.version,
-        turn=turn,
-        reward=F.pad(held.reward, (0, 1)),
-        score=held.score,
-        ending=held.ending,
-        branch=held.branch,
-        piece=held.piece,
-        states=_first(turn) | _after(turn),
-    )
+    longer = lengthened(held)
+    return Utterances(**longer, states=_first(longer["turn"]) | _after(longer["turn"]))
 
 
 @op(scope="row")

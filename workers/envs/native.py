@@ -25,7 +25,7 @@ from .alarm import StepAlarm, StepTooLong
 from .attributes import can_save, copied, from_json, same, to_json
 from .group import Stepped, closed_on_error, env_seed
 from .restarts import BadRows, Restarts, began, described, finite, laid_out
-from .spaces import action_space, from_columns, num_features
+from .spaces import action_space, from_columns, num_features, to_features
 
 _ADVICE = "\n    with task.vectorized=false only what goes wrong is restarted, not its whole group"
 
@@ -69,6 +69,7 @@ class NativeGroup:
             self.actions: ActionSpace = action_space(made.single_action_space, env_id)
         self._restarts = Restarts(alarm, max_restarts, _ADVICE)
         self.failures = self._restarts.failures
+        self._flat = to_features(made.single_observation_space, many=True)
         self._take = from_columns(made.single_action_space)
         self._fixed = self._not_saved()
 
@@ -107,12 +108,12 @@ class NativeGroup:
 
     def _begin(self) -> Stepped:
         obs, _ = self._env.reset(seed=self._seed)
-        return finite(began(obs, self.num_envs, self.num_features))
+        return finite(began(self._flat(obs), self.num_envs, self.num_features))
 
     def _advance(self, action: NDArray[np.float32]) -> Stepped:
         self._num_steps += 1
-        shown = self._env.step(self._take(action))
-        return finite(laid_out(shown[:4], self.num_envs, self.num_features))
+        obs, *shown = self._env.step(self._take(action))
+        return finite(laid_out((self._flat(obs), *shown[:3]), self.num_envs, self.num_features))
 
     def _failed(self, error: BaseException) -> Callable[[], Stepped]:
         named, what, since = self._named(), described(error), "they were"

@@ -25,7 +25,7 @@ from .alarm import StepAlarm, StepTooLong
 from .group import Stepped, digest, env_seed
 from .pool_library import ask_envpool, without_casts
 from .restarts import BadRows, Restarts, began, described, finite, laid_out
-from .spaces import action_space, from_columns, num_features
+from .spaces import action_space, from_columns, num_features, to_features
 
 _MASKS = ("action_mask", "legal_action_mask")
 """What EnvPool's environments call the choices that are allowed."""
@@ -74,6 +74,7 @@ class PoolGroup:
         self._env = self._make()
         with without_casts():
             self._take = from_columns(self._env.action_space)
+            self._flat = to_features(self._env.observation_space, many=True)
         small = self.actions.kind == "discrete" and max(self.actions.sizes) <= 256
         self._kept = np.dtype(np.uint8 if small else np.float32)
         self._obs = np.zeros((self.num_envs, self.num_features), np.float32)
@@ -126,14 +127,14 @@ class PoolGroup:
     def _begun(self) -> Stepped:
         """The beginning, whatever it shows."""
         obs, self._info = self._env.reset()
-        return began(obs, self.num_envs, self.num_features)
+        return began(self._flat(obs), self.num_envs, self.num_features)
 
     def _taken(self, action: NDArray[np.float32]) -> Stepped:
         """A step, whatever it shows."""
         self._actions += action.astype(self._kept).tobytes()
         self._num_steps += 1
-        *shown, self._info = self._env.step(self._take(action))
-        return laid_out(shown, self.num_envs, self.num_features)
+        obs, *shown, self._info = self._env.step(self._take(action))
+        return laid_out((self._flat(obs), *shown), self.num_envs, self.num_features)
 
     def _failed(self, error: BaseException) -> Callable[[], Stepped]:
         step = self._num_steps
@@ -158,7 +159,7 @@ class PoolGroup:
         """The same step, but that of `rows` is a reset now; whatever it shows."""
         self._resets.append((self._num_steps, rows))
         shown, info = self._env.reset(np.array(rows, np.int32))
-        stepped.obs[rows] = shown.reshape(len(rows), self.num_features)
+        stepped.obs[rows] = self._flat(shown).reshape(len(rows), self.num_features)
         stepped.reward[rows] = stepped.terminated[rows] = stepped.truncated[rows] = 0
         for name in self._mask_names():
             self._info[name][rows] = info[name]

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 LARGEST = float(np.finfo(np.float32).max)
 """What is larger is no number in a column of float32."""
+_WHOLE = 1 << 24
+"""Float32 has all whole numbers up to this one."""
 
 
 class BadEnv(Exception):
@@ -162,7 +164,7 @@ def laid_out(shown: Sequence[NDArray[Any]], num_envs: int, num_features: int) ->
         raise BadEnv(
             f"gave rewards, terminations and truncations of shapes {shapes}; expected [{num_envs}]"
         )
-    return Stepped(_as_f32(obs).reshape(num_envs, num_features), reward, terminated, truncated)
+    return Stepped(as_f32(obs).reshape(num_envs, num_features), reward, terminated, truncated)
 
 
 def finite(stepped: Stepped) -> Stepped:
@@ -171,7 +173,7 @@ def finite(stepped: Stepped) -> Stepped:
     Raises:
         BadRows: If something is not finite as float32.
     """
-    obs, reward = stepped.obs, _as_f32(stepped.reward)
+    obs, reward = stepped.obs, as_f32(stepped.reward)
     if not (all_finite(obs) and all_finite(reward)):
         what = {row: not_finite(obs[row]) for row in _rows(~np.isfinite(obs).all(axis=1))}
         for row in _rows(~np.isfinite(reward)):
@@ -180,10 +182,21 @@ def finite(stepped: Stepped) -> Stepped:
     return stepped
 
 
-def _as_f32(array: NDArray[Any]) -> NDArray[np.float32]:
-    """As float32; what is too large is infinite there, and no warning is needed to see it."""
+def as_f32(array: NDArray[Any]) -> NDArray[np.float32]:
+    """As float32; what is too large is infinite there, and no warning is needed to see it.
+
+    Raises:
+        BadEnv: If a whole number would be rounded.
+    """
     if array.dtype == np.float32:
         return array
+    if array.dtype.kind in "iu" and array.dtype.itemsize > 2 and array.size:
+        low, high = int(array.min()), int(array.max())
+        if max(-low, high) > _WHOLE:
+            raise BadEnv(
+                f"gave {high if high > _WHOLE else low}, but whole numbers beyond {_WHOLE:,} are "
+                "rounded in float32, by which models read; scale it, or show it in several parts,"
+            )
     with np.errstate(over="ignore"):
         return array.astype(np.float32)
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .flat_parameters import ADDED_AT_ONCE
 from .transfers import on_host, sent
 
 MOST_LOGITS = 1 << 23
@@ -181,9 +182,11 @@ class _TokenLogprob(torch.autograd.Function):
         lines: _Lines = ctx.lines
         upstream = grads[0][ctx.order]
         to_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
-        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        to_bias = largest.new_zeros(len(weight)) if ctx.needs_input_grad[2] else None
         at_once, in_float32 = _bounds(weight)
+        # Of 16 bits each sum over pieces would be rounded again.
+        exact = weight.dtype if len(states) <= at_once else torch.float32
+        to_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
+        to_bias = largest.new_zeros(len(weight)) if ctx.needs_input_grad[2] else None
         for rows in _chunks(len(states), at_once):
             change = F.linear(states[rows], weight, bias)
             for part in _chunks(len(change), in_float32):
@@ -206,12 +209,25 @@ class _TokenLogprob(torch.autograd.Function):
             if to_states is not None:
                 to_states[rows] = change @ weight
             if to_weight is not None:
-                to_weight.addmm_(change.t(), states[rows])
+                _add_product(to_weight, change, states[rows])
             if to_bias is not None:
                 to_bias += change.sum(0, dtype=torch.float32)
             del change  # before the next one is made
         of_bias = None if to_bias is None else to_bias.to(weight.dtype)
-        return to_states, to_weight, of_bias, None, None, None, None
+        of_weight = None if to_weight is None else to_weight.to(weight.dtype)
+        return to_states, of_weight, of_bias, None, None, None, None
+
+
+def _add_product(total: Tensor, change: Tensor, states: Tensor) -> None:
+    """Add `change^T states`, [V, D], to a total in their precision or in float32."""
+    if total.dtype == states.dtype:
+        total.addmm_(change.t(), states)
+        return
+    # In parts: on a CPU an addition of two dtypes first converts all of what it is given.
+    on_cpu = total.device.type == "cpu"
+    at_once = max(ADDED_AT_ONCE // states.shape[1], 1) if on_cpu else len(total)
+    for words in _chunks(len(total), at_once):
+        total[words].add_(change[:, words].t() @ states)
 
 
 class _Lines:

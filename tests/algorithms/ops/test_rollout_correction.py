@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from penstock.algorithms.ops.rollout_correction import (
     effective_sample_size,
     rollout_weight,
     self_normalized,
+    weighted_advantage,
+    weighted_tokens,
 )
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput
 from penstock.dataflow.errors import ConfigError, FlowError
@@ -176,3 +178,26 @@ def test_a_log_probability_that_is_no_number_is_not_hidden(mode: Any) -> None:
         correction=RolloutCorrection(mode=mode),
     )
     assert found[0, 1].isnan()
+
+
+@pytest.mark.parametrize(("zero_weights", "loss"), [("counted", -0.39263), ("left_out", -0.523507)])
+def test_what_a_mask_leaves_out_is_counted_in_the_divisor_or_not(
+    zero_weights: Literal["counted", "left_out"], loss: float
+) -> None:
+    """Three of four tokens: the sum is divided by 4, or by 3."""
+    word = f"+algorithm.cfg.correction={{mode: token_mask, zero_weights: {zero_weights}}}"
+    graph = record(composed("grpo", word).algorithm, "algorithm")
+    weight = weights(RolloutCorrection(mode="token_mask", zero_weights=zero_weights))
+    mask, source = MASK, "actor.generate"
+    if zero_weights == "left_out":
+        mask, source = weighted_tokens(MASK, weight), "weighted_tokens"
+    assert dict(graph["actor.train"].inputs)["batch.mask"].node == source
+    batch = PolicyBatch(
+        tokens=torch.zeros(1, 4, dtype=torch.int64),
+        mask=mask,
+        behavior_logprob=TRAINER,
+        advantage=weighted_advantage(ADVANTAGE, weight),
+    )
+    policy = ClippedPolicyLoss()
+    found = policy(PolicyOutput(logprob=POLICY), batch, policy.totals(batch))
+    assert float(found.total) == pytest.approx(loss, abs=1e-6)

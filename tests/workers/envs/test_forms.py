@@ -89,7 +89,9 @@ def test_by_default_such_environments_are_stepped_alone() -> None:
     assert env.spaces()[0] == 6 * 5 * 3
     spec = TorchActorCriticSpec(env=env, network=PerceptronSpec(hidden_sizes=(4,)))
     found = roll(env_worker(env), 0, actor=spec.build(WorkerContext("actor", 0)))
-    assert set(found.obs.flatten().tolist()) <= {100.0, 101.0, 200.0}
+    assert set(found.obs.flatten().tolist()) <= {
+        np.float32(n / 255).item() for n in (100, 101, 200)
+    }
 
 
 def test_images_are_laid_out_flat_in_the_vectorized_form() -> None:
@@ -97,7 +99,7 @@ def test_images_are_laid_out_flat_in_the_vectorized_form() -> None:
     assert env.spaces()[0] == 6 * 5 * 3
     found = roll(env_worker(env), 0)
     assert found.obs.shape[-1] == 6 * 5 * 3
-    assert torch.all(found.obs == 200)
+    assert torch.all(found.obs == np.float32(200 / 255))
 
 
 @pytest.mark.parametrize("vectorized", [None, True])

@@ -277,9 +277,14 @@ def _train(call: Call, pack: PackSizes, checkpointing: bool, on_cpu: bool) -> li
         saved = below + (p.tokens * s.hidden if checkpointing else last) + states
         logits, sliced = _head(shape, p, on_cpu)
         slices = 2 if s.number == _FLOAT else 3
+        total, part, ending = embedding, 0, tied or _handed_over(embedding, s.number)
+        if s.number != _FLOAT and logits < p.reads * shape.vocab_size * s.number:
+            # Pieces of the head's gradient are added up in float32, and then converted.
+            total = embedding // s.number * _FLOAT
+            part, ending = 0 if on_cpu else embedding, max(ending, total + embedding)
         moments += [
-            Parts(gradients=embedding, activations=saved, logits=logits + slices * sliced),
-            Parts(gradients=tied or _handed_over(embedding, s.number), activations=saved),
+            Parts(gradients=total + part, activations=saved, logits=logits + slices * sliced),
+            Parts(gradients=ending, activations=saved),
         ]
     return moments
 

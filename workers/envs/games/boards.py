@@ -113,8 +113,8 @@ class Boards(Protocol):
         ...
 
     @property
-    def cut(self) -> NDArray[np.bool_]:
-        """bool[games]: ended by such a limit, where it would have gone on."""
+    def ended(self) -> NDArray[np.bool_]:
+        """bool[games, 2]: sides for which it has ended by the rules; a limit only cuts it off."""
         ...
 
     @property

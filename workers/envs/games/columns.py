@@ -71,18 +71,18 @@ class GameColumns:
         """End all games, with the last turn that each side has had.
 
         Args:
-            cut: bool[games]: those that would have gone on.
+            cut: bool[games, 2]: sides for which it would have gone on.
             left: f32[games, 2, features]: how each side sees the state these were left in; None
                 if there are none. It stands where an environment shows it that resets.
         """
         game, side = np.nonzero(self.turns)
         last = self.turns[game, side] - 1
-        self._columns["terminated"][game, side, last] = ~cut[game]
-        self._columns["truncated"][game, side, last] = cut[game]
+        self._columns["terminated"][game, side, last] = ~cut[game, side]
+        self._columns["truncated"][game, side, last] = cut[game, side]
         if left is None:
             return
         self._columns["last_obs"][cut] = left[cut]
-        game, side = np.nonzero((self.turns < self._max_turns) & cut[:, None])
+        game, side = np.nonzero((self.turns < self._max_turns) & cut)
         self._columns["obs"][game, side, self.turns[game, side]] = left[game, side]
 
     def rows(self, numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:

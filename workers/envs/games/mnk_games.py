@@ -105,7 +105,7 @@ class MnkBoards:
         self._games = np.arange(num_games)
         self._occupied: NDArray[np.bool_] = np.zeros((num_games, 2, spec.num_places), np.bool_)
         self.over: NDArray[np.bool_] = np.zeros(num_games, np.bool_)
-        self.cut: NDArray[np.bool_] = np.zeros(num_games, np.bool_)
+        self.ended: NDArray[np.bool_] = np.zeros((num_games, 2), np.bool_)
         self.turn: NDArray[np.int64] = np.zeros(num_games, np.int64)
 
     def obs(self, side: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -126,6 +126,7 @@ class MnkBoards:
         lines = np.all(self._occupied[games, side][:, self._lines], axis=2)
         won = np.any(lines, axis=1)
         self.over[games] = won | np.all(self._occupied[games].any(axis=1), axis=1)
+        self.ended[games] = self.over[games, None]
         self.turn[games] = 1 - side
         reward = np.zeros((len(choice), 2), np.float32)
         reward[games[won], side[won]] = 1.0

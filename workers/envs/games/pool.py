@@ -19,7 +19,7 @@ from ....algorithms.roles.environment import ActionSpace
 from ....dataflow.errors import ConfigError, WorkerError
 from ..alarm import StepAlarm
 from ..pool_library import ask_envpool, without_casts
-from ..spaces import action_space, num_features
+from ..spaces import action_space, num_features, to_features
 from .boards import GameNames, answered
 
 _TOLD = ("current_player", "legal_action_mask")
@@ -52,7 +52,7 @@ class PoolBoards:
         self._num_features, self._actions = pool_game_spaces(game_id, options)
         self._seeds = [names.own_seed(index) for index in range(self._count)]
         self.over: NDArray[np.bool_] = np.zeros(self._count, np.bool_)
-        self.cut: NDArray[np.bool_] = np.zeros(self._count, np.bool_)
+        self.ended: NDArray[np.bool_] = np.zeros((self._count, 2), np.bool_)
         self._games = np.arange(self._count)
         self._obs = np.zeros((self._count, 2, self._num_features), np.float32)
         self._allowed = np.zeros((self._count, self._actions.num_choices), np.bool_)
@@ -69,7 +69,8 @@ class PoolBoards:
             )
             made.callback(self._pool.close)
             with without_casts():
-                _ = self._pool.observation_space  # which it asks itself for at every step
+                # Which it asks itself for at every step.
+                self._flat = to_features(self._pool.observation_space, many=True)
             obs, info = answered(self._named, self._alarm, self._pool.reset)
             order = self._order(info)
             self._show(~self.over, obs, info, order)
@@ -107,7 +108,7 @@ class PoolBoards:
         order = self._order(info)
         self._show(live, obs, info, order)
         self.over |= live & (terminated | truncated)[order]
-        self.cut |= live & (truncated & ~terminated)[order]
+        self.ended |= (live & np.asarray(terminated, np.bool_)[order])[:, None]
         of_players = np.asarray(reward, np.float32).reshape(self._count, 2)[order]
         players = self._first[:, None] ^ np.arange(2)
         return np.where(live[:, None], of_players[self._games[:, None], players], np.float32(0))
@@ -131,12 +132,13 @@ class PoolBoards:
         order: NDArray[np.int64],
     ) -> None:
         """Take what games show that go on, and what all of them allow."""
-        if obs.size != self._obs.size:
+        flat = answered(self._named, self._alarm, lambda: self._flat(obs))
+        if flat.size != self._obs.size:
             raise WorkerError(
                 f"{self._named()} showed observations of shape {list(obs.shape)}; expected "
                 f"[{2 * self._count}, {self._num_features}]"
             )
-        self._obs[live] = obs.reshape(self._obs.shape)[order[live]]
+        self._obs[live] = flat.reshape(self._obs.shape)[order[live]]
         self._mover[live] = np.asarray(info["current_player"])[order[live]]
         self._allowed = np.asarray(info["legal_action_mask"], np.bool_)[order]
 

@@ -91,7 +91,7 @@ class BoardGameWorker(BoardGame):
                 "first_wins": Metric.mean(float((first > second).sum()), count),
                 "second_wins": Metric.mean(float((second > first).sum()), count),
                 "first_return": Metric.mean(float(first.sum()), count),
-                "cut_off": Metric.mean(float(cut.sum()), count),
+                "cut_off": Metric.mean(float(cut.any(axis=1).sum()), count),
                 "num_moves": Metric.mean(num_moves, count),
                 "games": Metric.sum(count),
                 "env_steps": Metric.sum(num_moves),
@@ -152,8 +152,8 @@ class _Played:
         self._live = live & self._still_live()
 
     def end(self) -> NDArray[np.bool_]:
-        """End all games; which were cut off, bool[games]."""
-        cut = ~self._boards.over | self._boards.cut
+        """End all games; for which sides they were cut off, bool[games, 2]."""
+        cut = ~self._boards.ended
         left = None
         if cut.any():
             sides = [self._seen(np.full(len(cut), side)) for side in range(2)]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from ....algorithms.roles.environment import ActionSpace
 from ....dataflow.errors import ConfigError, WorkerError, nearest, one_process, raised_at
 from ..alarm import StepAlarm
-from ..spaces import num_features
+from ..spaces import num_features, to_features
 from .boards import GameNames, answered
 
 _OBS, _MASK = "observation", "action_mask"
@@ -29,6 +30,9 @@ _BEGUN = ("agent_selection", "rewards", "terminations", "truncations")
 
 class ZooBoards:
     """`Boards` of PettingZoo's. A game has a seed of its own.
+
+    A player may be out while the other goes on: its turns are stepped with None, as PettingZoo has
+    it, and it earns nothing more.
 
     Args:
         game_id: PettingZoo's name of the game, or `module:function`.
@@ -49,10 +53,13 @@ class ZooBoards:
         limit_s: float | None,
     ) -> None:
         self._names = names
-        self._num_features, self._actions = zoo_game_spaces(game_id, options)
+        shown, self._actions = _playable(game_id, options)
+        self._num_features, self._flat = num_features(shown, game_id), to_features(shown)
         count = len(names.numbers)
         self.over: NDArray[np.bool_] = np.zeros(count, np.bool_)
-        self.cut: NDArray[np.bool_] = np.zeros(count, np.bool_)
+        self.ended: NDArray[np.bool_] = np.zeros((count, 2), np.bool_)
+        self._out: NDArray[np.bool_] = np.zeros((count, 2), np.bool_)
+        self._left: dict[tuple[int, int], NDArray[np.float32]] = {}  # what a side saw last
         self.turn: NDArray[np.int64] = np.zeros(count, np.int64)
         self._games: list[Any] = []
         self._players: list[tuple[str, str]] = []
@@ -90,9 +97,16 @@ class ZooBoards:
                 the other methods.
         """
         obs = np.zeros((len(side), self._num_features), np.float32)
-        for index in np.nonzero(~self.over | self.cut)[0]:
-            obs[index] = self._shown(index, int(side[index]), _OBS, self._num_features)
+        for index in np.nonzero(~self.ended[np.arange(len(side)), side])[0]:
+            obs[index] = self._seen(index, int(side[index]))
         return obs
+
+    def _seen(self, index: int, side: int) -> NDArray[np.float32]:
+        """An observation, laid out flat; the last one of a player who was cut off."""
+        if (index, side) in self._left:
+            return self._left[index, side]
+        shown = self._shown(index, side, _OBS, self._num_features)
+        return self._ask(index, lambda: self._flat(shown))
 
     def allowed(self) -> NDArray[np.bool_]:
         """See `Boards.allowed`; all where it is over."""
@@ -126,19 +140,37 @@ class ZooBoards:
             game, players = self._games[index], self._players[index]
             self._ask(index, lambda g=game, c=int(choice[index]): g.step(c))
             reward[index] = [game.rewards.get(player, 0.0) for player in players]
-            ended = any(game.terminations.values())
-            self.over[index] = ended or any(game.truncations.values())
-            self.cut[index] = self.over[index] and not ended
-            if not self.over[index]:
-                self.turn[index] = self._side(index, players)
+            self._go_on(index)
         return reward
+
+    def _go_on(self, index: int) -> None:
+        """Note who is out of a game, and step them until it is the other's turn, or all are out."""
+        game, players = self._games[index], self._players[index]
+        for _ in range(3):  # either may have to be stepped once
+            for side, player in enumerate(players):
+                ended = game.terminations.get(player, True)
+                if self._out[index, side] or not (ended or game.truncations.get(player)):
+                    continue
+                if not ended:
+                    self._left[index, side] = self._seen(index, side)
+                self._out[index, side], self.ended[index, side] = True, ended
+            self.over[index] = self._out[index].all()
+            if self.over[index]:
+                return
+            self.turn[index] = mover = self._side(index, players)
+            if not self._out[index, mover]:
+                return
+            self._ask(index, lambda: game.step(None))
+        raise WorkerError(
+            f"{self._names.own(index)} says it is the turn of {game.agent_selection!r} again, who "
+            "is out and was stepped with None; expected that of the other player"
+        )
 
     def close(self) -> None:
         """See `Boards.close`."""
         self._opened.close()
 
 
-@one_process()
 def zoo_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, ActionSpace]:
     """Numbers of an observation, and what can be done.
 
@@ -150,6 +182,13 @@ def zoo_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, Acti
         ConfigError: If PettingZoo is not installed or does not have it, or it is no game of two
             players who choose in turn from what is allowed.
     """
+    shown, actions = _playable(game_id, options)
+    return num_features(shown, game_id), actions
+
+
+@one_process()
+def _playable(game_id: str, options: Mapping[str, Any]) -> tuple[gym.Space[Any], ActionSpace]:
+    """The space of an observation, and what can be done; raises as `zoo_game_spaces`."""
     game = _made(game_id, options)
     try:
         players = list(game.possible_agents)
@@ -178,7 +217,7 @@ def zoo_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, Acti
                 "    such are connect_four_v3, tictactoe_v3 and go_v5"
             )
     actions = ActionSpace("discrete", sizes=(int(one.n),), masked=True)
-    return num_features(parts[_OBS], game_id), actions
+    return parts[_OBS], actions
 
 
 @one_process()
@@ -204,7 +243,8 @@ def _require(game_id: str, game: Any, names: Iterable[str]) -> None:
     raise ConfigError(
         f"'{game_id}' of PettingZoo returned {came}, which has no {missing[0]}; expected a game in "
         "PettingZoo's AEC form (possible_agents, agent_selection, observe, step ...)\n"
-        "    return an AECEnv; of a ParallelEnv, pettingzoo.utils.parallel_to_aec makes one"
+        "    return an AECEnv whose players choose in turn; games in which all move at once, as a "
+        "ParallelEnv's, are not played here"
     )
 
 

@@ -115,3 +115,62 @@ def nothing() -> None:
 
 
 NUMBER = 7
+
+
+class Leaves(AECEnv[str, dict[str, Any], int]):
+    """The second player leaves at its third move; the other earns 1 in each of five further ones.
+
+    `wrong` is "limit" where it leaves by a limit, or "stays" where it is not let go.
+    """
+
+    metadata = {"name": "leaves"}  # noqa: RUF012
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+        self.possible_agents = ["first", "second"]
+
+    def observation_space(self, agent: str) -> spaces.Dict:
+        del agent
+        mask = spaces.Box(0, 1, (2,), np.int8)
+        return spaces.Dict({"observation": spaces.Box(0, 99, (1,)), "action_mask": mask})
+
+    def action_space(self, agent: str) -> spaces.Discrete:
+        del agent
+        return spaces.Discrete(2)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        del seed, options
+        self.agents = [*self.possible_agents]
+        self.agent_selection = "first"
+        self.rewards = dict.fromkeys(self.agents, 0.0)
+        self._cumulative_rewards = dict.fromkeys(self.agents, 0.0)
+        self.terminations = dict.fromkeys(self.agents, False)
+        self.truncations = dict.fromkeys(self.agents, False)
+        self.infos: dict[str, Any] = {agent: {} for agent in self.agents}
+        self.turns = dict.fromkeys(self.agents, 0)
+
+    def observe(self, agent: str) -> dict[str, Any]:
+        assert agent in self.agents
+        return {"observation": np.array([sum(self.turns.values())]), "action_mask": np.ones(2)}
+
+    def step(self, action: int | None) -> None:
+        mover = self.agent_selection
+        if self.terminations[mover] or self.truncations[mover]:
+            if self.wrong != "stays":
+                self._was_dead_step(action)
+            return
+        self.turns[mover] += 1
+        alone = len(self.agents) == 1
+        self.rewards = {agent: float(alone) for agent in self.agents}
+        if mover == "second" and self.turns[mover] == 3:
+            (self.truncations if self.wrong == "limit" else self.terminations)[mover] = True
+        if mover == "first" and self.turns[mover] == 8:
+            self.terminations[mover] = True
+        others = [agent for agent in self.agents if agent != mover]
+        self.agent_selection = (others or self.agents)[0]
+        self._deads_step_first()
+
+
+def leaves(**options: Any) -> Leaves:
+    """A game that one player leaves early."""
+    return Leaves(**options)

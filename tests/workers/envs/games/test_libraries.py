@@ -233,6 +233,27 @@ def test_a_limit_of_the_games_own_cuts_it_off(nim: Any) -> None:
     assert games.last_obs.tolist() == [[4, 0], [4, 1]]
 
 
+@pytest.mark.parametrize("wrong", ["", "limit"])
+def test_the_other_plays_on_where_one_is_out_early(nim: Any, wrong: str) -> None:
+    """Who leaves at its third move earns nothing more; the other 1 in each of five further ones."""
+    spec = replace(nim(wrong=wrong), id="own_nim:leaves", max_turns=9)
+    games, worker = play(spec, Scripted(*[0] * 9), Scripted(*[1] * 9), games=2)
+    assert games.mask.sum(1).tolist() == [8, 3] * 2
+    assert games.reward.sum(1).tolist() == [5, 0] * 2
+    assert games.terminated.nonzero().tolist() == (
+        [[0, 7], [2, 7]] if wrong else [[0, 7], [1, 2], [2, 7], [3, 2]]
+    )
+    assert games.truncated.nonzero().tolist() == ([[1, 2], [3, 2]] if wrong else [])
+    assert games.last_obs[1].tolist() == [6 if wrong else 0]  # after its third move
+    assert worker.metrics["cut_off"].value == bool(wrong)
+
+
+def test_a_game_that_keeps_who_is_out(nim: Any) -> None:
+    spec = replace(nim(wrong="stays"), id="own_nim:leaves", max_turns=9)
+    with pytest.raises(WorkerError, match="says it is the turn of 'second' again, who is out and"):
+        play(spec, Scripted(*[0] * 9), Scripted(*[1] * 9))
+
+
 @pytest.mark.parametrize(
     ("wrong", "move", "said"),
     [
@@ -284,7 +305,8 @@ def test_what_our_players_cannot_play(nim: Any, options: dict[str, Any], said: s
 
 FORM = (
     "expected a game in PettingZoo's AEC form (possible_agents, agent_selection, observe, step "
-    "...)\n    return an AECEnv; of a ParallelEnv, pettingzoo.utils.parallel_to_aec makes one"
+    "...)\n    return an AECEnv whose players choose in turn; games in which all move at once, as "
+    "a ParallelEnv's, are not played here"
 )
 NAMES = "    task.id=module:function names a function that returns a game"
 

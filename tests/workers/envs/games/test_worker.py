@@ -55,8 +55,8 @@ class ToldBoards:
         return self.moves >= lengths
 
     @property
-    def cut(self) -> NDArray[np.bool_]:
-        return self.over & (self.spec.ends == "cut")
+    def ended(self) -> NDArray[np.bool_]:
+        return np.repeat(self.over & (self.spec.ends != "cut"), 2).reshape(-1, 2)
 
     @property
     def turn(self) -> NDArray[np.int64]:

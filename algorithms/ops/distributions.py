@@ -63,7 +63,7 @@ def entropy_of_logits(logits: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def entropy_of_logprobs(logprob: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Entropy in nats from the log-probabilities of all actions, f32[..., actions]; never below 0."""
+    """Entropy in nats, never below 0, from log-probabilities of all actions f32[..., actions]."""
     # One may be -inf; 0 times it would be nan, and so would its gradient.
     term = logprob.exp() * logprob.clamp(min=torch.finfo(logprob.dtype).min)
     return -(term if valid is None else torch.where(valid, term, torch.zeros_like(term))).sum(-1)

@@ -133,7 +133,8 @@ def from_columns(space: gym.Space[Any]) -> Callable[[NDArray[np.float32]], Any]:
     It works on one action of an environment, or on those of many at once: they have the shape and
     the type of the space, after that of the many.
     """
-    dtype, shape = space.dtype, space.shape
+    dtype: Any = space.dtype
+    shape: Any = space.shape
     match space:
         case spaces.Discrete():
             start = dtype.type(space.start)

@@ -56,7 +56,7 @@ def test_observations_lie_flat() -> None:
 
 ACTIONS = [
     spaces.Discrete(3, start=-1),
-    spaces.MultiDiscrete([[2, 3], [4, 5]], start=[[0, 1], [2, 3]]),
+    spaces.MultiDiscrete(np.array([[2, 3], [4, 5]]), start=np.array([[0, 1], [2, 3]])),
     spaces.MultiDiscrete([2, 3], dtype=np.int32),
     spaces.MultiBinary((2, 3)),
     spaces.MultiBinary(3),
@@ -74,7 +74,7 @@ def test_an_action_has_the_shape_and_the_type_of_its_space(space: spaces.Space[A
     alone, several = take(columns[0]), take(columns)
     assert space.contains(alone)
     assert (alone.shape, alone.dtype) == (space.shape, space.dtype)
-    assert (several.shape, several.dtype) == ((5, *space.shape), space.dtype)
+    assert (several.shape, several.dtype) == ((5, *alone.shape), space.dtype)
     assert all(np.array_equal(one, alone) for one in several)
 
 

@@ -157,7 +157,7 @@ class Leaves(AECEnv[str, dict[str, Any], int]):
         mover = self.agent_selection
         if self.terminations[mover] or self.truncations[mover]:
             if self.wrong != "stays":
-                self._was_dead_step(action)
+                self._was_dead_step(action)  # type: ignore[arg-type]
             return
         self.turns[mover] += 1
         alone = len(self.agents) == 1

@@ -45,7 +45,7 @@ def machine() -> dict[str, Any]:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and quartiles."""
-    low, _, high = statistics.quantiles(values, n=4)
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else 3 * (*values,)
     return {"median": statistics.median(values), "quartile_1": low, "quartile_3": high}
 
 

@@ -24,6 +24,7 @@ _IN_RUST = re.compile(r"\(os error (\d+)\)")
 _FIXES = {
     errno.ENOSPC: "free some space, or choose another folder",
     errno.EDQUOT: "free some space, or choose another folder",
+    errno.EFBIG: "give a smaller file, or see the machine's limit: ulimit -f",
     errno.EROFS: "choose a folder that can be written to",
     errno.EACCES: "see who owns it and who may use it, or choose another",
     errno.EPERM: "see who owns it and who may use it, or choose another",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from .file_errors import writing
+from .regular_files import created
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> WrittenFile
     """
     digest, size_bytes = hashlib.sha256(), 0
     gathered, num_gathered = memoryview(mmap.mmap(-1, _AT_ONCE)), 0  # begins where a page does
-    with writing(path), path.open("wb", buffering=0) as file:
+    with writing(path), created(path) as file:
         for part in parts:
             digest.update(part)
             rest = memoryview(part)

@@ -8,6 +8,7 @@ if it was refused, interrupted or terminated, nor if the user's own code has fai
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryFile
 from types import FrameType
 from typing import Any
 
@@ -35,6 +36,8 @@ _PROGRAM = (sys.executable, "-P", "-m", "penstock.launch.main")
 _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _ENDED = frozenset({0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM})
 """Exit codes that are an end: done, refused, interrupted, terminated."""
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.1
 """How soon a signal ends a pause."""
 
@@ -54,8 +57,9 @@ def supervise_command(arguments: Sequence[str]) -> int:
             f"{SUPERVISE} looks after one run, and {several[0]} makes several\n    leave one of "
             "them out"
         )
-    with TemporaryDirectory(prefix="penstock-supervise-") as place, _passing_on() as child:
-        return _looked_after(child, list(arguments), Path(place) / "told.jsonl")
+    # Without a name: a parent that is killed leaves nothing.
+    with TemporaryFile(buffering=0) as told, _passing_on() as child:
+        return _looked_after(child, list(arguments), told.fileno())
 
 
 class _Child:
@@ -76,7 +80,7 @@ class _Child:
         if self._process is not None:
             self._process.send_signal(number)
 
-    def run(self, words: Sequence[str], told: Path) -> int:
+    def run(self, words: Sequence[str], told: int) -> int:
         """Start the process and wait until it ends, which may take days.
 
         In a process group of its own: what a terminal sends at Ctrl-C comes once, from here. A
@@ -87,7 +91,11 @@ class _Child:
         """
         environment = {**os.environ, **environment_of(told)}
         self._process = subprocess.Popen(
-            [*_PROGRAM, "run", *words], env=environment, process_group=0
+            [*_PROGRAM, "run", *words],
+            env=environment,
+            process_group=0,
+            pass_fds=(told,),
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has one thread
         )
         if self.asked is not None:  # while it was being started
             self._process.send_signal(self.asked)
@@ -116,11 +124,18 @@ def _passing_on() -> Generator[_Child]:
             signal.signal(number, handler)
 
 
-def _looked_after(child: _Child, words: list[str], file: Path) -> int:
+def _end_with_parent() -> None:
+    """Have the run stop, with a checkpoint, when the process that looks after it is killed."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _looked_after(child: _Child, words: list[str], file: int) -> int:
     """Have the run's process started until it is over."""
     recoveries = Recoveries(Recovery())
     while True:
-        file.unlink(missing_ok=True)
+        os.ftruncate(file, 0)
+        os.lseek(file, 0, os.SEEK_SET)
         code = child.run(words, file)
         told = what_was_told(file)
         if child.asked is not None or not _may_go_on(code, told):

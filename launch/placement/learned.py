@@ -7,12 +7,10 @@ predicted becomes its correction (`Constants.corrections`).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from ...dataflow.errors import PlanError
 from ...planner.cost.calibration import Calibration
@@ -21,6 +19,7 @@ from ...planner.inputs.cluster import ClusterSpec
 from ...planner.plan.plan import Plan
 from ...workers.executors.registry import PARALLEL_EXECUTOR
 from ..inputs.compose import check_calibration
+from ..run_dir.run_files import optional_field, parse_object, parsed
 from ..run_dir.run_folder import RunFolder
 from .machine import machine_name, threads_of
 
@@ -59,11 +58,16 @@ def read_calibration(path: Path) -> Calibration:
 
 def _measured(folder: RunFolder) -> Mapping[str, float]:
     """Node -> seconds."""
-    if not folder.summary.is_file():
+    found = parsed(folder.summary, _seconds)
+    if found is None:
         raise _unusable(folder.path, "the run has not ended", "wait for it, or take another")
-    nodes: Mapping[str, Any] = json.loads(folder.summary.read_bytes()).get("nodes", {})
-    found = {name: node.get("measured_s") for name, node in nodes.items()}
-    return {name: seconds for name, seconds in found.items() if seconds}
+    return found
+
+
+def _seconds(summary: bytes) -> dict[str, float]:
+    nodes = optional_field(parse_object(summary), "nodes", dict) or {}
+    found = {name: optional_field(node, "measured_s", float) for name, node in nodes.items()}
+    return {name: seconds for name, seconds in found.items() if seconds and seconds > 0}
 
 
 def _factors(

@@ -13,6 +13,7 @@ import yaml
 from ...configs.plan_schema import PinsConfig
 from ...configs.validate import nearest_key, validated
 from ...dataflow.errors import ConfigError, PlanError
+from ...dataflow.regular_files import read_bytes
 from ...planner.formatting import ranges_text
 from ...planner.inputs.calls import Call
 from ...planner.inputs.cluster import ClusterSpec
@@ -101,10 +102,8 @@ def pins_of_file(file: str, calls: Sequence[Call], cluster: ClusterSpec) -> Pins
     at = f"'plan.compare': '{file}'"
     path = Path(file)
     try:
-        if path.is_char_device() or path.is_fifo():
-            raise OSError(0, "it is a device or a pipe, and may have no end")
         # As JSON, because a YAML file can say more than keys can: dates, or a value inside itself.
-        text = json.dumps(yaml.safe_load(path.read_text()), default=str)
+        text = json.dumps(yaml.safe_load(read_bytes(path)), default=str)
     except OSError as error:
         raise ConfigError(f"{at} cannot be read: {error.strerror}") from None
     except (TypeError, ValueError, RecursionError, yaml.YAMLError) as error:

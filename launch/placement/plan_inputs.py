@@ -6,7 +6,6 @@ describes. A tokenizer is made only if a model's vocabulary or the task's prompt
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from ...configs.schema import ModelConfig, RoleConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph
+from ...dataflow.regular_files import read_json
 from ...planner.inputs.logical_params import adapter_params
 from ...planner.inputs.model_shape import ModelShape, shape_of
 from ...planner.inputs.workload import Lengths, Workload
@@ -239,7 +239,7 @@ def _lengths(given: Lengths | int) -> Lengths:
 
 def _config_json(folder: Path) -> dict[str, Any]:
     try:
-        data: Any = json.loads((folder / "config.json").read_text())
+        data: Any = read_json(folder / "config.json")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"'{folder / 'config.json'}' cannot be read: {error}\n"

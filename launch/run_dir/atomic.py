@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.file_errors import writing
+from ...dataflow.regular_files import created, open_regular
 
 
 def sync_file(path: Path) -> None:
     """Make the file's content survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_regular(path, links=False)
     try:
         with writing(path):
             os.fsync(descriptor)
@@ -61,9 +62,8 @@ def write_text(path: Path, text: str) -> None:
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with writing(path), draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        with writing(path), created(draft) as file:
+            append(path, file.fileno(), text.encode())
             os.fsync(file.fileno())
         draft.replace(path)
     except BaseException:

@@ -12,7 +12,6 @@ writes to a store. What the files mean is the business of those who write them.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 import warnings
@@ -23,6 +22,7 @@ from typing import Any, TypedDict, cast
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.file_errors import disk_refusal, writing
+from ...dataflow.regular_files import opened, read_json
 from ...dataflow.written_files import WrittenFile
 from .atomic import sync_file, sync_folder, write_json
 
@@ -277,7 +277,7 @@ def _read_manifest(folder: Path) -> dict[str, _Entry]:
         ValueError: If it is missing, damaged, of another format, or of another step.
     """
     try:
-        content: Any = json.loads((folder / _MANIFEST).read_bytes())
+        content: Any = read_json(folder / _MANIFEST)
         version, step, entries = content["format"], content["step"], content["files"]
         well_formed = all(
             isinstance(entry["size_bytes"], int) and isinstance(entry["sha256"], str)
@@ -340,7 +340,7 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -7,7 +7,6 @@ the middle of one has no file of it, and evaluates again when it is resumed.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.regular_files import read_json
 from .atomic import write_json
 
 WHOLE = ""
@@ -202,11 +202,11 @@ class Evaluations:
         file = self._file(step)
         try:
             if step == 0 and not file.exists():  # of a run of a version that kept no others
-                return {WHOLE: Measured(**json.loads((file := self._home / _BEFORE).read_bytes()))}
-            content: Any = json.loads(file.read_bytes())["suites"]
+                return {WHOLE: Measured(**read_json(file := self._home / _BEFORE))}
+            content: Any = read_json(file)["suites"]
             return {name: Measured(**found) for name, found in content.items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            known = isinstance(error, OSError | ValueError | RecursionError)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            known = isinstance(error, OSError | ValueError)
             raise ConfigError(
                 f"'{file}' cannot be read: {error if known else 'it is damaged'}\n"
                 "    bring it back as it was; what was measured at an earlier step cannot be "

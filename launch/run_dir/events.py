@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.regular_files import opened_to_append
 from .atomic import append, write_text
+from .run_files import read_lines
 
 EVENTS = "events.jsonl"
 """The file, in the folder of each stage; absent as long as there is nothing to say."""
@@ -44,7 +46,7 @@ class EventLog:
         """Append an event, with the time; `step` is one of its fields."""
         at = datetime.now(UTC).isoformat(timespec="seconds")
         line = json.dumps({"step": event["step"], "at": at, **event}, allow_nan=False)
-        with self._path.open("ab", buffering=0) as file:
+        with opened_to_append(self._path) as file:
             append(self._path, file.fileno(), f"{line}\n".encode())
 
 
@@ -54,18 +56,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: If a line is not one that `EventLog` writes.
     """
-    if not path.exists():
-        return []
-    if not path.is_file():
-        raise ConfigError(f"'{path}' is no file\n    remove it")
-    lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1]
-    return [_event(path, number, line) for number, line in enumerate(lines)]
+    return [_event(path, number, line) for number, line in enumerate(read_lines(path))]
 
 
 def _event(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         event: Any = json.loads(line)
-        known = isinstance(event["step"], int) and isinstance(event["kind"], str)
+        known = type(event["step"]) is int and isinstance(event["kind"], str)
     except (ValueError, TypeError, KeyError, RecursionError):
         known, event = False, {}
     if not known:

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph
+from ...dataflow.regular_files import opened_to_append
 from ...dataflow.runtime.recovery.ledger import Ledger, Line, as_json, from_json
 from .atomic import append, write_text
+from .run_files import read_lines
 
 LEDGER = "ledger.jsonl"
 """The file, in the folder of each stage."""
@@ -27,10 +29,7 @@ def read_ledger(path: Path) -> list[Line]:
     Raises:
         ConfigError: If a line is not one that a ledger has written.
     """
-    if not path.exists():
-        return []
-    lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1]
-    return [_line(path, number, line) for number, line in enumerate(lines)]
+    return [_line(path, number, line) for number, line in enumerate(read_lines(path))]
 
 
 def _line(path: Path, number: int, line: str) -> Line:
@@ -61,7 +60,7 @@ def opened_ledger(graph: Graph, path: Path, first_step: int) -> Ledger:
     def write(line: Line) -> None:
         if line.step <= last[0]:  # computed again, and so will be what follows it
             _rewind(path, line.step)
-        with path.open("ab", buffering=0) as file:
+        with opened_to_append(path) as file:
             append(path, file.fileno(), _text(line))
         last[0] = line.step
 

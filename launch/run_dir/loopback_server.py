@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from ...dataflow.written_files import Background
+
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -38,6 +40,9 @@ _HEADERS = {
 }
 _LOOPBACK = ("127.0.0.1", "localhost")
 _REQUEST_DEADLINE_S = 10.0
+_ANSWER_DEADLINE_S = 30.0
+"""For reading what an answer says: a file system may hang."""
+
 _MOST_CONNECTIONS = 64
 _MOST_TARGET_CHARACTERS = 8192
 
@@ -57,6 +62,9 @@ class Answer:
     content_type: str
     status: int = 200
     policy: str = ""
+
+
+_BUSY = Answer(b"the files of this page cannot be read in time\n", "text/plain", 503)
 
 
 class PageServer(ThreadingHTTPServer):
@@ -82,8 +90,23 @@ class PageServer(ThreadingHTTPServer):
         self.answer = answer
         self.token = token or secrets.token_urlsafe(32)
         self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._answering = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         self._open: set[socket.socket] = set()
         super().__init__(("127.0.0.1", port), _Handler)
+
+    def answered(self, target: str) -> Answer | None:
+        """What `answer` gives within a deadline, so that no file keeps a connection for good."""
+        if not self._answering.acquire(blocking=False):
+            return _BUSY
+
+        def answer() -> Answer | None:
+            try:
+                return self.answer(target)
+            finally:
+                self._answering.release()
+
+        work = Background(answer, "penstock-answer")
+        return work.result() if work.wait(_ANSWER_DEADLINE_S) else _BUSY
 
     @property
     def url(self) -> str:
@@ -153,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if not slash or not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return None
-        return self.server.answer(target)
+        return self.server.answered(target)
 
     def _is_for_us(self) -> bool:
         hosts = self.headers.get_all("Host", [])

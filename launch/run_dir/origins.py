@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import ConfigError, is_library
+from ...dataflow.regular_files import opened, read_bytes
 
 _MAX_MODULE_BYTES = 10_000_000
 """A larger file is no module that somebody wrote."""
@@ -112,7 +113,7 @@ def _file_hash(path: Path) -> str | None:
     """Of a Python file; None if there is none, or one that is too large to be a module."""
     if path.suffix != ".py" or not path.is_file() or path.stat().st_size > _MAX_MODULE_BYTES:
         return None
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
 def _model_hash(folder: Path) -> str:
@@ -122,7 +123,7 @@ def _model_hash(folder: Path) -> str:
         size_bytes = path.stat().st_size
         digest.update(f"{path.name}\n{size_bytes}\n".encode())
         last = max(0, size_bytes - _PIECE_BYTES)
-        with path.open("rb") as file:
+        with opened(path) as file:
             for offset in sorted({last * n // (_NUM_PIECES - 1) for n in range(_NUM_PIECES)}):
                 file.seek(offset)
                 digest.update(file.read(_PIECE_BYTES))

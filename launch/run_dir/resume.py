@@ -18,6 +18,7 @@ import yaml
 
 from ...configs.validate import check_renamed
 from ...dataflow.errors import ConfigError
+from ...dataflow.regular_files import read_bytes
 from ...workers.data.task import PATIENCE
 from .run_folder import RunFolder, differences, open_run, plain, record_of
 
@@ -139,7 +140,7 @@ def stored_config(folder: RunFolder) -> dict[str, Any]:
         ConfigError: If that cannot be read, or holds something else.
     """
     try:
-        config: Any = yaml.safe_load(folder.config.read_text())
+        config: Any = yaml.safe_load(read_bytes(folder.config))
     except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"'{folder.config}' cannot be read: {error!s:.500}") from error
     if not isinstance(config, dict):

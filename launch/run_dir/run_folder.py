@@ -22,12 +22,13 @@ Trackers write theirs beside these (`trackers/`). No service is needed to list o
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
+import struct
 import subprocess
-from collections.abc import Generator, Mapping
+import sys
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -37,11 +38,13 @@ from typing import Any, cast
 import yaml
 
 from ... import __version__
-from ...dataflow.errors import ConfigError
-from ...dataflow.file_errors import writing
+from ...dataflow.errors import ConfigError, WorkerError
+from ...dataflow.regular_files import open_regular, parse_json
 from .atomic import write_json, write_text
 from .environment import Environment
 from .origins import Origins
+from .run_files import field as json_field
+from .run_files import optional_field, parsed, read_object, required_object
 from .trackers.jsonl import METRICS, finite_or_none
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -114,6 +117,11 @@ class RunFolder:
         """The folder of checkpoints."""
         return self.path / "checkpoints"
 
+    @property
+    def lock(self) -> Path:
+        """The file whose lock the run's process holds."""
+        return self.path / ".lock"
+
     def stage(self, name: str) -> RunFolder:
         """The folder of a stage before the main one."""
         return RunFolder(self.path / "stages" / name)
@@ -133,35 +141,77 @@ class RunFolder:
 
     def set_summary_aside(self) -> None:
         """The run goes on: what came out so far becomes `summary-200-steps.json`."""
-        num_steps = json.loads(self.summary.read_bytes())["num_steps"]
-        self.summary.rename(self.path / f"summary-{num_steps}-steps.json")
+        num_steps = required_object(self.summary).get("num_steps", "unknown")
+        self.summary.rename(self.path / f"summary-{num_steps!s:.20}-steps.json")
+
+    @contextmanager
+    def watched(self) -> Generator[Callable[[], None]]:
+        """Give a check that this is the same folder as now, which is neither removed nor renamed.
+
+        Files that are open can be written to when they are gone, so no write would say so.
+
+        Raises:
+            WorkerError: By the check.
+        """
+        held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+        def check() -> None:
+            try:
+                same = os.path.samestat(os.fstat(held), os.stat(self.path))
+            except FileNotFoundError:
+                same = False
+            if not same:
+                raise WorkerError(
+                    f"'{self.path}' is no longer there: the run's folder was removed or renamed "
+                    "while the run wrote to it\n    nothing more is written"
+                )
+
+        try:
+            yield check
+        finally:
+            os.close(held)  # while it is open no new folder has its inode
 
     @contextmanager
     def locked(self) -> Generator[None]:
         """Hold the run for this process; the lock goes with the process, however it ends.
 
-        It is a POSIX record lock: a child that outlives its parent does not keep it.
+        It is a POSIX record lock: a child that outlives its parent does not keep it. The kernel
+        knows who holds it, so nothing is written to the file.
 
         Raises:
-            ConfigError: If another process is running it.
+            ConfigError: If another process is running it, or `.lock` is a link or no file.
         """
-        lock = self.path / ".lock"
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_regular(self.lock, os.O_RDWR | os.O_CREAT, links=False)
         try:
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
-                holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+                holder = lock_holder(descriptor)
                 raise ConfigError(
                     f"run '{self.id}' is being run by process {holder or '(unknown)'}; "
                     "wait until it ends, stop it, or start a run of its own"
                 ) from None
-            os.ftruncate(descriptor, 0)
-            with writing(lock):
-                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
             yield
         finally:
             os.close(descriptor)
+
+
+# struct flock: Linux has type, whence, start, length, process; macOS begins with start.
+_FLOCK = ("qqihh", 3, 2) if sys.platform == "darwin" else ("hhqqi4x", 0, 4)
+
+
+def lock_holder(descriptor: int) -> int | None:
+    """The process that holds a file's lock; None if no other process does.
+
+    It asks and takes nothing: a lock held for a moment could refuse a run that just starts.
+    """
+    layout, kind, process = _FLOCK
+    fields = [0, 0, 0, 0, 0]
+    fields[kind] = fcntl.F_WRLCK
+    answer = struct.unpack(
+        layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(layout, *fields))
+    )
+    return None if answer[kind] == fcntl.F_UNLCK else answer[process]
 
 
 @dataclass(frozen=True)
@@ -287,9 +337,9 @@ def change_config(
         not_reproducible: Why what comes out will not follow from the seed; it stays so.
         now: When that is; for tests.
     """
-    about: dict[str, Any] = json.loads(folder.about.read_bytes())
+    about = required_object(folder.about)
     recorded = plain(yaml.safe_load(config))
-    before = about.get("config") or plain(yaml.safe_load(folder.config.read_bytes()))
+    before = about.get("config") or plain(parsed(folder.config, yaml.safe_load))
     keys = differences(before, recorded)
     at = (now or datetime.now(UTC)).astimezone(UTC).isoformat(timespec="seconds")
     change = {"step": step, "at": at, "keys": {name: list(two) for name, two in keys.items()}}
@@ -381,46 +431,47 @@ def list_runs(runs: Path) -> list[RunRecord]:
 
 def record_of(folder: RunFolder) -> RunRecord:
     """What a run's own files say of it; what cannot be read is its fault."""
+    unknown = RunRecord(
+        folder, folder.id, 0, datetime.fromtimestamp(0, UTC), CodeVersion("unknown")
+    )
+    record = unknown
     try:
-        about: dict[str, Any] = json.loads(folder.about.read_bytes())
-        record = RunRecord(
-            folder,
-            str(about["name"]),
-            int(about["seed"]),
-            datetime.fromisoformat(about["created"]),
-            CodeVersion(**about["code"]),
-            about.get("data"),
-            config=_mapping(about.get("config")),
-            changes=tuple(_mapping(one) for one in about.get("changes", ()) if "keys" in one),
-            origins=Origins(
-                _mapping(about.get("files") or {}), _mapping(about.get("models") or {})
-            ),
-            not_reproducible=str(about.get("not_reproducible") or ""),
-            environment=Environment(
-                _mapping(about.get("versions") or {}), _mapping(about.get("hardware") or {})
-            ),
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        fault = f"run.json cannot be read ({type(error).__name__}: {error})"
-        unknown = datetime.fromtimestamp(0, UTC)
-        return RunRecord(folder, folder.id, 0, unknown, CodeVersion("unknown"), fault=fault)
-    try:
-        summary: Any = json.loads(folder.summary.read_bytes()) if folder.summary.exists() else None
-    except (OSError, ValueError, RecursionError) as error:
-        fault = f"summary.json cannot be read ({type(error).__name__}: {error})"
-        return replace(record, fault=fault)
-    return replace(record, summary=summary)
+        about = parsed(folder.about, lambda content: _record(folder, parse_json(content)))
+        if about is None:
+            return replace(unknown, fault="run.json is missing")
+        record = about
+        return replace(record, summary=read_object(folder.summary))
+    except ConfigError as error:
+        return replace(record, fault=str(error).split("\n")[0])
 
 
-def _mapping(value: Any) -> Any:
-    """The value.
-
-    Raises:
-        TypeError: If it is neither a mapping nor None.
-    """
-    if value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"expected an object, got {value!r:.80}")
-    return value
+def _record(folder: RunFolder, about: Any) -> RunRecord:
+    """Raises `ValueError`, or what follows from a value of another kind than is written."""
+    created = datetime.fromisoformat(json_field(about, "created", str))
+    if created.tzinfo is None:
+        raise ValueError(f"'created' has no time zone: {about['created']:.40}")
+    code, changes = json_field(about, "code", dict), optional_field(about, "changes", list) or []
+    sections = {
+        name: optional_field(about, name, dict) or {}
+        for name in ("files", "models", "versions", "hardware")
+    }
+    return RunRecord(
+        folder,
+        json_field(about, "name", str),
+        json_field(about, "seed", int),
+        created,
+        CodeVersion(
+            json_field(code, "package", str),
+            optional_field(code, "commit", str),
+            bool(code.get("dirty")),
+        ),
+        optional_field(about, "data", str),
+        config=optional_field(about, "config", dict),
+        changes=tuple(one for one in changes if json_field({"change": one}, "change", dict)),
+        origins=Origins(sections["files"], sections["models"]),
+        not_reproducible=optional_field(about, "not_reproducible", str) or "",
+        environment=Environment(sections["versions"], sections["hardware"]),
+    )
 
 
 def code_version(root: Path = _ROOT) -> CodeVersion:

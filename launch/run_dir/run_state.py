@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import struct
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from .run_folder import RunRecord
+from ...dataflow.regular_files import open_regular
+from .run_folder import RunRecord, lock_holder
 
 State = Literal["running", "finished", "stopped", "not running", "damaged", "gone"]
 
@@ -32,7 +30,7 @@ def state_of(record: RunRecord) -> State:
     """Whether a run goes on, and if not, how it ended, as far as its files tell."""
     if not record.folder.about.is_file():
         return "gone"
-    if _is_held(record.folder.path / ".lock"):
+    if _is_held(record.folder.lock):
         return "running"
     if record.fault:
         return "damaged"
@@ -43,24 +41,13 @@ def state_of(record: RunRecord) -> State:
     return "stopped" if stopped else "finished"
 
 
-# struct flock: Linux has type, whence, start, length, process; macOS begins with start.
-_FLOCK = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)
-
-
 def _is_held(lock: Path) -> bool:
-    """Whether another process holds a run's lock.
-
-    It asks and takes nothing: a lock held for a moment could refuse a run that just starts.
-    """
-    layout, place = _FLOCK
-    fields = [0, 0, 0, 0, 0]
-    fields[place] = fcntl.F_WRLCK
+    """Whether another process holds a run's lock."""
     try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(lock, links=False)
     except OSError:
         return False
     try:
-        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(layout, *fields))
+        return lock_holder(descriptor) is not None
     finally:
         os.close(descriptor)
-    return struct.unpack(layout, answer)[place] != fcntl.F_UNLCK

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from rich.text import Text
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.regular_files import MOST_TEXT_BYTES, opened
 from ...workers.data.sample_files import step_files
 from .stop import visible
 
@@ -113,9 +114,20 @@ def read_samples(folder: Path | str, steps: Iterable[int] | None = None) -> list
 
 def _read(path: Path) -> list[Sample]:
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            return [_sample(json.loads(line)) for line in file]
-    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+        with opened(path) as packed, gzip.open(packed) as file:
+            content = file.read(MOST_TEXT_BYTES + 1)
+        if len(content) > MOST_TEXT_BYTES:
+            raise ValueError(f"it unpacks to more than {MOST_TEXT_BYTES} bytes")
+        return [_sample(json.loads(line)) for line in content.splitlines()]
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise ConfigError(
             f"'{path}' cannot be read ({type(error).__name__}: {error})\n"
             "    remove it; the run does not need it"

@@ -6,13 +6,13 @@ stays: a run that is resumed begins with the ranks of its plan, and then does as
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...dataflow.errors import ConfigError
 from .atomic import write_json
+from .run_files import field, parse_object, parsed
 
 _GROUPS, _WISH = "groups.json", "scale.json"
 
@@ -39,15 +39,23 @@ def read_groups(folder: Path) -> dict[str, ElasticGroup]:
     """The groups of a run.
 
     Raises:
-        ConfigError: If it has not said which it has.
+        ConfigError: If it has not said which it has, or the file is damaged.
     """
-    file = folder / _GROUPS
-    if not file.is_file():
+    groups = parsed(folder / _GROUPS, _groups)
+    if groups is None:
         raise ConfigError(
             f"run '{folder.name}' has no {_GROUPS}: it has not come to its main stage yet, or an "
             "older version made it\n    try again once it takes steps"
         )
-    return {name: ElasticGroup(**group) for name, group in json.loads(file.read_bytes()).items()}
+    return groups
+
+
+def _groups(content: bytes) -> dict[str, ElasticGroup]:
+    found = parse_object(content)
+    return {
+        name: ElasticGroup(field(group, "most", int), field(group, "why_not", str))
+        for name, group in found.items()
+    }
 
 
 def write_wish(folder: Path, wish: Mapping[str, int]) -> None:
@@ -61,16 +69,18 @@ def read_wish(folder: Path) -> dict[str, int]:
     Raises:
         ConfigError: If the file is damaged.
     """
-    file = folder / _WISH
     try:
-        found: dict[str, int] = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ConfigError(
-            f"{file} is damaged: {error}\n    delete it, and call `penstock scale` again"
-        ) from error
-    return found
+        return parsed(folder / _WISH, _wish) or {}
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or delete it, and call `penstock scale` again") from error
+
+
+def _wish(content: bytes) -> dict[str, int]:
+    wish = parse_object(content)
+    for name in wish:
+        if field(wish, name, int) < 1:
+            raise ValueError(f"'{name}' is {wish[name]}, and a group has at least one rank")
+    return wish
 
 
 def wish_version(folder: Path) -> int:

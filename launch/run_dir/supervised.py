@@ -1,8 +1,8 @@
 """What a run tells the process that started it to look after it: `penstock run --supervise`.
 
-A line of JSON in a file that the parent reads once the run's process has ended, however it ended.
-The parent names the file in an environment variable, with its own process: whoever else inherits
-that variable is nobody's child, and tells nothing.
+A line of JSON in a file without a name, which both hold open: the parent reads it once the run's
+process has ended, however it ended. The parent gives its descriptor in an environment variable,
+with its own process: whoever else inherits that variable is nobody's child, and tells nothing.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 _VARIABLE = "PENSTOCK_SUPERVISED"
 
 
-def environment_of(file: Path) -> dict[str, str]:
-    """What a child of this process finds in its environment, so that it tells in `file`."""
-    return {_VARIABLE: f"{os.getpid()}:{file}"}
+def environment_of(descriptor: int) -> dict[str, str]:
+    """What a child of this process finds in its environment, so that it tells in a file."""
+    return {_VARIABLE: f"{os.getpid()}:{descriptor}"}
 
 
 def tell(**said: Any) -> None:
@@ -30,18 +29,18 @@ def tell(**said: Any) -> None:
             `may_go_on`: whether the error with which this process ends is one that starting again
             may fix.
     """
-    parent, _, file = os.environ.get(_VARIABLE, "").partition(":")
+    parent, _, descriptor = os.environ.get(_VARIABLE, "").partition(":")
     if parent != str(os.getppid()):
         return
     # A disk that is full where the parent looks is no reason for the run to end.
-    with contextlib.suppress(OSError), Path(file).open("a") as told:
-        told.write(f"{json.dumps(said)}\n")
+    with contextlib.suppress(OSError):
+        os.write(int(descriptor), f"{json.dumps(said)}\n".encode())
 
 
-def what_was_told(file: Path) -> Mapping[str, Any]:
+def what_was_told(descriptor: int) -> Mapping[str, Any]:
     """All that was told, the latest of each; a line cut short by a kill is left out."""
     found: dict[str, Any] = {}
-    if file.exists():
-        for line in file.read_text().split("\n")[:-1]:
-            found |= json.loads(line)
+    told = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    for line in told.split(b"\n")[:-1]:
+        found |= json.loads(line)
     return found

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.regular_files import opened_to_append
 from ...dataflow.runtime.executor import TaskSpan
 from .atomic import append, write_text
+from .run_files import read_lines
 
 _COUNTERS = "run"
 """The process that counters are shown under."""
@@ -54,7 +56,7 @@ class TraceLog:
             self._recall(event)
         write_text(path, "[\n" + ",\n".join(map(json.dumps, kept)))
         self._is_empty = not kept
-        self._file = path.open("ab", buffering=0)
+        self._file = opened_to_append(path)
 
     def write(self, spans: Iterable[TaskSpan]) -> None:
         """Append a slice for each span; a worker not met before gets a track."""
@@ -129,11 +131,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: If the file is not a trace that `TraceLog` wrote.
     """
-    if not path.exists():
-        return []
-    if not path.is_file():
-        raise ConfigError(f"'{path}' is no file\n    remove it")
-    lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+    lines = read_lines(path, complete=False)
     events: list[_Event] = []
     for number, line in enumerate(lines):
         is_last = number == len(lines) - 1

@@ -24,6 +24,8 @@ from typing import IO, Any
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.file_errors import writing
+from ...dataflow.regular_files import created, opened
+from ..run_dir.run_files import field, parse_object
 from ..run_dir.run_folder import RunFolder, RunRecord
 
 _MANIFEST = "penstock-run.json"
@@ -34,6 +36,7 @@ _OWN = "own-files"
 _LEFT_OUT = ("checkpoints", ".lock")
 """What only the machine it ran on goes on with; models and results are all there."""
 
+_PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 _PIECE_BYTES = 1 << 20
 _MOST_MANIFEST_BYTES = 64 << 20
 
@@ -77,14 +80,15 @@ def export_run(record: RunRecord, path: Path, *, checkpoints: bool = False) -> i
         with (
             writing(path),
             folder.locked(),
-            tarfile.open(draft, "w", format=tarfile.PAX_FORMAT) as tar,
+            created(draft) as file,
+            tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar,
         ):
             members = [_member(name, file) for name, file in files.items()]
             about = {"format": _FORMAT, "run": folder.id, "files": [asdict(m) for m in members]}
             _add(tar, _MANIFEST, json.dumps(about, indent=1).encode())
             for member in members:
-                with files[member.name].open("rb") as file:
-                    tar.addfile(_header(member.name, member.size_bytes), file)
+                with opened(files[member.name]) as content:
+                    tar.addfile(_header(member.name, member.size_bytes), content)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
@@ -107,7 +111,7 @@ def _member(name: str, path: Path) -> _Member:
 
 
 def _hash(path: Path) -> str:
-    with path.open("rb") as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -138,6 +142,12 @@ def import_run(path: Path, runs: Path) -> RunFolder:
     """
     with _opened(path) as tar:
         name, members = _manifest(tar, path)
+        listed, held = sum(member.size_bytes for member in members), path.stat().st_size
+        if listed > held:
+            raise ConfigError(
+                f"'{path}' lists {listed} bytes and holds {held}\n    get it anew; an archive that "
+                "unpacks to more than it holds is none that penstock runs export makes"
+            )
         target, draft = runs / name, runs / f".{name}.importing"
         if target.exists():
             raise ConfigError(f"'{target}' is there\n    remove it, or give runs=FOLDER")
@@ -147,7 +157,7 @@ def import_run(path: Path, runs: Path) -> RunFolder:
             draft.mkdir(parents=True)
             for member in members:
                 _unpack(tar, member, draft, path)
-            if tar.next() is not None:
+            if _next(tar) is not None:
                 raise ConfigError(f"'{path}' holds more than it lists\n    get it anew")
             (draft / name).rename(target)
         except BaseException:
@@ -164,7 +174,7 @@ def import_run(path: Path, runs: Path) -> RunFolder:
 def _opened(path: Path) -> Generator[tarfile.TarFile]:
     try:
         # "r:" alone: a compressed archive could be any times larger than its file.
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        with opened(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             yield tar
     except (EOFError, tarfile.TarError) as error:
         raise ConfigError(
@@ -174,28 +184,54 @@ def _opened(path: Path) -> Generator[tarfile.TarFile]:
 
 
 def _manifest(tar: tarfile.TarFile, path: Path) -> tuple[str, list[_Member]]:
-    header = tar.next()
-    if header is None or header.name != _MANIFEST or not header.isreg():
+    header = _next(tar)
+    if header is None or header.name != _MANIFEST:
         raise ConfigError(f"'{path}' is no archive of a run\n    penstock runs export makes one")
     try:
         if header.size > _MOST_MANIFEST_BYTES:
             raise ValueError(f"a list of {header.size} bytes")
-        about: Any = json.loads(_content(tar, header).read())
+        about = parse_object(_content(tar, header).read())
         if about["format"] != _FORMAT:
             raise ValueError(f"of format {about['format']!r:.20}, which this version does not read")
-        name, members = str(about["run"]), [_Member(**member) for member in about["files"]]
+        name, members = field(about, "run", str), [*map(_listed, field(about, "files", list))]
         for member in members:
             _check_name(member.name, name)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"'{path}': its list of files cannot be read: {error}") from error
     if f"{name}/run.json" not in {member.name for member in members}:
         raise ConfigError(f"'{path}' holds no run.json\n    penstock runs export makes one")
     return name, members
 
 
+def _listed(entry: Any) -> _Member:
+    member = _Member(
+        field(entry, "name", str), field(entry, "size_bytes", int), field(entry, "sha256", str)
+    )
+    if member.size_bytes < 0:
+        raise ValueError(f"{member.name!r:.100} has {member.size_bytes} bytes")
+    return member
+
+
+def _next(tar: tarfile.TarFile) -> tarfile.TarInfo | None:
+    """The next member.
+
+    Raises:
+        tarfile.TarError: If it is none that `_add` has written: a sparse file becomes as large as
+            its header says.
+    """
+    try:
+        header = tar.next()
+    except (ValueError, LookupError, ArithmeticError, TypeError) as error:  # of damaged headers
+        raise tarfile.ReadError(f"a header is damaged: {error!s:.100}") from error
+    if header is not None and (header.type not in _PLAIN or header.issparse()):
+        raise tarfile.ReadError(f"{header.name!r:.100} is no plain file")
+    return header
+
+
 def _check_name(name: str, run: str) -> None:
     """Of a file: below the run's folder, whose name is one part."""
     parts = name.split("/")
+    name.encode()  # half of a surrogate pair names no file
     strange = "/" in run or run.startswith(".") or "\\" in name or "\0" in name
     if strange or len(parts) < 2 or parts[0] != run or {"", ".", ".."} & {*parts}:
         raise ValueError(f"{name!r:.100} is no name of a file of run {run!r:.60}")
@@ -208,16 +244,16 @@ def _content(tar: tarfile.TarFile, header: tarfile.TarInfo) -> IO[bytes]:
 
 
 def _unpack(tar: tarfile.TarFile, member: _Member, draft: Path, path: Path) -> None:
-    header = tar.next()
+    header = _next(tar)
     damaged = ConfigError(f"'{path}' is damaged at {member.name}\n    get it anew")
-    if header is None or header.name != member.name or not header.isreg():
+    if header is None or header.name != member.name:
         raise damaged
     if header.size != member.size_bytes:
         raise damaged
     target, digest = draft / member.name, hashlib.sha256()
     target.parent.mkdir(parents=True, exist_ok=True)
     source = _content(tar, header)
-    with writing(target), target.open("xb") as file:
+    with writing(target), created(target) as file:
         while piece := source.read(_PIECE_BYTES):
             digest.update(piece)
             file.write(piece)

@@ -12,11 +12,13 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 
 import yaml
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.regular_files import opened
 from ..run_dir.run_folder import CodeVersion, RunFolder, create_run
 from ..run_dir.trackers.jsonl import MetricsLog
 
@@ -63,7 +65,7 @@ def import_curves(path: Path, runs: Path) -> list[RunFolder]:
 
 def _read(path: Path) -> dict[str, _Curves]:
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with TextIOWrapper(opened(path), encoding="utf-8-sig", newline="") as file:
             rows = [*csv.reader(file, strict=True)]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"'{path}' is no CSV file ({error})") from error

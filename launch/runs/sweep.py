@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 from ...dataflow.errors import ConfigError
 from ..run_dir.atomic import write_json
+from ..run_dir.run_files import parse_object, parsed
 from ..run_dir.run_folder import RunFolder, record_of
 from .figures import Figures
 from .values import flat_values
@@ -132,14 +133,10 @@ class Sweep:
         Raises:
             ConfigError: If they are of another search, or the file cannot be read.
         """
-        path = folder / SWEEP
-        if not path.exists():
+        read = parsed(folder / SWEEP, _trials)
+        if read is None:
             return
-        try:
-            found: dict[str, Any] = json.loads(path.read_bytes())
-            trials = [Trial(**one) for one in found.pop("trials")]
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"'{path}' cannot be read: {error}") from error
+        found, trials = read
         if found != json.loads(json.dumps(self._about())):
             raise ConfigError(
                 f"'{folder}' is a sweep of other keys, another metric or another seed\n"
@@ -192,6 +189,12 @@ class Sweep:
 
     def _about(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "trials"}
+
+
+def _trials(content: bytes) -> tuple[dict[str, Any], list[Trial]]:
+    """What a sweep.json says of its search, and its trials."""
+    found = parse_object(content)
+    return found, [Trial(**one) for one in found.pop("trials")]
 
 
 def next_values(sweep: Sweep) -> dict[str, Value] | None:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from ...dataflow.errors import ConfigError, nearest
 from ..run_dir.run_folder import RunFolder, RunRecord, flat, list_runs, open_run, record_of
 from ..run_dir.run_state import state_of
+from ..run_dir.stop import say
 
 RunValues = tuple[RunRecord, dict[str, Any]]
 """A run with everything that its files say of it."""
@@ -101,8 +102,10 @@ def run_of(word: str, home: Path) -> RunRecord:
 def named_runs(word: str, home: Path) -> list[RunRecord]:
     """The runs that a word names: one, several with commas between them, or a pattern with `*`.
 
+    A pattern leaves out damaged runs, which is said.
+
     Raises:
-        ConfigError: If there is none, or the files of one cannot be read.
+        ConfigError: If there is none, or the files of one that is named cannot be read.
     """
     found: list[RunRecord] = []
     for one in word.split(","):
@@ -115,8 +118,16 @@ def named_runs(word: str, home: Path) -> list[RunRecord]:
         ]
         if not matching:
             raise ConfigError(f"no run in '{folder}' is called '{pattern}'")
-        found += [run_of(str(record.folder.path), home) for record in matching]
+        found += _whole(matching)
     return found
+
+
+def _whole(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Those whose files can be read; of each other one it is said that it is left out."""
+    for record in records:
+        if record.fault:
+            say(f"run '{record.folder.id}' is left out: {record.fault}")
+    return [record for record in records if not record.fault]
 
 
 def sets_by(
@@ -134,7 +145,7 @@ def sets_by(
     Raises:
         ConfigError: If there is no run, or none has a key.
     """
-    named = {word: named_runs(word, home) for word in words} or {"": list_runs(home)}
+    named = {word: named_runs(word, home) for word in words} or {"": _whole(list_runs(home))}
     sets: dict[str, list[RunValues]] = {}
     if by:
         once = {r.folder.path.resolve(): r for records in named.values() for r in records}

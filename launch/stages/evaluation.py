@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from ...workers.data.example_file import ExampleFileSpec
 from ...workers.rewards.kinds import RULES
 from ...workers.rewards.rule_reward import RuleRewardSpec
 from ..run_dir.evaluations import SHARES, Measured
+from ..run_dir.run_files import required_object
 from .stages import Stage
 from .suites import Suite
 from .worker_specs import agent_spec
@@ -133,8 +133,8 @@ class Evaluator:
             for name, value in result.metrics.items()
         }
         found: dict[str, Any] = {}
-        if self._examples.is_file():
-            found = json.loads(self._examples.read_text())
+        if self._examples.exists():
+            found = required_object(self._examples)
             self._examples.unlink()
         threshold = torch.tensor(self._thresholds[number]).item()  # in float32, as scores are
         scores: dict[str, list[float]] = found.get("scores", {})

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ...dataflow.file_errors import writing
 from ...dataflow.graph.role import Role
+from ...dataflow.regular_files import opened
 from ...dataflow.runtime.worker_protocol import Trainable, WorkerContext, WorkerSpec
 from ...workers.models.tokenizer import Tokenizer
 from ...workers.training.flat_parameters import tensors_sha256
@@ -106,7 +107,7 @@ def files_sha256(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            with path.open("rb") as file:
+            with opened(path) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             found[path.relative_to(folder).as_posix()] = digest
     return found

@@ -114,6 +114,7 @@ class Told:
         trackers: Where its metrics go.
         first_step: The step it goes on from.
         evaluation_s: Seconds that the latest evaluation took; None if there was none.
+        check_there: Ends the run if its folder was removed.
     """
 
     def __init__(
@@ -126,11 +127,13 @@ class Told:
         trackers: Trackers,
         first_step: int,
         evaluation_s: Callable[[], float | None],
+        check_there: Callable[[], None],
     ) -> None:
         self._curves = job.run.evaluation.every is not None
         self._show_every = job.run.samples.show_every
         self._stage, self._home, self._shown = stage, home, shown
         self._trace, self._trackers, self._evaluation_s = trace, trackers, evaluation_s
+        self._check_there = check_there
         self._headline, self._waits = Headline(stage), Waits(stage.graph)
         self._signs = Signs(facts_of(stage, job.run.mismatch, job.run.schedule))
         self._events = EventLog(home.path / EVENTS, first_step=first_step)
@@ -161,7 +164,11 @@ class Told:
             samples: Rows it made.
             env_steps: Steps of environments it took.
             env_unit: What these are.
+
+        Raises:
+            WorkerError: If the run's folder is no longer there.
         """
+        self._check_there()
         now_s = time.time()  # trackers may take their time
         values = {
             **result.metrics,
@@ -220,8 +227,9 @@ def told(
 ) -> Generator[Told]:
     """While it is entered the stage's steps are told of; see `Told`."""
     trackers.rewind(first_step, stage.name)
-    with TraceLog(home.trace, first_step=first_step) as trace:
-        yield Told(job, stage, home, shown, trace, trackers, first_step, evaluation_s)
+    with home.watched() as check_there, TraceLog(home.trace, first_step=first_step) as trace:
+        yield Told(job, stage, home, shown, trace, trackers, first_step, evaluation_s, check_there)
+        check_there()  # models are written next
 
 
 def stage_scale(engine: Engine, folder: Path, told: Callable[[str], None]) -> Scale:

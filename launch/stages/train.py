@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import time
@@ -22,6 +21,7 @@ from ..run_dir.checkpoint import CheckpointStore, checkpoints_in
 from ..run_dir.evaluations import Evaluations, Measured
 from ..run_dir.ledger import LEDGER, opened_ledger, read_ledger
 from ..run_dir.progress import RunProgress, StageProgress
+from ..run_dir.run_files import required_object
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.stop import stoppable
 from ..run_dir.trackers.registry import Trackers
@@ -355,13 +355,13 @@ def check_stage_models(stage: str, home: RunFolder) -> None:
             damaged.
     """
     try:
-        summary = json.loads(home.summary.read_bytes())
+        summary = required_object(home.summary)
         if summary["stage"] == stage and "files_sha256" not in summary:
             return  # of a version that did not write them
         written = summary["files_sha256"]
         there = files_sha256(home.path / MODELS)
         changed = sorted(dict(written.items() ^ there.items()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ConfigError, OSError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"stage '{stage}' has ended, but '{home.summary}' does not say with which models: "
             f"{type(error).__name__}: {error}\n    remove '{home.path}' to train it again"

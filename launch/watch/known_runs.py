@@ -6,11 +6,10 @@ by a path: what is in neither is not there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ...dataflow.errors import ConfigError
 from ..run_dir.run_folder import RunFolder, RunRecord, record_of
@@ -126,20 +125,3 @@ def _stamp(path: Path) -> _Stamp | None:
     except OSError:
         return None
     return _Stamp(found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-def load_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object of a file; None if there is no such file.
-
-    Raises:
-        ConfigError: If it is there and is none.
-    """
-    try:
-        content: Any = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path.name} cannot be read ({type(error).__name__})") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path.name} cannot be read (it holds no object)")
-    return cast(dict[str, Any], content)

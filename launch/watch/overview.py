@@ -13,10 +13,10 @@ from typing import Any, cast
 from ...dataflow.errors import ConfigError
 from ..run_dir.evaluations import Evaluations
 from ..run_dir.events import stage_events
+from ..run_dir.run_files import read_object
 from ..run_dir.run_folder import RunFolder, RunRecord
 from ..run_dir.run_state import state_of
 from .curve_points import last_values
-from .known_runs import load_object
 
 _MOST_EVALUATIONS = 50
 _MOST_WARNINGS = 50
@@ -74,7 +74,7 @@ def _about(record: RunRecord) -> dict[str, Any]:
 
 
 def _placement(folder: RunFolder) -> dict[str, Any]:
-    plan = load_object(folder.plan)
+    plan = read_object(folder.plan)
     if plan is None:
         return {"absent": "there is no plan.json: a version that wrote none made this run"}
     return {
@@ -133,7 +133,7 @@ def memory(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
     Raises:
         ConfigError: If plan.json cannot be read.
     """
-    plan = load_object(folder.plan) or {}
+    plan = read_object(folder.plan) or {}
     predicted = cast(dict[str, Any], (plan.get("prediction") or {}).get("memory") or {})
     groups = {name: _group_memory(group) for name, group in predicted.items()}
     measured = (record.summary or {}).get("peak_memory_bytes")

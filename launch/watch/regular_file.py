@@ -8,18 +8,20 @@ cut short, and does not count.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from ...dataflow.regular_files import open_regular
 from .known_runs import Gone
 
 _CHUNK_BYTES = 8192
 MOST_LINE_BYTES = 4 << 20
 """Of a line; what is longer counts as damaged, so that no file fills the memory."""
+_MOST_SEARCHED_BYTES = 16 * MOST_LINE_BYTES
+"""A file in which no line ends for so long is none of ours; a hole can be larger than any disk."""
 _MARKED_BYTES = 64
 
 
@@ -95,8 +97,9 @@ class RegularFile:
 
     def _next_end(self, offset: int) -> int | None:
         """The offset behind the first line end at or after an offset, within the complete part."""
-        step = _CHUNK_BYTES
+        step, begun = _CHUNK_BYTES, offset
         while offset < self.end:
+            self._check_searched(offset - begun)
             chunk = self.read(offset, min(step, self.end - offset))
             if not chunk:
                 return None  # it has become shorter
@@ -109,7 +112,9 @@ class RegularFile:
 
     def _line_start(self, offset: int) -> int:
         """The offset behind the last line end before an offset; 0 if there is none."""
+        begun = offset
         while offset > 0:
+            self._check_searched(begun - offset)
             start = max(0, offset - _CHUNK_BYTES)
             found = self.read(start, offset - start).rfind(b"\n")
             if found >= 0:
@@ -117,23 +122,24 @@ class RegularFile:
             offset = start
         return 0
 
+    def _check_searched(self, num_bytes: int) -> None:
+        if num_bytes > _MOST_SEARCHED_BYTES:
+            raise Gone(f"the file is damaged: no line ends within {num_bytes >> 20} MiB")
+
 
 @contextmanager
 def opened(path: Path) -> Generator[RegularFile]:
     """Open a file to read parts of it.
 
     Raises:
-        Gone: If it is not there, or is no file: one that is written through a pipe would be waited
-            for.
+        Gone: If it is not there, or is no regular file.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = open_regular(path)
     except OSError as error:
         reason = "there is none" if isinstance(error, FileNotFoundError) else f"{error.strerror}"
         raise Gone(f"{path.name}: {reason}") from error
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Gone(f"{path.name}: it is no file")
         yield RegularFile(descriptor)
     finally:
         os.close(descriptor)

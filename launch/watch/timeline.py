@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...dataflow.errors import ConfigError
+from ..run_dir.run_files import read_object
 from ..run_dir.run_folder import RunFolder, RunRecord
-from .known_runs import load_object
 from .regular_file import Line, RegularFile, opened
 
 _TRACE = "trace.json"
@@ -71,7 +71,7 @@ def node_times(folder: RunFolder, record: RunRecord, shown: dict[str, Any]) -> d
         `last_s` (mean of the steps that are shown: the slowest rank's sum over chunks).
     """
     try:
-        plan = load_object(folder.plan) or {}
+        plan = read_object(folder.plan) or {}
     except ConfigError:
         plan = {}
     predicted = cast(dict[str, Any], (plan.get("prediction") or {}).get("nodes") or {})
@@ -91,7 +91,7 @@ def node_times(folder: RunFolder, record: RunRecord, shown: dict[str, Any]) -> d
 def predicted_step_s(folder: RunFolder) -> float | None:
     """How long the plan expects a step to take; None where nothing was predicted."""
     try:
-        plan = load_object(folder.plan) or {}
+        plan = read_object(folder.plan) or {}
     except ConfigError:
         return None
     value = (plan.get("prediction") or {}).get("step_time_s")

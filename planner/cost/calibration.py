@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...dataflow.errors import PlanError
+from ...dataflow.regular_files import read_bytes
 from ..inputs.cluster import ClusterSpec
 from ..inputs.model_shape import ModelShape
 from .constants import Constants
@@ -152,9 +153,7 @@ class Calibration(BaseModel):
             PlanError: If the file is missing or is no calibration; says which key and why.
         """
         try:
-            if file.is_char_device() or file.is_fifo():
-                raise OSError("it is a device or a pipe, and may have no end")
-            return Calibration.model_validate_json(file.read_text())
+            return Calibration.model_validate_json(read_bytes(file))
         except FileNotFoundError:
             raise PlanError(
                 f"calibration file {file} does not exist; `penstock profile output={file}` writes "

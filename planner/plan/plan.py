@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Graph, Node, NodeKind
 from ...dataflow.pictures import picture
+from ...dataflow.regular_files import read_bytes
 from ...dataflow.runtime.placement import ClusterNode, DeviceGroup, Placement, check_placement
 from ..inputs.cluster import MOST_DEVICES, ClusterSpec
 from ..inputs.layout import Layout
@@ -240,9 +241,7 @@ class Plan(BaseModel):
             PlanError: If the file is missing or is no plan; says which key and why.
         """
         try:
-            if file.is_char_device() or file.is_fifo():
-                raise OSError("it is a device or a pipe, and may have no end")
-            return Plan.model_validate_json(file.read_text())
+            return Plan.model_validate_json(read_bytes(file))
         except FileNotFoundError:
             raise PlanError(f"plan file {file} does not exist") from None
         except (OSError, UnicodeDecodeError) as error:

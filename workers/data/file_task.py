@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from ...dataflow.errors import ConfigError, closest
+from ...dataflow.regular_files import check_regular, opened
 from .arrow_rows import arrow_rows
 from .row_parts import BadPart, WrittenFloat
 from .row_task import RowSource, RowTask, RowTaskSpec
@@ -94,7 +95,7 @@ def _check_file(path: Path) -> None:
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             for number in count(1):
                 line = file.readline(_MOST_BYTES + 1)
                 if not line:
@@ -165,6 +166,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     from pyarrow.parquet import ParquetFile
 
     try:
+        check_regular(path)
         with ParquetFile(path) as file:
             batches: Any = file.iter_batches(_ROWS_AT_ONCE)
             rows = (row for batch in batches for row in arrow_rows(batch))

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.option_checks import check_range
+from ...dataflow.regular_files import check_folder_files, check_regular, opened
 from .arrow_rows import arrow_rows
 from .row_task import RowSource, RowTask, RowTaskSpec
 
@@ -87,6 +88,10 @@ class HfTaskSpec(RowTaskSpec):
         from datasets import config, load_dataset, load_dataset_builder
 
         folder = Path(self.dataset)
+        check_folder_files(folder)
+        for path in map(Path, self.data_files or ()):
+            if path.exists():  # else a pattern, or an address
+                check_regular(path)
         if any((folder / name).is_file() for name in _SAVED):
             return self._saved(split)
         options: dict[str, Any] = {
@@ -119,6 +124,6 @@ def _content_of(files: list[Path]) -> str:
     """SHA-256 of the files' contents, as 16 hex digits."""
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
+        with opened(file) as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()[:16]

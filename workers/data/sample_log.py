@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...dataflow.errors import one_process
 from ...dataflow.graph.role import Role
+from ...dataflow.regular_files import created
 from ...dataflow.runtime.call_context import call_staleness, current_step
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.tokenizer import Tokenizer, TokenizerSpec
@@ -195,10 +196,11 @@ class SampleLog(Role):
 
     def _write(self, step: int, content: bytes) -> None:
         folder = Path(self._spec.folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # not the run's own, which someone may have removed
         draft = folder / f".step-{step:06d}.{os.getpid()}.new"
         try:
-            draft.write_bytes(content)
+            with created(draft) as file:
+                file.writelines([content])
             draft.replace(folder / f"step-{step:06d}.jsonl.gz")
         finally:
             draft.unlink(missing_ok=True)

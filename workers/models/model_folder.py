@@ -7,7 +7,6 @@ what it has too much for nobody's; here both are refused.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import transformers
 from torch import Tensor
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.regular_files import check_folder_files, read_json
 from ..training.weight_checks import refuse_faults, some
 from .architecture import checked_config, empty_model, quiet_transformers
 
@@ -45,10 +45,10 @@ def _read_json(file: Path) -> dict[str, Any]:
         ConfigError: If it cannot be read, or is something else.
     """
     try:
-        found: Any = json.loads(file.read_bytes())
+        found: Any = read_json(file)
     except OSError as error:
         raise ConfigError(f"'{file}' cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # no JSON, or bytes that are no UTF-8
+    except ValueError as error:  # no JSON, or bytes that are no UTF-8
         raise ConfigError(f"'{file}' is not JSON: {error}\n    {_AGAIN}") from None
     if not isinstance(found, dict):
         raise ConfigError(
@@ -67,6 +67,7 @@ def folder_config(folder: Path) -> Any:
         ConfigError: If there is none, or it describes no model that can be computed.
     """
     file = folder / _CONFIG
+    check_folder_files(folder)  # transformers reads more of them than is asked for here
     if not file.is_file():
         raise ConfigError(
             f"model folder '{folder}' has no config.json\n    give a local folder written by "

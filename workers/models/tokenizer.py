@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...algorithms.roles.language import Sampling
 from ...dataflow.errors import ConfigError
+from ...dataflow.regular_files import check_folder_files
 from .response_end import ResponseEnd
 from .tool_text import PROBE_TOOL, with_tools_as_text
 
@@ -431,6 +432,7 @@ def _folder_tokenizer(folder: str | None) -> Tokenizer:
             "    give the folder of a local model, the one that holds tokenizer.json"
         )
     path = Path(folder)
+    check_folder_files(path)
     if not (path / "tokenizer.json").is_file():
         what = "holds no tokenizer.json" if path.is_dir() else "is not a folder"
         raise ConfigError(

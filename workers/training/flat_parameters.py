@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.regular_files import NotAFile, check_regular
 
 _ALIGN = 16  # elements; keeps every parameter on a 64-byte boundary in float32
 ADDED_AT_ONCE = 1 << 20
@@ -206,9 +207,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ConfigError: If it is not there, or is no whole safetensors file.
     """
     try:
+        check_regular(path)  # a FIFO would be waited for
         return safetensors.torch.load_file(path)
     except FileNotFoundError:
         raise ConfigError(f"'{path}' does not exist; expected a safetensors file there") from None
+    except NotAFile:
+        raise
     except (safetensors.SafetensorError, OSError) as error:
         raise ConfigError(
             f"'{path}' is no whole safetensors file: {error}\n    copy it again"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ....dataflow.errors import ConfigError
 from ...run_dir.atomic import write_text
-from ...run_dir.stop import visible
+from ...run_dir.stop import say, visible
 from ...runs.comparison import compared, comparison_markdown
 from ...runs.drawing import draw, joined
 from ...runs.figures import Figures
@@ -54,7 +54,13 @@ def _curves(words: Words, metrics: Sequence[str], over: Over) -> dict[str, dict[
             folder = record.folder.stage(stage).path if stage else record.folder.path
             if not folder.is_dir():
                 raise ConfigError(f"'stage': run '{record.folder.id}' has no stage '{stage}'")
-            history = History(folder)
+            try:
+                history = History(folder)
+            except ConfigError as error:
+                if len(runs) == 1:
+                    raise
+                say(f"run '{record.folder.id}' is left out: {error}")
+                continue
             for metric in metrics:
                 curves[metric].setdefault(label, []).append(history.series(metric, over))
     return curves

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ....dataflow.errors import ConfigError
+from ....dataflow.regular_files import opened_to_append
 from ..atomic import append, write_text
+from ..run_files import read_lines
 from .tracker import RunInfo
 
 METRICS = "metrics.jsonl"
@@ -27,6 +29,8 @@ METRICS = "metrics.jsonl"
 
 _STEP = "step"
 _TIME = "wall_time_s"
+_MOST_WHOLE = 1 << 1000
+"""A float holds less than 2^1024."""
 
 
 def finite_or_none(value: float) -> float | None:
@@ -52,13 +56,15 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         self.path = path
-        lines = _complete_lines(path)
+        lines = read_lines(path)
         kept = [
-            line for number, line in enumerate(lines) if _step_of(path, number, line) < first_step
+            line
+            for number, line in enumerate(lines)
+            if _values(path, number, line)[_STEP] < first_step
         ]
         write_text(path, "".join(f"{line}\n" for line in kept))
         self._next_step = first_step
-        self._file = path.open("ab", buffering=0)
+        self._file = opened_to_append(path)
 
     def write(
         self, step: int, values: Mapping[str, float], wall_time_s: float | None = None
@@ -148,30 +154,26 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: If a line is not one that `MetricsLog` writes.
     """
-    lines = _complete_lines(path)
-    for number, line in enumerate(lines):
-        _step_of(path, number, line)
-    return [json.loads(line) for line in lines]
+    return [_values(path, number, line) for number, line in enumerate(read_lines(path))]
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """Lines that end; what follows the last line end was cut short."""
-    if not path.exists():
-        return []
-    if not path.is_file():
-        raise ConfigError(f"'{path}' is no file\n    remove it")
-    return path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1]
-
-
-def _step_of(path: Path, number: int, line: str) -> int:
+def _values(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        content: Any = json.loads(line)
-        step = content[_STEP]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        step = None
-    if not isinstance(step, int):
+        found: Any = json.loads(line)
+        known = type(found[_STEP]) is int and all(map(_is_value, found.values()))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        known, found = False, {}
+    if not known:
         raise ConfigError(
-            f"{path}:{number + 1}: expected a JSON object with an integer '{_STEP}', "
+            f"{path}:{number + 1}: expected a JSON object with an integer '{_STEP}' and numbers, "
             f"got {line[:80]!r}; remove the line or the file"
         )
-    return step
+    return found
+
+
+def _is_value(value: object) -> bool:
+    return (
+        value is None
+        or (type(value) is float and math.isfinite(value))
+        or (type(value) is int and abs(value) < _MOST_WHOLE)
+    )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ....dataflow.errors import ConfigError
+from ....dataflow.regular_files import read_bytes
 from ..loopback_server import Answer, PageServer
 from ..stop import say
 from .tracker import RunInfo
@@ -24,6 +25,7 @@ from .tracker import RunInfo
 _TARGET = "metrics"
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LEAST_CHARACTERS = 16
+_MOST_TOKEN_BYTES = 4096
 """Of a token that somebody chose."""
 
 _DEADLINE_S = 10.0
@@ -113,7 +115,7 @@ class PrometheusTracker:
 
 def _token(path: Path) -> str:
     try:
-        token = path.read_text(encoding="ascii").strip()
+        token = read_bytes(path, _MOST_TOKEN_BYTES).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"'token_file' of tracker 'prometheus': {error}") from error
     if len(token) < _LEAST_CHARACTERS or not token.replace("-", "").replace("_", "").isalnum():

@@ -15,6 +15,7 @@ import pytest
 from penstock.launch.cli import supervise
 from penstock.launch.cli.supervise import supervise_command
 from penstock.launch.run_dir.ledger import LEDGER, read_ledger
+from penstock.launch.run_dir.run_folder import lock_holder
 
 from ..conftest import Penstock
 from .test_run import TINY, only_run, summary_of
@@ -45,8 +46,7 @@ with open("starts.jsonl", "a") as starts:
     print(json.dumps(sys.argv[1:]), file=starts)
 number = len(open("starts.jsonl").readlines())
 def tell(**said):
-    with open(told, "a") as file:
-        print(json.dumps(said), file=file)
+    os.write(int(told), (json.dumps(said) + "\\n").encode())
 def steps(count):
     os.makedirs("runs/it", exist_ok=True)
     with open("runs/it/metrics.jsonl", "w") as metrics:
@@ -196,6 +196,42 @@ def test_what_is_refused_is_not_tried_again(
     assert capfd.readouterr().err.count("penstock: ") == 1
 
 
+BESIDE = """\
+import sys
+from penstock.launch.cli import supervise
+supervise._PROGRAM = (sys.executable, sys.argv[1])
+supervise.supervise_command([])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death there")
+def test_a_parent_that_is_killed_ends_the_run_and_leaves_nothing(
+    standing_in: Path, tmp_path: Path
+) -> None:
+    ended = "open('ended', 'w').close(), sys.exit(0)"
+    standing_in.write_text(
+        f"{PROGRAM}signal.signal(signal.SIGTERM, lambda *_: ({ended}))\n{FOUND}"
+        "open('begun', 'w').close()\ntime.sleep(60)\nopen('outlived', 'w').close()\n"
+    )
+    (tmp_path / "tmp").mkdir()
+    parent = subprocess.Popen(
+        [sys.executable, "-c", BESIDE, str(standing_in)],
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+    )
+    until_there(Path("begun"))
+    parent.kill()
+    parent.wait()
+    until_there(Path("ended"))
+    assert [*(tmp_path / "tmp").iterdir()] == []
+
+
+def until_there(file: Path) -> None:
+    end_s = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < end_s, f"{file} is not there"
+        time.sleep(0.02)
+
+
 def killed_once(
     parent: subprocess.Popen[str], runs: Path, num_lines: int, before: set[int]
 ) -> None:
@@ -205,7 +241,8 @@ def killed_once(
         assert parent.poll() is None, parent.communicate()[1]
         for lock in runs.glob("*/.lock"):
             metrics = lock.parent / "metrics.jsonl"
-            pid = int(lock.read_text() or 0)
+            with lock.open("rb") as file:
+                pid = lock_holder(file.fileno())
             if not pid or pid in before or not metrics.exists():
                 continue
             if metrics.read_bytes().count(b"\n") >= num_lines:

@@ -115,7 +115,7 @@ def test_a_damaged_run_is_listed_with_its_fault(tmp_path: Path) -> None:
     _create(tmp_path).summary.write_text("{")
     _create(tmp_path, seed=1).about.write_text('{"name": "grpo"}')
     faults = [record.fault or "" for record in list_runs(tmp_path)]
-    assert faults[0] == "run.json cannot be read (KeyError: 'seed')"
+    assert faults[0] == "run.json cannot be read (ValueError: it has no 'created')"
     assert faults[1].startswith("summary.json cannot be read (JSONDecodeError: ")
 
 

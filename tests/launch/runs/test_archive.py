@@ -184,7 +184,7 @@ def test_only_regular_files_are_unpacked(tmp_path: Path, kind: bytes) -> None:
     files = {"it/run.json": b""}
     header = {"type": kind, "linkname": "/etc/passwd"}
     path = written(tmp_path / "it.run", listed("it", files), files, **header)
-    with pytest.raises(ConfigError, match="is damaged at it/run.json"):
+    with pytest.raises(ConfigError, match="'it/run.json' is no plain file"):
         import_run(path, tmp_path / "there")
     assert not (tmp_path / "there").exists()
 
@@ -213,3 +213,91 @@ def test_an_import_that_was_killed_is_begun_anew(run: RunRecord, tmp_path: Path)
     folder: RunFolder = import_run(tmp_path / "it.run", tmp_path / "there")
     assert [path for path in folder.path.parent.iterdir()] == [folder.path]
     assert not (folder.path / "rest").exists()
+
+
+def test_a_sparse_file_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    """GNU's sparse member of 512 bytes becomes as large as it says."""
+    holed = tmp_path / "it" / "run.json"
+    holed.parent.mkdir()
+    holed.touch()
+    os.truncate(holed, 1 << 20)
+    files = {"it/run.json": bytes(1 << 20), "it/rest": bytes(range(256)) * 8192}
+    (tmp_path / "it" / "rest").write_bytes(files["it/rest"])
+    (tmp_path / "penstock-run.json").write_text(json.dumps(listed("it", files)))
+    for form in ("gnu", "posix"):
+        command = ["tar", "--sparse", f"--format={form}", "-cf", "it.run", "penstock-run.json"]
+        subprocess.run([*command, *files], cwd=tmp_path, check=True)
+        for fault in ("lists 3145728 bytes and holds 2", "is no plain file"):
+            with pytest.raises(ConfigError, match=fault):
+                import_run(tmp_path / "it.run", tmp_path / "there")
+            assert not (tmp_path / "there").exists()
+            with (tmp_path / "it.run").open("ab") as file:
+                file.write(bytes(2 << 20))  # so that the sizes are possible
+
+
+def test_more_than_the_archive_holds_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    files = {"it/run.json": b"{}", "it/more": b"1"}
+    about = listed("it", files)
+    about["files"][1]["size_bytes"] = 800 << 20
+    with pytest.raises(ConfigError, match="lists 838860802 bytes and holds "):
+        import_run(written(tmp_path / "it.run", about, files), tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "x"},
+        {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "it/run.json"},
+        {"GNU.sparse.map": "a,b", "GNU.sparse.size": "5"},
+        {"GNU.sparse.map": "0,1,2", "GNU.sparse.size": "5"},
+        {"GNU.sparse.size": "99999999999999999999"},
+        {"size": "x"},
+        {"size": "-5"},
+    ],
+)
+def test_damaged_headers_are_said(tmp_path: Path, headers: dict[str, str]) -> None:
+    files = {"it/run.json": b"{}"}
+    path = written(tmp_path / "it.run", listed("it", files), files, pax_headers=headers)
+    with pytest.raises(ConfigError):
+        import_run(path, tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("run", "\ud800"),
+        ("run", 5),
+        ("run", None),
+        ("name", 5),
+        ("name", "it/\udcff"),
+        ("name", ["it/run.json"]),
+        ("size_bytes", "2"),
+        ("size_bytes", -1),
+        ("size_bytes", True),
+        ("sha256", 5),
+    ],
+)
+def test_a_list_with_wrong_values_is_refused(tmp_path: Path, field: str, value: Any) -> None:
+    about = listed("it", {"it/run.json": b"{}"})
+    (about if field == "run" else about["files"][0])[field] = value
+    with pytest.raises(ConfigError, match="its list of files cannot be read"):
+        import_run(written(tmp_path / "it.run", about, {"it/run.json": b"{}"}), tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+def test_links_in_the_way_of_an_export_are_not_followed(run: RunRecord, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("the only copy")
+    (tmp_path / ".a.tar.new").symlink_to(precious)
+    export_run(run, tmp_path / "a.tar")
+    assert import_run(tmp_path / "a.tar", tmp_path / "there").about.is_file()
+    run.folder.lock.unlink()
+    run.folder.lock.symlink_to(precious)
+    with pytest.raises(ConfigError, match="it is a link where a file belongs"):
+        export_run(run, tmp_path / "b.tar")
+    assert precious.read_text() == "the only copy"
+    assert not [*tmp_path.glob("*b.tar*")]

@@ -160,14 +160,33 @@ def test_what_is_gone_says_so(tmp_path: Path) -> None:
         with pytest.raises(Gone, match=r"metrics\.jsonl: there is none"):
             read()
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(Gone, match=r"metrics\.jsonl: it is no file"):
+    with pytest.raises(Gone, match=r"metrics\.jsonl: it is a folder where a file belongs"):
         metric_names(tmp_path)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(Gone, match="it is no file"):
+    with pytest.raises(Gone, match="it is a FIFO"):
         sampled(tmp_path, [METRIC])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("at_end", [True, False])
+def test_a_hole_is_not_searched_through(tmp_path: Path, at_end: bool) -> None:
+    """A sparse file of 50 GB takes no room on the disk, and hours to read."""
+    add_steps(tmp_path, range(3))
+    path = tmp_path / "metrics.jsonl"
+    os.truncate(path, 50 << 30)
+    if not at_end:
+        with path.open("ab") as file:
+            file.write(b'{"step": 3, "wall_time_s": 0.0}\n')
+    for read in (
+        lambda: sampled(tmp_path, [METRIC]),
+        lambda: metric_names(tmp_path),
+        lambda: last_values(tmp_path),
+    ):
+        with pytest.raises(Gone, match="the file is damaged: no line ends within 64 MiB"):
+            read()
 
 
 @pytest.mark.parametrize(

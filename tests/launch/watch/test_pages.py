@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -157,3 +158,28 @@ def test_a_run_that_is_removed_while_it_is_shown_says_so(runs: Path, ask: Ask) -
         said = ask(view, run=run.id, offset=curve["offset"], mark=curve["mark"])
         assert said["error"] == "this run is no longer there: its folder was removed or renamed"
     assert ask("runs")["runs"] == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("summary.json", "plan.json", "metrics.jsonl", "trace.json", "events.jsonl", "graph.svg"),
+        *("evaluations/step-00000002.json", "samples/step-000000.jsonl.gz", ".lock"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+def test_no_view_waits_for_what_is_no_file(runs: Path, ask: Ask, name: str, kind: str) -> None:
+    bad, good = new_run(runs, "bad"), new_run(runs, "good")
+    add_steps(good.path, range(3))
+    path = bad.path / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    assert {one["key"] for one in ask("runs")["runs"]} == {bad.id, good.id}
+    for view in ("metrics", "curve", "overview", "timeline", "steps", "samples"):
+        ask(view, run=bad.id, metric="train/loss", step=0)
+    assert ask("curve", run=good.id, metric="train/loss")["steps"] == [0, 1, 2]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
+from penstock.launch.run_dir import loopback_server
 from penstock.launch.run_dir.loopback_server import PageServer
 
 from .conftest import requested
@@ -192,3 +194,37 @@ def test_the_graph_is_a_picture_in_which_nothing_runs(server: PageServer, runs: 
     assert headers["Content-Type"] == "image/svg+xml"
     policy = headers["Content-Security-Policy"]
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; sandbox"
+
+
+def test_an_answer_that_does_not_come_keeps_no_connection(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may hang for good: the page says so, and other answers go on."""
+    monkeypatch.setattr(loopback_server, "_ANSWER_DEADLINE_S", 0.2)
+    hangs = threading.Event()
+
+    def answer(target: str) -> loopback_server.Answer:
+        if target == "hangs":
+            hangs.wait()
+        return loopback_server.Answer(b"here", "text/plain")
+
+    with PageServer(answer) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            for _ in range(70):  # as many as may be answered at a time, and more
+                assert requested(server, f"/{server.token}/hangs")[0] == 503
+            assert requested(server, f"/{server.token}/other")[0] == 503  # nothing is free
+            hangs.set()
+            wait_until_free(server)
+            assert requested(server, f"/{server.token}/other")[2] == b"here"
+        finally:
+            hangs.set()
+            server.shutdown()
+            thread.join()
+
+
+def wait_until_free(server: PageServer) -> None:
+    end_s = time.monotonic() + 10
+    while requested(server, f"/{server.token}/other")[0] == 503 and time.monotonic() < end_s:
+        time.sleep(0.05)

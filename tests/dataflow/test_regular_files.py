@@ -1,0 +1,150 @@
+"""Files that others made: only regular ones are opened, and nothing is waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.regular_files import (
+    NotAFile,
+    check_folder_files,
+    check_regular,
+    created,
+    open_regular,
+    opened,
+    opened_to_append,
+    parse_json,
+    read_bytes,
+    read_json,
+)
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def unix_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        before = Path.cwd()
+        os.chdir(path.parent)  # the name of a socket is short
+        try:
+            bound.bind(path.name)
+        finally:
+            os.chdir(before)
+
+
+def link_to(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+OTHERS = {
+    "a FIFO": fifo,
+    "a socket": unix_socket,
+    "a folder": Path.mkdir,
+    "a device": link_to("/dev/zero"),
+    "a queue or a state of the kernel's": link_to("/proc/kmsg"),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("use", [read_bytes, read_json, opened, check_regular])
+def test_what_is_no_file_is_refused(
+    tmp_path: Path, kind: str, use: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "it.json"
+    OTHERS[kind](path)
+    with pytest.raises(NotAFile) as caught:
+        use(path)
+    assert str(caught.value) == (
+        f"'{path}': it is {kind} where a file belongs\n    remove it, or put a file in its place"
+    )
+    assert isinstance(caught.value, ConfigError)
+    assert isinstance(caught.value, OSError)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["a FIFO", "a socket", "a folder", "a device"])
+def test_nothing_but_files_is_written_to(tmp_path: Path, kind: str) -> None:
+    OTHERS[kind](tmp_path / "it")
+    with pytest.raises(NotAFile):
+        opened_to_append(tmp_path / "it")
+
+
+def test_a_link_is_read_through_and_never_written_through(tmp_path: Path) -> None:
+    precious, link = tmp_path / "precious", tmp_path / "link"
+    precious.write_text("[1]")
+    link.symlink_to(precious)
+    assert read_json(link) == [1]
+    check_regular(link)
+    with pytest.raises(NotAFile, match="it is a link where a file belongs"):
+        opened_to_append(link)
+    with pytest.raises(NotAFile, match="it is a link where a file belongs"):
+        open_regular(link, os.O_RDWR | os.O_CREAT, links=False)
+    with created(link) as file:
+        file.write(b"new")
+    assert (precious.read_text(), link.read_text(), link.is_symlink()) == ("[1]", "new", False)
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NotAFile):
+        opened_to_append(dangling)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_what_is_appended_follows_what_was_there(tmp_path: Path) -> None:
+    for word in (b"one", b"two"):
+        with opened_to_append(tmp_path / "it") as file:
+            file.write(word)
+    assert read_bytes(tmp_path / "it") == b"onetwo"
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "hole").touch()
+    os.truncate(tmp_path / "hole", 50 << 30)
+    with pytest.raises(OSError, match="It has 53687091200 bytes, and at most 268435456 are read"):
+        read_bytes(tmp_path / "hole")
+
+
+def test_the_files_of_a_folder_may_be_links_to_files(tmp_path: Path) -> None:
+    blobs, model = tmp_path / "blobs", tmp_path / "model"
+    blobs.mkdir()
+    (blobs / "a").write_text("{}")
+    model.mkdir()
+    (model / "config.json").symlink_to(blobs / "a")
+    (model / "folder").symlink_to(blobs)
+    (model / "nowhere").symlink_to(blobs / "b")
+    check_folder_files(model)
+    check_folder_files(tmp_path / "none")
+    os.mkfifo(model / "special_tokens_map.json")
+    with pytest.raises(NotAFile, match=r"special_tokens_map.json': it is a FIFO"):
+        check_folder_files(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("NaN", "NaN is no finite number"),
+        ("[Infinity]", "Infinity is no finite number"),
+        ('{"a": 1e999}', "1e999 is no finite number"),
+        ("1" * 5000, "a number of 5000 digits"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ("[" * 500 + "]" * 500, "nested too deeply"),
+        ('{"a":' * 200 + "1" + "}" * 200, "nested too deeply"),
+        (b"\xff\xfe\xfa", "decode"),
+    ],
+)
+def test_what_is_no_plain_json_is_a_value_error(text: str | bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_json(text)
+
+
+@pytest.mark.parametrize("value", ["null", "5", "-1.5", '"a"', '{"a": [1, {"b": null}]}', "[]"])
+def test_other_json_is_what_python_makes_of_it(value: str) -> None:
+
+    assert parse_json(value) == json.loads(value)

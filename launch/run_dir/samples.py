@@ -21,6 +21,9 @@ from ...dataflow.regular_files import MOST_TEXT_BYTES, opened
 from ...workers.data.sample_files import step_files
 from .stop import visible
 
+_DAMAGED = (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""What reading a file raises that no run has written."""
+
 SAMPLES = "samples"
 """Below a stage's folder."""
 

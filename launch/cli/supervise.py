@@ -36,7 +36,7 @@ _PROGRAM = (sys.executable, "-P", "-m", "penstock.launch.main")
 _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _ENDED = frozenset({0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM})
 """Exit codes that are an end: done, refused, interrupted, terminated."""
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.1
 """How soon a signal ends a pause."""
@@ -126,7 +126,7 @@ def _passing_on() -> Generator[_Child]:
 
 def _end_with_parent() -> None:
     """Have the run stop, with a checkpoint, when the process that looks after it is killed."""
-    if _LIBC is not None:
+    if sys.platform == "linux":  # elsewhere the run goes on without it
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

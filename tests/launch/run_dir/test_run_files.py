@@ -241,9 +241,11 @@ OWN_PLACE = {
     "placement/pin_inputs.py": {"read_bytes", "yaml.safe_load", "json.loads"},  # the user's YAML
     "placement/plan_inputs.py": {"read_json"},  # a model folder's config.json
 }
-OPENERS = {"open", "read_bytes", "read_text", "opened", "open_regular", "read_json", "parse_json"}
-OPENERS |= {"created", "opened_to_append", "json.load", "json.loads", "os.open", "gzip.open"}
-OPENERS |= {"yaml.safe_load", "io.open"}
+OPENERS = {
+    *("open", "read_bytes", "read_text", "opened", "open_regular", "read_json", "parse_json"),
+    *("created", "opened_to_append", "json.load", "json.loads", "os.open", "gzip.open"),
+    *("yaml.safe_load", "io.open"),
+}
 MODULES = ("json", "os", "gzip", "yaml", "io", "tarfile")
 
 

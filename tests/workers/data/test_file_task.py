@@ -13,6 +13,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.data import file_task
 from penstock.workers.data.file_task import FileTaskSpec, file_rows
+from penstock.workers.data.hf_task import HfTaskSpec
 from penstock.workers.data.row_parts import Columns, good_rows
 from penstock.workers.data.row_report import DataReport
 from penstock.workers.data.task import Task, fingerprint
@@ -320,3 +321,18 @@ def test_the_fingerprint_changes_with_every_field_that_is_read(tmp_path: Path, f
     assert now() == before
     rows[1][field] = "changed"
     assert now() != before
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("target", ["/dev/zero", "/proc/kmsg"])
+def test_devices_and_the_kernels_files_are_refused(
+    tmp_path: Path, ending: str, target: str
+) -> None:
+    path = tmp_path / f"it.{ending}"
+    path.symlink_to(target)
+    with pytest.raises(ConfigError, match=f"it.{ending}"):
+        list(file_rows(path))
+    spec = HfTaskSpec(dataset="json", data_files=(str(path),), prompt_field="p", answer_field="a")
+    with pytest.raises(ConfigError, match="where a file belongs"):
+        spec.build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from penstock.workers.engines.torch_engine.specs import (
 from penstock.workers.models.first_weights import model_source
 from penstock.workers.models.heads import Head
 from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.flat_parameters import read_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch_models import architecture, make_policy
@@ -196,7 +198,7 @@ def config(**changes: Any) -> Callable[[str], bytes]:
         ("config.json", b"", "'M/config.json' is not JSON: Expecting value"),
         ("config.json", b"[]", "'M/config.json' holds list; expected an object, {...}" + AGAIN),
         ("config.json", b"\xff\xfe{", "'M/config.json' is not JSON: 'utf-16-le' codec can't"),
-        ("config.json", b"[" * 99999, "'M/config.json' is not JSON: maximum recursion depth"),
+        ("config.json", b"[" * 99999, "'M/config.json' is not JSON: it is nested too deeply"),
         ("config.json", b"{}", "'M/config.json': 'model_type' is None, which transformers does"),
         (
             "config.json",
@@ -307,3 +309,35 @@ def test_a_folder_of_several_files_must_hold_what_its_index_says(folder: Path) -
     assert refusal(folder) == (
         f"model folder 'M' lacks 1 of the 2 files that its {INDEX} names: b.safetensors{AGAIN}"
     )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name",
+    ["special_tokens_map.json", "generation_config.json", "model.safetensors", "config.json"],
+)
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+def test_what_is_no_file_is_not_waited_for(folder: Path, name: str, kind: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    if kind == "FIFO":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to("/dev/zero")
+    said = f"'M/{name}': it is a {kind} where a file belongs\n    remove it, or put a file in its"
+    assert refusal(folder).startswith(said)
+
+
+def test_the_files_of_a_cache_are_links(folder: Path, tmp_path: Path) -> None:
+    blobs = tmp_path / "blobs"
+    folder.rename(blobs)
+    folder.mkdir()
+    for blob in blobs.iterdir():
+        (folder / blob.name).symlink_to(blob)
+    Head("lm_head").check(ModelSpec(folder=str(folder)))
+
+
+@pytest.mark.timeout(20)
+def test_the_weights_of_an_adapter_are_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="it is a FIFO where a file belongs"):
+        read_tensors(tmp_path / "adapter_model.safetensors")

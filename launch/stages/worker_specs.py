@@ -411,13 +411,14 @@ def _model(plan: RolePlan, run: Resolved, data: Data, results: Results) -> Model
 def first_model(model: ModelConfig, data: Data) -> ModelSpec:
     """The run's model before anything is trained."""
     tokenizer = data.tokenizer
-    return model_spec(
+    made = model_spec(
         model,
         vocab_size=tokenizer.vocab_size,
         eos_token_id=tokenizer.eos_id,
         pad_token_id=tokenizer.pad_id,
         bos_token_id=tokenizer.bos_id,
     )
+    return made if made.folder is not None else replace(made, num_words=tokenizer.vocab_size)
 
 
 def _folder(start: str, contract: type[Role], results: Results) -> str:

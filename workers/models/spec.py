@@ -44,6 +44,10 @@ class ModelSpec:
     """Fields of a Hugging Face config with `model_type`, if no folder is given."""
     init_seed: int = 0
     """Seeds the random weights of an `architecture`; equal seeds give equal weights."""
+    num_words: int | None = None
+    """Words of an `architecture` that texts have, if its vocabulary is larger, as where tensor
+    parallelism divides it. Random weights are those of a model of so many words; the rows of the
+    others are added after."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations; log-probabilities are float32 in either case."""
 
@@ -134,12 +138,18 @@ class ModelSpec:
         )
 
     def _initialized(self) -> Any:
-        config = self.config
+        config, size = self.config, 0
+        if self.num_words is not None:
+            size = config.vocab_size
+            config.vocab_size = min(self.num_words, size)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.init_seed)
-            return transformers.AutoModelForCausalLM.from_config(
+            model: Any = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation="sdpa"
             )
+            if size and config.vocab_size < size:
+                model.resize_token_embeddings(size, mean_resizing=False)
+            return model
 
     def _loaded(self, *, scalar_head: bool) -> Any:
         folder = Path(str(self.folder))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.models.architecture import checked_config, empty_model
+from penstock.workers.models.spec import ModelSpec
 from torch_models import FAMILIES, GPT2, MIXTURE, PLAIN
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -168,3 +170,21 @@ def test_a_family_that_is_no_language_model() -> None:
         "'model.architecture.model_type' is 't5', of which transformers makes no causal language "
         "model: Unrecognized configuration class"
     )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("given", [*FAMILIES.values(), *PLAIN.values(), MIXTURE])
+def test_a_vocabulary_that_is_made_larger_changes_no_first_weight(
+    given: dict[str, Any], tied: bool
+) -> None:
+    """As for tensor parallelism: rows are added to a model of the words that texts have."""
+    fields = {**given, "tie_word_embeddings": tied}
+    small = ModelSpec(architecture={**fields, "vocab_size": 29}).causal_lm("cpu")
+    large = ModelSpec(architecture={**fields, "vocab_size": 64}, num_words=29).causal_lm("cpu")
+    assert large.config.vocab_size == 64
+    grown = dict(large.named_parameters())
+    assert any(
+        len(weight) == 64 != len(small.get_parameter(name)) for name, weight in grown.items()
+    )
+    for name, weight in small.named_parameters():
+        assert torch.equal(weight, grown[name][: len(weight)]), name

@@ -72,7 +72,9 @@ class Nim(AECEnv[str, dict[str, Any], int]):
         self.agent_selection = next(name for name in self.agents if name != player)
         if self.moves == 3 and self.wrong == "stranger":
             self.agent_selection = "nobody"
-        reward = np.nan if self.moves == 3 and self.wrong == "reward" else 0.0
+        reward: Any = np.nan if self.moves == 3 and self.wrong == "reward" else 0.0
+        if self.moves == 3 and self.wrong == "none":
+            reward = None
         self.rewards = dict.fromkeys(self.agents, reward)
         if self.left == 0:
             self.rewards = {name: 1.0 if name == player else -1.0 for name in self.agents}

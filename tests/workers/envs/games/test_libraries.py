@@ -266,6 +266,8 @@ def test_a_game_that_keeps_who_is_out(nim: Any) -> None:
         ("stuck", 2, "allows the first player no choice, and it goes on; expected at least one, or "
          "an end"),
         ("reward", 2, "rewards the first player with nan; expected a finite number"),
+        ("none", 2, r"raised TypeError: float\(\) argument must be a string or a real number, not "
+         r"'NoneType' \(zoo.py:\d+\)"),
         ("stranger", 2, "says it is the turn of 'nobody'; expected '(one' or 'two|two' or 'one)'"),
     ],
 )  # fmt: skip

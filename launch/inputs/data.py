@@ -20,12 +20,14 @@ from ...workers.agents.adapters.gymnasium_text import GymnasiumTextTaskSpec
 from ...workers.agents.adapters.openenv_text import OpenEnvTaskSpec
 from ...workers.agents.adapters.verifiers_task import VerifiersTaskSpec
 from ...workers.agents.tasks.calculator import CalculatorTaskSpec
+from ...workers.agents.tasks.generated_task import TURNS
 from ...workers.agents.tasks.maze import MazeTaskSpec
 from ...workers.agents.tasks.program_task import ProgramTaskSpec
 from ...workers.agents.tasks.search_task import SearchTaskSpec
 from ...workers.agents.tasks.table_questions import TableQuestionsSpec
 from ...workers.agents.tasks.tool_task import ToolTaskSpec
 from ...workers.agents.tasks.twenty_questions import TwentyQuestionsTaskSpec
+from ...workers.agents.worker import has_other_side
 from ...workers.data.chat import ChatOptions, PromptEncoder
 from ...workers.data.decontamination import contaminated
 from ...workers.data.file_task import FileTaskSpec
@@ -38,7 +40,7 @@ from ...workers.data.row_report import DataReport
 from ...workers.data.task import HasTemplate, Task, TaskSpec, fingerprint, task_alphabet
 from ...workers.envs.games.task import BoardTaskSpec, LibraryGameTaskSpec
 from ...workers.envs.task import EnvTaskSpec
-from ...workers.models.tokenizer import Tokenizer, TokenizerSpec, folder_end
+from ...workers.models.tokenizer import PRINTABLE, Tokenizer, TokenizerSpec, folder_end
 from .env_specs import acted_in
 
 TASKS: Mapping[str, Any] = {
@@ -89,9 +91,10 @@ class Data:
 
     @property
     def chat(self) -> ChatOptions:
-        """How prompts that are conversations are rendered."""
+        """How prompts that are conversations are rendered; to one that is answered all are."""
         section = self.section
-        return ChatOptions(wrap=section.chat, template_kwargs=section.chat_template_kwargs)
+        wrap = section.chat or has_other_side(self.task)
+        return ChatOptions(wrap=wrap, template_kwargs=section.chat_template_kwargs)
 
     @property
     def order(self) -> Order:
@@ -203,9 +206,12 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
     _check_has_text(section, spec)
     with one_process():
         task = spec.build()
-    chosen = model.tokenizer
+        _check_members(task, section.kind)
+    chosen, talks = model.tokenizer, has_other_side(task)
     if chosen == "task":
-        tokenizer_spec = TokenizerSpec(kind="char", alphabet=task_alphabet(task))
+        # What an environment may write is not known, unless the task says so.
+        further = PRINTABLE if talks and not isinstance(task, HasTemplate) else ""
+        tokenizer_spec = TokenizerSpec(kind="char", alphabet=task_alphabet(task) + further)
     elif chosen == "folder":
         tokenizer_spec = TokenizerSpec(kind="folder", folder=model.folder)
     else:
@@ -214,10 +220,45 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
         template = section.chat_template_kwargs.get("chat_template")
         if template is None and isinstance(task, HasTemplate):
             template = task.chat_template
+        elif template is None and talks:
+            template = TURNS
         tokenizer_spec = replace(tokenizer_spec, chat_template=template)
     if model.folder is not None and model.folder != tokenizer_spec.folder:
         tokenizer_spec = tokenizer_spec.ending(folder_end(Path(model.folder)))
     return Data(section, spec, task, tokenizer_spec, tokenizer_spec.build())
+
+
+_TOGETHER: Mapping[str, tuple[str, ...]] = {
+    "messages": ("tools",),
+    "tools": ("messages",),
+    "replies": ("imitates_history",),
+    "chat_template": ("further_characters",),
+    "environment": ("deterministic",),
+    "program": ("outcome", "deterministic", "time_limit_s", "max_running", "max_branches"),
+}
+"""Optional member of a task -> what it needs beside it."""
+
+
+def _check_members(task: object, kind: str) -> None:
+    """Refuse an own task that lacks what every task has, or has half of something optional.
+
+    Raises:
+        ConfigError: Naming what is missing.
+    """
+    required = [name for name in vars(Task) if not name.startswith("_")]
+    missing = [name for name in required if not hasattr(task, name)]
+    why = "every task has"
+    for name, others in _TOGETHER.items():
+        if not missing and hasattr(task, name):
+            missing = [other for other in others if not hasattr(task, other)]
+            why = f"a task with '{name}' has"
+    if missing:
+        raise ConfigError(
+            f"'task.kind': '{kind}' builds a {type(task).__name__} without "
+            f"{', '.join(map(repr, missing))}, which {why}\n    see "
+            "penstock.workers.data.task for what each is; a class derived from ConversationTask "
+            "(penstock.workers.agents.tasks.conversation_task) has them all by default"
+        )
 
 
 _OF_TEXTS = ("chat", "order", "pass_rates", "decontaminate_words")

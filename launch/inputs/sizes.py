@@ -17,6 +17,7 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind
 from ...dataflow.graph.role import Loss
 from ...dataflow.runtime.placement import Placement
+from ...workers.rollout.converse import check_turns
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ def check_lengths(
     """
     rows = _rows(graph, per_step)
     for node in graph.nodes:
+        if converses(node):
+            _check_turns(node)
         names = [node.name, *(ref.node for _, ref in node.inputs)]
         read = next((rows[name] for name in names if name in rows), None)
         limit = positions.get(node.role or "")
@@ -178,6 +181,15 @@ def _rows(graph: Graph, per_step: Mapping[str, int]) -> dict[str, _Rows]:
 def converses(node: Node) -> bool:
     """Whether a node holds conversations, so that its sampling is that of their turns."""
     return node.method == "converse"
+
+
+def _check_turns(node: Node) -> None:
+    """See `check_turns`; of what the graph says, as far as it says it."""
+    values = {name: one.value for name, one in node.arguments if isinstance(one, Constant)}
+    sampling = _constant(node, Sampling)
+    if isinstance(sampling, Sampling):
+        branch = bool(values.get("branch", False))
+        check_turns(f"'{node.name}'", sampling, values.get("max_turns", 1), branch=branch)
 
 
 def _constant(node: Node, kind: type) -> Any:

@@ -77,7 +77,9 @@ class Job:
         reasons = [self.run.schedule.why_not_reproducible]
         task = self.data.task
         if has_other_side(task) and not other_side(task).deterministic:
-            reasons.append(f"what answers in '{task.task_id}' may answer the same otherwise")
+            seen = getattr(task, "why_not_deterministic", "")
+            why = f", as {seen}" if seen else ""
+            reasons.append(f"what answers in '{task.task_id}' may answer the same otherwise{why}")
         return "; ".join(filter(None, reasons))
 
     def not_exact(self, *, tries: bool = False) -> list[str]:
@@ -152,7 +154,9 @@ def prepare(run: Resolved, plan: Plan | None = None, *, dry: bool = False) -> Jo
     run, plan, note = _placed(run, plan)
     _check_cluster(run, plan, dry)
     stages = stages_of(run, plan)
-    data = load_data(run.task, run.model)
+    data, agents = load_data(run.task, run.model), _agents(stages)
+    if agents:
+        other_side(data.task)
     run = replace(run, model=_with_vocabulary(run.model, stages[-1], data))
     reports: list[DataReport] = [data.task.report]
     if (contaminated := data.contaminated[1]) is not None:
@@ -164,8 +168,7 @@ def prepare(run: Resolved, plan: Plan | None = None, *, dry: bool = False) -> Jo
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):
         _check_rule(data)
     suites = _suites(run, stages[-1], data)
-    for options in _agents(stages):
-        other_side(data.task)
+    for options in agents:
         check_agents([data, *(suite.data for suite in suites)], options)
     check_memory(run, stages[-1], suites)
     check_groups(stages, run, data)

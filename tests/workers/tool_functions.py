@@ -198,3 +198,70 @@ async def later(a: int) -> int:
         a: What for.
     """
     return a
+
+
+class Notes:
+    """What a conversation notes down."""
+
+    def __init__(self) -> None:
+        self._kept: list[str] = []
+
+    def note(self, text: str) -> int:
+        """Note something down, and say how many notes there are.
+
+        Args:
+            text: The note.
+        """
+        self._kept.append(text)
+        return len(self._kept)
+
+    def notes(self) -> list[str]:
+        """Say what was noted down."""
+        return self._kept
+
+    def hang(self) -> None:
+        """Never answer."""
+        time.sleep(60)
+
+
+KEPT: list[str] = []
+TABLE = {"a": 1}
+COUNT = 0
+
+
+def keep(text: str) -> int:
+    """Keep a text in the module.
+
+    Args:
+        text: The text.
+    """
+    KEPT.append(text)
+    return len(KEPT)
+
+
+def count() -> int:
+    """Count calls in the module."""
+    global COUNT
+    COUNT += 1
+    return COUNT
+
+
+def put(text: str) -> int:
+    """Put a text into a table of the module.
+
+    Args:
+        text: The text.
+    """
+    TABLE[text] = 1
+    return len(TABLE)
+
+
+def look_up(text: str) -> int | None:
+    """Look something up, which changes nothing.
+
+    Args:
+        text: What to look up.
+    """
+    found = [TABLE.get(text)]
+    found.append(None)
+    return found[0]

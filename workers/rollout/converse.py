@@ -46,7 +46,13 @@ def converse(
         ValueError: If a prompt cannot be answered.
         WorkerError: If the model's logits are not finite.
     """
-    _check(context, sampling, max_turns, branch=branch)
+    at = f"'{context.role}.converse'"
+    check_turns(at, sampling, max_turns, branch=branch)
+    if context.tensor_parallel > 1:
+        raise ConfigError(
+            f"{at}: {context.tensor_parallel} processes share the model, and the other side of a "
+            "conversation answers in one\n    set tensor_parallel=1 for its group"
+        )
     check_prompts(
         prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
     )
@@ -77,22 +83,27 @@ def converse(
     return roll
 
 
-def _check(context: WorkerContext, sampling: Sampling, max_turns: int, *, branch: bool) -> None:
-    at = f"'{context.role}.converse'"
+def check_turns(at: str, sampling: Sampling, max_turns: int, *, branch: bool) -> None:
+    """Refuse what no conversation can be held with.
+
+    Args:
+        at: Which call, for messages.
+        sampling: How turns are sampled.
+        max_turns: Most turns.
+        branch: Whether conversations come in pairs.
+
+    Raises:
+        ConfigError: Naming what is wrong.
+    """
     if not sampling.max_total_tokens:
         raise ConfigError(
             f"{at}: sampling.max_total_tokens is 0, and a conversation needs an end\n    set it to "
-            "the tokens of the longest conversation, its prompt included"
+            "the tokens of the longest conversation, its prompt included: task.max_total_tokens"
         )
     if sampling.stop:
         raise ConfigError(
             f"{at}: sampling.stop is {sampling.stop!r}; a turn ends with a token\n    leave it "
             "out, and give sampling.stop_token_ids if a turn is to end with more than one"
-        )
-    if context.tensor_parallel > 1:
-        raise ConfigError(
-            f"{at}: {context.tensor_parallel} processes share the model, and the other side of a "
-            "conversation answers in one\n    set tensor_parallel=1 for its group"
         )
     if branch and sampling.num_samples % 2:
         raise ConfigError(

@@ -19,11 +19,9 @@ from typing import Any
 from ....dataflow.errors import ConfigError, one_process
 from ....dataflow.option_checks import check_range
 from ...data.messages import check_messages, last_user_text
-from ...data.row_report import DataReport
 from ...data.task import Message
-from ...verifiers.pool import VerifierSpec
 from ..environment import Environment
-from ..tasks.generated_task import TURNS
+from ..tasks.conversation_task import ConversationTask
 from .verifiers_rollout import VerifiersEnvironment, plain_message
 
 
@@ -67,30 +65,21 @@ class VerifiersTaskSpec:
         return VerifiersTask(self)
 
 
-class VerifiersTask:
-    """Rows of an environment's data sets; see `Task`, `Converses` and `HasEnvironments`.
-
-    Attributes:
-        deterministic: What the specification says.
-        chat_template: See `HasTemplate`.
-    """
-
-    chat_template: str = TURNS
-    verifier: VerifierSpec | None = None
+class VerifiersTask(ConversationTask):
+    """Rows of an environment's data sets; see `ConversationTask`."""
 
     def __init__(self, spec: VerifiersTaskSpec) -> None:
         self.spec = spec
         self.task_id = f"verifiers[{spec.env}]"
         self.correct_score = spec.correct_score
         self.deterministic = spec.deterministic
-        self.report = DataReport(f"task '{self.task_id}'")
         with one_process():
             self._env = _load(spec)
             train, held_out = self._split()
         self._rows = train + held_out
-        self.train = range(len(train))
-        self.held_out = range(len(train), len(self._rows))
-        self.report.keep(len(self._rows))
+        # Two rows are told apart by the whole conversation before them.
+        prompts = [_key(row) for row in self._rows]
+        super().__init__(self.task_id, prompts, num_held_out=len(held_out))
         self._schemas = [_schema(tool) for tool in self._env.tool_defs or ()]
 
     @property
@@ -114,28 +103,6 @@ class VerifiersTask:
         """The environment's tools, the same for every row."""
         del index
         return self._schemas or None
-
-    def answer_text(self, index: int) -> str | None:
-        """None: a row's answer is for the rubric, and need not be one to imitate."""
-        del index
-        return None
-
-    def pair_texts(self, index: int) -> tuple[str, str] | None:
-        """None: there are no pairs."""
-        del index
-        return None
-
-    def score(self, index: int, response: str) -> float:
-        """Never: only a whole conversation is scored, by the rubric.
-
-        Raises:
-            ConfigError: Always.
-        """
-        del index, response
-        raise ConfigError(
-            f"task '{self.task_id}' scores whole conversations only\n"
-            "    train it with an algorithm that converses"
-        )
 
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
         """The row's number, its answer and the response."""
@@ -168,9 +135,12 @@ def _distinct(rows: Any) -> dict[str, dict[str, Any]]:
     """Prompt -> the first row with it."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
-        prompt = json.dumps([plain_message(message) for message in row["prompt"]])
-        found.setdefault(prompt, dict(row))
+        found.setdefault(_key(row), dict(row))
     return found
+
+
+def _key(row: Mapping[str, Any]) -> str:
+    return json.dumps([plain_message(message) for message in row["prompt"]])
 
 
 def _load(spec: VerifiersTaskSpec) -> Any:

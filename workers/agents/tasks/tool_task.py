@@ -85,6 +85,9 @@ class ToolTask(AnsweredOtherwise):
         spec: How much a conversation may do.
         task: The problems.
         tools: What may be called.
+
+    Attributes:
+        why_not_deterministic: What was seen to be shared by conversations; "" if nothing.
     """
 
     def __init__(self, spec: ToolTaskSpec, task: Task, tools: Sequence[Tool]) -> None:
@@ -92,6 +95,8 @@ class ToolTask(AnsweredOtherwise):
         check_names(tools)
         self._tools, self._limits = tuple(tools), spec.limits
         self.deterministic = all(tool.deterministic for tool in tools)
+        seen = (getattr(tool, "why_not_deterministic", "") for tool in tools)
+        self.why_not_deterministic = next(filter(None, seen), "")
 
     def environment(self, problem: int) -> Environment:
         """The tools, and the task's score of the answer."""

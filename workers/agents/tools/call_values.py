@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -125,4 +126,17 @@ def _constant(name: str) -> NoReturn:
     raise _Refused(f"{name} is no JSON number")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_constant)
+def distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object with these members.
+
+    Raises:
+        ValueError: If a key stands twice: which of its values is meant cannot be known.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise _Refused(f"the key {twice[:_LONGEST_NAME]!r} stands twice in an object")
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=distinct)

@@ -95,9 +95,13 @@ def _serve(calls: int, replies: int) -> None:
         found: dict[str, Callable[..., Any]] = {}
 
         def find() -> str:
+            made: dict[str, Any] = {}  # objects of classes, which are this process's own
             for name, place in setup["functions"].items():
                 module, _, attribute = place.partition(":")
-                found[name] = getattr(import_module(module), attribute)
+                owner, _, method = attribute.rpartition(".")
+                if owner and owner not in made:
+                    made[owner] = getattr(import_module(module), owner)()
+                found[name] = getattr(made[owner] if owner else import_module(module), method)
             return ""
 
         reply(setup["nonce"], *called(find, {}, setup["max_bytes"]))

@@ -37,13 +37,15 @@ class FunctionPool:
     """Runs calls of some functions in at most `num_processes` processes, started as needed.
 
     Args:
-        functions: Name of a tool -> its function, `module:function`.
+        functions: Name of a tool -> its function, `module:function`, or `module:Class.method` of a
+            class that each process makes once.
         num_processes: Calls at once; further ones wait for their turn.
         time_limit_s: Seconds one call may take, once it has its turn.
         start_limit_s: Seconds a process may take to start and import the functions.
         max_bytes: Of a result.
         repeats: Whether a call whose process is killed is made again, once: whoever has killed it
             did not mean the call.
+        keeps_state: Whether calls build on each other: none is made once a process has ended.
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class FunctionPool:
         start_limit_s: float,
         max_bytes: int,
         repeats: bool = False,
+        keeps_state: bool = False,
     ) -> None:
         self._functions = dict(functions)
         self._num_processes = num_processes
         self._time_limit_s, self._start_limit_s = time_limit_s, start_limit_s
         self._max_bytes, self._repeats = max_bytes, repeats
+        self._keeps_state, self._started = keeps_state, False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turns = asyncio.Semaphore(num_processes)
         self._idle: list[_Process] = []
@@ -141,6 +145,9 @@ class FunctionPool:
                 return process
             process.kill()  # it died idle, or speaks unasked; no call is to blame
             await self._gone(process)
+        if self._keeps_state and self._started:
+            raise NotSaid("its process has ended, with all that it knew of this conversation")
+        self._started = True
         process = _Process(_most_bytes(self._max_bytes))
         self._all.add(process)
         setup = {"path": sys.path, "functions": self._functions, "max_bytes": self._max_bytes}

@@ -4,14 +4,18 @@ A function's schema is made by `transformers.utils.get_json_schema` from its typ
 docstring, which says in an `Args:` section what each argument is. What a model calls it with is
 checked against the hints before it runs; it is given JSON values (a list also where a tuple is
 hinted at). A text that it returns is the result as it is, all else as JSON, or as `repr` shows it.
+
+A class in place of a function is made anew for each conversation, without arguments; its public
+methods are tools, and what they remember in it is the conversation's own.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -20,6 +24,7 @@ from ....dataflow.option_checks import check_range
 from ...verifiers.child import USER_ERRORS
 from .function_child import called
 from .function_pool import FunctionPool
+from .module_state import changed_names
 from .tool import Tool, ToolSession, ToolText
 
 if TYPE_CHECKING:
@@ -35,14 +40,15 @@ class FunctionTools:
     """Functions that a model may call, by where they are.
 
     Example:
-        `FunctionTools(functions=("tools.calendar:events", "tools.calendar:add"))`
+        `FunctionTools(functions=("tools.calendar:events", "tools.calendar:Notes"))`
 
     Raises:
         ValueError: If a number is out of range.
     """
 
     functions: tuple[str, ...]
-    """`module:function` each; a process of ours imports them."""
+    """`module:function` or `module:Class` each; a process of ours imports them. With a class, each
+    conversation has a process of its own, from its first call to its end."""
     quick: bool = False
     """Whether they run in this process, where nothing bounds them: for pure functions of ours that
     take no time. Else each call runs in a process that is killed, with all it has started, when it
@@ -55,8 +61,9 @@ class FunctionTools:
     """Calls at once."""
     max_bytes: int = 16_384
     """Of a result, as UTF-8; of a longer one the beginning is told, and how much is missing."""
-    deterministic: bool = True
-    """Whether what they return depends on their arguments alone."""
+    deterministic: bool | None = None
+    """Whether what they return follows from the calls of their conversation alone. By default yes,
+    unless a function is seen to change what its module keeps: all conversations share that."""
 
     def __post_init__(self) -> None:
         check_range(self, "time_limit_s", "start_limit_s", above=0, at_most=86_400)
@@ -71,19 +78,33 @@ class FunctionTools:
         """
         if not self.functions:
             raise ConfigError("no functions are given\n    name some, as module:function")
-        found = [Function(imported(place)) for place in self.functions]
-        if self.quick:
-            return QuickFunctions(found, self.max_bytes, deterministic=self.deterministic)
+        found = [made for place in self.functions for made in _functions_at(place)]
         names = _by_name(found)
-        pool = FunctionPool(
-            dict(zip(names, self.functions, strict=True)),
-            num_processes=self.num_processes,
-            time_limit_s=self.time_limit_s,
-            start_limit_s=self.start_limit_s,
-            max_bytes=self.max_bytes,
-            repeats=self.deterministic,
+        changed = [f"{one.name} changes {', '.join(one.changes)}" for one in found if one.changes]
+        why = "" if self.deterministic or not changed else f"tool {changed[0]} of its module"
+        deterministic = not changed if self.deterministic is None else self.deterministic
+        if self.quick:
+            return QuickFunctions(found, self.max_bytes, deterministic=deterministic, why_not=why)
+
+        def pool(num_processes: int, keeps_state: bool) -> FunctionPool:
+            return FunctionPool(
+                {name: one.place for name, one in names.items()},
+                num_processes=num_processes,
+                time_limit_s=self.time_limit_s,
+                start_limit_s=self.start_limit_s,
+                max_bytes=self.max_bytes,
+                repeats=deterministic and not keeps_state,
+                keeps_state=keeps_state,
+            )
+
+        apart = partial(pool, 1, True) if any(one.owner for one in found) else None
+        return PooledFunctions(
+            found,
+            pool(self.num_processes, False),
+            apart=apart,
+            deterministic=deterministic,
+            why_not=why,
         )
-        return PooledFunctions(found, pool, deterministic=self.deterministic)
 
 
 class Function:
@@ -91,21 +112,29 @@ class Function:
 
     Args:
         function: With type hints, a docstring, and arguments that can be named.
+        place: Where it is: `module:function`, or `module:Class.method`.
+        owner: The class, if it is a method.
 
     Attributes:
         function: The same.
+        place: The same.
+        owner: The same.
         name: Of the tool.
         schema: As `Tool.schemas` has them.
+        changes: Names of its module that it changes, as far as its source shows.
 
     Raises:
         ConfigError: If no schema can be made of it.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], place: str = "", owner: type | None = None
+    ) -> None:
         from pydantic import TypeAdapter
         from transformers.utils.chat_template_utils import get_json_schema
 
-        self.function = function
+        self.function, self.place, self.owner = function, place, owner
+        self.changes = changed_names(function)
         self.name: str = getattr(function, "__name__", "")
         try:
             parameters = inspect.signature(function).parameters
@@ -126,6 +155,14 @@ class Function:
             ) from error
         empty = inspect.Parameter.empty
         self._required = [name for name, p in parameters.items() if p.default is empty]
+
+    def of(self, made: dict[type, Any]) -> Callable[..., Any]:
+        """What to call, given the objects of a conversation; a missing one is made."""
+        if self.owner is None:
+            return self.function
+        if self.owner not in made:
+            made[self.owner] = self.owner()
+        return getattr(made[self.owner], self.name)
 
     def wrong(self, arguments: Mapping[str, Any]) -> str | None:
         """What is wrong with some arguments, or None."""
@@ -161,6 +198,7 @@ class QuickFunctions:
         functions: What may be called.
         max_bytes: Of a result.
         deterministic: See `Tool`.
+        why_not: Why it is not, if that was seen.
 
     Raises:
         ConfigError: If two have one name.
@@ -172,11 +210,12 @@ class QuickFunctions:
         max_bytes: int = 16_384,
         *,
         deterministic: bool = True,
+        why_not: str = "",
     ) -> None:
         made = [one if isinstance(one, Function) else Function(one) for one in functions]
         self._functions = _by_name(made)
         self._max_bytes = max_bytes
-        self.deterministic = deterministic
+        self.deterministic, self.why_not_deterministic = deterministic, why_not
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
@@ -184,15 +223,19 @@ class QuickFunctions:
         return tuple(one.schema for one in self._functions.values())
 
     def open(self, seed: int) -> ToolSession:
-        """Begin a conversation, of which nothing is remembered."""
-        return _Calls(self._functions, self._call)
+        """Begin a conversation, for which objects of classes are made with their first call."""
+        return _Calls(self._functions, partial(self._call, {}))
 
     async def close(self) -> None:
         """Nothing is shared."""
 
-    async def _call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
-        function = self._functions[name].function
-        text, error = called(function, dict(arguments), self._max_bytes, USER_ERRORS)
+    async def _call(
+        self, made: dict[type, Any], name: str, arguments: Mapping[str, Any]
+    ) -> ToolText:
+        def call(**given: Any) -> Any:
+            return self._functions[name].of(made)(**given)
+
+        text, error = called(call, dict(arguments), self._max_bytes, USER_ERRORS)
         return ToolText(text, error=error)
 
 
@@ -202,18 +245,26 @@ class PooledFunctions:
     Args:
         functions: What may be called.
         pool: What runs them.
+        apart: Makes what runs them for one conversation; None if they share the pool.
         deterministic: See `Tool`.
+        why_not: Why it is not, if that was seen.
 
     Raises:
         ConfigError: If two have one name.
     """
 
     def __init__(
-        self, functions: Sequence[Function], pool: FunctionPool, *, deterministic: bool = True
+        self,
+        functions: Sequence[Function],
+        pool: FunctionPool,
+        *,
+        apart: Callable[[], FunctionPool] | None = None,
+        deterministic: bool = True,
+        why_not: str = "",
     ) -> None:
         self._functions = _by_name(functions)
-        self._pool = pool
-        self.deterministic = deterministic
+        self._pool, self._apart = pool, apart
+        self.deterministic, self.why_not_deterministic = deterministic, why_not
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
@@ -221,8 +272,11 @@ class PooledFunctions:
         return tuple(one.schema for one in self._functions.values())
 
     def open(self, seed: int) -> ToolSession:
-        """Begin a conversation, of which nothing is remembered."""
-        return _Calls(self._functions, self._pool.call)
+        """Begin a conversation, in a process of its own if there are classes."""
+        if self._apart is None:
+            return _Calls(self._functions, self._pool.call)
+        pool = self._apart()
+        return _Calls(self._functions, pool.call, pool.close)
 
     async def close(self) -> None:
         """Kill the processes."""
@@ -236,9 +290,10 @@ class _Calls:
         self,
         functions: Mapping[str, Function],
         call: Callable[[str, Mapping[str, Any]], Any],
+        close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._functions = functions
-        self._call = call
+        self._call, self._close = call, close
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
         function = self._functions.get(name)
@@ -249,7 +304,9 @@ class _Calls:
         return await self._call(name, arguments)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """End what the conversation had for itself."""
+        if self._close is not None:
+            await self._close()
 
 
 def imported(place: str) -> Callable[..., Any]:
@@ -266,6 +323,25 @@ def imported(place: str) -> Callable[..., Any]:
             f"function '{place}' cannot be imported: {error}\n"
             "    name it as module:function, with a module that this Python finds"
         ) from error
+
+
+def _functions_at(place: str) -> list[Function]:
+    """The function of a place, or the public methods of its class.
+
+    Raises:
+        ConfigError: If there is none, or no schema can be made of one.
+    """
+    found = imported(place)
+    if not inspect.isclass(found):
+        return [Function(found, place)]
+    names = [name for name, _ in inspect.getmembers(found, inspect.isfunction) if name[0] != "_"]
+    if not names:
+        raise ConfigError(
+            f"class '{place}' has no public methods to be tools\n    give it some, each with type "
+            "hints and a docstring"
+        )
+    unmade: Any = object.__new__(found)  # of which only signatures are read
+    return [Function(getattr(unmade, name), f"{place}.{name}", found) for name in names]
 
 
 def _by_name(functions: Sequence[Function]) -> dict[str, Function]:

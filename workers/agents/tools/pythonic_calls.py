@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 from ..environment import BadCall, ToolCall
-from .call_values import MOST_CALLS, bad_call, call_of
+from .call_values import MOST_CALLS, bad_call, call_of, distinct
 
 _TAGS = ("<|python_start|>", "<|python_end|>")
 _BEGINS = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
@@ -147,7 +147,10 @@ def _value(node: ast.expr) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_value(item) for item in items]
         case ast.Dict(keys=keys, values=values):
-            return dict(zip(map(_key, keys), map(_value, values), strict=True))
+            try:
+                return distinct([*zip(map(_key, keys), map(_value, values), strict=True)])
+            except ValueError as error:
+                raise _Refused(str(error)) from None
         case ast.Name(id=name):
             raise _Refused(f"{name} is no literal; write texts in quotes")
         case _:

@@ -213,6 +213,65 @@ def test_a_process_that_a_function_left_ends_with_the_tool() -> None:
     loop.runner.close()
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_each_conversation_has_a_class_of_its_own(quick: bool, children: Children) -> None:
+    options = FunctionTools(functions=("tool_functions:Notes", PLACES[1]), quick=quick)
+
+    async def talk() -> list[list[str]]:
+        tool = options.build()
+        assert tool.deterministic
+        names = [schema["function"]["name"] for schema in tool.schemas]
+        assert names == ["hang", "note", "notes", "add"]
+        sessions = [tool.open(seed) for seed in range(3)]
+        said = [[await one.call("note", {"text": f"{n}"}) for n in range(2)] for one in sessions]
+        kept = [await one.call("notes", {}) for one in sessions]
+        for one in sessions:
+            await one.close()
+        assert not children()
+        await tool.close()
+        return [
+            [text.text for text in (*own, notes)] for own, notes in zip(said, kept, strict=True)
+        ]
+
+    assert asyncio.run(talk()) == [["1", "2", '["0", "1"]']] * 3
+
+
+def test_what_a_killed_process_remembered_is_not_begun_anew() -> None:
+    async def talk() -> tuple[ToolText, ToolText]:
+        tool = FunctionTools(functions=("tool_functions:Notes",), time_limit_s=0.3).build()
+        session = tool.open(0)
+        late, after = await session.call("hang", {}), await session.call("note", {"text": "a"})
+        await session.close()
+        return late, after
+
+    late, after = asyncio.run(talk())
+    assert late.timed_out
+    assert after.error
+    assert "with all that it knew of this conversation" in after.text
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "why_not"),
+    [
+        ("keep", None, "tool keep changes KEPT of its module"),
+        ("count", None, "tool count changes COUNT of its module"),
+        ("put", None, "tool put changes TABLE of its module"),
+        ("put", True, ""),
+        ("look_up", None, ""),
+        ("look_up", False, ""),
+        ("Notes", None, ""),
+    ],
+)
+@pytest.mark.parametrize("quick", [True, False])
+def test_what_a_module_keeps_is_seen(
+    name: str, given: bool | None, why_not: str, quick: bool
+) -> None:
+    places = (f"tool_functions:{name}",)
+    tool: Any = FunctionTools(functions=places, deterministic=given, quick=quick).build()
+    assert tool.deterministic == (not why_not if given is None else given)
+    assert tool.why_not_deterministic == why_not
+
+
 def test_a_cancelled_call_ends_its_process(children: Children) -> None:
     async def cancelled() -> None:
         tool = FunctionTools(functions=PLACES, time_limit_s=60).build()

@@ -319,7 +319,8 @@ def _need_answers(task: Task, what: str) -> None:
     if all(answer_of(index) is None for index in task.train):
         raise ConfigError(
             f"task '{task.task_id}' has no answers to make {what} of\n"
-            "    choose another task, or give a file with answers or responses"
+            "    choose another task, give a file with answers or responses, or leave out the "
+            "stage that needs them, such as ~algorithm.before.sft"
         )
 
 

@@ -192,6 +192,9 @@ def _call(given: Any, at: str) -> dict[str, Any]:
     found = read_json(arguments, 0) if isinstance(arguments, str) else (arguments, 0)
     if isinstance(found, str) or not isinstance(found[0], dict):
         _refuse(f"'{at}.function.arguments' is no JSON object")
+    checked = call_of("", function["name"], found[0])  # as the whole body, of which it is a text
+    if isinstance(checked, BadCall):
+        _refuse(f"'{at}.function.arguments': {checked.why}")
     return {"type": "function", "function": {"name": function["name"], "arguments": found[0]}}
 
 

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ....dataflow.errors import ConfigError, WorkerError
+from ..library_logs import tame
 from .chat_request import Refused, read_request
 from .chat_response import completion, error_body, events
 from .sequences import Sequences
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 4 << 20
 """Of a request's body."""
+_MOST_DIGITS = 18
+"""Of a conversation's number."""
+_SHOWN = 200
+"""Characters of an address that are shown."""
 _START_LIMIT_S = 30.0
 _CLOSE_LIMIT_S = 2
 
@@ -78,6 +83,10 @@ class Endpoint:
             sequences = self._conversation(request)
             asked = read_request(await _body(request))
             answer = await sequences.answer(asked)
+        except import_module("starlette.requests").ClientDisconnect:
+            assert sequences is not None, "its body is read last"
+            sequences.counts["hung_up"] += 1
+            return _json({}, 499)  # nobody reads it
         except Refused as refused:
             if sequences is None:
                 self.refused[refused.status] += 1
@@ -103,17 +112,18 @@ class Endpoint:
         """Any other address."""
         del error
         self.refused[404] += 1
-        why = f"{request.method} {request.url.path} is not served; chat/completions and models are"
-        return _json(error_body(Refused(why, code="not_found")), 404)
+        return _json(error_body(_not_served(request)), 404)
 
     def _conversation(self, request: Request) -> Sequences:
         """Whose key a request brings.
 
         Raises:
-            Refused: If the conversation has another, or does not go on.
+            Refused: If the conversation has another, or does not go on, or it is no address.
         """
         number, given = request.path_params["number"], request.headers.get("authorization", "")
-        found = self._open.get(number)
+        if not number.isdecimal() or len(number) > _MOST_DIGITS:
+            raise _not_served(request)
+        found = self._open.get(int(number))
         key = found.key if found else secrets.token_urlsafe(24)
         # Bytes, as a header may hold what is no ASCII; and of one time, whether it is right or not.
         right = hmac.compare_digest(f"Bearer {key}".encode(), given.encode(errors="replace"))
@@ -122,6 +132,13 @@ class Endpoint:
                 "this key opens no conversation that goes on", status=401, code="invalid_api_key"
             )
         return found.sequences
+
+
+def _not_served(request: Request) -> Refused:
+    path = request.url.path
+    shown = path if len(path) <= _SHOWN else f"{path[:_SHOWN]}..."
+    why = f"{request.method} {shown} is not served; chat/completions and models are"
+    return Refused(why, status=404, code="not_found")
 
 
 def _json(body: Mapping[str, Any], status: int = 200) -> Response:
@@ -163,6 +180,7 @@ async def served(endpoint: Endpoint) -> AsyncGenerator[None]:
         WorkerError: If the server does not begin.
     """
     uvicorn: Any = check_extra()
+    tame("uvicorn")
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
         endpoint.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         config = uvicorn.Config(
@@ -187,7 +205,7 @@ async def served(endpoint: Endpoint) -> AsyncGenerator[None]:
 
 def _app(endpoint: Endpoint) -> Any:
     applications, routing = (import_module(f"starlette.{n}") for n in ("applications", "routing"))
-    path = "/c/{number:int}/v1"
+    path = "/c/{number}/v1"
     routes = [
         routing.Route(f"{path}/chat/completions", endpoint.chat, methods=["POST"]),
         routing.Route(f"{path}/models", endpoint.models, methods=["GET"]),

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+from ..library_logs import SPEAKER, tame
 from .supervised import supervised
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ async def connected(address: McpAddress, log: IO[str]) -> AsyncGenerator[Client]
     import anyio
     from mcp import Client, StdioServerParameters, stdio_client
 
+    tame("mcp", "client")
+    SPEAKER.set(f"MCP server '{address.url or ' '.join(address.command)}'")
     if address.url is not None:
         client = Client(address.url, cache=None)
     else:

@@ -60,9 +60,25 @@ def test_clients_may_number_calls_anew_and_strip_texts() -> None:
     assert message_key(one) != message_key({**one, "tool_calls": []})
 
 
+def _called(arguments: str) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+HALF, TWICE = _called('{"a": "\\ud800"}'), _called('{"a": 1, "a": 2}')
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        (
+            {"messages": [HELLO, HALF, HELLO]},
+            "'messages[1].tool_calls[0].function.arguments': a text has half of a surrogate pair",
+        ),
+        (
+            {"messages": [HELLO, TWICE, HELLO]},
+            "'messages[1].tool_calls[0].function.arguments' is no JSON object",
+        ),
         ({"n": 2}, "'n' is 2; give 1, or leave it out"),
         ({"stop": ["x"]}, "'stop' is [\"x\"]; give null, or leave it out"),
         (

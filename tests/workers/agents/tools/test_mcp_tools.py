@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from killer import killing
 from penstock.dataflow.errors import ConfigError
+from penstock.workers.agents.library_logs import LibraryLines
 from penstock.workers.agents.tools import mcp_tools
 from penstock.workers.agents.tools.mcp_tools import McpTools
 from penstock.workers.agents.tools.tool import Tool, ToolText
@@ -89,6 +91,25 @@ def test_a_bad_answer_costs_its_call() -> None:
     assert server.call("odd").error
     assert server.call("flood") == ToolText("x" * 20 + "... (4999980 more characters)")
     server.close()
+
+
+def test_a_server_that_prints_is_named_once(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(McpTools(command=BAD, time_limit_s=60, max_restarts=0))
+    for handler in logging.getLogger("mcp").handlers:
+        if isinstance(handler, LibraryLines):
+            handler.num_seen.clear()  # of earlier tests
+    for _ in range(30):
+        assert server.call("babble") == ToolText("babble")
+    server.close()
+
+    said = [r.getMessage() for r in caplog.records if "MCP server" in r.getMessage()]
+    assert [line for line in said if "bad_mcp_server.py" in line and "got 'hello there" in line]
+    assert len(said) <= 3
+    assert all(record.name.startswith("penstock") for record in caplog.records)
+    assert not any(record.exc_info for record in caplog.records)
+    assert len("".join(capfd.readouterr())) < 2000
 
 
 def test_a_server_that_vanishes_costs_its_call_and_has_a_budget() -> None:

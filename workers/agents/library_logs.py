@@ -60,7 +60,7 @@ def tame(*loggers: str) -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(one, LibraryLines) for one in logger.handlers):
             logger.addHandler(LibraryLines(name))
-            logger.propagate = False
+        logger.propagate = False
 
 
 def _reason(error: BaseException) -> str:

@@ -489,6 +489,8 @@ class ExportConfig(Section):
     """Steps that were complete at one of its checkpoints, or `best`; by default the newest."""
     role: str | None = None
     """Which trained role; the policy by default."""
+    adapter: bool = False
+    """Write the adapter alone, as peft reads it, instead of the model that it is merged into."""
     output: FileName | None = None
     """The folder to write, new or empty; by default `RUN-step-N` in the working directory."""
     push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None

@@ -125,6 +125,7 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
     check_model(config.model)
     device = on_a_device(config).device
     section = with_dtype(local_model(config.model), lambda: has_fast_bfloat16(device))
+    lora = section.lora.resolved()
     data = load_data(config.task, section)
     suites = suites_of(config.evaluation, data) if data.has_text else ()
     if not suites:
@@ -147,6 +148,7 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
             end_ids=data.tokenizer.end.ids,
             num_words=data.tokenizer.vocab_size,
             tokenizer=data.tokenizer_spec,
+            lora=lora,
         ),
         suites,
         config.evaluation.num_examples,

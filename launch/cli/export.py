@@ -17,6 +17,7 @@ from .hydra_app import hydra_app
 
 if TYPE_CHECKING:
     from ...configs.schema import ExportConfig
+    from ...workers.models.tokenizer import Tokenizer
     from ..stages.kept_run import KeptCheckpoint, KeptRun
 
 
@@ -42,7 +43,7 @@ def _export(composed: dict[str, Any]) -> None:
     role = _role(kept, keys.role)
     point = kept.checkpoint(keys.step)
     folder = target_folder(keys.output or f"{kept.folder.id}-step-{point.step}")
-    digest = _write(kept, point, role, folder)
+    digest = _write(kept, point, role, folder, adapter=keys.adapter)
     print(f"wrote {folder}: {role} of {kept.folder.id} after {point.step} steps")
     print(f"weights_sha256: {digest}")
     if keys.push is not None:
@@ -80,8 +81,8 @@ def target_folder(given: str) -> Path:
     return folder
 
 
-def _write(kept: KeptRun, point: KeptCheckpoint, role: str, folder: Path) -> str:
-    """Write the folder; returns the hash of the weights.
+def _write(kept: KeptRun, point: KeptCheckpoint, role: str, folder: Path, *, adapter: bool) -> str:
+    """Write the folder, of the adapter alone or the whole model; returns the hash of the weights.
 
     Raises:
         ConfigError: If the role has no model that others can read, or the folder cannot be written.
@@ -104,13 +105,37 @@ def _write(kept: KeptRun, point: KeptCheckpoint, role: str, folder: Path) -> str
         if tokenizer is not None and role == job.main.policy:
             write_generation_config(made.folders[role], job)
         digest = made.weights_sha256[role]
-        write_card(made.folders[role], kept.folder, job, role, point.step, digest)
-        made.folders[role].replace(folder)
+        whole = made.folders[role]
+        written = _adapter_of(whole, role, tokenizer) if adapter else whole
+        write_card(written, kept.folder, job, role, point.step, digest)
+        written.replace(folder)
     except OSError as error:
         raise ConfigError(f"'output': '{folder}' cannot be written: {error.strerror}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return digest
+
+
+def _adapter_of(model: Path, role: str, tokenizer: Tokenizer | None) -> Path:
+    """The folder of the adapter in an exported model's, with the tokenizer and a scalar head.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    from ...workers.engines.roles import ADAPTER
+    from ...workers.models.heads import HEAD_FILE
+
+    alone = model / ADAPTER
+    if not alone.is_dir():
+        raise ConfigError(
+            f"'adapter' is true, but '{role}' was trained without one (model.lora.rank)\n"
+            "    leave it out: the whole model is written"
+        )
+    if tokenizer is not None:
+        tokenizer.save(alone)
+    if (model / HEAD_FILE).exists():
+        (model / HEAD_FILE).replace(alone / HEAD_FILE)
+    return alone
 
 
 def _pushed(keys: ExportConfig, folder: Path, message: str) -> str:

@@ -77,7 +77,7 @@ class PlanInputs:
 
     def _model(self, role: str, given: Mapping[str, str | None]) -> ModelShape | None:
         shape = self._bare_model(role, given)
-        lora = self._run.model.lora
+        lora = self._run.model.lora.resolved()
         if shape is None or not lora or not (self._is_changed(role) or lora.folder):
             return shape
         adapters = adapter_params(shape, lora.rank, lora.target_modules)

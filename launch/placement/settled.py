@@ -43,6 +43,7 @@ def settled(run: Resolved) -> Resolved:
         return has_fast_bfloat16(device)
 
     model = with_dtype(model, lambda: not in_float32 and is_fast())
+    model = model.model_copy(update={"lora": model.lora.resolved()})
     return _with_starts(replace(run, model=model))
 
 

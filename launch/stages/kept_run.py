@@ -113,7 +113,10 @@ class KeptRun:
         if step is None and not checkpoints_in(self.folder.checkpoints) and models.is_dir():
             model = replace(spec.model, folder=str(models), architecture={})
             ended = KeptCheckpoint(self.job.main.config.num_steps, models)
-            return ended, replace(spec, model=model, optimizer=None)
+            changes: dict[str, Any] = {"model": model, "optimizer": None}
+            if lora := getattr(spec, "lora", None):  # it is merged into the model
+                changes["lora"] = replace(lora, folder=None)
+            return ended, replace(spec, **changes)
         kept = self.checkpoint(step)
         return kept, RestoredSpec(spec, kept.folder / role)
 

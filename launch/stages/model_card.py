@@ -17,6 +17,8 @@ import yaml
 from ... import __version__
 from ...dataflow.file_errors import writing
 from ...workers.models.architecture import quiet_transformers
+from ...workers.models.hub import hub_name
+from ...workers.models.lora import ADAPTER_SETTINGS
 from ...workers.models.tokenizer import folder_end
 from ..run_dir.evaluations import Evaluations, logged_name
 from ..run_dir.run_folder import RunFolder, record_of
@@ -45,8 +47,14 @@ def write_card(
     stage, model, record = job.main, job.run.model, record_of(run)
     base = stage.roles[role].start
     named = model.folder if base == MODEL else base
+    known = hub_name(named) if named else None
     began = Path(named).name if named else model.architecture.get("model_type")
+    began = began if known is None else known[0]
     about: dict[str, Any] = {"library_name": "transformers", "tags": ["penstock", stage.graph.name]}
+    if (folder / ADAPTER_SETTINGS).exists():
+        about["library_name"] = "peft"
+    if known is not None:
+        about["base_model"] = known[0]
     facts = {
         "algorithm": stage.graph.name,
         "stages": ", ".join(one.name for one in job.stages),

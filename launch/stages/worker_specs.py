@@ -348,10 +348,15 @@ def _adapters(stage: Stage, role: str, run: Resolved, *, waits: bool) -> dict[st
     A role whose weights never change is the model as it was: the one below the adapters of whoever
     starts from the same place, unless they go on from an adapter, of which it has a copy then. One
     that `waits` in host memory has a copy as well: the others compute with theirs meanwhile.
+
+    The folder's adapter belongs to the run's model. What an earlier stage trained has it merged in
+    already, and what starts from another folder never had it.
     """
     lora = run.model.lora
     if not lora:
         return {}
+    if stage.roles[role].start != MODEL:
+        lora = replace(lora, folder=None)
     if role in _changed(stage) or lora.folder is not None:
         return {"lora": lora}
     return {"shares_weights": True} if stage.roles[role].worker == "policy" and not waits else {}

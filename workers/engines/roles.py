@@ -46,7 +46,7 @@ from ..training.optimizer import OptimizerSpec
 from ..training.trainer import Forward
 from ..training.transfers import derived, masked, on_host, spread
 
-_ADAPTER = "adapter"
+ADAPTER = "adapter"
 """Below a saved model: the adapter that has been merged into it, if it was trained by one."""
 
 B = TypeVar("B")
@@ -132,7 +132,7 @@ class LanguageWorker(ModelWorker):
         )
         if whole is not None:
             self.head.save(folder, whole)
-        self.network.save_adapter(folder / _ADAPTER)
+        self.network.save_adapter(folder / ADAPTER, self.model.folder)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -60,6 +60,43 @@ _ALSO = frozenset(
     }
 )
 """Keys that models read beside the fields that their config classes declare."""
+
+_OF_THE_LOADER = frozenset(
+    {
+        "attn_implementation",
+        "auto_map",
+        "base_model_ep_plan",
+        "base_model_pp_plan",
+        "base_model_tp_plan",
+        "code_revision",
+        "custom_pipelines",
+        "device_map",
+        "distributed_config",
+        "ep_plan",
+        "experts_implementation",
+        "fusion_config",
+        "gradient_checkpointing",
+        "kernel_config",
+        "loss_type",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pp_plan",
+        "pruned_heads",
+        "return_dict",
+        "sub_configs",
+        "torchscript",
+        "tp_plan",
+        "transformers_weights",
+        "trust_remote_code",
+        "use_kernels",
+        "use_return_dict",
+    }
+)
+"""Keys that say how or by what code a model is loaded and computed, which nobody's config is to
+choose: an attention of "org/kernel" would be fetched from the hub and run. So are all that begin
+with an underscore, such as `_attn_implementation`."""
 
 _TYPE_FAULT = re.compile(r"Field '(\w+)' expected ([\w| ]+), got")
 _TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a text"}
@@ -118,9 +155,10 @@ def checked_config(given: Mapping[str, Any], folder: Path | None = None) -> Any:
     Raises:
         ConfigError: Naming the key, what it says and what was expected.
     """
-    fields = _Fields(given, _family(given, folder), folder)
+    kind = _family(given, folder)
     if folder is None:
-        _check_known(fields)
+        _check_known(_Fields(given, kind, folder))
+    fields = _Fields(_without_loader(given), kind, folder)
     _check_sizes(fields)
     _check_heads(fields)
     _check_numbers(fields)
@@ -128,6 +166,15 @@ def checked_config(given: Mapping[str, Any], folder: Path | None = None) -> Any:
     config = _made(fields)
     _check_rotary(fields, config)
     return config
+
+
+def _without_loader(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config and of its parts, but for those that are the loader's."""
+    return {
+        key: _without_loader(cast("Mapping[str, Any]", value)) if isinstance(value, dict) else value
+        for key, value in given.items()
+        if key not in _OF_THE_LOADER and not str(key).startswith("_")
+    }
 
 
 def _called(key: str, folder: Path | None) -> str:
@@ -234,13 +281,13 @@ def _check_activations(fields: _Fields) -> None:
 def _made(fields: _Fields) -> Any:
     """The config object; transformers checks the types of what it declares."""
     kinds = copy.deepcopy(dict(fields.given))  # transformers writes to what it is given
-    kind, folder = kinds.pop("model_type"), fields.folder
+    kind = kinds.pop("model_type")
     auto: Any = transformers.AutoConfig
     try:
         with quiet_transformers():
-            if folder is None:
+            if fields.folder is None:
                 return auto.for_model(kind, **kinds)
-            return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return fields.kind.from_dict(kinds)  # the file itself is not read a second time
     except Exception as error:  # of many kinds, its own among them
         fault = _TYPE_FAULT.search(str(error))
         if fault is not None:

@@ -23,7 +23,7 @@ from .spec import ModelSpec
 HeadName = Literal["lm_head", "value_head", "score"]
 """What a model ends in, as checkpoints call it."""
 
-_FILE = "head.safetensors"
+HEAD_FILE = "head.safetensors"
 """Where a value or reward model keeps its head, beside the backbone's own files."""
 
 
@@ -80,7 +80,7 @@ class Head:
 
     def _take_saved(self, linear: nn.Linear, folder: str | None) -> None:
         """Raises `ConfigError` if the folder's head does not fit; another kind of head may be."""
-        path = None if folder is None else Path(folder) / _FILE
+        path = None if folder is None else Path(folder) / HEAD_FILE
         if path is None or not path.is_file():
             return
         names = {part: f"{self.name}.{part}" for part in ("weight", "bias")}
@@ -122,7 +122,7 @@ class Head:
         if self.is_scalar:
             linear: nn.Linear = whole.get_submodule(self.name)
             named = {f"{self.name}.weight": linear.weight, f"{self.name}.bias": linear.bias}
-            write_tensors(folder / _FILE, named)
+            write_tensors(folder / HEAD_FILE, named)
 
 
 def _init_score(head: nn.Linear) -> None:

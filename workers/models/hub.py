@@ -75,6 +75,12 @@ def hub_folder(name: str, revision: str | None, *, weights: bool, key: str = "mo
     return Path(folder)
 
 
+def hub_name(folder: str) -> tuple[str, str] | None:
+    """Name and commit of the hub's model that a folder of its client's cache holds; or None."""
+    found = re.search(r"models--([^/]+?)--([^/]+)/snapshots/([^/]+)/?$", folder)
+    return None if found is None else (f"{found[1]}/{found[2]}", found[3])
+
+
 def _not_here(revision: str | None, hub: str, error: Exception) -> str:
     from huggingface_hub import constants, errors
 

@@ -13,9 +13,10 @@ import hashlib
 import importlib.util
 import json
 import math
+import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,39 @@ from ...dataflow.option_checks import check_range
 from ..training.flat_parameters import read_tensors, write_tensors
 from ..training.weight_checks import take_tensors
 from .architecture import quiet_transformers
+from .hub import hub_name
+from .model_folder import read_object
+from .packaged import packaged_name
 
 _NAME = "default"
 """What peft calls the one adapter that a module has."""
 _PEFT_PREFIX = "base_model.model."
-_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_WEIGHTS, ADAPTER_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+_ALPHA = 32.0
+"""Alpha where neither a configuration nor a folder has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSpec:
-    """Which weights get adapters, and how large."""
+    """Which weights get adapters, and how large and how strong they are.
+
+    Engines compute with what `resolved` returns; nothing else reads the folder's settings.
+    """
 
     rank: int = 0
-    """Rows of A and columns of B; 0 trains the weights themselves."""
-    alpha: float = 32.0
-    """What B A x is scaled by, times the rank."""
+    """Rows of A and columns of B; 0 takes the folder's, or trains the weights themselves."""
+    alpha: float | None = None
+    """What B A x is scaled by, times the rank; null for the folder's, or else 32."""
     target_modules: tuple[str, ...] = ()
-    """Ends of the names of the linear maps that get one: `[q_proj, v_proj]`. Empty for all but the
-    head."""
+    """Ends of the names of the linear maps that get one: `[q_proj, v_proj]`. Empty for the
+    folder's, or else for all but the head."""
+    use_rslora: bool | None = None
+    """Whether alpha is divided by the square root of the rank (rsLoRA), not by the rank; null for
+    the folder's, or else false."""
+    rank_pattern: dict[str, int] = field(default_factory=dict[str, int])
+    """Ends of names -> the rank there: `{q_proj: 8}`; empty for the folder's."""
+    alpha_pattern: dict[str, float] = field(default_factory=dict[str, float])
+    """Ends of names -> the alpha there: `{q_proj: 4}`; empty for the folder's."""
     folder: str | None = None
     """An adapter to go on from, as a run or peft has saved it; null for a fresh one, which changes
     nothing at first."""
@@ -52,43 +68,257 @@ class LoraSpec:
     def __post_init__(self) -> None:
         check_range(self, "rank", at_least=0)
         check_range(self, "alpha", above=0)
-        others = [key for key in ("target_modules", "folder") if getattr(self, key)]
-        if others and not self.rank:
+        for key in ("rank_pattern", "alpha_pattern"):
+            if not _SETTINGS[key].allows(getattr(self, key)):
+                raise ValueError(f"lora.{key}: expected {_SETTINGS[key].expected}")
+        given = [key for key in _SETTINGS if not _is_open(getattr(self, key))]
+        # Runs recorded the default alpha of 32 without a rank when it was not left open.
+        if given and not self and not (given == ["alpha"] and self.alpha == _ALPHA):
             raise ValueError(
-                f"lora.{others[0]} is given, but lora.rank is 0, so there are no adapters; set "
+                f"lora.{given[0]} is given, but lora.rank is 0, so there are no adapters; set "
                 "lora.rank (16 is usual), or leave it out"
             )
 
     def __bool__(self) -> bool:
-        return self.rank > 0
+        return self.rank > 0 or self.folder is not None
+
+    def resolved(self) -> LoraSpec:
+        """Take what is left open from the adapter_config.json of the folder, or the defaults.
+
+        Raises:
+            ConfigError: If the folder's adapter cannot be continued, or it was trained with other
+                settings than are given here.
+        """
+        if not self:
+            return self
+        found = _saved_settings(self.folder) if self.folder else {}
+        for key, saved in found.items():
+            given = getattr(self, key)
+            if not _is_open(given) and _comparable(given) != _comparable(saved):
+                raise ConfigError(
+                    f"'model.lora.{key}' is {json.dumps(given)}, but the adapter in "
+                    f"'{self.folder}' was trained with {_SETTINGS[key].saved_as}="
+                    f"{json.dumps(saved)} ({ADAPTER_SETTINGS})\n    leave model.lora.{key} out, "
+                    "to go on with the folder's"
+                )
+        closed = {"alpha": self.alpha or _ALPHA, "use_rslora": bool(self.use_rslora)}
+        return replace(self, **{**closed, **found})
 
 
-def check_lora(spec: LoraSpec, module: nn.Module) -> None:
+def _is_open(value: Any) -> bool:
+    return value is not False and not value
+
+
+def _comparable(value: Any) -> Any:
+    return sorted(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A setting of adapters that peft saves.
+
+    Attributes:
+        saved_as: Its key in adapter_config.json.
+        expected: What it may be, for messages.
+        allows: Whether a value is that.
+        absent: What peft takes if the key is not there; None if it must be.
+    """
+
+    saved_as: str
+    expected: str
+    allows: Callable[[Any], bool]
+    absent: Any = None
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _LARGEST_RANK
+
+
+def _is_alpha(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value <= _LARGEST_ALPHA
+
+
+def _is_names(value: Any) -> bool:
+    if value == "all-linear":
+        return True
+    return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)  # pyright: ignore[reportUnknownVariableType]
+
+
+def _maps_names_to(allows: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        return isinstance(value, dict) and all(
+            isinstance(key, str) and _PATTERN.fullmatch(key) and allows(one)
+            for key, one in value.items()  # pyright: ignore[reportUnknownVariableType]
+        )
+
+    return check
+
+
+_LARGEST_RANK, _LARGEST_ALPHA = 1 << 18, 1e9
+_PATTERN = re.compile(r"\^?[\w.]+\$?")
+"""Names, or their ends: peft takes any regular expression, of which some take forever to match."""
+
+_SETTINGS: Mapping[str, _Setting] = {
+    "rank": _Setting("r", f"an integer from 1 to {_LARGEST_RANK}", _is_rank),
+    "alpha": _Setting("lora_alpha", "a number above 0", _is_alpha),
+    "target_modules": _Setting("target_modules", "a list of names of linear maps", _is_names),
+    "use_rslora": _Setting("use_rslora", "true or false", lambda v: isinstance(v, bool), False),
+    "rank_pattern": _Setting(
+        "rank_pattern",
+        "ends of names with a rank for each, {q_proj: 8}",
+        _maps_names_to(_is_rank),
+        {},
+    ),
+    "alpha_pattern": _Setting(
+        "alpha_pattern",
+        "ends of names with an alpha for each, {q_proj: 4}",
+        _maps_names_to(_is_alpha),
+        {},
+    ),
+}
+"""Fields of `LoraSpec` that are saved with an adapter."""
+
+_TRANSPOSED = "fan_in_fan_out"
+_ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change W
+    _TRANSPOSED: (True, False, None),  # right for some models, see `check_lora`
+}
+"""Keys of adapter_config.json -> values that are handled; all others are handled if they are empty,
+false or null."""
+_WITHOUT_EFFECT = frozenset(
+    {
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "lora_dropout",
+        "megatron_core",
+        "qalora_group_size",
+        "ensure_weight_tying",
+    }
+)
+"""Keys of adapter_config.json whose value does not change what a saved adapter computes."""
+
+
+def _saved_settings(folder: str) -> dict[str, Any]:
+    """The settings of a saved adapter, by the names of `LoraSpec`.
+
+    Raises:
+        ConfigError: If the file is missing or wrong, or says what cannot be done here.
+    """
+    file = Path(folder) / ADAPTER_SETTINGS
+    if not file.exists():
+        what = f"has no {ADAPTER_SETTINGS}, which says how its weights are used"
+        raise ConfigError(
+            f"'model.lora.folder': '{folder}' {what if Path(folder).is_dir() else 'is no folder'}\n"
+            "    give a folder that a run (models/ROLE/adapter) or peft's save_pretrained wrote"
+        )
+    saved = read_object(file)
+    found: dict[str, Any] = {}
+    for name, setting in _SETTINGS.items():
+        value = saved.pop(setting.saved_as, None)
+        value = setting.absent if value is None else value
+        if not setting.allows(value):
+            what = f"'{setting.saved_as}' is {json.dumps(value)}"
+            raise ConfigError(f"'{file}': {what}; expected {setting.expected}")
+        found[name] = value
+    targets = found["target_modules"]
+    found["target_modules"] = () if targets == "all-linear" else tuple(targets)
+    for key, value in {"peft_type": None, **saved}.items():
+        allowed = _ALLOWED.get(key)
+        if value not in allowed if allowed else value and key not in _WITHOUT_EFFECT:
+            raise ConfigError(_not_done(file, key, value))
+    return found
+
+
+def _not_done(file: Path, key: str, value: Any) -> str:
+    return (
+        f"'{file}': '{key}' is {json.dumps(value)}, and such adapters are not trained here\n"
+        "    merge the adapter into its model with peft (merge_and_unload), save that, and give "
+        "it as model=PATH"
+    )
+
+
+def check_lora(spec: LoraSpec, module: nn.Module, *, but: str = "lm_head") -> None:
     """Require that adapters can be made.
 
     Args:
-        spec: With a rank.
+        spec: Resolved.
         module: The model, which may be on the meta device.
+        but: Name of the head, which gets none.
 
     Raises:
-        ConfigError: If peft is missing, a target is no linear map of the model, or the folder's
-            adapter is another one.
+        ConfigError: If peft is missing, a target or a pattern fits no linear map of the model, or a
+            rank is larger than all of the maps.
     """
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
             "lora.rank needs the package peft, which is not installed\n    pip install peft"
         )
-    linears = {
-        name.rpartition(".")[2]
+    heads = _heads(module, but)
+    maps: dict[str, Any] = {
+        name: part
         for name, part in module.named_modules()
-        if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
+        if (isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D") and name not in heads
     }
     for target in spec.target_modules:
-        if target.rpartition(".")[2] not in linears:
-            raise ConfigError(
-                f"lora.target_modules: no linear map of the model is called '{target}'"
-                f"{nearest(target, linears)}\n    it has: {', '.join(sorted(linears))}"
-            )
+        if not any(_ends_in(name, target) for name in maps):
+            raise ConfigError(_no_target(target, list(maps), heads))
+    adapted = {
+        name: tuple(part.weight.shape)
+        for name, part in maps.items()
+        if not spec.target_modules or any(_ends_in(name, end) for end in spec.target_modules)
+    }
+    if spec.folder is None:  # of a folder's patterns peft passes over those that fit nothing
+        for key in (*spec.rank_pattern, *spec.alpha_pattern):
+            if not any(re.match(rf"(.*\.)?({key})$", name) for name in adapted):
+                raise ConfigError(_no_target(key, list(adapted), heads, "patterns"))
+    elif read_object(Path(spec.folder) / ADAPTER_SETTINGS).get(_TRANSPOSED) and any(
+        isinstance(maps[name], nn.Linear) for name in adapted
+    ):
+        raise ConfigError(_not_done(Path(spec.folder) / ADAPTER_SETTINGS, _TRANSPOSED, value=True))
+    largest = max(adapted.values(), key=min)
+    rank = max([spec.rank, *spec.rank_pattern.values()])
+    if rank > min(largest):
+        raise ConfigError(
+            f"'model.lora.rank' is {rank}, but no adapted map of the model has a higher rank than "
+            f"{min(largest)} ([{', '.join(map(str, largest))}])\n    lower it; 16 is usual"
+        )
+
+
+def _heads(module: nn.Module, but: str) -> set[str]:
+    """Names of what a model ends in: some families call the language model's own head otherwise."""
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    return {but, *(name for name, part in module.named_modules() if part is head)}
+
+
+def _ends_in(name: str, end: str) -> bool:
+    """Whether peft takes a module for a target."""
+    return name == end or name.endswith(f".{end}")
+
+
+def _no_target(
+    target: str, names: Sequence[str], heads: Set[str], key: str = "target_modules"
+) -> str:
+    if target in heads:
+        return (
+            f"lora.{key}: '{target}' is the model's head, which gets no adapter\n    leave it out"
+        )
+    ends = {name.rpartition(".")[2] for name in names}
+    if "." in target and target.rpartition(".")[2] in ends:
+        return (
+            f"lora.{key}: no linear map of the model has a name that ends in '{target}'\n"
+            f"    names are such as {names[-1]}"
+        )
+    return (
+        f"lora.{key}: no linear map of the model is called '{target}'{nearest(target, ends)}\n"
+        f"    it has: {', '.join(sorted(ends))}"
+    )
 
 
 def adapt(module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> dict[str, nn.Parameter]:
@@ -96,7 +326,7 @@ def adapt(module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> dict[str
 
     Args:
         module: The model.
-        spec: With a rank.
+        spec: Resolved.
         seed: The run's.
         but: Name of the head, which gets none.
 
@@ -119,15 +349,12 @@ def insert_adapters(module: nn.Module, spec: LoraSpec, *, but: str) -> dict[str,
     Raises:
         ConfigError: As `check_lora`.
     """
-    check_lora(spec, module)
+    check_lora(spec, module, but=but)
     from peft import LoraConfig, inject_adapter_in_model
 
-    config = LoraConfig(
-        r=spec.rank,
-        lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType] - peft divides it alone
-        target_modules=list(spec.target_modules) or "all-linear",
-        exclude_modules=[but],
-    )
+    settings: dict[str, Any] = {_SETTINGS[key].saved_as: getattr(spec, key) for key in _SETTINGS}
+    settings["target_modules"] = list(spec.target_modules) or "all-linear"
+    config = LoraConfig(**settings, exclude_modules=sorted(_heads(module, but)))
     with (
         torch.random.fork_rng(devices=[]),
         quiet_transformers(),
@@ -154,7 +381,7 @@ def first_adapters(
     """Adapters' first weights on the CPU, in float32: the folder's, or fresh ones.
 
     Args:
-        spec: With a rank.
+        spec: Resolved.
         seed: The run's.
         shapes: Of each adapter's parameter, by name: A [rank, in] or B [out, rank].
 
@@ -196,7 +423,11 @@ def merged(module: nn.Module) -> nn.Module:
 
 
 def merge(module: nn.Module) -> nn.Module:
-    """Add an adapted model's adapters to its weights, in place; they are gone then."""
+    """Add an adapted model's adapters to its weights, in place; they are gone then.
+
+    All weights are float32 afterwards: bfloat16 has no room for most of what an adapter adds.
+    """
+    module.float()
     for name, part in list(adapted_linears(module)):
         base = part.base_layer
         base.weight.data = _merged_weight(part)
@@ -217,14 +448,14 @@ class AdaptedModel:
 
     Args:
         module: The model; it is kept, adapted.
-        spec: With a rank.
+        spec: With a rank or a folder.
         seed: The run's.
         but: Name of the head, which gets none.
     """
 
     def __init__(self, module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> None:
         self._module = module
-        self._adapters = adapt(module, spec, seed, but=but)
+        self._adapters = adapt(module, spec.resolved(), seed, but=but)
 
     @property
     def adapters(self) -> dict[str, Tensor]:
@@ -246,27 +477,34 @@ class AdaptedModel:
 
 
 def save_adapter(
-    folder: Path, module: nn.Module, spec: LoraSpec, parameters: Mapping[str, Tensor]
+    folder: Path,
+    module: nn.Module,
+    spec: LoraSpec,
+    parameters: Mapping[str, Tensor],
+    base: str | None,
 ) -> None:
     """Write adapters as peft writes them: `PeftModel.from_pretrained(base, folder)` reads them.
 
     Args:
         folder: Made if it is not there.
         module: The adapted model.
-        spec: What they were made by.
-        parameters: As `adapt` gave them.
+        spec: What they were made by, resolved.
+        parameters: As `adapt` gave them; a scalar head that was trained beside them is left out.
+        base: The folder of the model below them; None if it was made of an architecture.
     """
     folder.mkdir(parents=True, exist_ok=True)
     targets = sorted({name.rpartition(".")[2] for name, _ in adapted_linears(module)})
+    name, revision = (hub_name(base) or (packaged_name(base), None)) if base else (None, None)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": getattr(getattr(module, "config", None), "_name_or_path", None),
-        "r": spec.rank,
-        "lora_alpha": spec.alpha,
+        "base_model_name_or_path": name or base,
+        "revision": revision,
         "lora_dropout": 0.0,
         "bias": "none",
+        **{setting.saved_as: getattr(spec, key) for key, setting in _SETTINGS.items()},
         "target_modules": list(spec.target_modules) or targets,
     }
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    write_tensors(folder / _WEIGHTS, {_PEFT_PREFIX + name: p for name, p in parameters.items()})
+    (folder / ADAPTER_SETTINGS).write_text(json.dumps(config, indent=2) + "\n")
+    adapters = {name: value for name, value in parameters.items() if is_adapter(name)}
+    write_tensors(folder / _WEIGHTS, {_PEFT_PREFIX + name: p for name, p in adapters.items()})

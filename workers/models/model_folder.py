@@ -20,12 +20,14 @@ from torch import Tensor
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.regular_files import check_folder_files, read_json
-from ..training.weight_checks import refuse_faults, some
+from ..training.weight_checks import not_mapped, refuse_faults, some
 from .architecture import checked_config, empty_model, quiet_transformers
 
+_ADAPTER = "adapter_config.json"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EXPERTS = ".experts."
+_SCORE = "score.weight"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -38,7 +40,7 @@ class _Saved:
     file: str
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     """A JSON file that is an object.
 
     Raises:
@@ -73,12 +75,18 @@ def folder_config(folder: Path) -> Any:
             f"model folder '{folder}' has no config.json\n    give a local folder written by "
             "save_pretrained"
         )
-    found = _read_json(file)
-    quantized = found.get("quantization_config")
-    if quantized:
+    found = read_object(file)
+    for key in ("quantization_config", "compression_config"):
+        if found.get(key) is not None:
+            raise ConfigError(
+                f"model folder '{folder}' holds quantized weights ({key} in config.json), which "
+                "cannot be trained\n    give the model as it was before, in 16 or 32 bits"
+            )
+    if (folder / _ADAPTER).exists():  # transformers would load what that file names instead
         raise ConfigError(
-            f"model folder '{folder}' holds quantized weights (quantization_config in config.json)"
-            ", which cannot be trained\n    give the model as it was before, in 16 or 32 bits"
+            f"model folder '{folder}' holds an adapter beside the model ({_ADAPTER})\n    move "
+            "the adapter's files out of it; to go on from it, give their folder as "
+            "model.lora.folder"
         )
     return checked_config(found, folder)
 
@@ -112,7 +120,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    found = _read_json(index).get("weight_map")
+    found = read_object(index).get("weight_map")
     entries: dict[Any, Any] = found if isinstance(found, dict) else {}
     names = [*entries.values()]
     plain = all(isinstance(name, str) and Path(name).name == name for name in names)
@@ -142,6 +150,8 @@ def _headers(folder: Path) -> dict[str, _Saved]:
                             f"{file.name}\n    {_AGAIN}"
                         )
                     saved[name] = _Saved(tuple(part.get_shape()), part.get_dtype(), file.name)
+        except (MemoryError, RuntimeError) as error:
+            raise not_mapped(file, error) from None
         except (safetensors.SafetensorError, OSError) as error:
             raise ConfigError(
                 f"'{file}' is no whole safetensors file: {error}\n    {_AGAIN}"
@@ -177,6 +187,7 @@ def check_tensors(folder: Path, *, scalar_head: bool) -> None:
     if not scalar_head:
         _check_generation(folder)
     saved = _headers(folder)
+    _refuse_classifier(folder, saved)
     model = empty_model(config, folder)
     kind, prefix = type(model), f"{model.base_model_prefix}."
     head = frozenset(n for n, _ in model.named_parameters() if not n.startswith(prefix))
@@ -190,6 +201,24 @@ def check_tensors(folder: Path, *, scalar_head: bool) -> None:
     rest = {name: one for name, one in saved.items() if _EXPERTS not in name}
     faults |= _misfits(folder, kind, config, rest, head if scalar_head else frozenset[str]())
     refuse_faults(folder, owner_words(config), faults)
+
+
+def _refuse_classifier(folder: Path, saved: Mapping[str, _Saved]) -> None:
+    """Sequence classifiers of transformers, reward models of other libraries among them."""
+    if _SCORE not in saved:
+        return
+    shape = saved[_SCORE].shape
+    what = f"model folder '{folder}' holds a classifier ({_SCORE} {list(shape)})"
+    if shape[:1] != (1,):
+        raise ConfigError(
+            f"{what} of {shape[0] if shape else 0} labels; a reward model has one\n    give a "
+            "reward model, or a language model"
+        )
+    raise ConfigError(
+        f"{what}, whose head is not read from there\n    to use it as a reward model, move "
+        f"{_SCORE} to head.safetensors beside it, with a score.bias of 0: docs/models.md has "
+        "the lines"
+    )
 
 
 def owner_words(config: Any) -> str:
@@ -242,7 +271,7 @@ def generation_config(folder: Path) -> dict[str, Any]:
         ConfigError: If it cannot be read.
     """
     file = folder / _GENERATION
-    return _read_json(file) if file.exists() else {}
+    return read_object(file) if file.exists() else {}
 
 
 def _check_generation(folder: Path) -> None:

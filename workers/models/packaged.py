@@ -80,6 +80,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
+def packaged_name(folder: str) -> str | None:
+    """The package's model that a folder of the cache holds; None if it is no such folder."""
+    places = {
+        cache_folder() / "models" / f"{name}-{m.sha256[:12]}": name for name, m in PACKAGED.items()
+    }
+    return places.get(Path(folder))
+
+
 def packaged_folder(name: str, tell: Callable[[str], None]) -> Path:
     """The folder of a packaged model, which is written if it is not there.
 

@@ -154,11 +154,13 @@ class ModelSpec:
     def _loaded(self, *, scalar_head: bool) -> Any:
         folder = Path(str(self.folder))
         check_tensors(folder, scalar_head=scalar_head)
+        config = self.config
         auto: Any = transformers.AutoModel if scalar_head else transformers.AutoModelForCausalLM
         try:
             with quiet_transformers():
                 model, info = auto.from_pretrained(
                     folder,
+                    config=config,  # so that the loader does not read the folder's
                     dtype=_DTYPES[self.dtype],
                     local_files_only=True,
                     use_safetensors=True,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.regular_files import NotAFile, check_regular
+from .weight_checks import not_mapped
 
 _ALIGN = 16  # elements; keeps every parameter on a 64-byte boundary in float32
 ADDED_AT_ONCE = 1 << 20
@@ -213,6 +214,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"'{path}' does not exist; expected a safetensors file there") from None
     except NotAFile:
         raise
+    except (MemoryError, RuntimeError) as error:
+        raise not_mapped(path, error) from None
     except (safetensors.SafetensorError, OSError) as error:
         raise ConfigError(
             f"'{path}' is no whole safetensors file: {error}\n    copy it again"

@@ -161,10 +161,14 @@ class LanguageNetwork(Network, Protocol):
         """
         ...
 
-    def save_adapter(self, folder: Path) -> None:
+    def save_adapter(self, folder: Path, base: str | None) -> None:
         """Write adapters beside a model that they have been merged into, if there are any.
 
         All processes of the rank must take part.
+
+        Args:
+            folder: Made if there are adapters.
+            base: The folder of the model below them; None if it was made of an architecture.
         """
         ...
 

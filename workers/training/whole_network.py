@@ -64,7 +64,7 @@ class WholeNetwork:
         del first
         return self.module
 
-    def save_adapter(self, folder: Path) -> None:
+    def save_adapter(self, folder: Path, base: str | None) -> None:
         """See `LanguageNetwork.save_adapter`: there is none."""
 
     def held_tensors(self) -> list[Tensor]:

@@ -83,6 +83,16 @@ def test_the_folder_loads_with_transformers_and_has_the_runs_weights(
     assert not list(Path().glob(".model*")), "no draft is left"
 
 
+def test_a_run_without_adapters_has_none_to_export(penstock: Penstock, run: Path) -> None:
+    said = penstock("export", f"run={run}", "adapter=true", "output=model")
+    assert (said.code, said.err) == (
+        2,
+        "penstock: 'adapter' is true, but 'actor' was trained without one (model.lora.rank)\n"
+        "    leave it out: the whole model is written\n",
+    )
+    assert not list(Path().glob("*model*")), "nothing is left"
+
+
 def test_a_step_that_is_kept_is_exported(penstock: Penstock, run: Path) -> None:
     Path("two").mkdir()
     said = penstock("export", f"run={run}", "step=2", "output=two")

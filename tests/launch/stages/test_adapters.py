@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.inputs.data import load_data
+from penstock.launch.placement.settled import settled
 from penstock.launch.stages.stages import stages_of
 from penstock.launch.stages.worker_specs import check_options, worker_specs
 from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
@@ -43,6 +46,31 @@ def test_a_reference_that_waits_in_host_memory_has_weights_of_its_own() -> None:
     """What it gives up between its calls is what the actor computes with."""
     reference = specs("algorithm.roles.ref.options.offload=true")["ref"]
     assert (reference.offload, reference.shares_weights) == (True, False)
+
+
+def test_the_folders_adapter_is_not_added_to_what_an_earlier_stage_trained(tmp_path: Path) -> None:
+    """It is merged into the earlier stage's model already; only the first stage goes on from it."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    words = [word for word in WORDS if not word.startswith(("~", "model.lora"))]
+    run = settled(config_of(*words, f"model.lora.folder={folder}"))
+    first, main = stages_of(run)
+    data = load_data(run.task, run.model)
+    of_first: Any = worker_specs(first, run, data, {})
+    results = {first.name: (first, tmp_path)}
+    of_main: Any = worker_specs(main, run, data, results)
+    begun = of_first["actor"].lora
+    assert (begun.folder, begun.rank, begun.alpha) == (str(folder), 4, 8)
+    later = of_main["actor"].lora
+    assert (later.folder, later.rank, later.alpha, later.target_modules) == (
+        None,
+        4,
+        8,
+        ("q_proj",),
+    )
+    assert (of_main["ref"].lora.rank, of_main["ref"].shares_weights) == (0, True)
 
 
 @pytest.mark.parametrize("rollout", ["torch", "vllm"])

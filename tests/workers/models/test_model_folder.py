@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from penstock.dataflow.errors import ConfigError
@@ -152,8 +154,6 @@ def test_a_scalar_head_needs_the_backbone_alone_and_seeds_its_own(folder: Path) 
     spec = TorchValueSpec(model=ModelSpec(folder=str(folder)), zero_init_head=False)
     first, second = (spec.build(CONTEXT).weights_sha256() for _ in range(2))
     assert first == second
-    edit(folder / "model.safetensors", lambda t: t.update({"score.weight": torch.zeros(1, 48)}))
-    assert refusal(folder, "score") == misfit("unexpected: score.weight")
 
 
 def test_a_value_model_is_no_policy(tmp_path: Path) -> None:
@@ -220,6 +220,12 @@ def config(**changes: Any) -> Callable[[str], bytes]:
             "cannot be trained\n    give the model as it was before, in 16 or 32 bits",
         ),
         (
+            "adapter_config.json",
+            b"{}",
+            "model folder 'M' holds an adapter beside the model (adapter_config.json)\n    move "
+            "the adapter's files out of it; to go on from it, give their folder as ",
+        ),
+        (
             "config.json",
             config(num_attention_heads=0),
             "'M/config.json': 'num_attention_heads' is 0; expected an integer from 1 to 16384",
@@ -262,6 +268,94 @@ def test_keys_of_others_in_a_folders_config_are_left_alone(folder: Path) -> None
     file = folder / "config.json"
     file.write_bytes(config(their_own=[1], rope_theta=1e6)(file.read_text()))
     Head("lm_head").check(ModelSpec(folder=str(folder)))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *({"_attn_implementation": how} for how in ("org/kernel", "eager", "flash_attention_2", 5)),
+        {"_attn_implementation": {"": "org/kernel"}},
+        {"attn_implementation": "org/kernel"},
+        {"_experts_implementation": "org/kernel"},
+        {"experts_implementation": "org/kernel"},
+        {"use_kernels": True, "kernel_config": {"a": "org/kernel"}},
+        {"output_attentions": True},
+        {"output_hidden_states": True, "return_dict": False},
+        {"use_return_dict": False},
+        {"auto_map": {"AutoConfig": "x.Y", "AutoModelForCausalLM": "org/name--x.Y"}},
+        {"auto_map": 5, "trust_remote_code": True, "custom_pipelines": {"a": {"impl": "x.Y"}}},
+        {"_name_or_path": "/etc/passwd", "_commit_hash": 5},
+        {"transformers_weights": "../other.safetensors"},
+        {"distributed_config": {"a": 1}, "fusion_config": {"a": True}, "tp_plan": "auto"},
+        {"gradient_checkpointing": True, "pruned_heads": {"0": [1]}, "torchscript": True},
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_a_folder_does_not_choose_how_it_is_loaded_and_computed(
+    name: str, field: dict[str, Any], tmp_path: Path
+) -> None:
+    """Whatever it says there, the model is the same, and an export does not hand it on."""
+    make_policy(name).save_pretrained(tmp_path)
+    file, spec = tmp_path / "config.json", ModelSpec(folder=str(tmp_path))
+    tokens = torch.arange(3, 9)[None]
+    expected = spec.causal_lm("cpu")(tokens).logits
+    file.write_bytes(config(**field)(file.read_text()))
+    model = spec.causal_lm("cpu")
+    assert torch.equal(model(tokens).logits, expected)
+    assert spec.backbone("cpu")(tokens).last_hidden_state.shape[:2] == tokens.shape
+    model.save_pretrained(tmp_path / "exported")
+    exported = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert all(exported.get(key) != value for key, value in field.items())
+
+
+def test_a_classifier_of_one_label_is_a_reward_model_once_its_head_is_moved(
+    folder: Path,
+) -> None:
+    file, weight = folder / "model.safetensors", torch.randn(1, 48)
+    edit(file, lambda t: [t.pop("lm_head.weight"), t.update({"score.weight": weight})])
+    for head in (Head("lm_head"), Head("score")):
+        with pytest.raises(ConfigError) as refused:
+            head.check(ModelSpec(folder=str(folder)))
+        assert str(refused.value) == (
+            f"model folder '{folder}' holds a classifier (score.weight [1, 48]), whose head is not "
+            "read from there\n    to use it as a reward model, move score.weight to "
+            "head.safetensors beside it, with a score.bias of 0: docs/models.md has the lines"
+        )
+    weights = load_file(file)
+    head = {"score.weight": weights.pop("score.weight"), "score.bias": torch.zeros(1)}
+    save_file(head, folder / "head.safetensors")
+    save_file(weights, file, metadata={"format": "pt"})
+    Head("score").check(ModelSpec(folder=str(folder)))
+    read = Head("score").first_weights(ModelSpec(folder=str(folder)), CONTEXT)
+    assert torch.equal(read.weight, weight)
+
+
+def test_a_classifier_of_several_labels_is_refused(folder: Path) -> None:
+    edit(folder / "model.safetensors", lambda t: t.update({"score.weight": torch.zeros(3, 48)}))
+    assert refusal(folder) == (
+        "model folder 'M' holds a classifier (score.weight [3, 48]) of 3 labels; a reward model "
+        "has one\n    give a reward model, or a language model"
+    )
+
+
+def test_a_file_that_is_larger_than_memory_is_said_to_be(folder: Path) -> None:
+    size = 1 << 32
+    header = json.dumps({"a": {"dtype": "F32", "shape": [size >> 2], "data_offsets": [0, size]}})
+    header += " " * (-len(header) % 8)
+    file = folder / "model.safetensors"
+    with file.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header.encode())
+        stream.truncate(8 + len(header) + size)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + (size >> 1)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        for read in (lambda: ModelSpec(folder=str(folder)).check(scalar_head=False),
+                     lambda: read_tensors(file)):  # fmt: skip
+            with pytest.raises(ConfigError, match=r"of 4\.0 GiB does not fit into memory: "):
+                read()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_a_truncated_file_and_a_pickle(folder: Path) -> None:

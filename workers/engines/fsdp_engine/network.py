@@ -124,11 +124,11 @@ class FsdpNetwork(DividedNetwork):
             target.data = value
         return merge(module)
 
-    def save_adapter(self, folder: Path) -> None:
+    def save_adapter(self, folder: Path, base: str | None) -> None:
         """See `LanguageNetwork.save_adapter`."""
         weights = gather_weights(self, 0) if self._lora else {}
         if weights:
-            save_adapter(folder, self._model.module, self._lora, weights)
+            save_adapter(folder, self._model.module, self._lora, weights, base)
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         """See `FsdpModel.forward`; every shard must come here equally often."""

@@ -70,17 +70,18 @@ class FsdpOptions:
             PlanError: If the model cannot be divided as the group is.
         """
         mesh = join_mesh(context, self.shards, self.context_parallel)
-        module = build_model(model, mesh, head, self.lora, again=self.activation_checkpointing)
+        lora = self.lora.resolved()
+        module = build_model(model, mesh, head, lora, again=self.activation_checkpointing)
         if not self.reshard_after_forward:
             module.keep_gathered()
-        network = FsdpNetwork(module, mesh, context, model, head, self.lora)
+        network = FsdpNetwork(module, mesh, context, model, head, lora)
         source = _source(model, module, head)
         if network.frozen is None:
             fill_first_weights(network, source, head, model, context)
         else:
             fill_weights(network.frozen, source, exact=False)
             model.check_weights(network.frozen.tensors(), context)
-            fill_weights(network, _first_trained(network, self.lora, head, model, context))
+            fill_weights(network, _first_trained(network, lora, head, model, context))
         return network
 
 

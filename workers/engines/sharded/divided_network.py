@@ -85,7 +85,7 @@ class DividedNetwork:
     sort_by_length = True
     num_words: int | None = None
 
-    def save_adapter(self, folder: Path) -> None:
+    def save_adapter(self, folder: Path, base: str | None) -> None:
         """See `LanguageNetwork.save_adapter`: there are none."""
 
     @property

@@ -92,10 +92,10 @@ class TorchNetwork(WholeNetwork):
         adapted = self._split is not None and self._split.lora
         return merged(self.module) if adapted else self.module
 
-    def save_adapter(self, folder: Path) -> None:
+    def save_adapter(self, folder: Path, base: str | None) -> None:
         """See `LanguageNetwork.save_adapter`."""
         if self._split is not None and self._split.lora:
-            save_adapter(folder, self.module, self._split.lora, self.tensors())
+            save_adapter(folder, self.module, self._split.lora, self.tensors(), base)
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         """See `LanguageNetwork.outputs`."""

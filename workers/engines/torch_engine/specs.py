@@ -92,12 +92,13 @@ class TorchModel:
         module = frozen.shared()
         if not self.lora:
             return make_network(module, head, context, SplitWeights(frozen, frozen.flat))
-        trained = adapt(module, self.lora, context.seed, but=head.name)
+        lora = self.lora.resolved()
+        trained = adapt(module, lora, context.seed, but=head.name)
         if head.is_scalar:  # it is trained as well, in float32
             linear = head.first_weights(model, context).to(context.device)
             module.add_module(head.name, linear)
             trained |= {f"{head.name}.{part}": p for part, p in linear.named_parameters()}
-        split = SplitWeights(frozen, FlatParameters(trained), self.lora)
+        split = SplitWeights(frozen, FlatParameters(trained), lora)
         return make_network(module, head, context, split)
 
 

@@ -17,11 +17,12 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from os.path import commonprefix
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from ..dataflow.errors import ConfigError, nearest
+from ..dataflow.errors import ConfigError, closest, nearest
 
 T = TypeVar("T")
 
@@ -109,7 +110,7 @@ def check_finite(value: Any, at: str) -> None:
 
 
 def _check_texts(value: Any, at: str) -> None:
-    """Refuse text that is none: half of a surrogate pair, or a byte that was no UTF-8.
+    """Refuse text that is none: half of a surrogate pair, a byte that was no UTF-8, a zero.
 
     Raises:
         ConfigError: Naming the key.
@@ -122,6 +123,8 @@ def _check_texts(value: Any, at: str) -> None:
         for inner in typing.cast("list[Any]", value):
             _check_texts(inner, at)
     elif isinstance(value, str):
+        if "\0" in value:
+            raise ConfigError(f"'{at}': a text holds the character 0, which no path can hold")
         try:
             value.encode()
         except UnicodeEncodeError as error:
@@ -198,27 +201,74 @@ def _laid_over(default: Any, above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def check_keys(kind: Any, data: Any, at: str) -> None:
+def check_keys(kind: Any, data: Any, at: str, root: tuple[Any, Any, str] | None = None) -> None:
     """Refuse a key that nothing declares, however deep it stands.
+
+    Args:
+        kind: What declares the keys.
+        data: Keys and values.
+        at: The key under which `data` stands.
+        root: The same three of the whole configuration, in which the key may stand elsewhere.
 
     Raises:
         ConfigError: Naming the key and the nearest valid one.
     """
+    root = root or (kind, data, at)
     kind = _plain_type(kind, data)
     known = fields_of(kind)
     if known is not None and isinstance(data, Mapping):
         for key, value in data.items():
             if key in known:
-                check_keys(known[key], value, _join(at, key))
+                check_keys(known[key], value, _join(at, key), root)
             elif not _is_open(kind):
+                hint = nearest_key(key, known, at) or _elsewhere(root, _join(at, key), value)
                 raise ConfigError(
-                    f"there is no key '{_join(at, key)}'{nearest_key(key, known, at)}\n"
+                    f"there is no key '{_join(at, key)}'{hint}\n"
                     f"    {at or 'the configuration'} has: {', '.join(known)}"
                 )
     elif isinstance(data, Mapping):
         arguments = typing.get_args(kind)
         for key, value in data.items():
-            check_keys(arguments[1] if len(arguments) == 2 else None, value, _join(at, key))
+            inner = arguments[1] if len(arguments) == 2 else None
+            check_keys(inner, value, _join(at, key), root)
+
+
+_ELSEWHERE = {"learning_rate": "algorithm.optimizer.lr", "batch_size": "algorithm.per_step"}
+"""What other trainers call a key -> ours."""
+
+
+def _elsewhere(root: tuple[Any, Any, str], path: str, value: Any) -> str:
+    """`; did you mean 'a.b.key'?` for a key that is declared, or set, in another section."""
+    while isinstance(value, Mapping) and len(typing.cast("Mapping[str, Any]", value)) == 1:
+        ((key, value),) = typing.cast("Mapping[str, Any]", value).items()
+        path = _join(path, str(key))
+    kind, data, at = root
+    paths = {*_declared(kind, at), *_given(data, at)} - {path}
+    last = path.rpartition(".")[2]
+    near = closest(last, {one.rpartition(".")[2] for one in paths})
+    for wanted in (path, _ELSEWHERE.get(last, last), near):
+        found = [one for one in paths if f".{one}".endswith(f".{wanted}")]
+        if found:
+            best = min(found, key=lambda one: (-len(commonprefix([one, path])), len(one), one))
+            return f"; did you mean '{best}'?"
+    return ""
+
+
+def _declared(kind: Any, at: str) -> Iterator[str]:
+    """Every key that a class declares, however deep, but for those of free mappings."""
+    for name, annotation in (fields_of(kind) or {}).items():
+        yield _join(at, name)
+        inner = _plain_type(annotation, {})
+        if inner is not kind:
+            yield from _declared(inner, _join(at, name))
+
+
+def _given(data: Any, at: str) -> Iterator[str]:
+    """Every key that has a value, however deep."""
+    if isinstance(data, Mapping):
+        for name, value in typing.cast("Mapping[str, Any]", data).items():
+            yield _join(at, str(name))
+            yield from _given(value, _join(at, str(name)))
 
 
 def fields_of(kind: Any) -> dict[str, Any] | None:

@@ -168,6 +168,10 @@ def _guarded(body: Callable[[], int], debug: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 - no traceback but the user's own is ever shown
+        from .inputs.failures import left_debugger
+
+        if left_debugger(error):
+            return _say("interrupted in the debugger", 130, error)
         if debug:
             traceback.print_exception(error)
         known = _known(error)

@@ -314,9 +314,9 @@ def check_filtered(graph: Graph) -> None:
                     f"those of '{rollout.name}', which samples from a filtered one "
                     f"({filtered_by}); nothing makes up for what is never sampled.",
                     where=node.where,
-                    fix=f"Leave out {filtered_by}; or set correction.mode=none where the algorithm "
-                    "has a correction, to compare two passes of the trainer and leave the filter "
-                    "uncorrected.",
+                    fix=f"Leave out {filtered_by}; or set algorithm.cfg.correction.mode=none "
+                    "where the algorithm has a correction, to compare two passes of the trainer "
+                    "and leave the filter uncorrected.",
                 )
 
 

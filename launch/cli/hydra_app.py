@@ -11,25 +11,40 @@ import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
     MissingConfigException,
     OverrideParseException,
 )
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ...configs.references import CONFIGS, groups
+from ...configs.yaml_files import yaml_text
 from ...dataflow.errors import ConfigError, nearest, no_exit
 from .overrides import CommandLine, command_line, jobs_of, overrides, unreadable
 
 Task = Callable[[dict[str, Any]], None]
+
+
+class UserFiles(FileConfigSource):
+    """Files of one's own configurations, which are bounded; see `yaml_text`."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The configuration of a file."""
+        yaml_text(Path(self.path) / self._normalize_file_name(config_path))
+        return super().load_config(config_path)
 
 
 def hydra_app(command: str, arguments: list[str], task: Task) -> None:
@@ -189,7 +204,9 @@ def _hydra_process(command: str, words: list[str]) -> Generator[None]:
 
 @contextmanager
 def _our_messages() -> Generator[None]:
-    """Say what Hydra and OmegaConf refuse in our words."""
+    """Have Hydra read files of users as we do, and say what it refuses in our words."""
+    Plugins.instance()  # registers its own sources
+    SourcesRegistry.instance().types[UserFiles.scheme()] = UserFiles
     try:
         yield
     except MissingConfigException as error:

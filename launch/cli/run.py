@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, WorkerError, no_exit
-from ..inputs.failures import in_our_words
+from ..inputs.failures import in_our_words, left_debugger
 from ..run_dir.stop import Terminated, say
 from ..run_dir.supervised import tell
 from .hydra_app import given_overrides, hydra_app
@@ -346,6 +346,8 @@ def _ended_early(
         yield
     except BaseException as error:
         begun = trackers.num_steps > 0
+        if left_debugger(error):
+            error = KeyboardInterrupt("in the debugger")
         if not isinstance(error, PenstockError | KeyboardInterrupt | Terminated):
             error = in_our_words(error, running=begun or not is_new)
         refused = isinstance(error, NOT_STARTED)

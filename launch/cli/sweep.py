@@ -17,6 +17,7 @@ from ..run_dir.atomic import write_text
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.stop import say, visible
 from ..runs.drawing import draw_sweep
+from ..runs.figures import SUMMARIZED
 from ..runs.sweep import DIRECTIONS, Key, Sweep, Trial, next_values
 from ..runs.values import value_text
 from .hydra_app import composed
@@ -46,6 +47,9 @@ def sweep_command(arguments: Sequence[str], carry_out: CarryOut) -> int:
     _check_optuna()
     sweep, options, home = _read(arguments)
     most, minutes = whole_number("sweep.trials", options.get("trials", "20")), _minutes(options)
+    if not most:
+        raise ConfigError("'sweep.trials': expected a whole number of at least 1, got '0'")
+    _check_metric(sweep)
     folder = _folder(home, options.get("name", sweep.name))
     folder.mkdir(parents=True, exist_ok=True)
     with RunFolder(folder).locked(), _said_where(sweep, folder, most):
@@ -106,6 +110,39 @@ def _read(arguments: Sequence[str]) -> tuple[Sweep, dict[str, str], Path]:
         keys=tuple(keys),
     )
     return sweep, options, home
+
+
+def _check_metric(sweep: Sweep) -> None:
+    """Refuse a metric that no trial can have, as far as that is known before the first has run.
+
+    Raises:
+        ConfigError: If it is no figure of a summary, and no node of the first trial's step has it.
+    """
+    metric = sweep.metric
+    node, slash, _ = metric.partition("/")
+    if not slash:
+        if metric.partition(".")[0] not in SUMMARIZED:
+            raise ConfigError(
+                f"'sweep.metric': a run's summary has no number '{metric:.80}'"
+                f"{nearest(metric, SUMMARIZED)}\n    take one of {', '.join(SUMMARIZED)}; or a "
+                "metric of the steps, such as actor.train/loss"
+            )
+        return
+    # Imported here: torch and all that follows it take seconds.
+    from ..inputs.compose import run_config
+    from ..inputs.record import recorded
+
+    first = [f"{key.name}={_typed(key.first)}" for key in sweep.keys]
+    made = composed("run", [*sweep.fixed, *first])
+    del made["resume"]
+    config = run_config(made)
+    graph = recorded(config.algorithm, config.seed)[-1].graph
+    known = ("run", "evaluation", *(one.name for one in graph.nodes))
+    if node not in known:
+        raise ConfigError(
+            f"'sweep.metric': '{metric:.80}' begins with no node of {graph.name}"
+            f"{nearest(node, known)}\n    metrics of the steps begin with: {', '.join(known)}"
+        )
 
 
 def _folder(home: Path, name: str) -> Path:

@@ -11,6 +11,8 @@ from ...dataflow.errors import ConfigError, nearest
 
 _Choice = TypeVar("_Choice", bound=str)
 
+_MOST_DIGITS = 18
+
 
 @dataclass(frozen=True)
 class Words:
@@ -87,6 +89,8 @@ def whole_number(key: str, text: str) -> int:
     """
     if not (text.isascii() and text.isdecimal()):
         raise ConfigError(f"'{key}': expected a whole number of at least 0, got '{text:.40}'")
+    if len(text) > _MOST_DIGITS:
+        raise ConfigError(f"'{key}': expected at most {_MOST_DIGITS} digits, got {len(text)}")
     return int(text)
 
 

@@ -94,7 +94,7 @@ class RunHandle:
         known = sorted(path.name for path in stages.iterdir()) if stages.is_dir() else []
         if name not in known:
             raise ConfigError(
-                f"run '{self.id}' has no stage '{name}'{nearest(name, known)}\n"
+                f"run '{self.id}' has no stage {name!r}{nearest(str(name), known)}\n"
                 f"    before the main one it has: {', '.join(known) or 'none'}"
             )
         return RunHandle(self._files.stage(name))
@@ -203,4 +203,8 @@ def open_run(folder: str | os.PathLike[str]) -> RunHandle:
     Raises:
         ConfigError: If it is not the folder of a run.
     """
-    return RunHandle(open_folder(Path(folder)))
+    try:
+        path = Path(folder)
+    except TypeError as error:
+        raise ConfigError(f"penstock.open_run: expected a folder, got {folder!r:.80}") from error
+    return RunHandle(open_folder(path))

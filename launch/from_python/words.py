@@ -48,7 +48,13 @@ def as_words(command: str, words: Sequence[str], keys: Mapping[str, Any]) -> lis
                 f"penstock.{command}: '{word}' is an option of the terminal's\n"
                 f"    {_instead(command, word)}"
             )
-    return [*words, *(word for key, value in keys.items() for word in _said(key, value))]
+    said = list(words)
+    for key, value in keys.items():
+        try:
+            said += _said(key, value)
+        except RecursionError:
+            raise ConfigError(f"'{key}' is nested too deeply, or holds itself") from None
+    return said
 
 
 def _instead(command: str, word: str) -> str:
@@ -73,7 +79,10 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
-        return repr(value)
+        try:
+            return repr(value)
+        except ValueError:  # Python writes no more than 4300 digits
+            raise ConfigError(f"'{key}': a number has too many digits") from None
     if isinstance(value, str):
         return literal(value)
     if isinstance(value, Mapping):

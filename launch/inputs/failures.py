@@ -6,6 +6,8 @@ reason are said, of an exception in the user's code the user's line, of any othe
 
 from __future__ import annotations
 
+from bdb import BdbQuit
+
 from ...dataflow.errors import (
     ConfigError,
     PenstockError,
@@ -24,6 +26,14 @@ _MOST_CHARACTERS = 2000
 
 class Unforeseen(WorkerError):
     """What nobody foresaw, and no line of the user's has raised."""
+
+
+def left_debugger(error: BaseException) -> bool:
+    """Whether it is there because somebody typed `q` in pdb."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, BdbQuit):
+        seen = seen.__cause__ or seen.__context__
+    return seen is not None
 
 
 def may_go_on(error: PenstockError) -> bool:

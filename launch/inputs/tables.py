@@ -142,7 +142,11 @@ def sources_of(algorithm: Recorded, data: Data) -> tuple[dict[str, Source], list
     for name, table in algorithm.graph.sources.items():
         groups = config.num_groups.get(name, 1)
         wanted = _Wanted(algorithm.graph, name, config.per_step[name], groups, algorithm.seed)
-        sources[name] = TABLES[table](wanted, data)
+        try:
+            sources[name] = TABLES[table](wanted, data)
+        except ConfigError as error:
+            key = f"{algorithm.at}.per_step.{name}"
+            raise ConfigError(str(error).replace("batch_size", key)) from error
     return sources, [source.report for source in sources.values() if isinstance(source, _Reads)]
 
 

@@ -12,8 +12,8 @@ import yaml
 
 from ...configs.plan_schema import PinsConfig
 from ...configs.validate import nearest_key, validated
+from ...configs.yaml_files import load_yaml
 from ...dataflow.errors import ConfigError, PlanError
-from ...dataflow.regular_files import read_bytes
 from ...planner.formatting import ranges_text
 from ...planner.inputs.calls import Call
 from ...planner.inputs.cluster import ClusterSpec
@@ -103,7 +103,7 @@ def pins_of_file(file: str, calls: Sequence[Call], cluster: ClusterSpec) -> Pins
     path = Path(file)
     try:
         # As JSON, because a YAML file can say more than keys can: dates, or a value inside itself.
-        text = json.dumps(yaml.safe_load(read_bytes(path)), default=str)
+        text = json.dumps(load_yaml(path), default=str)
     except OSError as error:
         raise ConfigError(f"{at} cannot be read: {error.strerror}") from None
     except (TypeError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -12,13 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from ...configs.validate import check_renamed
+from ...configs.yaml_files import load_yaml
 from ...dataflow.errors import ConfigError
-from ...dataflow.regular_files import read_bytes
 from ...workers.data.task import PATIENCE
 from .run_folder import RunFolder, differences, open_run, plain, record_of
 
@@ -37,7 +37,8 @@ _NUM_STEPS = "algorithm.num_steps"
 _LEARNING = (_NUM_STEPS, "algorithm.optimizer.lr", "algorithm.roles.ROLE.optimizer.lr")
 """And how it learns from there on; ROLE stands for any role."""
 
-_MOST_VALUES = 100_000
+_MOST_BYTES = 10_000_000
+"""Of config.yaml, in which every default is spelled out."""
 
 _MAY_CHANGE = (*_ELSEWHERE, *_PATIENCE, *_LEARNING)
 
@@ -140,28 +141,13 @@ def stored_config(folder: RunFolder) -> dict[str, Any]:
         ConfigError: If that cannot be read, or holds something else.
     """
     try:
-        config: Any = yaml.safe_load(read_bytes(folder.config))
+        config: Any = load_yaml(folder.config, _MOST_BYTES)
     except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"'{folder.config}' cannot be read: {error!s:.500}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"'{folder.config}' holds no configuration")
-    if _num_values(config) > _MOST_VALUES:
-        raise ConfigError(f"'{folder.config}' holds more than {_MOST_VALUES} values")
     check_renamed(config)
     return config
-
-
-def _num_values(config: Any) -> int:
-    """Values however deep, counted up to a bound: YAML lets a short text stand for billions."""
-    count, left = 0, [config]
-    while left and count <= _MOST_VALUES:
-        value = left.pop()
-        count += 1
-        if isinstance(value, dict):
-            left += cast("dict[Any, Any]", value).values()
-        elif isinstance(value, list):
-            left += cast("list[Any]", value)
-    return count
 
 
 def _check_unedited(

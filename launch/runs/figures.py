@@ -9,6 +9,15 @@ from ...dataflow.errors import ConfigError, nearest
 from .series import History
 from .values import RunValues
 
+SUMMARIZED = (
+    *("accuracy_after_rl", "accuracy_before_rl", "num_held_out", "suites"),
+    *("episode_return_after", "episode_return_before", "num_episodes"),
+    *("samples_per_s", "env_steps_per_s", "step_time_s", "wall_time_s", "main_stage_wall_time_s"),
+    *("peak_memory_bytes", "cpu_utilization", "nodes", "stage_times_s", "warnings", "num_steps"),
+    *("verifier_errors", "verifier_timeouts", "env_restarts"),
+)
+"""Numbers of a run's summary, and the sections that hold such, that runs can be judged by."""
+
 
 class Figures:
     """What one run has of any key; its steps are read once, and only if they are asked for.

@@ -71,7 +71,7 @@ class History:
         """
         if metric not in self.metrics:
             raise ConfigError(
-                f"run '{self._name}' has no metric '{metric}'{nearest(metric, self.metrics)}\n"
+                f"run '{self._name}' has no metric '{metric}'{nearest(str(metric), self.metrics)}\n"
                 f"    penstock runs show {self._name} lists those that it has"
             )
         points = [

@@ -66,6 +66,12 @@ class Key:
             self.low, self.high, log=self.log, step=self.step or None
         )
 
+    @property
+    def first(self) -> Value:
+        """One of them."""
+        low = int(self.low) if self.whole else self.low
+        return self.choices[0] if self.choices else low
+
     def values(self) -> Sequence[Value] | None:
         """All of them; None if they cannot be counted."""
         if self.choices:
@@ -208,7 +214,8 @@ def next_values(sweep: Sweep) -> dict[str, Value] | None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = {key.name: key.distribution() for key in sweep.keys}
     number = len(sweep.trials)
-    sampler = optuna.samplers.TPESampler(seed=sweep.seed * 1_000_003 + number)
+    # Seeds of numpy's generator have 32 bits.
+    sampler = optuna.samplers.TPESampler(seed=(sweep.seed * 1_000_003 + number) % 2**32)
     study = optuna.create_study(sampler=sampler, direction=sweep.direction)
     states = optuna.trial.TrialState
     for trial in sweep.trials:

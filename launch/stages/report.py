@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...algorithms.roles.language import Policy
+from ..inputs.record import Recorded
 from ..placement.machine import num_cores
 from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
@@ -167,9 +169,16 @@ def write_report(
     for name, path in shown.items():
         if path is not None:
             progress.note(f"{name}: {path}")
-    line = _summary_line(folder, summary, outcome.env_unit)
+    line = _summary_line(folder, summary, outcome.env_unit, whose_accuracy(job.main))
     told = {name: value for name, value in summary.items() if name not in _LONG}
     progress.end(line, str(folder.path), told)
+
+
+def whose_accuracy(stage: Recorded) -> str:
+    """Whose accuracy is measured, as "solver's ", where a step trains several policies."""
+    kinds = stage.graph.roles
+    policies = [role for role in stage.graph.learning_roles if issubclass(kinds[role], Policy)]
+    return f"{stage.trained(Policy)}'s " if len(policies) > 1 else ""
 
 
 def _draw(job: Job, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
@@ -293,13 +302,17 @@ def _stage_times(times_s: Mapping[str, float]) -> list[str]:
     return [f"stages: {', '.join(said)}"]
 
 
-def _summary_line(folder: RunFolder, summary: dict[str, Any], env_unit: str) -> str:
+def _summary_line(
+    folder: RunFolder, summary: dict[str, Any], env_unit: str, whose: str = ""
+) -> str:
+    """What came out; where several policies are trained, accuracy is said with `whose` it is."""
     parts = [f"{folder.id}: {summary['num_steps']} steps"]
     parts += ["not reproducible"] if summary["not_reproducible"] else []
     if summary["accuracy_before_rl"] is not None:
         before, after = summary["accuracy_before_rl"], summary["accuracy_after_rl"]
         parts.append(
-            f"accuracy {before:.1%} -> {after:.1%} on {summary['num_held_out']} held-out problems"
+            f"{whose}accuracy {before:.1%} -> {after:.1%} on {summary['num_held_out']} held-out "
+            "problems"
         )
     for role, after in summary["episode_return_after"].items():
         before = summary["episode_return_before"][role]

@@ -119,6 +119,7 @@ def check_options(stage: Stage, run: Resolved) -> None:
         spec = engines.rollout.rollout_spec
         _check(spec, engines.rollout_options, "rollout.options", "rollout")
     for role, plan in stage.roles.items():
+        optimizer_of(stage, role, plan)
         at = f"{stage.at}.roles.{role}.options"
         if is_own(plan.worker):
             continue  # looked at when the stage was made
@@ -271,7 +272,7 @@ def _spec(
     if plan.worker in TASK_AGENTS:
         return agent_spec(plan.worker, data, stage_tokenizer(stage, data), options)
     if plan.worker in ENV_SPECS:
-        optimizer = _optimizer(stage, plan)
+        optimizer = optimizer_of(stage, role, plan)
         start = _folder(plan.start, plan.contract, results) if plan.start else None
         offset = plan.config.init_offset
         return env_worker(plan.worker, run.model, data.spec, optimizer, options, offset, start)
@@ -279,7 +280,7 @@ def _spec(
     planned = stage.planned_options.get(role, {})
     options = {**planned, **run.engines.options_of(role), **options, "model": model}
     if plan.trained:
-        options["optimizer"] = _optimizer(stage, plan)
+        options["optimizer"] = optimizer_of(stage, role, plan)
     spec = _spec_class(run.engines.trainer(role), plan.worker)
     known = get_type_hints(spec)
     adapters = _adapters(stage, role, run, waits=bool(options.get("offload")))
@@ -386,11 +387,20 @@ def _check_adapters(stage: Stage, run: Resolved) -> None:
             )
 
 
-def _optimizer(stage: Stage, plan: RolePlan) -> OptimizerSpec | None:
-    """Of a role; None if nothing trains it."""
+def optimizer_of(stage: Stage, role: str, plan: RolePlan) -> OptimizerSpec | None:
+    """Of a role; None if nothing trains it.
+
+    Raises:
+        ConfigError: If its schedule falls over the stage's calls, and all of them warm up.
+    """
     if not plan.trained:
         return None
     spec = plan.config.optimizer or stage.config.optimizer
+    try:
+        spec = spec.over(stage.config.num_steps * stage.graph.trains_per_step[role])
+    except ValueError as error:
+        at = f"{stage.at}.roles.{role}" if plan.config.optimizer else stage.at
+        raise ConfigError(f"'{at}.optimizer.warmup_calls': {error}") from None
     return replace(spec, frozen=(*spec.frozen, *plan.config.frozen))
 
 
@@ -515,7 +525,7 @@ def _own(
     factory = load_object(plan.worker, f"{at}.worker")
     given: dict[str, Callable[[], Any]] = {
         "model": lambda: _model(plan, run, data, results),
-        "optimizer": lambda: _optimizer(stage, plan),
+        "optimizer": lambda: optimizer_of(stage, role, plan),
         "tokenizer": lambda: stage_tokenizer(stage, data),
         "end_ids": lambda: data.tokenizer.end.ids,
         "mismatch": lambda: _limits(run),

@@ -11,6 +11,7 @@ from penstock.algorithms.losses.actor_critic import ActorLoss
 from penstock.configs.schema import RunConfig
 from penstock.configs.validate import RENAMED, check_renamed, fields_of, key_docs, validated
 from penstock.dataflow.errors import ConfigError
+from penstock.launch.cli.hydra_app import compose
 from penstock.launch.cli.key_reference import key_reference
 
 BASE: dict[str, Any] = {
@@ -203,3 +204,33 @@ def test_of_several_members_the_one_whose_key_is_given_is_meant() -> None:
         validated(ActorLoss, {"policy": {"eps_low": "a"}}, "cfg")
     with pytest.raises(ConfigError, match="'cfg.policy.ratio_level': expected one of 'token'"):
         validated(ActorLoss, {"policy": {"ratio_level": 3}}, "cfg")
+
+
+ELSEWHERE = {
+    "num_steps=3": "'num_steps'; did you mean 'algorithm.num_steps'?",
+    "num_step=3": "'num_step'; did you mean 'algorithm.num_steps'?",
+    "lora.rank=4": "'lora'; did you mean 'model.lora.rank'?",
+    "model.rank=4": "'model.rank'; did you mean 'model.lora.rank'?",
+    "algorithm.lr=1e-3": "'algorithm.lr'; did you mean 'algorithm.optimizer.lr'?",
+    "learning_rate=1": "'learning_rate'; did you mean 'algorithm.optimizer.lr'?",
+    "batch_size=1": "'batch_size'; did you mean 'algorithm.per_step'?",
+    "max_new_tokens=3": "'max_new_tokens'; did you mean 'algorithm.cfg.sampling.max_new_tokens'?",
+    "sft.num_steps=3": "'sft'; did you mean 'algorithm.before.sft.num_steps'?",
+    "seeds=1": "'seeds'; did you mean 'seed'?",
+    "bogus=1": "'bogus'",
+    "executor.bogus=1": "'executor.bogus'",
+}
+
+
+@pytest.mark.parametrize("word", ELSEWHERE)
+def test_a_key_of_another_section_is_found(word: str) -> None:
+    made = compose("run", [word, "algorithm.cfg.sampling.max_new_tokens=4"][: 1 + ("max" in word)])
+    del made["resume"]
+    with pytest.raises(ConfigError) as raised:
+        validated(RunConfig, made)
+    assert str(raised.value).splitlines()[0] == f"there is no key {ELSEWHERE[word]}"
+
+
+def test_a_text_that_no_path_can_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^'runs': a text holds the character 0"):
+        validated(RunConfig, {"runs": "a\0b"})

@@ -17,7 +17,14 @@ from .messages import NotMessages, check_messages
 from .task import Converses, HasReplies, Message, Task, TellsCalls
 
 _SET_BY_US = (
-    *("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message"),
+    *(
+        "self",
+        "conversation",
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
     *("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
     *("padding", "truncation", "max_length", "tokenizer_kwargs", "documents"),
 )

@@ -113,8 +113,8 @@ def step_rows(
     if batch_size > len(problems):
         raise ConfigError(
             f"batch_size is {batch_size} {what}s per step, but task '{task.task_id}' has only "
-            f"{len(problems)}\n    use batch_size <= {len(problems)} (a stage's `per_step` "
-            "key), or more problems"
+            f"{len(problems)}\n    lower batch_size to {len(problems)} or less, or give more "
+            "problems"
         )
     if isinstance(task, HasShares):
         return _in_shares(what, problems, batch_size, seed, task)

@@ -250,7 +250,9 @@ def _written(row: Mapping[str, Any], part: str, field: str, as_text: bool) -> st
 def _text(row: Mapping[str, Any], part: str, field: str) -> str:
     if field not in row:
         has = ", ".join(map(str, row)) or "nothing"
-        raise BadPart(f"missing field '{field}'", f"it has {has}")
+        pairs = part == "prompt" and {"chosen", "rejected"} <= row.keys()
+        hint = "; of pairs that hold their prompts, set task.prompt_field=null" if pairs else ""
+        raise BadPart(f"missing field '{field}'", f"it has {has}{hint}")
     value = row[field]
     if value is None:
         raise BadPart(f"missing field '{field}'", "it is null")

@@ -153,9 +153,11 @@ class Engine:
 
     def _load(self, path: str, key: str) -> Any:
         if self.needs is not None and importlib.util.find_spec(self.needs.module) is None:
+            on_cpu = self.needs.install_on_cpu
             raise ConfigError(
                 f"{key} needs the package {self.needs.package}, which is not installed\n"
-                f"    pip install {self.needs.install}"
+                f"    pip install '{self.needs.install}'"
+                + (f"; on a machine without a GPU: pip install '{on_cpu}'" if on_cpu else "")
             )
         module, _, name = path.partition(":")
         return getattr(importlib.import_module(module), name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -39,7 +39,7 @@ class OptimizerSpec:
     warmup_calls: int = 0
     """Train calls over which the learning rate rises: call n (from 0) uses (n + 1) / warmup."""
     total_calls: int = 0
-    """Train calls of the run, warm-up included; needed unless the schedule is constant."""
+    """Train calls over which a schedule falls, warm-up included; 0 stands for all of the stage."""
     min_lr_ratio: float = 0.0
     """Where a falling schedule ends, as a fraction of the peak."""
     restart_every_call: bool = False
@@ -53,12 +53,22 @@ class OptimizerSpec:
         check_range(self, "betas", at_least=0, below=1)
         check_range(self, "eps", above=0)
         check_range(self, "min_lr_ratio", at_least=0, at_most=1)
-        if self.schedule != "constant" and self.total_calls <= self.warmup_calls:
+        if self.schedule != "constant" and 0 < self.total_calls <= self.warmup_calls:
             raise ValueError(
                 f"OptimizerSpec: schedule '{self.schedule}' needs total_calls above "
-                f"warmup_calls={self.warmup_calls}, got {self.total_calls}; take more steps (a "
-                "stage has its num_steps as total_calls) or a shorter warm-up"
+                f"warmup_calls={self.warmup_calls}, got {self.total_calls}; take more steps or a "
+                "shorter warm-up, or leave optimizer.total_calls at 0 for all calls of the stage"
             )
+
+    def over(self, num_calls: int) -> OptimizerSpec:
+        """The same with a schedule that falls over so many train calls, unless it says otherwise.
+
+        Raises:
+            ValueError: If the warm-up takes them all.
+        """
+        if self.schedule == "constant" or self.total_calls:
+            return self
+        return replace(self, total_calls=num_calls)
 
     def lr_at(self, call: int) -> float:
         """The learning rate of train call `call`, counted from 0.
@@ -72,6 +82,8 @@ class OptimizerSpec:
             return self.lr * (call + 1) / self.warmup_calls
         if self.schedule == "constant":
             return self.lr
+        if not self.total_calls:
+            raise ValueError(f"OptimizerSpec: schedule '{self.schedule}' needs total_calls")
         past = (call - self.warmup_calls) / (self.total_calls - self.warmup_calls)
         past = min(past, 1.0)
         fall = 1 - past if self.schedule == "linear" else (1 + math.cos(math.pi * past)) / 2

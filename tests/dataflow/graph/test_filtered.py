@@ -31,8 +31,9 @@ def test_a_ratio_with_a_filtered_distribution_is_refused() -> None:
         "'actor.train' compares log-probabilities of the whole distribution with those of "
         "'actor.generate', which samples from a filtered one (top_p=0.9, min_p=0.05); nothing "
         "makes up for what is never sampled.\n"
-        "    Leave out top_p=0.9, min_p=0.05; or set correction.mode=none where the algorithm has "
-        "a correction, to compare two passes of the trainer and leave the filter uncorrected."
+        "    Leave out top_p=0.9, min_p=0.05; or set algorithm.cfg.correction.mode=none where the "
+        "algorithm has a correction, to compare two passes of the trainer and leave the filter "
+        "uncorrected."
     )
     with pytest.raises(FlowError, match=r"samples from a filtered one"):
         build(filtered_step, correction=RolloutCorrection())

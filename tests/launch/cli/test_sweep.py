@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
+from penstock.launch.runs.figures import SUMMARIZED
+from penstock.launch.runs.sweep import Key, Sweep, next_values
+from penstock.launch.stages.report import summary_of
 
 from ..conftest import Penstock
 
@@ -113,6 +118,27 @@ REFUSED = {
         )
         for name in ("../../x", "/tmp/x", "..", ".", "")
     },
+    "-m sweep.trials=0 seed=0,1": "'sweep.trials': expected a whole number of at least 1, got '0'",
+    f"-m sweep.seed={10**50} seed=0,1": "'sweep.seed': expected at most 18 digits, got 51",
+    "-m sweep.seed=1 seed=range(0,5,0)": (
+        "'seed=range(0,5,0)' cannot be read: the step of a range is 0"
+    ),
+    "-m sweep.metric=actor.trian/loss seed=0,1": (
+        "'sweep.metric': 'actor.trian/loss' begins with no node of grpo; did you mean "
+        "'actor.train'?\n    metrics of the steps begin with: run, evaluation, prompts, "
+        "actor.generate, reward.score, group_advantage, broadcast_over_tokens, actor.train"
+    ),
+    **{
+        f"-m sweep.metric={name} seed=0,1": (
+            f"'sweep.metric': a run's summary has no number '{name}'{hint}\n    take one of "
+            f"{', '.join(SUMMARIZED)}; or a metric of the steps, such as actor.train/loss"
+        )
+        for name, hint in (
+            ("nope", "; did you mean 'nodes'?"),
+            ("", ""),
+            ("acuracy_after_rl", "; did you mean 'accuracy_after_rl'?"),
+        )
+    },
     "-m sweep.seed=1 max_lag=0,1 --cfg job": (
         "penstock run --multirun: expected KEY=VALUE, got '--cfg'"
     ),
@@ -124,3 +150,15 @@ def test_what_is_no_sweep_is_refused(penstock: Penstock, words: str) -> None:
     said = penstock("run", *words.split(" "))
     assert (said.code, said.err) == (2, f"penstock: {REFUSED[words]}\n")
     assert not Path("runs").exists()
+
+
+def test_what_a_search_may_look_for_is_in_a_summary() -> None:
+    assert {*SUMMARIZED} <= {*re.findall(r'"(\w+)":', inspect.getsource(summary_of))}
+
+
+@pytest.mark.parametrize("seed", [0, 4294, 4295, 10**18 - 1])
+def test_a_search_takes_every_seed(seed: int) -> None:
+    sweep = Sweep("accuracy_after_rl", "maximize", seed, (), (Key("lr", low=0.1, high=1.0),))
+    found = next_values(sweep)
+    assert found is not None
+    assert 0.1 <= float(found["lr"]) <= 1

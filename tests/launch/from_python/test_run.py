@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from bdb import BdbQuit
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from IPython.core.formatters import DisplayFormatter
 from penstock.algorithms.grpo import grpo_step
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.launch.from_python.handle import RunHandle
+from penstock.launch.inputs.failures import left_debugger
 from penstock.launch.run_dir.run_folder import create_run
 from penstock.launch.run_dir.trackers.jsonl import read_metrics
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
@@ -159,6 +161,19 @@ print("steps", len(run.metrics))
 """
 
 
+def test_leaving_the_debugger_is_an_interrupt(here: Path, penstock: Penstock) -> None:
+    (here / "left.py").write_text("import bdb\nraise bdb.BdbQuit\n")
+    said = penstock("graph", "algorithm=own", "algorithm.step=left:own_step")
+    assert (said.code, said.err) == (130, "penstock: interrupted in the debugger\n")
+
+
+def test_what_was_raised_by_leaving_the_debugger_is_known() -> None:
+    error = WorkerError("'reward.score' failed")
+    error.__cause__ = BdbQuit()
+    assert left_debugger(error)
+    assert not left_debugger(WorkerError("'reward.score' failed"))
+
+
 @pytest.mark.nightly
 def test_a_breakpoint_in_a_worker_of_the_program_stops_there(here: Path) -> None:
     script = here / "stops.py"
@@ -178,6 +193,16 @@ def test_a_breakpoint_in_a_worker_of_the_program_stops_there(here: Path) -> None
     assert "stops.py(9)score()" in ran.stdout
     assert "(Pdb) 16\n" in ran.stdout
     assert "steps 1" in ran.stdout
+    left = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        input="q\n",
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert "KeyboardInterrupt: in the debugger\nto continue: penstock run resume=" in left.stderr
 
 
 def test_a_run_is_refused_outside_the_main_thread() -> None:
@@ -226,11 +251,19 @@ def test_a_run_before_its_first_step_has_no_curve(tmp_path: Path) -> None:
     assert made.id in shown
     assert "svg" not in tags(shown)
     assert made.metrics.empty
+    for wrong, name in ((made.stage, None), (made.stage, 5), (made.curve, 5)):
+        with pytest.raises(ConfigError, match=f"has no (stage|metric) '?{name}"):
+            wrong(name)  # pyright: ignore[reportArgumentType] - a user's mistake
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         package.open_run(tmp_path)
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        package.open_run("a\0b")
+    for wrong in (None, 3):
+        with pytest.raises(ConfigError, match=r"penstock\.open_run: expected a folder, got"):
+            package.open_run(wrong)  # pyright: ignore[reportArgumentType] - a user's mistake
 
 
 SMALL = ("algorithm=grpo", "cluster=h100")

@@ -10,11 +10,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
+from penstock.launch.cli.overrides import with_escapes
 from penstock.launch.from_python.words import as_words
 
 
 def read_back(word: str) -> tuple[str, Any]:
-    (found,) = OverridesParser.create().parse_overrides([word])
+    (found,) = OverridesParser.create().parse_overrides([with_escapes(word)])
     return found.key_or_group, found.value()
 
 
@@ -76,9 +77,20 @@ def test_a_function_that_no_name_leads_to_is_refused() -> None:
     )
 
 
+DEEP: dict[str, Any] = {}
+ITSELF: dict[str, Any] = {"task": {"config": {}}}
+ITSELF["task"]["config"]["self"] = ITSELF
+for _ in range(10_000):
+    DEEP = {"a": DEEP, "b": 1}
+
+
 @pytest.mark.parametrize(
     ("words", "keys", "said"),
     [
+        ([], {"task": DEEP}, "'task' is nested too deeply, or holds itself"),
+        ([], {"task": ITSELF}, "'task' is nested too deeply, or holds itself"),
+        ([], {"task": {"x": [ITSELF]}}, "'task' is nested too deeply, or holds itself"),
+        ([], {"seed": 10**5000}, "'seed': a number has too many digits"),
         (
             ["--multirun"],
             {},

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import Resolved, resolved
+from penstock.launch.stages.report import whose_accuracy
 from penstock.launch.stages.stages import Stage, stages_of
+from penstock.launch.stages.worker_specs import check_options, optimizer_of
+
+from ...docs.pages import ROOT
 
 
 def config_of(*overrides: str) -> Resolved:
@@ -147,3 +152,46 @@ def test_refusals(words: list[str], message: str) -> None:
 def test_a_group_without_work_is_refused() -> None:
     with pytest.raises(PlanError, match=r"'executor.groups.spare' would have nothing to do"):
         stages("executor=ray_split", "executor.groups.spare=1")
+
+
+@pytest.mark.parametrize(
+    ("words", "total"),
+    [
+        ("algorithm=grpo schedule=cosine num_steps=7", {"actor": 7}),
+        ("algorithm=sft schedule=linear num_steps=5", {"actor": 5}),
+        ("algorithm=grpo schedule=linear total_calls=3", {"actor": 3}),
+        ("algorithm=ppo schedule=constant num_steps=4", {"actor": 0, "critic": 0}),
+    ],
+)
+def test_a_schedule_takes_the_steps_of_its_stage(words: str, total: dict[str, int]) -> None:
+    for key, full in (
+        (" schedule", " algorithm.optimizer.schedule"),
+        (" total_calls", " algorithm.optimizer.total_calls"),
+        (" num_steps", " algorithm.num_steps"),
+    ):
+        words = words.replace(key, full)
+    stage = stages_of(config_of(*words.split()))[-1]
+    found = {
+        role: spec.total_calls
+        for role, plan in stage.roles.items()
+        if (spec := optimizer_of(stage, role, plan)) is not None
+    }
+    assert found == total
+
+
+def test_a_warm_up_of_all_steps_is_refused_with_its_key() -> None:
+    words = ("algorithm.optimizer={schedule: cosine, warmup_calls: 9}", "algorithm.num_steps=9")
+    run = config_of(*words)
+    with pytest.raises(ConfigError, match=r"^'algorithm\.optimizer\.warmup_calls': "):
+        check_options(stages_of(run)[-1], run)
+
+
+def test_accuracy_says_whose_it_is_if_several_policies_are_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    one = config_of("algorithm=sft").stages[-1]
+    assert whose_accuracy(one) == ""
+    words = ["--config-dir", "configs", "algorithm=proposer_solver"]
+    assert whose_accuracy(config_of(*words).stages[-1]) == "solver's "

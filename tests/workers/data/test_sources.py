@@ -233,7 +233,7 @@ def test_errors() -> None:
         PromptSource(TASK, TOKENIZER, batch_size=51, seed=0)
     assert str(large.value) == (
         "batch_size is 51 prompts per step, but task 'chain_sum' has only 50\n"
-        "    use batch_size <= 50 (a stage's `per_step` key), or more problems"
+        "    lower batch_size to 50 or less, or give more problems"
     )
     with pytest.raises(ConfigError) as none:
         PairSource(TASK, TOKENIZER, batch_size=0, seed=0)

@@ -140,6 +140,17 @@ def test_square_sums_of_nothing_and_of_spans():
 def test_a_falling_schedule_needs_its_length():
     with pytest.raises(ValueError, match=r"schedule 'cosine' needs total_calls above"):
         OptimizerSpec(schedule="cosine", warmup_calls=3, total_calls=3)
+    with pytest.raises(ValueError, match=r"schedule 'cosine' needs total_calls above"):
+        OptimizerSpec(schedule="cosine", warmup_calls=3).over(3)
+    with pytest.raises(ValueError, match=r"schedule 'linear' needs total_calls"):
+        OptimizerSpec(schedule="linear").lr_at(1)
+
+
+def test_a_schedule_falls_over_the_calls_that_there_are():
+    spec = OptimizerSpec(lr=1.0, schedule="linear").over(4)
+    assert [spec.lr_at(call) for call in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert OptimizerSpec(schedule="linear", total_calls=9).over(4).total_calls == 9
+    assert OptimizerSpec().over(4) == OptimizerSpec()
 
 
 @pytest.mark.parametrize(

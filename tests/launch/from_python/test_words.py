@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,10 @@ def test_a_function_that_no_name_leads_to_is_refused() -> None:
     )
 
 
-DEEP: dict[str, Any] = {}
 ITSELF: dict[str, Any] = {"task": {"config": {}}}
 ITSELF["task"]["config"]["self"] = ITSELF
-for _ in range(10_000):
-    DEEP = {"a": DEEP, "b": 1}
+START: dict[str, Any] = {"b": 1}
+DEEP = reduce(lambda inner, _: {"a": inner, "b": 1}, range(10_000), START)
 
 
 @pytest.mark.parametrize(

@@ -158,12 +158,13 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
     )
 
 
-def _asked(example: Mapping[str, Any]) -> str:
-    """A prompt, or the turns of a conversation."""
+def example_text(example: Mapping[str, Any]) -> str:
+    """A prompt, or the turns of a conversation, with the response and its score."""
+    said = f"{example['response']!r} ({example['score']:g})"
     if "messages" not in example:
-        return repr(example["prompt"])
+        return f"{example['prompt']!r}: {said}"
     turns = (f"{message['role']}: {message['content']!r}" for message in example["messages"])
-    return "\n".join((*turns, "    assistant"))
+    return "\n".join((*turns, f"    assistant: {said}"))
 
 
 def _show(what: str, found: Mapping[str, Measured], before: Mapping[str, Measured]) -> None:
@@ -173,7 +174,7 @@ def _show(what: str, found: Mapping[str, Measured], before: Mapping[str, Measure
 
     for measured in found.values():
         for one in measured.examples:
-            print(visible(f"{_asked(one)}: {one['response']!r} ({one['score']:g})"))
+            print(visible(example_text(one)))
     print(f"{what}:")
     for name, measured in found.items():
         print(measured_text(name, measured))

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...dataflow.errors import ConfigError
+from ..run_dir.evaluations import Evaluations
 from ..run_dir.run_folder import open_run, record_of
 from ..run_dir.samples import (
     ORDERS,
@@ -19,6 +20,8 @@ from ..run_dir.samples import (
     shown,
     sorted_samples,
 )
+from ..run_dir.stop import visible
+from .evaluate import example_text
 from .words import chosen, split_words, whole_number
 
 _KEYS: Mapping[str, str] = {
@@ -63,11 +66,30 @@ def samples_command(arguments: list[str]) -> int:
     sort = chosen("sort", given.get("sort", SORTS[0]), SORTS)
     order = chosen("order", given.get("order", ORDERS[0]), ORDERS)
     wanted, limit = given.get("prompt", ""), whole_number("limit", given.get("limit", "10"))
+    if not sample_steps(home) and not given.keys() - {"run", "stage", "limit"}:
+        return _evaluated(home, limit)
     found = read_samples(home, _steps(home, given.get("step", "last")))
     found = [sample for sample in sorted_samples(found, sort, order) if wanted in sample.prompt]
     if not found:
         raise ConfigError(f"'prompt': no prompt of these samples holds {wanted!r}")
     _print(found[: limit or None], len(found), record_of(folder).not_reproducible)
+    return 0
+
+
+def _evaluated(home: Path, limit: int) -> int:
+    """Show the responses of the newest evaluation: nothing is sampled to train on, as in `sft`.
+
+    Raises:
+        ConfigError: If there are none either.
+    """
+    evaluations = Evaluations(home)
+    step = max(evaluations.steps(), default=None)
+    measured = {} if step is None else evaluations.read(step)
+    lines = [visible(example_text(one)) for each in measured.values() for one in each.examples]
+    if not lines:
+        _steps(home, "last")
+    print(f"nothing is sampled to train on; responses of the evaluation after {step} steps:")
+    print("\n".join(lines[: limit or None]))
     return 0
 
 

@@ -67,6 +67,9 @@ class Sample:
         last_version: Of the weights that sampled its last tokens; None if all had the same.
         turns: Of a conversation what was said in each turn, what that earned, and what was shown
             after it; empty of a single response.
+        conversation: Number of its conversation in the step, where one may have several rows, as
+            those of a program that begins anew or branches; None elsewhere.
+        piece: Which of its conversation's rows it is; None elsewhere.
         parts: Everything else that the step says of it in one number, by the node's name.
     """
 
@@ -81,6 +84,8 @@ class Sample:
     prompt_id: int | None = None
     last_version: int | None = None
     turns: tuple[SaidTurn, ...] = ()
+    conversation: int | None = None
+    piece: int | None = None
     parts: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
 
@@ -209,5 +214,7 @@ def _headline(sample: Sample) -> str:
         said.append(f"advantage {sample.advantage:.4g}")
     said.append(f"{sample.length} tokens{', cut off' if sample.finished is False else ''}")
     which = "" if sample.prompt_id is None else f", prompt {sample.prompt_id}"
+    if sample.conversation is not None:
+        which += f", conversation {sample.conversation}, row {sample.piece}"
     last = "" if sample.last_version is None else f" to {sample.last_version}"
     return f"step {sample.step}, version {sample.version}{last}{which}: {', '.join(said)}"

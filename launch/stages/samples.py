@@ -19,6 +19,7 @@ from ...dataflow.graph.graph import Graph, Node, NodeKind, Ref
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.watch import Watch, watch_before
 from ...dataflow.runtime.worker_protocol import WorkerSpec
+from ...workers.agents.programs.program import HasPrograms
 from ...workers.data.sample_log import SampleLog, SampleLogSpec
 from ...workers.data.task import Converses
 from ..inputs.data import Data
@@ -47,6 +48,8 @@ def sample_watch(
     role = SAMPLES
     while role in stage.graph.roles:
         role += "_log"
+    # What a program sent is not the problem's prompt: its tokens tell.
+    told = isinstance(data.task, Converses) and not isinstance(data.task, HasPrograms)
     spec = SampleLogSpec(
         folder=str((home / SAMPLES).resolve()),
         tokenizer=stage_tokenizer(stage, data),
@@ -54,7 +57,7 @@ def sample_watch(
         max_rows=config.max_rows,
         keep_steps=config.keep_steps,
         max_bytes=config.max_mib << 20,
-        task=data.spec if data.chat.wrap or isinstance(data.task, Converses) else None,
+        task=data.spec if told or data.section.chat else None,
         chat=data.chat,
     )
     columns = sample_columns(stage.graph, trained)
@@ -160,6 +163,7 @@ def sample_columns(graph: Graph, trained: Node) -> dict[str, Ref]:
         found["version"] = Ref(rows, "version")
     if graph[rows].output_table is Conversations:
         found |= {"turn": Ref(rows, "turn"), "turn_reward": Ref(rows, "reward")}
+        found |= {"piece": Ref(rows, "piece")}
     advantage = _input(trained, _ADVANTAGE)
     if advantage is not None and graph[advantage.node].output(advantage.column).rows == rows:
         found = {name: ref for name, ref in found.items() if ref != advantage}

@@ -318,8 +318,9 @@ def _calls_of(
         raise ConfigError(
             f"options.calls of the agent is '{spec.calls}', but the chat template of "
             f"'{tokenizer.name}' shows no tools, so they are written into the prompt with calls as "
-            "Hermes has them\n    leave it out, or give a template that shows tools: "
-            "task.chat_template_kwargs={chat_template: ...}"
+            "Hermes has them\n    leave it out, give a template that shows tools "
+            "(task.chat_template_kwargs={chat_template: ...}), or say that the task teaches calls: "
+            "task.tells_calls=true"
         )
     if spec.calls != "auto" or not shown:
         return "hermes" if spec.calls == "auto" else spec.calls

@@ -82,7 +82,8 @@ class SampleLog(Role):
             **columns: More of these rows, by the name they get; per token, their mean is kept, and
                 of "version" (i64[rows, T], which weights sampled each token) the ends. Of
                 conversations "turn" (i64[rows, T], -1 outside turns) and "turn_reward" (f32[rows,
-                T]) tell what was said in turn.
+                T]) tell what was said in turn, and "piece" (i64[rows]) which of its conversation's
+                rows each is, if one has several.
         """
         if not self._writes:
             return
@@ -128,6 +129,7 @@ class SampleLog(Role):
     def _rows(self, columns: dict[str, Tensor]) -> list[dict[str, Any]]:
         tokens, mask = columns.pop("tokens"), columns.pop("mask")
         turn, earned = columns.pop("turn", None), columns.pop("turn_reward", None)
+        pieces = _pieces(columns.pop("piece", None), len(tokens))
         length = mask.sum(1)
         numbers = {
             name: column if column.ndim == 1 else (column * mask).sum(1) / length.clamp(min=1)
@@ -143,6 +145,7 @@ class SampleLog(Role):
         return [
             {
                 **{name: column[row] for name, column in values.items()},
+                **pieces[row],
                 "length": int(length[row]),
                 "prompt": self._conversation(problems[row] if problems else None)
                 or self._text(tokens[row][(tokens[row] >= 0) & (mask[row].cumsum(0) == 0)]),
@@ -219,6 +222,18 @@ class SampleLog(Role):
                 files[step].unlink(missing_ok=True)
                 del sizes[step]
             stride *= 2
+
+
+def _pieces(column: Tensor | None, num_rows: int) -> list[dict[str, int]]:
+    """Which conversation of the step each row belongs to, and which of its rows it is.
+
+    Nothing where every conversation is one row.
+    """
+    if column is None or not bool(column.any()):
+        return [{}] * num_rows
+    conversation = ((column == 0).cumsum(0) - 1).clamp(min=0)
+    both = zip(conversation.tolist(), column.tolist(), strict=True)
+    return [{"conversation": which, "piece": piece} for which, piece in both]
 
 
 def _versions(column: Tensor | None, mask: Tensor, of_all: int) -> list[dict[str, int]]:

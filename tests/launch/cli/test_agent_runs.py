@@ -105,6 +105,8 @@ def answer(base_url, api_key, prompt):
         said.append({"role": "assistant", "content": first.choices[0].message.content})
         said.append({"role": "user", "content": "So?"})
         last = client.chat.completions.create(model="gpt-5", messages=said)
+        other = [{"role": "user", "content": "Is it odd?"}]
+        client.chat.completions.create(model="gpt-5", messages=other)
         return last.choices[0].message.content
 """
 
@@ -123,7 +125,13 @@ def test_a_program_that_uses_the_openai_package_is_trained(
     assert said.code == 0, said.err
     (folder,) = (tmp_path / "programs").iterdir()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["actor.converse/requests"] for line in lines] == [2, 2, 2]
+    assert [line["actor.converse/requests"] for line in lines] == [3, 3, 3]
+    shown = penstock("samples", f"run={folder}", "limit=0").out
+    assert "Is it odd?" in shown  # what was sent, and not the problem alone
+    assert "conversation 1, row 0" in shown
+    assert "conversation 1, row 1" in shown
+    warmed_up = penstock("samples", f"run={folder}", "stage=sft")
+    assert warmed_up.code == 2, "an earlier stage has no evaluations"
     assert "not reproducible: what answers in 'chain_sum by a program'" in said.err + said.out
 
 
@@ -152,6 +160,7 @@ def test_a_server_of_the_package_index_is_trained_with(penstock: Penstock, tmp_p
         *("run", "task=tools", f"task.tools={{clock: {clock}}}", "runs=times"),
         "task.task={kind: file, path: times.jsonl, response_field: response, num_held_out: 8}",
         *("algorithm=agent_grpo", "algorithm.roles.agent.options.calls=hermes"),
+        "task.tells_calls=true",
         *("task.max_response_tokens=160", "task.max_total_tokens=700", "task.max_turns=2"),
         *("model.architecture.max_position_embeddings=704", "evaluation.num_prompts=2"),
         *("model.architecture.hidden_size=64", "model.architecture.intermediate_size=128"),

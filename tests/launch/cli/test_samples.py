@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
+from penstock.launch.run_dir.evaluations import Evaluations, Measured
 from penstock.launch.run_dir.samples import Sample, read_samples, sorted_samples
 
 from ..conftest import Penstock
@@ -132,6 +133,20 @@ def test_a_run_without_samples_says_why(penstock: Penstock, run: Path) -> None:
         "no responses, or has not taken a step yet\n"
     )
     assert read_samples(run) == []
+
+
+def test_without_samples_the_newest_evaluation_is_shown(penstock: Penstock, run: Path) -> None:
+    for path in (run / "samples").iterdir():
+        path.unlink()
+    for step, said in ((0, "3"), (4, "2")):
+        example = {"prompt": "1+1=", "response": said, "score": step / 4}
+        measured = Measured({}, 1.0, [example], scores={}, correct={})
+        Evaluations(run).write(step, {"": measured})
+    assert penstock("samples", "run=runs/one").out == (
+        "nothing is sampled to train on; responses of the evaluation after 4 steps:\n"
+        "'1+1=': '2' (1)\n"
+    )
+    assert penstock("samples", "run=runs/one", "sort=reward").code == 2
 
 
 def test_a_damaged_file_is_named(run: Path) -> None:

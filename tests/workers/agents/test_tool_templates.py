@@ -119,6 +119,15 @@ def test_calls_of_demonstrations_are_written_where_the_template_has_none() -> No
     ]
 
 
+def test_a_task_may_teach_calls_in_another_way() -> None:
+    tokenizer = TokenizerSpec(kind="byte", chat_template=CHATML)
+    task = ToolTaskSpec(task=PROBLEMS, tools=TOOLS, tells_calls=True)
+    spec = AgentSpec(task=task, tokenizer=tokenizer, calls="brackets")
+    prompts, _, parse = spec.ways(task.build(), tokenizer.build())
+    assert not prompts.has_tools
+    assert parse("[add 1]")[1] == (ToolCall("add", {"text": "1"}),)
+
+
 @pytest.mark.parametrize("template", [CHATML, TURNS])
 def test_a_task_that_tells_how_to_call_is_as_before(template: str) -> None:
     spec: TaskSpec = CalculatorTaskSpec(num_train=4, num_held_out=1)

@@ -63,6 +63,25 @@ def test_a_step_is_a_file_of_its_first_rows(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("piece", "expected"),
+    [
+        ([0, 1, 0, 0], [(0, 0), (0, 1), (1, 0), (2, 0)]),
+        ([0, 0, 0, 0], [(None, None)] * 4),
+    ],
+)
+def test_rows_of_one_conversation_are_told(
+    tmp_path: Path, piece: list[int], expected: list[tuple[int | None, int | None]]
+) -> None:
+    log: Any = log_in(tmp_path)
+    rows = torch.full((4, 3), 5)
+    with call_scope(0, 0, 0):
+        log.record(rows, torch.arange(3).expand(4, 3) > 0, piece=torch.tensor(piece))
+    log.close()
+    found = lines(tmp_path / "step-000000.jsonl.gz")
+    assert [(row.get("conversation"), row.get("piece")) for row in found] == expected
+
+
 def test_a_response_that_went_on_says_which_weights_began_and_which_ended_it(
     tmp_path: Path,
 ) -> None:

@@ -42,6 +42,9 @@ class ToolTaskSpec:
     path: texts.jsonl}`."""
     limits: ToolLimits = field(default_factory=ToolLimits)
     """How much a conversation may do."""
+    tells_calls: bool = False
+    """Whether prompts or demonstrations teach how the tools are called, so that nothing is shown in
+    place of a chat template that shows no tools."""
 
     def build(self) -> ToolTask:
         """Build the task and the tools.
@@ -94,6 +97,7 @@ class ToolTask(AnsweredOtherwise):
         super().__init__(task, "with tools")
         check_names(tools)
         self._tools, self._limits = tuple(tools), spec.limits
+        self.tells_calls = spec.tells_calls
         self.deterministic = all(tool.deterministic for tool in tools)
         seen = (getattr(tool, "why_not_deterministic", "") for tool in tools)
         self.why_not_deterministic = next(filter(None, seen), "")

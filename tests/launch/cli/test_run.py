@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import count
 from pathlib import Path
@@ -485,3 +487,26 @@ def test_ray_ends_with_the_weights_of_one_process(
     assert there["accuracy_after_rl"] == here["accuracy_after_rl"]
     assert there["examples_after"] == here["examples_after"]
     assert read_samples(only_run(Path("there"))) == read_samples(only_run(Path("here")))
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_is_removed_ends(penstock: Penstock) -> None:
+    def remove() -> None:
+        end_s = time.monotonic() + 100
+        while time.monotonic() < end_s:
+            for metrics in Path("runs").glob("*/metrics.jsonl"):
+                if metrics.read_bytes().count(b"\n") >= 3:
+                    while metrics.parent.exists():  # a checkpoint may be renamed meanwhile
+                        shutil.rmtree(metrics.parent, ignore_errors=True)
+                    return
+            time.sleep(0.01)
+
+    removing = threading.Thread(target=remove)
+    removing.start()
+    words = (*TINY, "algorithm.per_step.demos=8", "algorithm.num_steps=3000", "tracker=none")
+    said = penstock("run", "algorithm=sft", *words)
+    removing.join()
+    assert said.code == 1
+    assert "no longer there" in said.err or "No such file or directory" in said.err
+    assert "was removed during the run; start a new one" in said.err
+    assert [*Path("runs").iterdir()] == []

@@ -41,6 +41,7 @@ from ...workers.data.task import HasTemplate, Task, TaskSpec, fingerprint, task_
 from ...workers.envs.games.task import BoardTaskSpec, LibraryGameTaskSpec
 from ...workers.envs.task import EnvTaskSpec
 from ...workers.models.tokenizer import PRINTABLE, Tokenizer, TokenizerSpec, folder_end
+from ...workers.models.tokenizer_trial import check_tokenizer
 from .env_specs import acted_in
 
 TASKS: Mapping[str, Any] = {
@@ -223,6 +224,9 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
         elif template is None and talks:
             template = TURNS
         tokenizer_spec = replace(tokenizer_spec, chat_template=template)
+    if tokenizer_spec.kind == "folder" and tokenizer_spec.folder is not None:
+        given = section.chat_template_kwargs.get("chat_template")
+        check_tokenizer(Path(tokenizer_spec.folder), given)
     if model.folder is not None and model.folder != tokenizer_spec.folder:
         tokenizer_spec = tokenizer_spec.ending(folder_end(Path(model.folder)))
     return Data(section, spec, task, tokenizer_spec, tokenizer_spec.build())

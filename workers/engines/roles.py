@@ -273,6 +273,7 @@ class PolicyWorker(LanguageWorker, Policy):
     ) -> TrainMetrics:
         """See `Policy.train`."""
         _check_temperature(temperature)
+        _check_behavior(batch)
 
         def forward(rows: Any, needs_entropy: bool) -> PolicyOutput:
             check_columns(rows.tokens, rows.mask)
@@ -385,6 +386,21 @@ class RewardWorker(LanguageWorker, RewardModel):
         outputs = self.network.outputs(tokens, reads, _prompt_lengths(mask))
         found = derived(reads, lambda reads: reads.any(1))
         return spread(outputs.column(), found, outputs.zeros(mask.shape[:1]))
+
+
+def _check_behavior(batch: Any) -> None:
+    """Require that whatever was sampled could be: a clip would hide it in one of two signs.
+
+    Raises:
+        ValueError: If a token that is trained on had no probability.
+    """
+    logprob: Tensor | None = getattr(batch, "behavior_logprob", None)
+    if logprob is not None and bool((none := logprob.isinf() & batch.mask).any()):
+        raise ValueError(
+            f"behavior_logprob is infinite at {int(none.sum())} of {int(batch.mask.sum())} tokens "
+            "that were sampled, whose probability must have been above 0; give that of the "
+            "distribution they were sampled from"
+        )
 
 
 def _before(mask: Tensor) -> Tensor:

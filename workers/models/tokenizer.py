@@ -6,11 +6,12 @@ is what an engine may feed a model at padded positions. It always differs from `
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import cached_property
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,6 +45,14 @@ _SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "u
 """Special tokens of our own tokenizers; their ids are 0 to 3, in this order."""
 
 
+_MOST_IDS = 1 << 24
+"""Of a vocabulary; no model has as many."""
+
+_DATE = datetime(2024, 7, 26)  # noqa: DTZ001 - a day, and no moment
+"""What the clock of chat templates says, always: the day that Llama 3's takes where there is none.
+So a run that goes on tomorrow, or is made again, has the same prompts."""
+
+
 class ChatTemplateError(ValueError):
     """What a chat template says against a conversation."""
 
@@ -60,10 +69,10 @@ class Tokenizer:
         end: What ends a response: that, and whatever else was said to.
         pad_id: Any id but `eos_id`; fed to models at padded positions, never found in a table.
         bos_id: Begins a sequence, for models that want one; None if the tokenizer has none.
-        vocab_size: Number of ids, special tokens included; ids are 0 to `vocab_size - 1`.
+        vocab_size: One more than the largest id, of special tokens as well.
 
     Raises:
-        ConfigError: If the tokenizer has no end-of-sequence token.
+        ConfigError: If the tokenizer has no end-of-sequence token, or an id beyond all bounds.
     """
 
     def __init__(self, backend: PreTrainedTokenizerBase, alphabet: str | None = None) -> None:
@@ -81,7 +90,7 @@ class Tokenizer:
         if not isinstance(pad, int) or pad == self.eos_id:
             pad = int(self.eos_id == 0)
         self.pad_id = pad
-        self.vocab_size = len(backend)
+        self.vocab_size = _vocab_size(backend)
         split = bool(getattr(backend, "split_special_tokens", False))
         self._marks_ends = split and self.has_template
         self._written: dict[tuple[str, str], bool] = {}
@@ -119,7 +128,7 @@ class Tokenizer:
         begin = self._begin
         return ids if not ids or ids[: len(begin)] == begin else [*begin, *ids]
 
-    @cached_property
+    @functools.cached_property
     def _begin(self) -> list[int]:
         """What the tokenizer's own call puts before a text: its beginning of sequence, or nothing.
 
@@ -184,6 +193,7 @@ class Tokenizer:
         from jinja2 import TemplateSyntaxError
 
         messages, tools = self._with_tools(messages, tools, variables)
+        variables = self._frozen(variables)
         if self._marks_ends:
             messages = [_unmarked(message) for message in messages]
             variables = {"eos_token": END_MARK, **variables}
@@ -204,6 +214,20 @@ class Tokenizer:
         except Exception as error:  # a template is a program: it may fail in any way
             raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
         return str(text)
+
+    def _frozen(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Variables of the template with a clock that stands still.
+
+        Raises:
+            ConfigError: If the template draws random numbers.
+        """
+        source = str(variables.get("chat_template") or self.backend.chat_template)
+        if _draws(source):
+            raise ConfigError(
+                f"the chat template of the tokenizer '{self.name}' draws random numbers, so no "
+                "prompt would be the same twice\n    take `random` and `lipsum` out of it"
+            )
+        return {"strftime_now": _DATE.strftime, **variables}
 
     def shows_tools(self, variables: Mapping[str, Any]) -> bool:
         """Whether the chat template writes the schemas of tools, found out by giving it one.
@@ -259,6 +283,7 @@ class Tokenizer:
         if self._marks_ends or not isinstance(template, str) or not _MARKED.search(template):
             return None  # tokens of our own tokenizers are not those that its backend would make
         messages, tools = self._with_tools(messages, tools, variables)
+        variables = self._frozen(variables)
         both: Any = self.backend.apply_chat_template(
             [dict(message) for message in messages],
             tools=list(tools) if tools else None,  # pyright: ignore[reportArgumentType]
@@ -372,6 +397,16 @@ class EndedTokenizerSpec(TokenizerSpec):
         return self.ending(self.end.sampled_by(sampling))
 
 
+def _vocab_size(backend: PreTrainedTokenizerBase) -> int:
+    word, last = max(backend.get_vocab().items(), key=lambda item: item[1], default=("", 0))
+    if last >= _MOST_IDS:
+        raise ConfigError(
+            f"the tokenizer '{backend.name_or_path}' gives '{word}' the id {last}; expected one "
+            f"below {_MOST_IDS}\n    give the tokenizer that the model came with"
+        )
+    return max(len(backend), last + 1)
+
+
 def _char_tokenizer(alphabet: str, chat_template: str | None) -> Tokenizer:
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
@@ -412,6 +447,19 @@ def _wrapped(backend: object, chat_template: str | None) -> PreTrainedTokenizerB
     )
     wrapped.chat_template = chat_template
     return wrapped
+
+
+@functools.lru_cache(maxsize=64)
+def _draws(template: str) -> bool:
+    """Whether a chat template uses the filter `random`, or `lipsum`."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        found = [v for _, kind, v in Environment().lex(template) if kind != "whitespace"]  # noqa: S701
+    except TemplateSyntaxError:  # the renderer says where
+        return False
+    pairs = {(a, b.strip("'\"")) for a, b in zip(found, found[1:], strict=False)}
+    return "lipsum" in found or not pairs.isdisjoint({("|", "random"), ("(", "random")})
 
 
 def _unmarked(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -133,7 +133,9 @@ def test_what_is_scored_judged_shown_and_answered_is_without_what_ended_it(
         task=echo, tokenizer=replace(spec, chat_template=template), chat=ChatOptions()
     ).build(CONTEXT)
     assert isinstance(agent, AgentWorker)
-    reply = agent._reply(0, found.token[0, : int(found.length[0])], bool(found.finished[0]))
+    reply = agent._reply(  # pyright: ignore[reportPrivateUsage]
+        0, found.token[0, : int(found.length[0])], bool(found.finished[0])
+    )
     assert (reply.text, reply.content, reply.finished) == ("42", "42", ending != "cut off")
 
 

@@ -152,3 +152,27 @@ def test_a_broken_tokenizer_is_one_message(file: str, content: bytes, tmp_path: 
         TokenizerSpec(kind="folder", folder=str(tmp_path)).build()
     assert str(error.value).startswith(f"tokenizer.folder '{tmp_path}' cannot be read: ")
     assert str(error.value).endswith("\n    give a folder that a tokenizer was saved to")
+
+
+# --- templates that read the clock or draw
+
+
+def test_the_clock_of_a_template_stands_still() -> None:
+    template = (
+        "{{ strftime_now('%d %b %Y %H:%M') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = TokenizerSpec(kind="byte", chat_template=template).build()
+    asked = [{"role": "user", "content": "!"}]
+    assert tokenizer.render(asked) == "26 Jul 2024 00:00!"
+    assert tokenizer.render(asked, strftime_now=lambda form: "today") == "today!"
+
+
+@pytest.mark.parametrize(
+    "drawing", ["{{ [1, 2] | random }}", "{{ lipsum() }}", "{{ [[1]] | map('random') | list }}"]
+)
+def test_a_template_that_draws_random_numbers_is_refused(drawing: str) -> None:
+    tokenizer = TokenizerSpec(kind="byte", chat_template=drawing).build()
+    with pytest.raises(ConfigError, match="draws random numbers"):
+        tokenizer.render([{"role": "user", "content": "a"}])
+    tokenizer = TokenizerSpec(kind="byte", chat_template="a | random").build()
+    assert tokenizer.render([{"role": "user", "content": "a"}]) == "a | random"

@@ -43,6 +43,15 @@ def train(
     return {n: metric.value for n, metric in found.metrics.items() if n.startswith("rollout_")}
 
 
+def test_a_sampled_token_that_had_no_probability_is_refused() -> None:
+    policy, batch = policy_and_batch()
+    wrong = batch.behavior_logprob.clone()
+    row, place = torch.nonzero(batch.mask)[0]
+    wrong[row, place] = -math.inf
+    with pytest.raises(ValueError, match="behavior_logprob is infinite at 1 of"):
+        policy.train(ClippedPolicyLoss(), replace(batch, behavior_logprob=wrong))
+
+
 def test_what_is_reported_of_a_known_difference() -> None:
     found = train(*policy_and_batch(offset=0.5))
     assert found == {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.regular_files import check_folder_files, read_bytes, read_json
 from ..verifiers.pool import VerifierPool, VerifierSpec
 
 _LIMIT_S = 10.0
@@ -49,6 +50,7 @@ def check_tokenizer(folder: Path, given: Any = None) -> None:
     Raises:
         ConfigError: Saying what was too much.
     """
+    check_folder_files(folder)
     files = [folder / name for name in ("tokenizer.json", *_TEMPLATES)]
     stamps = tuple((str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
     _check(str(folder), given if isinstance(given, str) else None, stamps)
@@ -85,9 +87,12 @@ def _templates(folder: Path) -> list[str]:
     """The chat templates of a folder."""
     own = folder / "chat_template.jinja"
     if own.is_file():
-        return [own.read_text(errors="replace")]
+        try:
+            return [read_bytes(own).decode(errors="replace")]
+        except OSError as error:
+            raise ConfigError(f"'{own}' cannot be read: {error.strerror}") from error
     try:
-        config: Any = json.loads((folder / "tokenizer_config.json").read_bytes())
+        config: Any = read_json(folder / "tokenizer_config.json")
     except (OSError, ValueError, RecursionError):  # whoever loads the tokenizer says so
         return []
     found: Any = config.get("chat_template") if isinstance(config, dict) else None  # pyright: ignore[reportUnknownMemberType]

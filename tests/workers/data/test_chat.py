@@ -93,10 +93,11 @@ def test_a_sequence_begins_once_whoever_spells_it(tmp_path: Path, begins: str) -
     tokenizer = chat_tokenizer(tmp_path / "model", WITH_TOOLS)
     before, _, after = BEGINNINGS[begins].partition("|")
     if before:
-        tokenizer.backend.backend_tokenizer.post_processor = TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        backend: Any = tokenizer.backend
+        backend.backend_tokenizer.post_processor = TemplateProcessing(
             single=f"{before} $A {after}".strip(), special_tokens=[("<bos>", 1), ("<eos>", 2)]
         )
-        tokenizer.backend.save_pretrained(str(tmp_path / "begins"))
+        backend.save_pretrained(str(tmp_path / "begins"))
         tokenizer = TokenizerSpec(kind="folder", folder=str(tmp_path / "begins")).build()
     rows = [{"prompt": one, "answer": "yes"} for one in ("hi there", "<bos>hi there", [AGAIN])]
     task = file_task(tmp_path, *rows, answer_field="answer")

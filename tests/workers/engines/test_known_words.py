@@ -65,13 +65,21 @@ def test_turns_of_conversations_are_of_the_tokenizers_words() -> None:
     assert isinstance(generator, TorchGenerator)
     sampling = Sampling(max_new_tokens=4, max_total_tokens=30)
     turns: Any = generator.turns(sampling, 2)
-    assert isinstance(turns._sampler, TurnSampler)
-    assert len(turns._sampler.tokens._may_end) == KNOWN
+    sampler: Any = turns._sampler
+    assert isinstance(sampler, TurnSampler)
+    logits = torch.zeros(2, 61)
+    logits[:, KNOWN:] = 50.0
+    sampler.open[:] = True
+    sampler._limit[:] = 1  # pyright: ignore[reportPrivateUsage]
+    token, _ = sampler.sample(logits, torch.arange(2), torch.ones(2, dtype=torch.bool))
+    assert int(token.max()) < KNOWN
 
 
 def test_a_divided_vocabulary_has_no_share_beyond_them() -> None:
     class Alone(DividedNetwork):
-        vocabulary_group = None
+        @property
+        def vocabulary_group(self) -> None:
+            return None
 
     network = Alone()
     network.num_words = 5

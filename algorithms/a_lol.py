@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ..dataflow.option_checks import check_range
 from .losses import ALoLLoss, ClippedValueLoss
 from .ops.advantages import broadcast_over_tokens
+from .ops.groups import scored_tokens
 from .ops.weighted_responses import better_responses, first_token, value_of_prompt
 from .roles import (
     Policy,
@@ -70,6 +71,7 @@ def a_lol_step(
         behavior_logprob=ref.logprob(rows.tokens, rows.mask),
         advantage=broadcast_over_tokens(rows.advantage, rows.mask),
     )
+    start = scored_tokens(start, score)
     target = broadcast_over_tokens(score, start)
     states = ValueBatch(tokens=pairs.tokens, mask=start, old_value=value, value_target=target)
     return actor.train(cfg.loss, batch, **times), critic.train(cfg.value_loss, states, **times)

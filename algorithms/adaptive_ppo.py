@@ -16,6 +16,7 @@ from .ppo import (
     PPO,
     critic_states,
     gae_targets,
+    scored_states,
     token_rewards,
     train_critic,
     whitened_advantage,
@@ -62,11 +63,12 @@ def adaptive_ppo_step(
         kl_coef=controller.coefficient(kl, cfg.kl_coef),
         kl_estimator=cfg.kl_estimator,
     )
-    target = gae_targets(roll, states, cfg, reward=shaped, value=value)
-    advantage = whitened_advantage(target.advantage, roll.mask, cfg)
+    scored, states = scored_states(roll, states, score, cfg)
+    target = gae_targets(scored, states, cfg, reward=shaped, value=value)
+    advantage = whitened_advantage(target.advantage, scored.mask, cfg)
     return (
-        train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
-        train_critic(critic, roll, states, cfg, value=value, target=target.value_target),
+        train_policy(actor, scored, advantage, cfg.policy_loss, cfg),
+        train_critic(critic, scored, states, cfg, value=value, target=target.value_target),
         controller.follow(kl, cfg.kl_coef, cfg.kl_target),
         kl,
     )

@@ -14,7 +14,7 @@ from .ops.advantages import gae
 from .ops.final_state import bootstrap_of, with_next_turn
 from .ops.macro_actions import macro_gae
 from .ops.turns import turn_rewards
-from .options.policy_updates import train_policy
+from .options.policy_updates import scored_rows, train_policy
 from .options.reference_kl import reference_logprob, reported_kl
 from .ppo import PPO, train_critic, whitened_advantage, whitened_reward
 from .roles import (
@@ -78,10 +78,11 @@ def agent_ppo_step(
         kl_coef=cfg.kl_coef,
         kl_estimator=cfg.kl_estimator,
     )
+    scored = scored_rows(held, held.score)
     if cfg.credit == "turn":
         target = macro_gae(
-            held.mask,
-            held.turn,
+            scored.mask,
+            scored.turn,
             reward=reward,
             value=value,
             bootstrap_value=after_last,
@@ -90,18 +91,18 @@ def agent_ppo_step(
         )
     else:
         target = gae(
-            held.mask,
-            reward=whitened_reward(reward, held.mask, cfg),
+            scored.mask,
+            reward=whitened_reward(reward, scored.mask, cfg),
             value=value,
             bootstrap_value=after_last,
             discount=cfg.discount,
             lam=cfg.gae_lambda,
             masking=cfg.gae_masking,
         )
-    advantage = whitened_advantage(target.advantage, held.mask, cfg)
+    advantage = whitened_advantage(target.advantage, scored.mask, cfg)
     return (
-        train_policy(actor, held, advantage, cfg.policy_loss, cfg),
-        train_critic(critic, held, held.mask, cfg, value=value, target=target.value_target),
+        train_policy(actor, scored, advantage, cfg.policy_loss, cfg),
+        train_critic(critic, scored, scored.mask, cfg, value=value, target=target.value_target),
         reported_kl(held, ref_logprob),
     )
 

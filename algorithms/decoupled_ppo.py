@@ -16,6 +16,7 @@ from .ppo import (
     PPO,
     critic_states,
     gae_targets,
+    scored_states,
     token_rewards,
     train_critic,
     whitened_advantage,
@@ -55,10 +56,11 @@ def decoupled_ppo_step(
     value = critic.value(roll.tokens, states)
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, temperature)
     shaped = token_rewards(score, roll, ref_logprob, cfg)
-    target = gae_targets(roll, states, cfg, reward=shaped, value=value)
-    advantage = whitened_advantage(target.advantage, roll.mask, cfg)
+    scored, states = scored_states(roll, states, score, cfg)
+    target = gae_targets(scored, states, cfg, reward=shaped, value=value)
+    advantage = whitened_advantage(target.advantage, scored.mask, cfg)
     # The batch's `behavior_logprob` is the proximal policy's: today's weights, before the update.
-    batch = corrected_batch(actor, roll, advantage, cfg.correction, temperature)
+    batch = corrected_batch(actor, scored, advantage, cfg.correction, temperature)
     return (
         actor.train(
             cfg.policy_loss,
@@ -67,6 +69,6 @@ def decoupled_ppo_step(
             num_minibatches=cfg.num_minibatches,
             temperature=temperature,
         ),
-        train_critic(critic, roll, states, cfg, value=value, target=target.value_target),
+        train_critic(critic, scored, states, cfg, value=value, target=target.value_target),
         reported_kl(roll, ref_logprob),
     )

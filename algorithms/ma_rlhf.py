@@ -18,7 +18,7 @@ from .ops.macro_actions import (
     macro_actions,
     macro_gae,
 )
-from .options.policy_updates import train_policy
+from .options.policy_updates import scored_rows, train_policy
 from .options.reference_kl import reference_logprob, reported_kl
 from .ppo import PPO, token_rewards, train_critic, whitened_advantage
 from .roles import PerSample, PerToken, Policy, Prompts, Reward, Rollout, TrainMetrics, ValueModel
@@ -78,8 +78,9 @@ def ma_rlhf_step(
         length=cfg.macro_length,
         lengths=cfg.macro_lengths,
     )
+    scored = scored_rows(roll, score)
     target = macro_gae(
-        roll.mask,
+        scored.mask,
         macro_id,
         reward=token_rewards(score, roll, ref_logprob, cfg),
         value=value,
@@ -88,10 +89,10 @@ def ma_rlhf_step(
         macro_value=cfg.macro_value,
         macro_reward=cfg.macro_reward,
     )
-    advantage = whitened_advantage(target.advantage, roll.mask, cfg)
+    advantage = whitened_advantage(target.advantage, scored.mask, cfg)
     return (
-        train_actor(actor, roll, macro_id, advantage, cfg),
-        train_critic(critic, roll, roll.mask, cfg, value=value, target=target.value_target),
+        train_actor(actor, scored, macro_id, advantage, cfg),
+        train_critic(critic, scored, scored.mask, cfg, value=value, target=target.value_target),
         reported_kl(roll, ref_logprob),
     )
 

@@ -17,6 +17,7 @@ from .ppo import (
     PPO,
     critic_states,
     gae_targets,
+    scored_states,
     token_rewards,
     train_critic,
     whitened_advantage,
@@ -58,10 +59,11 @@ def pf_ppo_step(
     value = critic.value(roll.tokens, states)
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
     shaped = token_rewards(kept.score, roll, ref_logprob, cfg)
-    target = gae_targets(roll, states, cfg, reward=shaped, value=value)
-    advantage = whitened_advantage(target.advantage, roll.mask, cfg)
+    scored, states = scored_states(roll, states, kept.score, cfg)
+    target = gae_targets(scored, states, cfg, reward=shaped, value=value)
+    advantage = whitened_advantage(target.advantage, scored.mask, cfg)
     return (
-        train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
-        train_critic(critic, roll, states, cfg, value=value, target=target.value_target),
+        train_policy(actor, scored, advantage, cfg.policy_loss, cfg),
+        train_critic(critic, scored, states, cfg, value=value, target=target.value_target),
         reported_kl(roll, ref_logprob),
     )

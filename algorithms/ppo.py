@@ -20,10 +20,11 @@ from ..dataflow.option_checks import check_range
 from .losses import ClippedPolicyLoss, ClippedValueLoss
 from .ops.advantages import GaeTargets, Masking, gae, whiten
 from .ops.final_state import bootstrap_of, with_final_state
+from .ops.groups import scored_tokens
 from .ops.kl import KLEstimator, NoEos, ScoreSlot, kl_shaped_reward
 from .ops.reductions import Variance, WeightedBy
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_updates, train_policy
+from .options.policy_updates import check_updates, scored_rows, train_policy
 from .options.reference_kl import reference_logprob, reported_kl
 from .roles import (
     PerSample,
@@ -112,11 +113,12 @@ def ppo_step(
     value = critic.value(roll.tokens, states)
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
     shaped = token_rewards(score, roll, ref_logprob, cfg)
-    target = gae_targets(roll, states, cfg, reward=shaped, value=value)
-    advantage = whitened_advantage(target.advantage, roll.mask, cfg)
+    scored, states = scored_states(roll, states, score, cfg)
+    target = gae_targets(scored, states, cfg, reward=shaped, value=value)
+    advantage = whitened_advantage(target.advantage, scored.mask, cfg)
     return (
-        train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
-        train_critic(critic, roll, states, cfg, value=value, target=target.value_target),
+        train_policy(actor, scored, advantage, cfg.policy_loss, cfg),
+        train_critic(critic, scored, states, cfg, value=value, target=target.value_target),
         reported_kl(roll, ref_logprob),
     )
 
@@ -127,6 +129,14 @@ def critic_states(roll: Rollout, cfg: PPO) -> tuple[Rollout, TokenMask]:
         return roll, roll.mask
     lengthened = with_final_state(roll)
     return lengthened, lengthened.states
+
+
+def scored_states(
+    roll: Rollout, states: TokenMask, score: PerSample, cfg: PPO
+) -> tuple[Rollout, TokenMask]:
+    """Both, but for rows without a score nothing to train on; see `scored_tokens`."""
+    kept = scored_tokens(states, score) if cfg.score_slot == "after_last" else states
+    return scored_rows(roll, score), kept
 
 
 def rewarded_states(roll: Rollout, states: TokenMask, cfg: PPO) -> TokenMask:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..dataflow.option_checks import check_range
-from .ops.rewards import process_shaped_reward
-from .options.policy_updates import train_policy
+from .ops.rewards import known_throughout, process_shaped_reward
+from .options.policy_updates import scored_rows, train_policy
 from .options.reference_kl import reference_logprob, reported_kl
 from .ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advantage
 from .roles import PerSample, Policy, ProcessReward, Prompts, Reward, TrainMetrics, ValueModel
@@ -61,10 +61,11 @@ def process_ppo_step(
         clip=cfg.step_clip,
         delta=cfg.step_delta,
     )
-    target = gae_targets(roll, roll.mask, cfg, reward=shaped, value=value)
-    advantage = whitened_advantage(target.advantage, roll.mask, cfg)
+    scored = scored_rows(roll, known_throughout(score, steps.step_score, steps.step_end))
+    target = gae_targets(scored, scored.mask, cfg, reward=shaped, value=value)
+    advantage = whitened_advantage(target.advantage, scored.mask, cfg)
     return (
-        train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
-        train_critic(critic, roll, roll.mask, cfg, value=value, target=target.value_target),
+        train_policy(actor, scored, advantage, cfg.policy_loss, cfg),
+        train_critic(critic, scored, scored.mask, cfg, value=value, target=target.value_target),
         reported_kl(roll, ref_logprob),
     )

@@ -12,7 +12,7 @@ from typing import Literal
 from .losses import ReinforceLoss
 from .ops.advantages import batch_centered, broadcast_over_tokens
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_updates, train_policy
+from .options.policy_updates import check_updates, scored_rows, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 
@@ -47,6 +47,7 @@ def reinforce_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: Reinfor
     """Sample, score, and make better-scored responses likelier."""
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    roll = scored_rows(roll, score)
     if cfg.baseline == "batch_mean":
         score = batch_centered(score)
     return train_policy(actor, roll, broadcast_over_tokens(score, roll.mask), cfg.loss, cfg)

@@ -15,7 +15,7 @@ from .ops.advantages import broadcast_over_tokens, group_advantage, return_to_go
 from .ops.kl import KLEstimator, NoEos, kl_shaped_reward
 from .ops.reductions import Variance
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_groups, check_updates, train_policy
+from .options.policy_updates import check_groups, check_updates, scored_rows, train_policy
 from .options.reference_kl import reference_logprob
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
@@ -82,6 +82,7 @@ def reinforce_pp_step(
         no_eos_score=cfg.no_eos_score,
         no_eos_penalty=cfg.no_eos_penalty,
     )
+    roll = scored_rows(roll, score)
     to_go = return_to_go(shaped, roll.mask, discount=cfg.discount)
     advantage = whiten(to_go, roll.mask, variance=cfg.whitening_variance)
     return train_policy(actor, roll, advantage, cfg.loss, cfg)
@@ -118,7 +119,8 @@ def reinforce_pp_baseline_step(
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     centered = group_advantage(score, roll.prompt_id, divide_by_std=False)
+    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
+    roll = scored_rows(roll, score)
     per_token = broadcast_over_tokens(centered, roll.mask)
     advantage = whiten(per_token, roll.mask, variance=cfg.whitening_variance)
-    ref_logprob = ref.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
     return train_policy(actor, roll, advantage, cfg.loss, cfg, ref_logprob=ref_logprob)

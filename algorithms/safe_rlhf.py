@@ -13,7 +13,7 @@ from typing import Literal
 from .controllers.multiplier import Ascent, Multiplier
 from .losses import ClippedValueLoss
 from .ops.lagrangian import mixed_advantage
-from .options.policy_updates import train_policy
+from .options.policy_updates import scored_rows, train_policy
 from .options.reference_kl import reference_logprob, reported_kl
 from .ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advantage
 from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
@@ -74,21 +74,22 @@ def safe_rlhf_step(
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
     shaped = token_rewards(score, roll, ref_logprob, cfg, kl_coef=cfg.kl_share)
     costs = token_rewards(cost_score, roll, ref_logprob, cfg, kl_coef=-cfg.kl_share, no_eos="none")
-    target = gae_targets(roll, roll.mask, cfg, reward=shaped, value=value)
-    cost_target = gae_targets(roll, roll.mask, cfg, reward=costs, value=cost_value)
+    scored = scored_rows(scored_rows(roll, score), cost_score)
+    target = gae_targets(scored, scored.mask, cfg, reward=shaped, value=value)
+    cost_target = gae_targets(scored, scored.mask, cfg, reward=costs, value=cost_value)
     ascended = multiplier.update(cost_score, cfg.ascent)
     mixed = mixed_advantage(
-        roll.mask,
+        scored.mask,
         reward=target.advantage,
         cost=cost_target.advantage,
         multiplier=multiplier.price(cost_score),
     )
-    advantage = whitened_advantage(mixed, roll.mask, cfg)
+    advantage = whitened_advantage(mixed, scored.mask, cfg)
     return (
-        train_policy(actor, roll, advantage, cfg.policy_loss, cfg),
-        train_critic(critic, roll, roll.mask, cfg, value=value, target=target.value_target),
+        train_policy(actor, scored, advantage, cfg.policy_loss, cfg),
+        train_critic(critic, scored, scored.mask, cfg, value=value, target=target.value_target),
         train_critic(
-            cost_critic, roll, roll.mask, cfg, value=cost_value, target=cost_target.value_target
+            cost_critic, scored, scored.mask, cfg, value=cost_value, target=cost_target.value_target
         ),
         ascended,
         cost_score,

@@ -23,6 +23,7 @@ from .ppo import (
     bootstrap_value,
     critic_states,
     rewarded_states,
+    scored_states,
     token_rewards,
     train_critic,
     whitened_advantage,
@@ -83,10 +84,11 @@ def vtrace_ppo_step(
     now = actor.logprob(roll.tokens, roll.mask, temperature=cfg.sampling.temperature)
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
     shaped = token_rewards(score, roll, ref_logprob, cfg)
-    target = vtrace_targets(roll, states, cfg, reward=shaped, value=value, logprob=now)
-    advantage = whitened_advantage(target.advantage, roll.mask, cfg)
+    scored, states = scored_states(roll, states, score, cfg)
+    target = vtrace_targets(scored, states, cfg, reward=shaped, value=value, logprob=now)
+    advantage = whitened_advantage(target.advantage, scored.mask, cfg)
     batch = PolicyBatch(
-        tokens=roll.tokens, mask=roll.mask, behavior_logprob=now, advantage=advantage
+        tokens=roll.tokens, mask=scored.mask, behavior_logprob=now, advantage=advantage
     )
     return (
         actor.train(
@@ -96,7 +98,7 @@ def vtrace_ppo_step(
             num_minibatches=cfg.num_minibatches,
             temperature=cfg.sampling.temperature,
         ),
-        train_critic(critic, roll, states, cfg, value=value, target=target.value_target),
+        train_critic(critic, scored, states, cfg, value=value, target=target.value_target),
         reported_kl(roll, ref_logprob),
     )
 

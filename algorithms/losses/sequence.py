@@ -187,7 +187,7 @@ def _of_row(column: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PairLoss(CountedMean, Loss[ComparedPairBatch, PolicyOutput]):
-    """What losses of two responses to one prompt share."""
+    """What losses of two responses to one prompt share; a pair without both scores is left out."""
 
     unit: ClassVar[Literal["row", "group"]] = "group"
 
@@ -201,7 +201,7 @@ class PairLoss(CountedMean, Loss[ComparedPairBatch, PolicyOutput]):
 
     def totals(self, batch: ComparedPairBatch) -> Tensor:
         """f64[1]: pairs."""
-        return torch.tensor([len(batch.prompt_id) / 2], dtype=torch.float64)
+        return torch.tensor([len(_scored_pairs(batch))], dtype=torch.float64)
 
     def __call__(self, output: PolicyOutput, batch: ComparedPairBatch, totals: Tensor) -> LossSum:
         """These pairs' share of the minibatch's mean over pairs.
@@ -209,7 +209,7 @@ class PairLoss(CountedMean, Loss[ComparedPairBatch, PolicyOutput]):
         Raises:
             ValueError: If a prompt does not have exactly two rows here.
         """
-        rows = _pairs(batch.prompt_id)
+        rows = _scored_pairs(batch)
         score = batch.score[rows]
         loss = self.pair_loss(
             sequence_sum(output.logprob, batch.mask)[rows],
@@ -227,6 +227,12 @@ class PairLoss(CountedMean, Loss[ComparedPairBatch, PolicyOutput]):
     def pair_loss(self, logprob: Tensor, behavior_logprob: Tensor, score: Tensor) -> Tensor:
         """f32[pairs] from log-probabilities of whole responses and scores, f32[pairs, 2]."""
         raise NotImplementedError
+
+
+def _scored_pairs(batch: ComparedPairBatch) -> Tensor:
+    """i64[pairs, 2]: the two rows of every prompt that both have a score."""
+    rows = _pairs(batch.prompt_id)
+    return rows[~batch.score[rows].isnan().any(dim=1)]
 
 
 def _pairs(prompt_id: Tensor) -> Tensor:

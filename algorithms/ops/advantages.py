@@ -90,11 +90,15 @@ def whiten(
 
     Returns:
         f32[rows, T]; values that are all equal become 0, or stay as they are without the shift.
+        All 0 if no row has a score and so no token counts.
 
     Raises:
-        ValueError: If shapes differ, there are too few tokens for a variance, or a choice is
+        ValueError: If shapes differ, there is one token and no variance of it, or a choice is
             unknown.
     """
+    check_token_columns(mask, value=value)
+    if not bool(mask.any()):
+        return torch.zeros_like(value)
     mean, spread = mean_and_variance(value, mask, variance=variance, weighted_by=weighted_by)
     if eps_on not in ("variance", "std"):
         raise ValueError(f"eps_on {eps_on!r} is unknown; choose 'variance' or 'std'")
@@ -137,7 +141,7 @@ def group_advantage(
     variance: Variance = "unbiased",
     eps: float = 1e-6,
     singleton_group: SingletonGroup = "error",
-    missing: MissingScore = "propagate",
+    missing: MissingScore = "zero",
 ) -> PerSample:
     """How much better a sample is than its group: `(score - mean) / (std + eps)`.
 
@@ -151,11 +155,11 @@ def group_advantage(
         variance: Estimator of that deviation: "unbiased" divides by n - 1, "biased" by n.
         eps: Added to the standard deviation.
         singleton_group: What a sample alone in its group gets.
-        missing: What a score that is nan does.
+        missing: What a row without a score does.
 
     Returns:
-        f32[rows]; exactly 0 for every row of a group whose scores are all equal, and not finite for
-        every row of a group with a score that is not finite (a missing one aside).
+        f32[rows]; exactly 0 for every row of a group whose scores are all equal, and for a row
+        without a score; not finite for every row of a group with an infinite score.
 
     Raises:
         ValueError: If shapes differ, a choice is unknown, or a group has one row and
@@ -187,22 +191,24 @@ def leave_one_out(
         singleton_group: What a sample alone in its group gets.
 
     Returns:
-        f32[rows]; not finite for every row of a group with a score that is not finite.
+        f32[rows]; 0 for a row without a score, and not finite for every row of a group with an
+        infinite one.
 
     Raises:
         ValueError: If shapes differ, a choice is unknown, or a group has one row and
             `singleton_group` is "error".
     """
     groups = Groups(score, prompt_id)
-    weight = groups.sizes / (groups.sizes - 1).clamp(min=1)
+    weight = groups.sizes.double() / (groups.sizes - 1).clamp(min=1)
     return groups.per_row(groups.centered() * weight[:, None], singleton_group)
 
 
 @op(scope="batch")
 def batch_centered(score: PerSample) -> PerSample:
-    """Score minus the mean of the whole batch: f32[rows]."""
+    """Score minus the mean of the whole batch, 0 for a row without a score: f32[rows]."""
     score = floating(score)
-    return (score.double() - score.double().mean()).to(score)
+    centered = score.double() - score.double().nanmean()
+    return torch.where(score.isnan(), 0.0, centered).to(score)
 
 
 @op(scope="batch")
@@ -228,7 +234,8 @@ def batch_std_advantage(
         singleton_group: What a sample alone in its group gets.
 
     Returns:
-        f32[rows]; 0 for every row of a group whose scores are all equal.
+        f32[rows]; 0 for every row of a group whose scores are all equal, and for a row without a
+        score.
 
     Raises:
         ValueError: If shapes differ, a choice is unknown, or a group has one row and
@@ -239,9 +246,9 @@ def batch_std_advantage(
     score = floating(score)
     groups = Groups(score, prompt_id)
     centered = groups.per_row(groups.centered(), singleton_group).double()
-    spread = score.double() if std_of == "raw" else centered
+    spread = (score.double() if std_of == "raw" else centered)[~score.isnan()]
     correction = variance_correction(variance)
-    std = spread.std(correction=correction) if len(score) > 1 else spread.new_zeros(())
+    std = spread.std(correction=correction) if len(spread) > 1 else spread.new_zeros(())
     return (centered / torch.where(std == 0, 1.0, std + eps)).to(score)
 
 
@@ -257,11 +264,17 @@ def log_partition_advantage(score: PerSample, prompt_id: PromptId, *, tau: float
         tau: Weight of the KL penalty; positive.
 
     Returns:
-        f32[rows].
+        f32[rows]; 0 for a row without a score.
+
+    Raises:
+        ValueError: If `tau` is not positive.
     """
+    if not tau > 0:
+        raise ValueError(f"tau is {tau}; the weight of a KL penalty is above 0")
     score = floating(score)
     groups = Groups(score, prompt_id)
-    return (score.double() - groups.per_group_row(groups.log_mean_exp(tau))).to(score)
+    advantage = score.double() - groups.per_group_row(groups.log_mean_exp(tau))
+    return torch.where(score.isnan(), 0.0, advantage).to(score)
 
 
 @op(scope="group")

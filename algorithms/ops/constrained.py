@@ -63,20 +63,18 @@ def less_mean(
         mean_over: See `MeanOver`; a prompt without a passing response counts in the first.
 
     Returns:
-        f32[rows].
+        f32[rows]; 0 where the reward is nan, because a judge or the reward has no score.
 
     Raises:
         ValueError: If `mean_over` is unknown.
-        FloatingPointError: If a verdict is nan and the mean is of those that pass.
     """
     reward = floating(reward)
-    exact = reward.double()
+    exact, known = reward.double(), ~reward.isnan()
     match mean_over:
         case "batch":
-            mean = exact.mean() if len(exact) else exact.sum()
+            mean = exact.nanmean() if len(exact) else exact.sum()
         case "passing":
-            check_known("verdict", passed)
-            counted = passed > 0.5
+            counted = (passed > 0.5) & known
             mean = torch.where(counted, exact, 0.0).sum() / counted.sum().clamp(min=1)
         case "prompt":
             groups = Groups(reward, prompt_id)
@@ -85,7 +83,7 @@ def less_mean(
             raise ValueError(
                 f"mean_over {mean_over!r} is unknown; choose 'batch', 'passing' or 'prompt'"
             )
-    return (exact - mean).to(reward)
+    return torch.where(known, exact - mean, 0.0).to(reward)
 
 
 @op(scope="group", makes_rows=True)
@@ -93,23 +91,24 @@ def passing_and_failing(roll: Rollout, score: PerSample, *, passed: PerSample) -
     """Per prompt the best response that passes, and the worst that does not, two rows each.
 
     If none fails, the worst that passes is rejected. A prompt of which none passes, or that has a
-    single response, gets an empty mask (`tied` is True), which losses on pairs do not count. Of
-    equal scores the first response is the best and the last the worst.
+    single response with score and verdict, gets an empty mask (`tied` is True), which losses on
+    pairs do not count. Of equal scores the first response is the best and the last the worst.
 
     Args:
         roll: Responses; groups may be interleaved.
-        score: f32[rows].
+        score: f32[rows]; a response without a score, or a verdict, is neither.
         passed: f32[rows], above 0.5 where all constraints hold.
-
-    Raises:
-        FloatingPointError: If a verdict or a score is nan.
     """
-    check_known("verdict", passed)
-    check_known("score", score)
     score = floating(score)
+    known = ~(score.isnan() | passed.isnan())
     rows: list[int] = []
     skipped: list[bool] = []
-    for members in _members(roll.prompt_id):
+    for everyone in _members(roll.prompt_id):
+        members = everyone[known[everyone]]
+        if not len(members):
+            rows += [int(everyone[0]), int(everyone[-1])]
+            skipped.append(True)
+            continue
         allowed = passed[members] > 0.5
         worst_of = ~allowed if bool((~allowed).any()) else allowed
         best = int(score[members].masked_fill(~allowed, -torch.inf).argmax())
@@ -145,7 +144,8 @@ def best_passing(
 ) -> ChosenResponses:
     """Per prompt the best response that passes and stays near the reference, weighed by its score.
 
-    Where there is none, the prompt's fallback, if that passes; otherwise an empty mask.
+    Where there is none, the prompt's fallback, if that passes; otherwise an empty mask. A response
+    without a score or a verdict is not chosen.
 
     Args:
         roll: Responses; groups may be interleaved.
@@ -162,14 +162,11 @@ def best_passing(
 
     Raises:
         ValueError: If a prompt has no fallback.
-        FloatingPointError: If a verdict is nan, or the KL or the score of a response that passes.
+        FloatingPointError: If the KL of a response that passes is nan.
     """
-    check_known("verdict", passed)
-    check_known("verdict on a fallback", fallback_passed)
     check_known("KL", torch.where(passed > 0.5, kl, 0.0))
-    eligible = (passed > 0.5) & (kl <= kl_max)
     score = floating(score)
-    check_known("score", torch.where(eligible, score, 0.0))
+    eligible = (passed > 0.5) & (kl <= kl_max) & ~score.isnan()
     instead = {prompt: row for row, prompt in enumerate(fallback.prompt_id.tolist())}
     rows: list[tuple[int, int, float]] = []  # which side, which of its rows, weight
     for members in _members(roll.prompt_id):

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from ...dataflow.graph.tracer import op
 from ...dataflow.option_checks import check_range
 from ..roles.language import PerSample, Policy, PromptId, Prompts, Reward, Rollout, Sampling
-from .groups import Groups
-from .reward_shaping import check_known, is_correct
+from .groups import Groups, floating
+from .reward_shaping import is_correct
 
 WhenShort = Literal["train", "error"]
 """With too few groups after the last round: train on those there are, or end the run."""
@@ -114,16 +114,12 @@ def is_mixed(
         score: f32[rows].
         prompt_id: i64[rows], the group of each row, in any order.
         correct_score: Only whether a score is at least this counts; None: scores themselves do.
-
-    Raises:
-        FloatingPointError: If a score is nan.
     """
-    check_known("score", score)
-    metric = score
-    if correct_score is not None:
-        metric = is_correct(score, threshold=correct_score).to(score)
+    score = floating(score)
+    metric = score if correct_score is None else is_correct(score, threshold=correct_score)
     groups = Groups(metric, prompt_id)
-    return groups.per_group_row((groups.highest() != groups.lowest()).double()).to(score)
+    # Without any score the highest is -inf and the lowest inf.
+    return groups.per_group_row((groups.highest() > groups.lowest()).double()).to(score)
 
 
 @op(scope="row", makes_rows=True)

@@ -37,7 +37,8 @@ def selection_weights(
     | `best_worst`  | 1 for the best and the worst, else 0                               |
     | `power`       | `abs(score)^power`; alike if all are 0                             |
 
-    Responses that tie for the best, or the worst, count alike.
+    Responses that tie for the best, or the worst, count alike. One without a score gets nothing,
+    unless no response of its group has one: then all count alike.
 
     Args:
         score: f32[rows].
@@ -50,18 +51,23 @@ def selection_weights(
 
     Raises:
         ValueError: If shapes differ or `strategy` is unknown.
-        FloatingPointError: If a score is nan, or infinite and `strategy` is "power".
+        FloatingPointError: If a score is infinite and `strategy` is "power".
     """
     if score.shape != group.shape or score.ndim != 1:
         raise ValueError(
             f"score and group must both be [rows], got {list(score.shape)} and {list(group.shape)}"
         )
-    check_known("score", score, finite=strategy == "power")
     score = floating(score)
+    known = ~score.isnan()
+    if strategy == "power":
+        check_known("score", torch.where(known, score, 0.0), finite=True)
     weight = torch.zeros_like(score, dtype=torch.float64)
     for one in group.unique():
-        own = score[group == one].double()
-        weight[group == one] = _within(own, strategy, power)
+        own = (group == one) & known
+        if bool(own.any()):
+            weight[own] = _within(score[own].double(), strategy, power)
+        else:
+            weight[group == one] = 1 / (group == one).sum()
     return weight.to(score)
 
 

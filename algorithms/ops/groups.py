@@ -7,12 +7,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...dataflow.graph.tracer import op
+from ..roles.language import PerSample, TokenMask
+
 SingletonGroup = Literal["error", "score", "zero"]
 """Advantage of a sample alone in its group: refuse, the score itself, or 0."""
 
-MissingScore = Literal["propagate", "zero"]
-"""What a score that is nan does: leaves no finite number in its group, or is left out of all
-statistics and gets advantage 0."""
+MissingScore = Literal["zero", "propagate"]
+"""What a row without a score, which is nan, does: it is left out of all statistics and gets
+advantage 0, or it leaves no finite number in its group."""
 
 
 def floating(column: Tensor) -> Tensor:
@@ -32,13 +35,26 @@ def sum_rows(table: Tensor) -> Tensor:
     return table.cumsum(dim=1)[:, -1]
 
 
+@op(scope="row")
+def scored_tokens(mask: TokenMask, score: PerSample) -> TokenMask:
+    """The mask without rows that have no score: bool[rows, T].
+
+    Critics, whitening and losses then leave such a row out like tokens that nobody sampled.
+
+    Args:
+        mask: bool[rows, T].
+        score: f32[rows]; nan where there is none.
+    """
+    return mask & ~score.isnan()[:, None]
+
+
 class Groups:
     """Scores laid out as `[groups, widest group]`, whatever order the rows are in.
 
     Args:
         score: f32[rows]; integers and booleans are read as f32.
         prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
-        missing: What scores that are nan do.
+        missing: What rows without a score do.
 
     Attributes:
         sizes: i64[groups], rows with a score in each group.
@@ -47,9 +63,7 @@ class Groups:
         ValueError: If the shapes differ or `missing` is unknown.
     """
 
-    def __init__(
-        self, score: Tensor, prompt_id: Tensor, missing: MissingScore = "propagate"
-    ) -> None:
+    def __init__(self, score: Tensor, prompt_id: Tensor, missing: MissingScore = "zero") -> None:
         if score.shape != prompt_id.shape or score.ndim != 1:
             raise ValueError(
                 "score and prompt_id must both be [rows], got "
@@ -67,6 +81,7 @@ class Groups:
         self._place = torch.empty_like(self._group).scatter_(0, order, rank)
         widest = int(rows.max()) if len(score) else 1
         table = torch.zeros(len(rows), widest, dtype=torch.float64, device=score.device)
+        self._rows = rows[self._group]
         self._absent = score.isnan() if missing == "zero" else torch.zeros_like(score).bool()
         counted = torch.where(self._absent, 0.0, score.double())
         self._scores = table.index_put((self._group, self._place), counted)
@@ -108,7 +123,7 @@ class Groups:
 
     def per_row(self, table: Tensor, singleton_group: SingletonGroup) -> Tensor:
         """Back to f32[rows], with the rule for groups of one row applied."""
-        result = table[self._group, self._place].to(self._score)
+        result = torch.where(self._absent, 0.0, table[self._group, self._place]).to(self._score)
         alone = (self.sizes[self._group] == 1) & ~self._absent
         if singleton_group == "score":
             return torch.where(alone, self._score, result)
@@ -118,6 +133,7 @@ class Groups:
             raise ValueError(
                 f"singleton_group {singleton_group!r} is unknown; choose 'error', 'score' or 'zero'"
             )
+        alone = alone & (self._rows == 1)  # one with others that have no score is none's fault
         if bool(alone.any()):
             raise ValueError(
                 f"group {int(self._prompt_id[alone][0])} has a single sample, and a comparison "

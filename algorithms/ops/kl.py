@@ -105,7 +105,7 @@ def kl_penalized_reward(
     """
     check_token_columns(mask, reward=reward)
     kl = kl_estimate(mask, logprob=logprob, ref_logprob=ref_logprob, estimator=kl_estimator)
-    return (reward - kl_coef[:, None] * kl).detach()
+    return zero_where_masked_out(reward - kl_coef[:, None] * kl, mask).detach()
 
 
 @op(scope="row")
@@ -187,13 +187,15 @@ def kl_shaped_reward(
         raise ValueError(
             f"score must have one entry per row of the mask, [{len(mask)}], got {list(score.shape)}"
         )
-    kl = kl_estimate(
-        mask,
-        logprob=logprob,
-        ref_logprob=ref_logprob,
-        estimator=kl_estimator,
-        log_ratio_clamp=log_ratio_clamp,
-    )
+    kl = torch.zeros_like(logprob)
+    if kl_coef:  # 0 * nan is nan, and both may be -inf
+        kl = kl_estimate(
+            mask,
+            logprob=logprob,
+            ref_logprob=ref_logprob,
+            estimator=kl_estimator,
+            log_ratio_clamp=log_ratio_clamp,
+        )
     score = floating(score)
     if score_clip is not None:
         score = score.clamp(-score_clip, score_clip)

@@ -18,7 +18,6 @@ from ..roles.language import (
     TokenIds,
     TokenMask,
 )
-from .reward_shaping import check_known
 
 Ties = Literal["drop", "first"]
 """What becomes of a prompt whose responses all score the same: its pair is not trained on, or its
@@ -71,22 +70,20 @@ def best_and_worst(roll: Rollout, score: PerSample, *, ties: Ties = "drop") -> S
     """The best and the worst response of each prompt, two rows each, the better one first.
 
     Of equal scores the first response counts as the best and the last as the worst, so a prompt's
-    two rows are never the same one. Guo et al., "Direct Language Model Alignment from Online AI
-    Feedback", 2024.
+    two rows are never the same one. A prompt with fewer than two scores gets an empty mask.
+    Guo et al., "Direct Language Model Alignment from Online AI Feedback", 2024.
 
     Args:
         roll: Responses, at least two per prompt; groups may be interleaved.
-        score: f32[rows].
+        score: f32[rows]; a response without a score is neither.
         ties: What a prompt gets whose scores are all equal; "drop" leaves its rows an empty mask,
             which losses on pairs do not count.
 
     Raises:
         ValueError: If a prompt has a single response or `ties` is unknown.
-        FloatingPointError: If a score is nan.
     """
     if ties not in ("drop", "first"):
         raise ValueError(f"ties {ties!r} is unknown; choose 'drop' or 'first'")
-    check_known("score", score)
     rows: list[int] = []
     for prompt in dict.fromkeys(roll.prompt_id.tolist()):
         members = (roll.prompt_id == prompt).nonzero().flatten()
@@ -95,13 +92,16 @@ def best_and_worst(roll: Rollout, score: PerSample, *, ties: Ties = "drop") -> S
                 f"prompt {prompt} has a single response, and a pair needs two; set "
                 "Sampling.num_samples to 2 or more"
             )
+        scored = members[~score[members].isnan()]
+        members = scored if len(scored) > 1 else members[[0, -1]]
         own = score[members]
         best = int(own.argmax())
         worst = len(own) - 1 - int(own.flip(0).argmin())
         rows += [int(members[best]), int(members[worst])]
     pair_scores = score[torch.tensor(rows, dtype=torch.int64)].reshape(-1, 2)
     tied = pair_scores[:, 0] == pair_scores[:, 1]
-    return pairs_of(roll, score, rows, tied, dropped=tied & (ties == "drop"))
+    dropped = (tied & (ties == "drop")) | pair_scores.isnan().any(dim=1)
+    return pairs_of(roll, score, rows, tied, dropped=dropped)
 
 
 def pairs_of(

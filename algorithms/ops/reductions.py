@@ -206,7 +206,8 @@ def aggregation_numerator(loss: Tensor, mask: Tensor, mode: Aggregation) -> Tens
         ValueError: If the shapes differ or the mode is unknown.
     """
     check_token_columns(mask, loss=loss)
-    kept = zero_where_masked_out(loss, mask)
+    # Half precision can neither count tokens nor add them up.
+    kept = zero_where_masked_out(loss, mask).to(torch.promote_types(loss.dtype, torch.float32))
     if mode == "seq-mean-token-mean":
         return (kept.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum()
     if mode in ("token-mean", "seq-mean-token-sum", "constant"):

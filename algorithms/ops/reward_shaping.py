@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.graph.tracer import op
-from ..roles.language import PerSample, PromptId, SampleFlag, TokenMask
+from ..roles.language import PerSample, PromptId, TokenMask
 from .groups import Groups, floating
 
 OverlongForm = Literal["piecewise", "linear"]
@@ -26,14 +26,10 @@ def response_length(mask: TokenMask) -> PerSample:
 
 
 @op(scope="row")
-def is_correct(score: PerSample, *, threshold: float = 1.0) -> SampleFlag:
-    """Which responses a verifier accepts: bool[rows], `score >= threshold`.
-
-    Raises:
-        FloatingPointError: If a score is nan, which a flag could not say.
-    """
-    check_known("score", score)
-    return score >= threshold
+def is_correct(score: PerSample, *, threshold: float = 1.0) -> PerSample:
+    """1 where `score >= threshold`, else 0, and nan for a row without a score: f32[rows]."""
+    correct = (score >= threshold).to(floating(score))
+    return torch.where(score.isnan(), torch.nan, correct)
 
 
 def check_known(what: str, column: Tensor, *, finite: bool = False) -> None:
@@ -60,9 +56,9 @@ def check_known(what: str, column: Tensor, *, finite: bool = False) -> None:
 
 
 @op(scope="row")
-def signed_score(correct: SampleFlag) -> PerSample:
-    """1 for a correct response and -1 for another: f32[rows] from bool[rows]."""
-    return torch.where(correct, 1.0, -1.0)
+def signed_score(correct: PerSample) -> PerSample:
+    """1 for a correct response, -1 for another, nan where nobody knows; see `is_correct`."""
+    return 2 * floating(correct) - 1
 
 
 @op(scope="row")
@@ -98,7 +94,7 @@ def overlong_penalty(
 
 
 @op(scope="group")
-def length_reward(length: PerSample, prompt_id: PromptId, *, correct: SampleFlag) -> PerSample:
+def length_reward(length: PerSample, prompt_id: PromptId, *, correct: PerSample) -> PerSample:
     """Preference for short responses among those of one prompt; wrong ones only lose by it.
 
     `0.5 - (length - shortest) / (longest - shortest)` within the group; a wrong response gets that
@@ -108,28 +104,28 @@ def length_reward(length: PerSample, prompt_id: PromptId, *, correct: SampleFlag
     Args:
         length: [rows], sampled tokens of each response; integers or f32.
         prompt_id: i64[rows], the group of each row, in any order.
-        correct: bool[rows] (or zeros and ones).
+        correct: f32[rows], see `is_correct`; the lengths of rows where it is nan do not count.
 
     Returns:
-        f32[rows], from -0.5 to 0.5.
+        f32[rows], from -0.5 to 0.5; nan where `correct` is.
 
     Raises:
         ValueError: If shapes differ.
-        FloatingPointError: If a verdict or a length is nan.
+        FloatingPointError: If a length is nan.
     """
     if correct.shape != length.shape:
         raise ValueError(
             f"correct must have one entry per row, {list(length.shape)}, got {list(correct.shape)}"
         )
-    check_known("verdict", correct)
     check_known("length", length)
-    exact = floating(length)
+    correct = floating(correct)
+    exact = torch.where(correct.isnan(), torch.nan, floating(length))
     groups = Groups(exact, prompt_id)
     low, high = groups.per_group_row(groups.lowest()), groups.per_group_row(groups.highest())
     spread = high - low
     share = (exact.double() - low) / torch.where(spread > 0, spread, 1.0)
-    reward = torch.where(spread > 0, 0.5 - share, 0.0)
-    return torch.where(correct.bool(), reward, reward.clamp(max=0)).to(exact)
+    reward = torch.where(exact.isnan() | (spread > 0), 0.5 - share, 0.0)
+    return torch.where(correct > 0.5, reward, reward.clamp(max=0)).to(exact)
 
 
 @op(scope="row")

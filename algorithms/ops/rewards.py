@@ -19,7 +19,6 @@ from .kl import finished_score, kl_shaped_reward
 from .reductions import check_token_columns, zero_where_masked_out
 from .reward_shaping import (
     OverlongForm,
-    check_known,
     combine_rewards,
     is_correct,
     kl_penalized_score,
@@ -41,6 +40,7 @@ __all__ = [
     "delta_step_reward",
     "ensemble_score",
     "finished_score",
+    "known_throughout",
     "is_correct",
     "kl_penalized_score",
     "kl_shaped_reward",
@@ -177,6 +177,12 @@ def process_shaped_reward(
 
 
 @op(scope="row")
+def known_throughout(score: PerSample, step_score: PerToken, step_end: TokenMask) -> PerSample:
+    """The score of a response, nan as well where one of its steps has none: f32[rows]."""
+    return torch.where((step_score.isnan() & step_end).any(dim=1), torch.nan, floating(score))
+
+
+@op(scope="row")
 def verifiable_reward(
     verified: PerSample,
     finished: SampleFlag | None = None,
@@ -189,19 +195,17 @@ def verifiable_reward(
     Lambert et al., "Tulu 3: Pushing Frontiers in Open Language Model Post-Training", 2024.
 
     Args:
-        verified: f32[rows]; above 0 means verified.
+        verified: f32[rows]; above 0 means verified, and nan that nobody knows.
         finished: bool[rows], True where the end of sequence was reached; None: all were.
         scale: alpha.
         no_eos_reward: Replaces the reward of a response that was cut off; None leaves it.
 
     Returns:
-        f32[rows].
-
-    Raises:
-        FloatingPointError: If a verdict is nan.
+        f32[rows]; nan where nobody knows, unless the response was cut off.
     """
-    check_known("verdict", verified)
+    verified = floating(verified)
     reward = torch.where(verified > 0, scale, torch.zeros_like(verified))
+    reward = torch.where(verified.isnan(), torch.nan, reward)
     if finished is None or no_eos_reward is None:
         return reward
     return torch.where(finished.bool(), reward, torch.full_like(reward, no_eos_reward))
@@ -253,14 +257,11 @@ def blended_with_model(
         penalty: Taken below it.
 
     Returns:
-        f32[rows]. A `verified` of nan stays nan, for the optimizer to refuse.
-
-    Raises:
-        FloatingPointError: If the model's score of a response is nan where V > 0.
+        f32[rows]; nan where V is, and where V > 0 and the model has no score.
     """
     verified = floating(verified)
-    check_known("model's score", torch.where(verified > 0, model_score, 0.0))
     change = torch.where(model_score > threshold, bonus, -penalty).to(verified)
+    change = torch.where(model_score.isnan(), torch.nan, change)
     return torch.where(verified > 0, verified + change, verified)
 
 

@@ -136,8 +136,10 @@ def weighted_tokens(mask: TokenMask, weight: PerToken) -> TokenMask:
 @op(scope="batch")
 def self_normalized(weight: PerToken, mask: TokenMask) -> PerToken:
     """Weights over their mean of all sampled tokens: f32[rows, T], as they are if all are 0."""
-    mean = weight[mask].double().mean() if bool(mask.any()) else weight.double().sum()
-    return (weight / torch.where(mean == 0, 1.0, mean)).to(weight)
+    if not bool(mask.any()):
+        return torch.zeros_like(weight)
+    mean = weight[mask].double().mean()
+    return zero_where_masked_out(weight / torch.where(mean == 0, 1.0, mean), mask).to(weight)
 
 
 def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:

@@ -6,14 +6,11 @@ advantage per turn, `gae` one per token.
 
 from __future__ import annotations
 
-import torch
-
 from ...dataflow.graph.tracer import op
 from ..roles.agents import PieceNumber, TurnIndex, TurnNumber
 from ..roles.language import PerSample, PerToken, PromptId, TokenMask
 from .advantages import group_advantage
 from .kl import KLEstimator, kl_estimate
-from .macro_actions import macro_mask
 from .reductions import Variance, check_token_columns, zero_where_masked_out
 
 
@@ -46,33 +43,6 @@ def turn_rewards(
     check_token_columns(mask, reward=reward)
     kl = kl_estimate(mask, logprob=logprob, ref_logprob=ref_logprob, estimator=kl_estimator)
     return zero_where_masked_out(reward - kl_coef * kl, mask).detach()
-
-
-@op(scope="row")
-def discounted_outcome(
-    mask: TokenMask, turn: TurnIndex, score: PerSample, *, discount: float
-) -> PerToken:
-    """The score of a conversation, discounted for each turn that was still to come.
-
-    `discount^(K - 1 - k) * score` for all tokens of turn k of K.
-
-    Args:
-        mask: bool[rows, T].
-        turn: i64[rows, T].
-        score: f32[rows].
-        discount: gamma, per turn.
-
-    Returns:
-        f32[rows, T]; 0 where the mask is False.
-
-    Raises:
-        ValueError: If shapes differ.
-    """
-    check_token_columns(mask, turn=turn)
-    last = macro_mask(turn).sum(1, keepdim=True) - 1
-    to_come = (last - turn).clamp(min=0)
-    factor = torch.pow(torch.tensor(discount, dtype=torch.float64), to_come)
-    return zero_where_masked_out(factor * score[:, None].double(), mask).to(torch.float32)
 
 
 @op(scope="group")

@@ -18,6 +18,7 @@ from ...dataflow.graph.tracer import op
 from ..roles.agents import Conversations, TurnIndex
 from ..roles.language import PerToken, TokenMask
 from .final_state import lengthened
+from .groups import scored_tokens
 from .macro_actions import sum_over_macros
 from .reductions import check_token_columns, zero_where_masked_out
 
@@ -44,6 +45,8 @@ class Utterances(Conversations):
 def utterances(held: Conversations) -> Utterances:
     """Lengthen every row by one token, a copy of its last one, and find where turns begin and end.
 
+    A conversation without a score has neither tokens nor states to learn from.
+
     Args:
         held: Token columns [rows, T].
 
@@ -51,7 +54,9 @@ def utterances(held: Conversations) -> Utterances:
         Token columns [rows, T + 1].
     """
     longer = lengthened(held)
-    return Utterances(**longer, states=_first(longer["turn"]) | _after(longer["turn"]))
+    states = _first(longer["turn"]) | _after(longer["turn"])
+    longer["mask"] = scored_tokens(longer["mask"], held.score)
+    return Utterances(**longer, states=scored_tokens(states, held.score))
 
 
 @op(scope="row")

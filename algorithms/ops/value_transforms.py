@@ -6,12 +6,14 @@ et al., "Reward Scale Robustness for Proximal Policy Optimization via DreamerV3 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ...dataflow.graph.tracer import op
 from ..roles.language import PerStep, StepMask
-from .reductions import check_token_columns
+from .reductions import check_token_columns, zero_where_masked_out
 from .returns import GaeTargets
 
 
@@ -39,7 +41,12 @@ def two_hot(x: Tensor, bins: Tensor) -> Tensor:
 
     Returns:
         f32[..., bins], adding up to 1.
+
+    Raises:
+        ValueError: If there are fewer than two bins.
     """
+    if len(bins) < 2:
+        raise ValueError(f"there are {len(bins)} bins; a number lies between two")
     inside = x.clamp(bins[0], bins[-1])
     above = torch.searchsorted(bins, inside.contiguous()).clamp(1, len(bins) - 1)
     low, high = bins[above - 1], bins[above]
@@ -85,10 +92,26 @@ def percentile_scale(
         decay: Share of the old value that stays.
         low: The lower percentile.
         high: The upper one.
+
+    Returns:
+        The scale; what it was where there are no returns.
     """
-    edges = torch.tensor([low / 100, high / 100], dtype=torch.float64, device=returns.device)
-    bottom, top = returns.detach().double().flatten().quantile(edges).tolist()
+    # `Tensor.quantile` takes 2^24 numbers at most.
+    ordered = returns.detach().double().flatten().sort().values
+    if not len(ordered):
+        return scale
+    bottom, top = (_percentile(ordered, edge) for edge in (low, high))
     return decay * scale + (1 - decay) * (top - bottom)
+
+
+def _percentile(ordered: Tensor, percent: float) -> float:
+    """A percentile of f64[n], ascending, n at least 1; between two numbers if need be."""
+    if bool(ordered[-1].isnan()):  # they come last
+        return math.nan
+    place = percent / 100 * (len(ordered) - 1)
+    below = int(place)
+    first, second = ordered[below], ordered[min(below + 1, len(ordered) - 1)]
+    return float(torch.lerp(first, second, place - below))
 
 
 def scaled_advantage(advantage: Tensor, scale: float) -> Tensor:
@@ -109,12 +132,15 @@ def percentile_scaled(mask: StepMask, *, advantage: PerStep, value_target: PerSt
         value_target: f32[rows, T], the returns; they stay as they are.
 
     Returns:
-        Advantages and value targets, f32[rows, T] each.
+        Advantages and value targets, f32[rows, T] each; 0 where the mask is False.
 
     Raises:
         ValueError: If shapes differ.
     """
     check_token_columns(mask, advantage=advantage, value_target=value_target)
     returns = value_target[mask]
-    scale = percentile_scale(returns, decay=0.0) if len(returns) else 0.0
-    return GaeTargets(advantage=scaled_advantage(advantage, scale), value_target=value_target)
+    scale = percentile_scale(returns, decay=0.0)
+    return GaeTargets(
+        advantage=zero_where_masked_out(scaled_advantage(advantage, scale), mask),
+        value_target=zero_where_masked_out(value_target, mask),
+    )

@@ -100,7 +100,7 @@ def better_responses(
     Args:
         tokens: i64[rows, T].
         mask: bool[rows, T].
-        score: f32[rows].
+        score: f32[rows]; a response without one has advantage 0.
         value: f32[rows], expected of each row's prompt.
         prioritized: Take responses in proportion to their advantage, and as many as there were
             rows. Otherwise take each row once, with advantage 0 if it scores below its value.
@@ -111,7 +111,7 @@ def better_responses(
     Raises:
         FloatingPointError: If responses are sampled by advantages that are not finite.
     """
-    advantage = (score - value).clamp(min=0)
+    advantage = torch.where(score.isnan(), 0.0, (score - value).clamp(min=0))
     rows = torch.arange(len(tokens))
     if prioritized:
         rows = systematic_rows(priority(advantage), len(tokens))

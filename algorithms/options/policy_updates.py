@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 from ...dataflow.graph.role import Loss
 from ...dataflow.option_checks import check_range
+from ..ops.groups import scored_tokens
 from ..ops.rollout_correction import RolloutCorrection, corrected_batch
-from ..roles.language import PerToken, Policy, PolicyOutput, Rollout, Sampling, TrainMetrics
+from ..roles.language import (
+    PerSample,
+    PerToken,
+    Policy,
+    PolicyOutput,
+    Rollout,
+    Sampling,
+    TrainMetrics,
+)
+
+R = TypeVar("R", bound=Rollout)
 
 
 class SampledUpdates(Protocol):
@@ -59,6 +71,11 @@ def check_groups(options: SampledUpdates) -> None:
             f"sampling.num_samples is {options.sampling.num_samples}, but {type(options).__name__} "
             "compares samples of one prompt with each other; set it to 2 or more"
         )
+
+
+def scored_rows(roll: R, score: PerSample) -> R:
+    """The same rows, but for those without a score nothing to train on; see `scored_tokens`."""
+    return replace(roll, mask=scored_tokens(roll.mask, score))
 
 
 def train_policy(

@@ -7,7 +7,8 @@ Conventions (they hold for `Conversations`, beside those of `language_tables`):
 - `mask` is True exactly on what the policy sampled, the token that ends a turn included, so it has
   holes. Tokens are those that were sampled, never the text of them encoded again.
 - `turn` numbers the policy's turns from 0; what follows a turn, and the prompt, has -1.
-- `reward` is earned at the last token of a turn. A conversation's score is its sum.
+- `reward` is earned at the last token of a turn. A conversation's score is its sum; one without a
+  score is not to be learned from.
 
 The conversation is one node, `Policy.converse`, because speaking and being answered go round in a
 circle. It is a call of the policy: it runs where the policy generates, with the weights that it
@@ -56,7 +57,7 @@ class Conversations(Rollout):
     turn: TurnIndex
     reward: PerToken
     score: PerSample
-    """Sum of the row's rewards."""
+    """Sum of the row's rewards; nan where the other side broke or gave none."""
     ending: Annotated[Tensor, i64(SAMPLE)]
     """Index into `ENDINGS`."""
     branch: TurnNumber

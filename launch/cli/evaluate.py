@@ -160,7 +160,9 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
 
 def example_text(example: Mapping[str, Any]) -> str:
     """A prompt, or the turns of a conversation, with the response and its score."""
-    said = f"{example['response']!r} ({example['score']:g})"
+    from ..run_dir.evaluations import score_text
+
+    said = f"{example['response']!r} ({score_text(example)})"
     if "messages" not in example:
         return f"{example['prompt']!r}: {said}"
     turns = (f"{message['role']}: {message['content']!r}" for message in example["messages"])

@@ -57,11 +57,13 @@ class Measured:
     Attributes:
         metrics: Everything it reported.
         accuracy: Share of the answers to held-out problems that are right, 0 to 1; the mean over
-            its samples counts for a problem. None if there are no problems.
+            its samples counts for a problem, and an answer without a score is not right. None if
+            there are no problems.
         examples: The first responses: prompt_id, prompt, response, score.
         episode_return: Actor -> what it earned in a held-out episode, on average.
         num_episodes: Episodes of each.
-        scores: Problem's index in its task -> the score of each of its samples.
+        scores: Problem's index in its task -> the score of each of its samples; None where there
+            is none.
         correct: Problem's index -> how many of them are right.
     """
 
@@ -70,7 +72,7 @@ class Measured:
     examples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     episode_return: dict[str, float] = field(default_factory=dict[str, float])
     num_episodes: int = 0
-    scores: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    scores: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
     correct: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
@@ -79,8 +81,13 @@ class Measured:
         return max(map(len, self.scores.values()), default=0)
 
     @property
+    def unscored(self) -> float | None:
+        """Share of the answers without a score, 0 to 1; they are not right."""
+        return self.metrics.get(f"{SHARES}/unscored")
+
+    @property
     def errors(self) -> float | None:
-        """Share of the answers on which the verifier failed, 0 to 1; they count as wrong."""
+        """Share of the answers on which the verifier failed, 0 to 1."""
         return self.metrics.get(f"{SHARES}/errors")
 
     @property
@@ -104,6 +111,11 @@ class Measured:
             ]
             values[f"pass@{k}"] = statistics.fmean(found)
         return values
+
+
+def score_text(example: Mapping[str, Any]) -> str:
+    """What an example scored."""
+    return "no score" if example["score"] is None else f"{example['score']:g}"
 
 
 def _passes(num_samples: int) -> list[int]:

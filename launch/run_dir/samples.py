@@ -143,7 +143,11 @@ def _read(path: Path) -> list[Sample]:
 
 
 def _sample(row: dict[str, Any]) -> Sample:
-    parts = {name: float(value) for name, value in row.items() if name not in _FIELDS}
+    parts = {
+        name: float(value)
+        for name, value in row.items()
+        if name not in _FIELDS and value is not None
+    }
     known = {name: value for name, value in row.items() if name in _FIELDS}
     known["turns"] = tuple(SaidTurn(**turn) for turn in row.get("turns", ()))
     return Sample(**known, parts=parts)

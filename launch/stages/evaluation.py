@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -93,7 +94,8 @@ class Evaluator:
             of_task = tasks.setdefault(id(data), len(tasks))
             verifier, observer = (_role(r, taken, of_task) for r in (_VERIFIER, _OBSERVER))
             if has_other_side(data.task):
-                judge = agent_spec(_AGENT, data, suite.tokenizer_spec, agent_options or {})
+                options = {**(agent_options or {}), "unscored": math.nan}
+                judge = agent_spec(_AGENT, data, suite.tokenizer_spec, options)
                 threshold = None
             else:
                 judge, threshold = _judge(rule if suite.is_own else RuleRewardSpec, suite)
@@ -137,9 +139,11 @@ class Evaluator:
             found = required_object(self._examples)
             self._examples.unlink()
         threshold = torch.tensor(self._thresholds[number]).item()  # in float32, as scores are
-        scores: dict[str, list[float]] = found.get("scores", {})
+        scores: dict[str, list[float | None]] = found.get("scores", {})
+        # An answer without a score is never right, whatever the threshold.
         correct = {
-            problem: sum(score >= threshold for score in its) for problem, its in scores.items()
+            problem: sum(score is not None and score >= threshold for score in its)
+            for problem, its in scores.items()
         }
         return Measured(
             metrics,
@@ -154,8 +158,9 @@ def _judge(makes: Callable[..., RuleRewardSpec], suite: Suite) -> tuple[RuleRewa
     """What scores answers, as the verifier says, and the score of a right one."""
     data, tokenizer = suite.data, suite.tokenizer_spec
     spec = makes(task=data.spec, tokenizer=tokenizer, task_fingerprint=data.fingerprint)
-    # A factor is for what learns of it.
-    return replace(spec, scale=1.0), 1.0 if spec.verifier else data.task.correct_score
+    # A factor, and what is named for responses without a score, are for what learns of them.
+    measures = replace(spec, scale=1.0, unscored=math.nan)
+    return measures, 1.0 if spec.verifier else data.task.correct_score
 
 
 def _program(number: int) -> str:

@@ -12,7 +12,14 @@ from ..inputs.record import Recorded
 from ..placement.machine import num_cores
 from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
-from ..run_dir.evaluations import WHOLE, Change, Evaluations, Measured, accuracy_interval
+from ..run_dir.evaluations import (
+    WHOLE,
+    Change,
+    Evaluations,
+    Measured,
+    accuracy_interval,
+    score_text,
+)
 from ..run_dir.process_usage import ProcessUsage
 from ..run_dir.progress import RunProgress
 from ..run_dir.progress_events import format_duration
@@ -203,8 +210,8 @@ def _examples(outcome: Outcome) -> list[str]:
                 lines += _conversation(before, after)
                 continue
             lines.append(
-                f"{before['prompt']!r}: {before['response']!r} ({before['score']:g}) before, "
-                f"{after['response']!r} ({after['score']:g}) after"
+                f"{before['prompt']!r}: {before['response']!r} ({score_text(before)}) before, "
+                f"{after['response']!r} ({score_text(after)}) after"
             )
     return lines
 
@@ -213,7 +220,7 @@ def _conversation(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
     """What was said, a line a turn, and the two answers."""
     said = [f"{message['role']}: {message['content']!r}" for message in before["messages"]]
     answers = [
-        f"    assistant {when} training: {example['response']!r} ({example['score']:g})"
+        f"    assistant {when} training: {example['response']!r} ({score_text(example)})"
         for when, example in (("before", before), ("after", after))
     ]
     return [*said, *answers]
@@ -253,6 +260,7 @@ def measured_text(name: str, measured: Measured) -> str:
             f"{name or 'held out'}: {len(measured.scores)} problems",
             f"accuracy {measured.accuracy or 0:.1%}{around}",
             *others,
+            *([f"no score {measured.unscored:.1%}"] if measured.unscored else ()),
         ]
     )
 
@@ -274,13 +282,14 @@ def _change_text(name: str, before: Measured, after: Measured) -> str:
 
 
 def _unverified(outcome: Outcome) -> list[str]:
-    """Answers whose score says nothing about them, because the verifier gave none."""
+    """How many answers have no score, which says nothing about them."""
     return [
-        f"accuracy {when} training: the verifier failed on {measured.errors or 0:.1%} of the "
-        f"answers and ran out of time on {measured.timeouts or 0:.1%}; they count as wrong"
+        f"accuracy {when} training: {measured.unscored:.1%} of the answers have no score (the "
+        f"verifier failed on {measured.errors or 0:.1%} and ran out of time on "
+        f"{measured.timeouts or 0:.1%}); they count as wrong"
         for when, found in (("before", outcome.before), ("after", outcome.after))
         for measured in found.values()
-        if measured.errors or measured.timeouts
+        if measured.unscored
     ]
 
 

@@ -142,6 +142,8 @@ def sample_columns(graph: Graph, trained: Node) -> dict[str, Ref]:
     assert tokens is not None, "looked at before"
     assert mask is not None, "looked at before"
     rows = graph[tokens.node].output(tokens.column).rows
+    if any(output.name == "mask" for output in graph[rows].outputs):
+        mask = Ref(rows, "mask")  # what is trained on may be less, as without a score
     found = {"tokens": tokens, "mask": mask}
     before = nx.ancestors(graph.dag, trained.name)
     for node in graph.nodes:

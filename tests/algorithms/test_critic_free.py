@@ -220,7 +220,7 @@ def test_rewards_are_added_up_before_they_are_normalized() -> None:
     ids = torch.zeros(4).long()
     got = group_advantage(total, ids, eps=0, missing="zero")
     close(got, [1, 0, 0, -1])
-    assert group_advantage(total, ids).isnan().all()
+    assert group_advantage(total, ids, missing="propagate").isnan().all()
 
 
 # --- DAPO -----------------------------------------------------------------------------------------

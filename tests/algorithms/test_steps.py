@@ -279,10 +279,13 @@ def test_ppo_graph() -> None:
         f"ref.logprob({ROLL})",
         "kl_shaped_reward(reward.score.out, actor.generate.mask, actor.generate.behavior_logprob, "
         "ref.logprob.out, actor.generate.finished)",
-        "gae(actor.generate.mask, kl_shaped_reward.out, critic.value.out)",
-        "whiten(gae.advantage, actor.generate.mask)",
-        f"actor.train({ROLL}, actor.generate.behavior_logprob, whiten.out)",
-        f"critic.train({ROLL}, critic.value.out, gae.value_target)",
+        "scored_tokens(actor.generate.mask, reward.score.out)",
+        "gae(scored_tokens.out, kl_shaped_reward.out, critic.value.out)",
+        "whiten(gae.advantage, scored_tokens.out)",
+        "actor.train(actor.generate.tokens, scored_tokens.out, actor.generate.behavior_logprob, "
+        "whiten.out)",
+        "critic.train(actor.generate.tokens, scored_tokens.out, critic.value.out, "
+        "gae.value_target)",
         "response_kl(actor.generate.mask, actor.generate.behavior_logprob, ref.logprob.out)",
     ]
     scopes = {node.name: node.scope for node in graph.nodes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from ...algorithms.roles.agents import ENDINGS, Conversations, Turn, TurnRequest
 from ...algorithms.roles.language import Sampling
 from ...dataflow.errors import one_process
 from ..data.task import Message
+from ..verifiers.child import as_score
 from .environment import Environment, Reply, TurnResult
 
 T = TypeVar("T")
@@ -60,6 +62,7 @@ class Conversation:
         messages: The same as messages.
         turns: What was sampled, and at which place each turn begins.
         rewards: Of each turn.
+        scored: Whether it has a score: nothing has broken, and each reward was a number.
         ending: One of `ENDINGS`.
         counts: What the other side counted.
         error: What broke; None if nothing did.
@@ -74,6 +77,7 @@ class Conversation:
     branch: int | None = None
     turns: list[tuple[int, Turn]] = field(default_factory=list[tuple[int, Turn]])
     rewards: list[float] = field(default_factory=list[float])
+    scored: bool = True
     ending: str = "last turn"
     counts: dict[str, float] = field(default_factory=dict[str, float])
     error: BaseException | None = None
@@ -104,13 +108,18 @@ class Conversation:
                 if await self._exchange(number, environment, exchange, sampling):
                     break
         except Exception as error:  # noqa: BLE001 - it may be anybody's code
-            self.ending, self.error = "failed", error
+            self.ending, self.error, self.scored = "failed", error, False
         finally:
             try:
                 if environment is not None:
                     await _answered(environment.close, exchange.limit_s)
             except Exception as error:  # noqa: BLE001 - as above
                 self.error = self.error or error
+
+    @property
+    def score(self) -> float:
+        """The sum of its rewards; nan if it has no score."""
+        return sum(self.rewards) if self.scored else math.nan
 
     def _stream(self, turn: int) -> int:
         """The sample whose random numbers a turn has."""
@@ -140,7 +149,8 @@ class Conversation:
         began = time.perf_counter()
         result = _checked(await _answered(partial(environment.step, reply), exchange.limit_s))
         waited_s = self.counts.get("answer_s", 0.0) + time.perf_counter() - began
-        self.rewards[-1] = float(result.reward)
+        reward = as_score(result.reward)
+        self.rewards[-1], self.scored = reward or 0.0, self.scored and reward is not None
         for name, count in result.counts.items():
             self.counts[name] = self.counts.get(name, 0.0) + count
         self.counts["answer_s"] = waited_s
@@ -197,7 +207,10 @@ def _checked(result: Any) -> TurnResult:
     """
     if not isinstance(result, TurnResult):
         raise BadAnswer(f"it answered {result!r:.80}; expected a TurnResult")
-    numbers: dict[str, Any] = {"reward": result.reward, **result.counts}
+    try:
+        numbers: dict[str, Any] = {"reward": as_score(result.reward) or 0.0, **result.counts}
+    except ValueError as error:
+        raise BadAnswer(f"its reward is {error}") from None
     for name, number in numbers.items():
         if not isinstance(number, (int, float)) or not abs(number) <= _LARGEST:
             raise BadAnswer(f"its {name} is {number!r:.80}; expected a number")
@@ -225,6 +238,7 @@ def as_table(held: Sequence[Conversation]) -> Conversations:
             logprob[row, own], version[row, own] = said.logprob, said.version
             reward[row, own.stop - 1] = one.rewards[number]
     finished = [one.ending == "done" or (one.turns and one.turns[-1][1].finished) for one in held]
+    scored = torch.tensor([one.scored for one in held], dtype=torch.bool)
     return Conversations(
         prompt_id=torch.tensor([one.problem for one in held], dtype=torch.int64),
         tokens=tokens,
@@ -234,7 +248,7 @@ def as_table(held: Sequence[Conversation]) -> Conversations:
         version=version,
         turn=turn,
         reward=reward,
-        score=reward.sum(1),
+        score=torch.where(scored, reward.sum(1), math.nan),
         ending=torch.tensor([ENDINGS.index(one.ending) for one in held], dtype=torch.int64),
         branch=torch.tensor([one.branch or 0 for one in held], dtype=torch.int64),
         piece=torch.tensor([one.piece for one in held], dtype=torch.int64),

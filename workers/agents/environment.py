@@ -68,13 +68,13 @@ class TurnResult:
 
     Attributes:
         messages: What the policy is shown next, by "tool" or "user"; none where it is over.
-        reward: For this turn.
+        reward: For this turn; None, as nan, leaves the whole conversation without a score.
         done: Whether the conversation is over.
         counts: What is to be counted of it, such as `{"tool_errors": 1}`.
     """
 
     messages: Sequence[Message] = ()
-    reward: float = 0.0
+    reward: float | None = 0.0
     done: bool = False
     counts: Mapping[str, float] = field(default_factory=dict[str, float])
 

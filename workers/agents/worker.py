@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.chat import ChatOptions, PromptEncoder
 from ..data.task import Message, Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
+from ..rollout.missing_scores import MissingScores, check_unscored, filled_in
 from ..rollout.reports import score_metrics
 from ..rollout.sampling import turn_seed, turn_uniforms
 from .conversation import Conversation, Exchange, as_table
@@ -62,12 +64,16 @@ class AgentSpec:
     does where it shows no tools. Without tools, it is what the environment makes of the text."""
     answer_limit_s: float = 30.0
     """Longest wait for one answer of an environment, in seconds; then its conversation ends."""
+    unscored: float | None = None
+    """What a conversation gets that has no score, because its environment fails or says None or
+    nan; null leaves it out of training, and nan does so however many there are."""
     keeps_history: bool = False
     """Whether the policy reads its turns as it said them though its chat template would leave out
     parts of earlier ones; such a template is refused otherwise."""
 
     def __post_init__(self) -> None:
         check_range(self, "answer_limit_s", above=0)
+        check_unscored(self.unscored)
 
     def build(self, context: WorkerContext) -> AgentWorker:
         """Build the task again here.
@@ -120,6 +126,9 @@ class AgentWorker(Agent):
         self.first_error: str | None = None
         self._works = False
         self._task: Task = same_task(spec.task, spec.task_fingerprint, context.role)
+        self._missing = MissingScores(
+            f"what answers in task '{self._task.task_id}'", spec.unscored, "see what it raises"
+        )
         self._other_side = other_side(self._task)
         if isinstance(self._other_side, HasPrograms):
             self.max_pieces = self._other_side.max_branches
@@ -255,13 +264,14 @@ class AgentWorker(Agent):
     def _report(self, held: Sequence[Conversation]) -> None:
         first = [one for one in held if not one.piece]
         rows = float(len(first))
-        scores = [sum(one.rewards) for one in first]
+        scores = [one.score for one in first]  # nan is neither positive nor correct
         right = sum(score >= self._task.correct_score for score in scores)
         endings = [one.ending for one in first]
         sums = {
             "turns": float(sum(len(one.turns) for one in held)),
             "reward/positive": float(sum(score > 0 for score in scores)),
             "reward/correct": float(right),
+            "reward/unscored": float(sum(not one.scored for one in first)),
             **{f"ended/{e.replace(' ', '_')}": float(endings.count(e)) for e in ENDINGS},
         }
         for one in held:
@@ -269,11 +279,17 @@ class AgentWorker(Agent):
                 sums[name] = sums.get(name, 0.0) + count
         add_metrics(self.metrics, {name: Metric.mean(sums[name], rows) for name in sums})
         problems = torch.tensor([one.problem for one in first], dtype=torch.int64)
-        exact = torch.tensor(scores, dtype=torch.float64)  # float32 would round them
+        # float32 would round them.
+        exact = filled_in(torch.tensor(scores, dtype=torch.float64), self.spec.unscored)
         add_metrics(self.metrics, score_metrics(exact, problems))
         sampled = float(sum(len(turn.token) for one in held for _, turn in one.turns))
         add_metrics(self.metrics, {"new_tokens": Metric.sum(sampled)})
         self._show_first_error(held)
+        self._missing.check([_failure(one) for one in first])
+        named = self.spec.unscored
+        for one in held:
+            if not one.scored and named is not None and not math.isnan(named) and one.rewards:
+                one.scored, one.rewards = True, [*(0.0 for _ in one.rewards[1:]), named]
 
     def _show_first_error(self, held: Sequence[Conversation]) -> None:
         failed = next((one for one in held if one.error is not None), None)
@@ -281,9 +297,11 @@ class AgentWorker(Agent):
         if failed is None or self.first_error is not None:
             return
         self.first_error = f"{type(failed.error).__name__}: {failed.error}"
+        self._missing.first = self.first_error
         _LOG.warning(
             "an environment of task '%s' failed in a conversation about problem %d (%s); such "
-            "conversations end there and are counted in ended/failed. The first failure: %s",
+            "conversations end there without a score and are counted in ended/failed. The first "
+            "failure: %s",
             self._task.task_id,
             failed.problem,
             self._task.where(failed.problem),
@@ -294,6 +312,15 @@ class AgentWorker(Agent):
                 f"all of the first {len(held)} conversations of '{self.context.role}' failed, and "
                 f"there is nothing to learn from them\n    the first failure: {self.first_error}"
             )
+
+
+def _failure(one: Conversation) -> tuple[str, str] | None:
+    """Why there is no score; see `MissingScores.check`."""
+    if one.scored:
+        return None
+    if one.error is not None:
+        return "failed", f"{type(one.error).__name__}: {one.error}"
+    return "could not say", "a reward was None or nan"
 
 
 def _calls_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,10 +52,11 @@ class ExampleFile(Observer):
         """Write `examples`, and all `scores`.
 
         Of each example its prompt_id, its prompt or messages, its response and score.
-        `scores` has a problem's index, as text, and what each of its samples scored.
+        `scores` has a problem's index, as text, and what each of its samples scored. Where there
+        is no score it is null.
         """
-        scores: dict[int, list[float]] = {}
-        for problem, value in zip(prompt_id.tolist(), score.tolist(), strict=True):
+        scores: dict[int, list[float | None]] = {}
+        for problem, value in zip(prompt_id.tolist(), _known(score), strict=True):
             scores.setdefault(problem, []).append(value)
         examples = self._examples(tokens, mask, prompt_id, score)
         path = Path(self._spec.path)
@@ -75,7 +77,7 @@ class ExampleFile(Observer):
             prompt_id[kept].tolist(),
             self._tokenizer.decode_rows(before),
             self._tokenizer.decode_responses(first, chosen),
-            score[kept].tolist(),
+            _known(score[kept]),
             strict=True,
         )
         known = self._spec.conversations
@@ -84,3 +86,7 @@ class ExampleFile(Observer):
             for i, prompt, response, value in rows
             for asked in [{"messages": known[i]} if i in known else {"prompt": prompt}]
         ]
+
+
+def _known(score: PerSample) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in score.tolist()]

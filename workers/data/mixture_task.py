@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...dataflow.errors import ConfigError, nearest
+from ..verifiers.child import as_score
 from ..verifiers.pool import VerifierSpec
 from .task import Converses, HasReplies, HasSuites, ScoresPairs, Task, TellsCalls
 
@@ -133,7 +134,7 @@ class MixtureTask:
         task, own = self._at(index)
         return task.pair_scores(own) if isinstance(task, ScoresPairs) else None
 
-    def score(self, index: int, response: str) -> float:
+    def score(self, index: int, response: str) -> float | None:
         """The task's."""
         task, own = self._at(index)
         return task.score(own, response)
@@ -147,7 +148,7 @@ class MixtureTask:
         if self.verifier is None:
             return (part, *task.verifier_call(own, response))
         try:
-            return ("score", [task.score(own, response)])
+            return ("score", [as_score(task.score(own, response))])
         except Exception as error:  # raised again where it is counted
             return ("error", [repr(error)])
 
@@ -182,17 +183,17 @@ class MixtureTask:
         return kept
 
 
-def make_verifier(verifiers: Mapping[str, Sequence[Any]]) -> Callable[[str, Sequence[Any]], float]:
+def make_verifier(verifiers: Mapping[str, Sequence[Any]]) -> Callable[[str, Sequence[Any]], Any]:
     """A verifier of several tasks, in a process of its own: part -> factory and its arguments."""
     known: dict[str, Any] = {}
     for part, (factory, arguments) in verifiers.items():
         module, _, name = factory.partition(":")
         known[part] = getattr(importlib.import_module(module), name)(**arguments)
 
-    def verify(part: str, call: Sequence[Any]) -> float:
+    def verify(part: str, call: Sequence[Any]) -> Any:
         if part == "error":
             raise ValueError(call[0])
-        return float(call[0]) if part == "score" else float(known[part](*call))
+        return call[0] if part == "score" else known[part](*call)
 
     return verify
 

@@ -201,7 +201,7 @@ class RowTask:
             return None
         return float(row["chosen_score"]), float(row["rejected_score"])
 
-    def score(self, index: int, response: str) -> float:
+    def score(self, index: int, response: str) -> float | None:
         """Call the reward here, without a time limit.
 
         Raises:
@@ -209,7 +209,7 @@ class RowTask:
         """
         prompt, _, answer, *named = self.verifier_call(index, response)
         reward = BUILT_IN[named[0]] if named else self._reward
-        return float(reward(prompt, response, answer))
+        return reward(prompt, response, answer)
 
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
         """Prompt, response and answer, and the row's own reward if rows name theirs."""
@@ -231,7 +231,7 @@ def make_row_verifier(rewards: Sequence[str]) -> Any:
     """A verifier that is told which of these built-in ones to use, in a process of its own."""
     known = {name: make_verifier(name) for name in rewards}
 
-    def verify(prompt: str, response: str, answer: str | None, reward: str) -> float:
+    def verify(prompt: str, response: str, answer: str | None, reward: str) -> float | None:
         return known[reward](prompt, response, answer)
 
     return verify

@@ -135,7 +135,11 @@ class SampleLog(Role):
             name: column if column.ndim == 1 else (column * mask).sum(1) / length.clamp(min=1)
             for name, column in columns.items()
         }
-        values = {name: column.tolist() for name, column in numbers.items()}
+        # A response without a score is nan, which JSON does not know.
+        values = {
+            name: [None if value != value else value for value in column.tolist()]
+            for name, column in numbers.items()
+        }
         problems = values.get("prompt_id")
         said = self._known_tokenizer.decode_responses(tokens, mask)
         turns = None

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...algorithms.roles.language import Demonstrations, PreferencePairs, Prompts, ScoredPairs
 from ...dataflow.errors import ConfigError, one_process
 from ..models.tokenizer import Tokenizer, pad_rows
+from ..verifiers.child import as_score
 from .chat import ChatOptions
 from .conversation_tokens import Encoded
 from .orders import SHUFFLED, Order, step_rows
@@ -280,7 +281,8 @@ class PairSource:
         if self._task.verifier is not None:
             return True  # too expensive to ask; it differs from the answer, which must do
         try:
-            return self._task.score(index, text) < self._task.correct_score
+            score = as_score(self._task.score(index, text))
+            return score is None or score < self._task.correct_score
         except Exception:  # as in a reward: what the verifier cannot read is not right
             return True
 
@@ -308,10 +310,11 @@ class ScoredPairSource(PairSource):
         if self._explicit or self._task.verifier is not None:
             return 1.0, 0.0
         try:
-            worse = self._task.score(index, self._made_up_text(index, epoch))
-        except Exception:  # as in a reward: what the verifier cannot read is not right
-            worse = 0.0
-        return self._task.correct_score, worse
+            worse = as_score(self._task.score(index, self._made_up_text(index, epoch)))
+        except Exception:  # what the verifier cannot read is not right
+            worse = None
+        best = self._task.correct_score
+        return best, best - 1.0 if worse is None else worse
 
 
 def _need_answers(task: Task, what: str) -> None:

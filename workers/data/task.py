@@ -74,8 +74,11 @@ class Task(Protocol):
         """A better and a worse response, or None if the task has no explicit pairs."""
         ...
 
-    def score(self, index: int, response: str) -> float:
-        """Score a response, in this process. May raise whatever the verifier raises."""
+    def score(self, index: int, response: str) -> float | None:
+        """Score a response, in this process; None if there is no saying.
+
+        It may return and raise whatever a verifier does: `as_score` reads it.
+        """
         ...
 
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:

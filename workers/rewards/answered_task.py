@@ -92,9 +92,9 @@ class AnsweredTask:
         """A better and a worse response, if the task has them."""
         return self._task.pair_texts(index)
 
-    def score(self, index: int, response: str) -> float:
+    def score(self, index: int, response: str) -> float | None:
         """Score here, without a time limit; raises whatever the verifier raises."""
-        return float(self._verify(*self.verifier_call(index, response)))
+        return self._verify(*self.verifier_call(index, response))
 
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
         """Prompt, response and answer."""

@@ -1,14 +1,14 @@
 """An LLM judge behind an OpenAI-compatible endpoint as a `Reward`.
 
 The judge is shown prompt, response and, if there is one, the answer, and says a score, which is
-read out of its text. A row gets a number whatever happens: where the judge does not answer in time
-or says no score, it gets `failed_score` and is counted. A server that refuses every request (a
-wrong key or address), and one that never gave a usable answer, end the run.
+read out of its text. Where the judge does not answer in time or says no score, the response has
+none; see `missing_scores`. A server that refuses every request (a wrong key or address), and one
+that hardly ever gives a usable answer, end the run.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 import queue
 import re
 import threading
@@ -26,14 +26,11 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
+from ..rollout.missing_scores import LARGEST, MissingScores, check_unscored, filled_in
 from ..rollout.reports import score_metrics
 from .answered_task import reward_answer
 from .chat_client import ChatClient, ChatError, ChatOptions, ChatRefused, ChatTimeout
-from .rule_reward import LARGEST
 
-_LOG = logging.getLogger("penstock.reward")
-_NEVER_WORKS = 64
-"""Rows without a score, and none with one, after which a judge is taken to be broken."""
 _MOST_AT_ONCE = 1024
 """Requests at once, each of which has a thread."""
 _SHOWN = ("prompt", "response", "answer")
@@ -77,8 +74,9 @@ class JudgeSpec(ChatOptions):
     """The lowest verdict; it becomes 0."""
     high: float = 10.0
     """The highest verdict; it becomes 1."""
-    failed_score: float = 0.0
-    """What a response without a verdict gets."""
+    unscored: float | None = None
+    """What a response without a verdict gets; null leaves it out of training, and nan does so
+    however many there are."""
     concurrency: int = 16
     """Requests at once, from each rank that scores."""
     task_fingerprint: str | None = None
@@ -86,8 +84,9 @@ class JudgeSpec(ChatOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "low", "high", "failed_score", at_least=-LARGEST, at_most=LARGEST)
+        check_range(self, "low", "high", at_least=-LARGEST, at_most=LARGEST)
         check_range(self, "high", above=self.low)
+        check_unscored(self.unscored)
         check_range(self, "concurrency", at_least=1, at_most=_MOST_AT_ONCE)
         for word, value in self.words.items():
             if not abs(value) <= LARGEST:
@@ -139,8 +138,9 @@ class Judge(Reward):
 
     Attributes:
         metrics: Metrics of the last call: those of `score_metrics`; shares of rows
-            `reward/errors`, `reward/timeouts`, `reward/parse_errors`; `reward/retries` per row and
-            `reward/judge_s`, the mean seconds a row took.
+            `reward/unscored` (without a score), and of these `reward/errors`, `reward/timeouts`
+            and `reward/parse_errors`; `reward/retries` per row and `reward/judge_s`, the mean
+            seconds a row took.
     """
 
     def __init__(self, spec: JudgeSpec, task: Task, tokenizer: Tokenizer) -> None:
@@ -150,9 +150,9 @@ class Judge(Reward):
         self._tokenizer = tokenizer
         options = {f.name: getattr(spec, f.name) for f in fields(ChatOptions)}
         self._client = ChatClient(ChatOptions(**options))
-        self._works = False
-        self._num_failed = 0
-        self._warned = False
+        self._missing = MissingScores(
+            "the judge", spec.unscored, "see its address, model, template and pattern"
+        )
 
     def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
         """Ask about each row's response, several at a time.
@@ -163,21 +163,21 @@ class Judge(Reward):
             prompt_id: i64[rows], indices into the task.
 
         Returns:
-            f32[rows], from 0 to 1, or `failed_score`.
+            f32[rows], from 0 to 1; nan for a response without a verdict unless a value is named
+            for those.
 
         Raises:
             WorkerError: If an index is not one of the task's, or the judge refuses all requests or
-                has not scored any of its first responses.
+                scores hardly any response.
         """
         problems = checked_problems(self._task, prompt_id)
         responses = self._tokenizer.decode_responses(tokens, mask)
         asked = [self._messages(i, text) for i, text in zip(problems, responses, strict=True)]
         retries = self._client.num_retries
         verdicts, seconds = _Batch(self._client, self._spec, asked).verdicts()
-        self._look_at(verdicts)
-        failed = self._spec.failed_score
-        found = [failed if v.score is None else v.score for v in verdicts]
-        scores = torch.tensor(found, dtype=torch.float32)
+        self._missing.check([_failure(verdict) for verdict in verdicts])
+        found = [math.nan if v.score is None else v.score for v in verdicts]
+        scores = filled_in(torch.tensor(found, dtype=torch.float32), self._spec.unscored)
         add_metrics(self.metrics, score_metrics(scores, prompt_id))
         self._count(verdicts, seconds, self._client.num_retries - retries)
         return scores.to(tokens.device)
@@ -194,37 +194,25 @@ class Judge(Reward):
         first = [{"role": "system", "content": system}] if system is not None else []
         return [*first, {"role": "user", "content": content}]
 
-    def _look_at(self, verdicts: Sequence[Verdict]) -> None:
-        failures = [verdict for verdict in verdicts if verdict.score is None]
-        if failures and not self._warned:
-            self._warned = True
-            _LOG.warning(
-                "the judge gave a response no score; such responses get %g and are counted in "
-                "reward/%s. The first: %s",
-                self._spec.failed_score,
-                failures[0].failure,
-                failures[0].reason,
-            )
-        if self._works or len(failures) < len(verdicts):
-            self._works = True
-            return
-        self._num_failed += len(failures)
-        if self._num_failed >= _NEVER_WORKS:
-            raise WorkerError(
-                f"the judge has scored none of its first {self._num_failed} responses; the last: "
-                f"{failures[-1].reason}\n    see its address, model, template and pattern"
-            )
-
     def _count(self, verdicts: Sequence[Verdict], seconds: float, retries: int) -> None:
         sums = {
             "retries": float(retries),
             "judge_s": seconds,
+            "unscored": float(sum(verdict.score is None for verdict in verdicts)),
         }
         for kind in ("errors", "timeouts", "parse_errors"):
             sums[kind] = float(sum(verdict.failure == kind for verdict in verdicts))
         rows = float(len(verdicts))
         means = {f"reward/{name}": Metric.mean(total, rows) for name, total in sums.items()}
         add_metrics(self.metrics, means)
+
+
+def _failure(verdict: Verdict) -> tuple[str, str] | None:
+    """Why there is no verdict; see `MissingScores.check`."""
+    if verdict.score is not None:
+        return None
+    kinds = {"errors": "failed", "timeouts": "ran out of time", "parse_errors": "said no score"}
+    return kinds[verdict.failure], verdict.reason
 
 
 class _Batch:

@@ -2,8 +2,9 @@
 
 Each part scores every response. The score is the sum of the parts' scores times their weights;
 where a part's score is below its `at_least`, the response violates a constraint and gets
-`violation_score` instead. With `output: passed` the mixture says only whether all constraints hold,
-1 or 0: a mixture of judges as constrained algorithms ask for.
+`violation_score` instead. A response that a part has no score for has none, unless that part's
+options name one (`unscored`). With `output: passed` the mixture says only whether all constraints
+hold, 1 or 0: a mixture of judges as constrained algorithms ask for.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from ..data.task import TaskSpec
 from ..engines.torch_engine.specs import TorchRewardModelSpec
 from ..models.spec import ModelSpec
 from ..models.tokenizer import TokenizerSpec
-from ..rollout.reports import score_metrics
+from ..rollout.missing_scores import LARGEST, check_unscored, filled_in
+from ..rollout.reports import mean_score, score_metrics
 from ..verifiers.child import USER_ERRORS
 from ..verifiers.verifiers import blame, import_user_module, load_verifier
 from .kinds import PART_KINDS, RULES
-from .rule_reward import LARGEST
 
 _LEARNED = "reward_model"
 _MAKES = "it must be a function of the part's options that returns a Reward or its spec"
@@ -73,11 +74,14 @@ class MixtureSpec:
     """The weighted sum, or 1 where all constraints hold and 0 elsewhere."""
     violation_score: float = 0.0
     """What a response that violates a constraint gets in place of the sum."""
+    unscored: float | None = None
+    """What a response gets that a part has no score for; null leaves it out of training."""
     task_fingerprint: str | None = None
     """`fingerprint` of the task the prompts come from."""
 
     def __post_init__(self) -> None:
         check_range(self, "violation_score", at_least=-LARGEST, at_most=LARGEST)
+        check_unscored(self.unscored)
         parts = self.checked()
         if not parts:
             raise ValueError("a mixture needs parts, such as parts.correct.worker=math")
@@ -110,7 +114,13 @@ class MixtureSpec:
         except BaseException:
             close_workers(made.values())
             raise
-        return Mixture(made, parts, output=self.output, violation_score=self.violation_score)
+        return Mixture(
+            made,
+            parts,
+            output=self.output,
+            violation_score=self.violation_score,
+            unscored=self.unscored,
+        )
 
     def _made(self, name: str, part: MixturePart, context: WorkerContext) -> Reward:
         options = dict(part.options or {})
@@ -214,10 +224,12 @@ class Mixture(Reward):
         parts: What the mixture makes of each.
         output: See `MixtureSpec`.
         violation_score: See `MixtureSpec`.
+        unscored: See `MixtureSpec`.
 
     Attributes:
-        metrics: Metrics of the last call: those of `score_metrics` of the result,
-            `reward/passed` (share of responses that violate nothing), per part NAME its mean score
+        metrics: Metrics of the last call: those of `score_metrics` of the result, `reward/unscored`
+            (share of responses that a part has no score for), `reward/passed` (of the others, the
+            share that violates nothing), per part NAME its mean score
             `reward/NAME/mean`, whatever else it reports under `reward/NAME/`, and for a constraint
             `reward/NAME/passed`.
     """
@@ -229,12 +241,14 @@ class Mixture(Reward):
         *,
         output: Literal["sum", "passed"] = "sum",
         violation_score: float = 0.0,
+        unscored: float | None = None,
     ) -> None:
         self.metrics: dict[str, Metric] = {}
         self._rewards = dict(rewards)
         self._parts = dict(parts)
         self._output = output
         self._violation_score = violation_score
+        self._unscored = unscored
 
     def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
         """Score by every part and combine: f32[rows].
@@ -249,16 +263,16 @@ class Mixture(Reward):
             scores[name] = _finite(
                 f"a score of part '{name}'", reward.score(tokens, mask, prompt_id)
             )
-            own = {"mean": Metric.mean(float(scores[name].double().sum()), rows)}
+            own = {"mean": mean_score(scores[name])}
             own |= {n.removeprefix("reward/"): m for n, m in drain_metrics(reward).items()}
             bound = self._parts[name].at_least
             if bound is not None:
-                # A score that is not a number says neither; it stays one, for all to see.
+                # No score says neither.
                 keeps = torch.where(
                     scores[name].isnan(), torch.nan, (scores[name] >= bound).float()
                 )
                 passed = passed * keeps
-                own["passed"] = Metric.mean(float(keeps.sum()), rows)
+                own["passed"] = mean_score(keeps)
             add_metrics(self.metrics, {f"reward/{name}/{n}": m for n, m in own.items()})
         if self._output == "passed":
             result = passed
@@ -266,8 +280,11 @@ class Mixture(Reward):
             weights = {n: part.weight for n, part in self._parts.items()}
             total = _finite("the weighted sum", weighted_sum(scores, weights))
             result = constrained_score(total, passed, violation_score=self._violation_score)
+        missing = float(result.isnan().sum())
+        result = filled_in(result, self._unscored)
         add_metrics(self.metrics, score_metrics(result, prompt_id))
-        add_metrics(self.metrics, {"reward/passed": Metric.mean(float(passed.sum()), rows)})
+        own = {"reward/passed": mean_score(passed), "reward/unscored": Metric.mean(missing, rows)}
+        add_metrics(self.metrics, own)
         return result
 
     def close(self) -> None:

@@ -1,13 +1,13 @@
 """Rewards from a task's verifier: a `Reward` worker that decodes responses and scores them.
 
 A verifier that is quick and safe runs in this process. Any other runs in a pool of processes with a
-time limit per call (see `VerifierPool`). Whatever the model wrote and whatever the verifier
-does, every row gets a number: a verifier that fails or runs out of time scores 0 and is counted.
+time limit per call (see `VerifierPool`). A response on which the verifier fails, runs out of time
+or says None or nan has no score; see `missing_scores`.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,20 +16,17 @@ import torch
 from torch import Tensor
 
 from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
-from ...dataflow.errors import WorkerError, one_process
+from ...dataflow.errors import one_process
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
+from ..rollout.missing_scores import LARGEST, WINDOW, MissingScores, check_unscored, filled_in
 from ..rollout.reports import score_metrics
 from ..verifiers.child import verdict
 from ..verifiers.pool import LONGEST_S, MOST_PROCESSES, SHORTEST_S, Outcome, VerifierPool
 from .answered_task import AnsweredTask
-
-_LOG = logging.getLogger("penstock.reward")
-LARGEST = torch.finfo(torch.float32).max
-"""Of a reward, and of the options that rewards are computed with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +50,9 @@ class RuleRewardSpec:
     """Further arguments of that verifier, such as `{mode: loose}` of `instructions`."""
     scale: float = 1.0
     """Factor on the score; metrics of correctness are without it."""
+    unscored: float | None = None
+    """What a response gets on which the verifier fails, runs out of time or says None or nan; null
+    leaves it out of training, and nan does so however many there are. It is never correct."""
     task_fingerprint: str | None = None
     """`fingerprint` of the task the prompts come from, to be sure that both are the same."""
 
@@ -60,6 +60,7 @@ class RuleRewardSpec:
         check_range(self, "time_limit_s", at_least=SHORTEST_S, at_most=LONGEST_S)
         check_range(self, "num_processes", at_least=1, at_most=MOST_PROCESSES)
         check_range(self, "scale", at_least=-LARGEST, at_most=LARGEST)
+        check_unscored(self.unscored)
 
     def build(self, context: WorkerContext) -> RuleReward:
         """Build the task again here and wrap it.
@@ -78,11 +79,8 @@ class RuleRewardSpec:
             time_limit_s=self.time_limit_s,
             num_processes=self.num_processes,
             scale=self.scale,
+            unscored=self.unscored,
         )
-
-
-_NEVER_WORKS = 64
-"""Failures, and no response that was scored, after which a verifier is taken to be broken."""
 
 
 class RuleReward(Reward):
@@ -95,12 +93,13 @@ class RuleReward(Reward):
         time_limit_s: Not used by verifiers that run in this process.
         num_processes: Not used by verifiers that run in this process.
         scale: Factor on the score.
+        unscored: What a response without a score gets.
 
     Attributes:
         metrics: Metrics of the last call, for `drain_metrics`: those of `score_metrics`, and
-            shares of rows: `reward/positive` (above 0), `reward/correct` (at least the task's
-            `correct_score`), `reward/errors` and `reward/timeouts`, whose totals are the counts.
-        first_error: The first failure of the verifier, and where; logged once as a warning.
+            shares of all rows: `reward/positive` (above 0), `reward/correct` (at least the task's
+            `correct_score`), `reward/unscored` (without a score), and of these `reward/errors` and
+            `reward/timeouts`. Totals are the counts.
     """
 
     def __init__(
@@ -112,16 +111,19 @@ class RuleReward(Reward):
         time_limit_s: float = 5.0,
         num_processes: int = 2,
         scale: float = 1.0,
+        unscored: float | None = None,
     ) -> None:
         self.metrics: dict[str, Metric] = {}
-        self.first_error: str | None = None
-        self._works = False
-        self._num_errors = self._num_timeouts = 0
+        self._unscored = unscored
+        self._missing = MissingScores(
+            f"the verifier of task '{task.task_id}'",
+            unscored,
+            f"see what it raises, returns or waits for (time_limit_s={time_limit_s:g})",
+        )
         self._task = task
         self._tokenizer = tokenizer
         self._partial_credit = partial_credit
         self._scale = scale
-        self._time_limit_s = time_limit_s
         self._pool: VerifierPool | None = None
         if task.verifier is not None:
             self._pool = VerifierPool(
@@ -137,11 +139,11 @@ class RuleReward(Reward):
             prompt_id: i64[rows], indices into the task.
 
         Returns:
-            f32[rows].
+            f32[rows], nan for a response without a score unless a value is named for those.
 
         Raises:
             WorkerError: If an index is not one of the task's, or the verifier cannot be loaded or
-                has failed on all of its first responses.
+                scores hardly any response.
         """
         problems = checked_problems(self._task, prompt_id)
         responses = self._tokenizer.decode_responses(tokens, mask)
@@ -149,14 +151,19 @@ class RuleReward(Reward):
         outcomes: list[Outcome] = []
         while len(outcomes) < len(pairs):
             # A verifier that never works is found out before a large batch has waited for it.
-            until = None if self._works else len(outcomes) + _NEVER_WORKS
+            until = None if self._missing.works else len(outcomes) + WINDOW
             found = self._outcomes(pairs[len(outcomes) : until])
-            self._show_first_error(found)
-            self._refuse_if_it_never_works(found)
+            self._missing.check([_failure(outcome) for outcome in found])
             outcomes += found
         scores = torch.tensor([self._value(o) for o in outcomes], dtype=torch.float32)
+        scores = filled_in(scores, self._unscored)
         self._count(outcomes, scores, prompt_id)
         return scores.to(tokens.device)
+
+    @property
+    def first_error(self) -> str | None:
+        """Why the first response without a score has none, and where; logged once."""
+        return self._missing.first
 
     def close(self) -> None:
         """Stop the verifier's processes, if there are any; may be called again."""
@@ -178,7 +185,7 @@ class RuleReward(Reward):
 
     def _fitting(self, outcome: Outcome) -> Outcome:
         """A failure instead of a score that the tensor would hold as infinite."""
-        if abs(self._scale * outcome.score) <= LARGEST:
+        if outcome.score is None or abs(self._scale * outcome.score) <= LARGEST:
             return outcome
         factor = f", which times scale={self._scale:g}" if self._scale != 1 else ", which"
         return Outcome(
@@ -187,55 +194,32 @@ class RuleReward(Reward):
         )
 
     def _value(self, outcome: Outcome) -> float:
+        if outcome.score is None:
+            return math.nan
         full = outcome.score >= self._task.correct_score
         return self._scale * outcome.score if full or self._partial_credit else 0.0
 
-    def _show_first_error(self, outcomes: Sequence[Outcome]) -> None:
-        error = next((o.error for o in outcomes if o.error is not None), None)
-        if error is not None and self.first_error is None:
-            self.first_error = error
-            _LOG.warning(
-                "the verifier of task '%s' failed; such responses score 0 and are counted in "
-                "reward/errors. The first failure:\n%s",
-                self._task.task_id,
-                error.rstrip(),
-            )
-
-    def _refuse_if_it_never_works(self, outcomes: Sequence[Outcome]) -> None:
-        """One bad response says nothing of the verifier; all of many, and never another, do."""
-        errors = sum(outcome.error is not None for outcome in outcomes)
-        timeouts = sum(outcome.timed_out for outcome in outcomes)
-        if errors + timeouts < len(outcomes):
-            self._works = True
-        if self._works:
-            return
-        self._num_errors += errors
-        self._num_timeouts += timeouts
-        if self._num_errors + self._num_timeouts >= _NEVER_WORKS:
-            raise WorkerError(self._never_works())
-
-    def _never_works(self) -> str:
-        who = f"the verifier of task '{self._task.task_id}'"
-        number = self._num_errors + self._num_timeouts
-        vain = f"of its first {number} responses; training on rewards of 0 teaches nothing."
-        if not self._num_errors:
-            return (
-                f"{who} ran out of time on all {vain}\n    give it more than time_limit_s="
-                f"{self._time_limit_s:g}, or see what it waits for"
-            )
-        late = f" or ran out of time ({self._num_timeouts})" if self._num_timeouts else ""
-        return (
-            f"{who} failed{late} on all {vain} The first failure:\n"
-            f"{(self.first_error or '').rstrip()}"
-        )
-
     def _count(self, outcomes: Sequence[Outcome], scores: Tensor, prompt_id: Tensor) -> None:
+        known = [outcome.score for outcome in outcomes if outcome.score is not None]
         sums = {
-            "reward/positive": float((scores > 0).sum()),
-            "reward/correct": float(sum(o.score >= self._task.correct_score for o in outcomes)),
-            "reward/errors": float(sum(o.error is not None for o in outcomes)),
-            "reward/timeouts": float(sum(o.timed_out for o in outcomes)),
+            "positive": sum(self._value(o) > 0 for o in outcomes),
+            "correct": sum(score >= self._task.correct_score for score in known),
+            "unscored": len(outcomes) - len(known),
+            "errors": sum(o.error is not None for o in outcomes),
+            "timeouts": sum(o.timed_out for o in outcomes),
         }
         rows = float(len(outcomes))
         add_metrics(self.metrics, score_metrics(scores, prompt_id))
-        add_metrics(self.metrics, {name: Metric.mean(sums[name], rows) for name in sums})
+        means = {f"reward/{name}": Metric.mean(float(sums[name]), rows) for name in sums}
+        add_metrics(self.metrics, means)
+
+
+def _failure(outcome: Outcome) -> tuple[str, str] | None:
+    """Why there is no score; see `MissingScores.check`."""
+    if outcome.score is not None:
+        return None
+    if outcome.timed_out:
+        return "ran out of time", "no score within the time limit"
+    if outcome.error is not None:
+        return "failed", outcome.error
+    return "could not say", "it returned None or nan"

@@ -57,15 +57,13 @@ def score_metrics(scores: Tensor, prompt_id: Tensor) -> dict[str, Metric]:
       the same score, so that comparing them says nothing; absent if there is no such group.
 
     Args:
-        scores: f32[rows] or f64[rows]; a score that is nan is equal to none.
+        scores: f32[rows] or f64[rows]; nan for a row without a score, which counts nowhere.
         prompt_id: i64[rows], the group of each row; a group's rows are in one call.
     """
-    exact, rows = scores.double(), float(len(scores))
-    found = {
-        "reward/mean": Metric.mean(float(exact.sum()), rows),
-        "reward/mean_square": Metric.mean(float(exact.square().sum()), rows),
-    }
-    ids = prompt_id.to(exact.device)
+    known = ~scores.isnan()
+    exact = scores[known].double()
+    found = {"reward/mean": mean_score(exact), "reward/mean_square": mean_score(exact.square())}
+    ids = prompt_id.to(exact.device)[known]
     group, sizes = torch.unique(ids, return_inverse=True, return_counts=True)[1:]
     compared = sizes > 1
     if bool(compared.any()):
@@ -75,3 +73,9 @@ def score_metrics(scores: Tensor, prompt_id: Tensor) -> dict[str, Metric]:
         num_equal = float((lowest == highest)[compared].sum())
         found["reward/equal_groups"] = Metric.mean(num_equal, float(compared.sum()))
     return found
+
+
+def mean_score(scores: Tensor) -> Metric:
+    """The mean of the scores that are known; rows that have none, and are nan, do not count."""
+    exact = scores[~scores.isnan()].double()
+    return Metric.mean(float(exact.sum()), float(len(exact)))

@@ -50,7 +50,7 @@ class LagrangeMultiplier(Multiplier):
 
     def update(self, cost: Tensor, ascent: Ascent) -> TrainMetrics:
         """See `Multiplier.update`."""
-        self._costs.extend(self._group.gather_floats(cost))
+        self._costs.extend(one for one in self._group.gather_floats(cost) if not math.isnan(one))
         while len(self._costs) > ascent.window:
             self._costs.popleft()
         mean_cost = sum(self._costs) / len(self._costs) if self._costs else ascent.threshold

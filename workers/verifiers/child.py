@@ -2,8 +2,8 @@
 
 It speaks JSON, one message a line, and numbers every message. First comes `{"row", "nonce", "path",
 "factory", "arguments"}`, from which it makes the verifier; then each line is a call, `{"row",
-"nonce", "arguments"}`. Either is answered once, by `{"row", "nonce", "score": number}` (0 for the
-verifier) or `{"row", "nonce", "error": text}`. Nothing is ever unpickled.
+"nonce", "arguments"}`. Either is answered once, by `{"row", "nonce", "score": number or null}` (0
+for the verifier) or `{"row", "nonce", "error": text}`. Nothing is ever unpickled.
 
 The script forks first. The child runs the verifier, which has its main thread. The parent only
 supervises: whatever the verifier's processes start becomes its own child when they end (Linux calls
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import json
 import math
 import os
@@ -29,7 +30,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from decimal import Decimal
 from importlib import import_module
+from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -175,13 +178,15 @@ def verdict(
         caught: What counts as a failure of this call and not of the process.
 
     Returns:
-        `{"score": float}`, which is finite, or `{"error": text}` of at most some 4,000 characters.
+        `{"score": ...}` as `as_score` has it, or `{"error": text}` of at most some 4,000
+        characters.
     """
     try:
         score = verify(*arguments)
-        if isinstance(score, (bool, int, float)) and math.isfinite(value := float(score)):
-            return {"score": value}
-        return {"error": f"the verifier returned {score!r:.200}, not a finite number\n"}
+        try:
+            return {"score": as_score(score)}
+        except ValueError as error:
+            return {"error": f"the verifier returned {error}\n"}
     except caught as error:
         try:
             text = _described(error)
@@ -191,6 +196,34 @@ def verdict(
         if left_out > 0:
             text = f"{text[:_HEAD]}... {left_out} characters ...{text[-_TAIL:]}"
         return {"error": text}
+
+
+def as_score(value: Any) -> float | None:
+    """What user code returned as a score; None where it says that there is none.
+
+    Every reward, judge and environment is read by this. A number is a Python or numpy number, a
+    truth value, or an array or tensor without dimensions. None and nan mean "cannot say".
+
+    Raises:
+        ValueError: If it is anything else, or infinite; the message says what came.
+    """
+    given = value
+    if value is not None and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if value is None:
+        return None
+    if not isinstance(value, (Real, Decimal)):
+        if inspect.iscoroutine(value):
+            value.close()  # else Python warns that nothing has awaited it
+            raise ValueError("a coroutine, not a number; a reward must not be `async`")
+        raise ValueError(f"{given!r:.200}, not a finite number")
+    try:
+        score = float(value)
+    except OverflowError:
+        score = math.inf
+    if math.isinf(score):
+        raise ValueError(f"{given!r:.200}, not a finite number")
+    return None if math.isnan(score) else score
 
 
 def _described(error: BaseException) -> str:

@@ -70,16 +70,17 @@ class VerifierSpec:
 
     factory: str
     """`module:function` that takes `arguments` by keyword and returns the verifier, a function of
-    `Task.verifier_call(index, response)`'s items that returns a finite number."""
+    `Task.verifier_call(index, response)`'s items that returns what `as_score` takes."""
     arguments: Mapping[str, Any]
     """Keyword arguments of the factory."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one call; `score` is 0 if it failed or ran out of time."""
+    """What came of one call; no score is not the score 0."""
 
-    score: float = 0.0
+    score: float | None = None
+    """None if the verifier cannot say, failed or ran out of time."""
     error: str | None = None
     """What failed, and where."""
     timed_out: bool = False
@@ -409,7 +410,8 @@ class _Child:
             score, error = message.get("score"), message.get("error")
         except (ValueError, AttributeError, RecursionError):
             return None
-        if type(score) is float and math.isfinite(score) and message == {**known, "score": score}:
+        is_score = score is None or (type(score) is float and math.isfinite(score))
+        if is_score and message == {**known, "score": score}:
             return Outcome(score)
         if isinstance(error, str) and message == {**known, "error": error}:
             return Outcome(error=error)

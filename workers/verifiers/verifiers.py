@@ -1,6 +1,7 @@
 """Verifiers by name: exact match, math-verify, instructions, code tests, the user's own functions.
 
-A verifier is a function of (prompt, response, answer) that returns a finite number. It is named by
+A verifier is a function of (prompt, response, answer) that returns a finite number, or None where
+it cannot say (see `as_score`). It is named by
 a string, so that another process can load it: a built-in name, `module:function`, or
 `path.py:function`. Loading one imports the user's own module; nothing is ever unpickled.
 """
@@ -13,6 +14,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -29,8 +31,8 @@ from .instructions.instructions import instruction_score
 from .sandbox.process import Limits
 from .sandbox.sandbox import announce_sandbox, check_sandbox
 
-Verifier = Callable[[str, str, str | None], float]
-"""Function of (prompt, response, answer) that returns a score."""
+Verifier = Callable[[str, str, str | None], float | None]
+"""Function of (prompt, response, answer) that returns a score; None where there is none."""
 
 _WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,3}")
 _SIGNATURE = "a reward is a function of (prompt, response, answer) that returns a number"
@@ -207,6 +209,17 @@ def _check_signature(reference: str, function: Any) -> None:
         raise ConfigError(
             f"reward '{reference}' is a {type(function).__name__}, not a function\n    {_SIGNATURE}"
         )
+    called = function if inspect.isroutine(function) else type(function).__call__
+    kinds = {
+        "coroutine": (inspect.iscoroutinefunction, inspect.isasyncgenfunction),
+        "generator": (inspect.isgeneratorfunction,),
+    }
+    for kind, checks in kinds.items():
+        if any(check(function) or check(called) for check in checks):
+            raise ConfigError(
+                f"reward '{reference}' is a {kind} function, whose call returns no number\n"
+                f"    {_SIGNATURE}: write `def` and `return`, without `async` or `yield`"
+            )
     try:
         inspect.signature(function).bind("", "", "")
     except TypeError as error:
@@ -222,7 +235,7 @@ def import_user_module(what: str, place: str) -> ModuleType:
 
     Args:
         what: Who asks for it, in messages.
-        place: "package.module" or "path.py".
+        place: "package.module", installed or in the working folder, or "path.py".
 
     Raises:
         ConfigError: If it is not there, fails while it is imported, or would end the program.
@@ -233,6 +246,8 @@ def import_user_module(what: str, place: str) -> ModuleType:
             f"{what}: there is no file {place}\n"
             "    give the path of a Python file, from the folder the run is started in"
         )
+    if os.getcwd() not in sys.path:  # a console script's own folder stands there instead
+        sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(place) if path is None else _module_of(path)
     except USER_ERRORS as error:

@@ -44,6 +44,7 @@ from penstock.algorithms.ops.rewards import (
     length_reward,
     overlong_penalty,
     prompt_priority,
+    signed_score,
     verifiable_reward,
     weighted_score,
     weighted_sum,
@@ -131,6 +132,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
     ),
     "group_advantage": lambda s, r: group_advantage(s, r.ids, eps=0),
     "is_correct": lambda s, r: is_correct(s),
+    "signed_score": lambda s, r: signed_score(is_correct(s)),
     "is_mixed": lambda s, r: is_mixed(s, r.ids),
     "kl_penalized_score": lambda s, r: kl_penalized_score(s, kl=r.ones, kl_coef=0.1),
     "kl_shaped_reward": lambda s, r: r.shaped(s),
@@ -189,13 +191,85 @@ def test_equal_scores_make_finite_numbers(name: str, score: float) -> None:
     assert made.double().isfinite().all()
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_an_unknown_score_is_refused_or_leaves_no_number(name: str) -> None:
-    """It is the first row's, which is finished and passes; the optimizer refuses what is nan."""
-    score = torch.tensor([torch.nan, 1.0, 0.5, 2.0])
-    try:
-        made = FUNCTIONS[name](score, Rows(4, 3))
-    except FloatingPointError as error:
-        assert "of row 0 is nan" in str(error)  # noqa: PT017 - one of two right answers
+REFUSED = ("prompt_priority", "switch_rewards", "length_reward", "mean_return")
+"""Read rates, log-probabilities, lengths and rewards of environments, which are never missing."""
+CHOSEN = (
+    "best_passing",
+    "filtered_batch",
+    "filtered_groups",
+    "passing_and_failing",
+    "selection_weights",
+    "better_responses",
+)
+"""Choose rows, or say how much each counts."""
+ADVANTAGES = (
+    "batch_centered",
+    "batch_std_advantage",
+    "group_advantage",
+    "leave_one_out",
+    "less_mean, batch",
+    "less_mean, passing",
+    "less_mean, prompt",
+    "log_partition_advantage",
+    "is_mixed",
+)
+ONE_MISSING = torch.tensor([torch.nan, 1.0, 0.5, 2.0, 3.0, 1.0])
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in REFUSED])
+@pytest.mark.parametrize("shift", [-5.0, -1.0, 0.0, 5.0])
+def test_a_row_without_a_score_is_in_no_statistic(name: str, shift: float) -> None:
+    """The others get what they would get without it, be scores below, around or above 0."""
+    score, rows = ONE_MISSING + shift, Rows(6, 3)
+    made = FUNCTIONS[name](score, rows)
+    if name in CHOSEN:
+        assert not made.isnan().any()
+        return
+    if name == "best_and_worst":  # the first prompt has one score, and no pair
+        assert made[2:].isfinite().all()
+        assert not best_and_worst(rows.roll, score).mask[:2].any()
+        return
+    if name in ADVANTAGES:
+        assert made[0] == 0
     else:
-        assert made.isnan().any()
+        assert made[0].isnan().any()
+    others = Rows(6, 3)
+    others.ids, others.passed = rows.ids[1:], rows.passed[1:]
+    others.mask, others.logprob, others.ones = rows.mask[1:], rows.logprob[1:], rows.ones[1:]
+    others.finished = rows.finished[1:]
+    if name in ADVANTAGES:  # a second response of the first prompt is alone without the missing one
+        return_ = made[torch.tensor([1, 2, 4, 5])]
+        keep = torch.tensor([0, 1, 3, 4])
+        for field in ("ids", "passed", "mask", "logprob", "ones", "finished"):
+            setattr(others, field, getattr(others, field)[keep])
+        if "batch" in name or "passing" in name:
+            return  # see `test_batch_statistics_leave_it_out`
+        torch.testing.assert_close(return_, FUNCTIONS[name](score[1:][keep], others))
+    else:
+        torch.testing.assert_close(made[1:], FUNCTIONS[name](score[1:], others))
+
+
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in REFUSED])
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_group_may_have_one_score_or_none(name: str, left: int) -> None:
+    """Nothing is compared then, and nothing fails."""
+    score = torch.full((6,), torch.nan)
+    score[:left] = 3.0
+    made = FUNCTIONS[name](score, Rows(6, 3))
+    if name in ADVANTAGES:
+        assert (made == 0).all()
+
+
+def test_batch_statistics_leave_it_out() -> None:
+    score, ids = torch.tensor([torch.nan, 1.0, 3.0, -1.0]), torch.tensor([0, 0, 1, 1])
+    torch.testing.assert_close(batch_centered(score), torch.tensor([0.0, 0.0, 2.0, -2.0]))
+    got = batch_std_advantage(score, ids, eps=0)
+    torch.testing.assert_close(got, torch.tensor([0.0, 0.0, 1.0, -1.0]))
+    got = less_mean(score, ids, passed=torch.tensor([1.0, 1, 0, 1]), mean_over="passing")
+    torch.testing.assert_close(got, torch.tensor([0.0, 1.0, 3.0, -1.0]))
+
+
+@pytest.mark.parametrize("name", ["length_reward", "prompt_priority", "switch_rewards"])
+def test_what_is_never_missing_is_refused(name: str) -> None:
+    with pytest.raises(FloatingPointError, match="of row 0 is nan"):
+        FUNCTIONS[name](torch.tensor([torch.nan, 1.0, 0.5, 2.0]), Rows(4, 3))

@@ -1,7 +1,8 @@
-"""A score, verdict or rate that is no number is refused wherever something is chosen by it.
+"""A rate, length or weight that is no number is refused wherever something is chosen by it.
 
-Comparisons with nan are false, and `argmax` takes nan for the highest number, so without a check
-the choice would be made all the same.
+A score may be missing: `test_score_columns` says what such a row gets. Comparisons with nan are
+false, and `argmax` takes nan for the highest number, so without a check the choice would be made
+all the same.
 """
 
 from __future__ import annotations
@@ -12,27 +13,20 @@ from collections.abc import Callable
 import pytest
 import torch
 from penstock.algorithms.losses import CostModelLoss
-from penstock.algorithms.ops.advantages import batch_std_advantage
-from penstock.algorithms.ops.constrained import best_passing, less_mean, passing_and_failing
-from penstock.algorithms.ops.dynamic_sampling import is_mixed
+from penstock.algorithms.ops.constrained import best_passing
 from penstock.algorithms.ops.filtration import (
     draw_rows,
-    filtered_batch,
-    filtered_groups,
     selection_weights,
 )
 from penstock.algorithms.ops.novelty import switch_rewards
-from penstock.algorithms.ops.pairs import best_and_worst
 from penstock.algorithms.ops.rewards import (
     blended_with_model,
-    is_correct,
     length_reward,
     prompt_priority,
-    verifiable_reward,
 )
 from penstock.algorithms.ops.rollout_correction import self_normalized
 from penstock.algorithms.ops.value_transforms import percentile_scaled
-from penstock.algorithms.ops.weighted_responses import better_responses, priority, systematic_rows
+from penstock.algorithms.ops.weighted_responses import priority, systematic_rows
 from penstock.algorithms.roles import Rollout, ScoredPairBatch, ScoreOutput
 from torch import Tensor
 
@@ -48,41 +42,15 @@ ROLL = Rollout(
 )
 
 CHOICES: dict[str, tuple[str, Callable[[Tensor], object]]] = {
-    "is_correct": ("score", is_correct),
-    "is_mixed": ("score", lambda x: is_mixed(x, IDS)),
-    "is_mixed by correctness": ("score", lambda x: is_mixed(x, IDS, correct_score=1.0)),
-    "length_reward": ("verdict", lambda x: length_reward(ONES, IDS, correct=x)),
     "length_reward by length": (
         "length",
         lambda x: length_reward(x, IDS, correct=MASK[:, 0]),
     ),
-    "verifiable_reward": ("verdict", verifiable_reward),
-    "blended_with_model": ("model's score", lambda x: blended_with_model(ONES, x)),
     "prompt_priority": ("success rate", prompt_priority),
-    "passing_and_failing": ("score", lambda x: passing_and_failing(ROLL, x, passed=ONES)),
-    "passing_and_failing by verdict": (
-        "verdict",
-        lambda x: passing_and_failing(ROLL, ONES, passed=x),
-    ),
-    "best_passing": ("score", lambda x: passing(score=x)),
-    "best_passing by verdict": ("verdict", lambda x: passing(passed=x)),
     "best_passing by KL": ("KL", lambda x: passing(kl=x)),
-    "best_passing by fallback": (
-        "verdict on a fallback",
-        lambda x: passing(fallback_passed=x),
-    ),
-    "less_mean": ("verdict", lambda x: less_mean(ONES, IDS, passed=x, mean_over="passing")),
-    "selection_weights": ("score", lambda x: selection_weights(x, IDS, strategy="power")),
     "draw_rows": ("weight", lambda x: draw_rows(x, 2, 0.5)),
-    "filtered_groups": ("score", lambda x: filtered_groups(ROLL, x, count=1, strategy="best")),
-    "filtered_batch": ("score", lambda x: filtered_batch(ROLL, x, count=1, strategy="best")),
-    "best_and_worst": ("score", lambda x: best_and_worst(ROLL, x)),
     "priority": ("advantage", priority),
     "systematic_rows": ("share", lambda x: systematic_rows(x, 2)),
-    "better_responses": (
-        "advantage",
-        lambda x: better_responses(ROLL.tokens, MASK, score=x, value=ONES),
-    ),
     "switch_rewards by threshold": (
         "threshold",
         lambda x: switch_rewards(torch.ones(2, 3), x),
@@ -143,5 +111,4 @@ def test_an_unknown_scale_is_not_a_scale_of_one() -> None:
     everywhere = torch.ones(1, 3, dtype=torch.bool)
     scaled = percentile_scaled(everywhere, advantage=nothing, value_target=unknown)
     assert scaled.advantage.isnan().all()
-    assert batch_std_advantage(unknown[0], IDS, singleton_group="zero").isnan().all()
     assert self_normalized(unknown, everywhere).isnan().all()

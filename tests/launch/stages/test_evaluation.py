@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
-from penstock.launch.stages.evaluation import stage_evaluator
+from penstock.launch.stages.evaluation import evaluate, stage_evaluator
 from penstock.launch.stages.job import prepare
-from penstock.launch.stages.worker_specs import worker_specs
+from penstock.launch.stages.report import measured_text
+from penstock.launch.stages.worker_specs import first_model, worker_specs
+from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.response_end import ResponseEnd
 from penstock.workers.rewards.rule_reward import RuleRewardSpec
 
@@ -65,3 +68,44 @@ def test_without_a_rule_they_are_scored_with_its_defaults(tmp_path: Path, algori
     default = RuleRewardSpec(task=spec.task, tokenizer=spec.tokenizer)
     assert spec.time_limit_s == default.time_limit_s
     assert spec.num_processes == default.num_processes
+
+
+@pytest.mark.parametrize("correct_score", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("fault", ["raise ValueError(response)", "return None", "return np.nan"])
+def test_an_answer_without_a_score_is_never_right(
+    tmp_path: Path, correct_score: float, fault: str
+) -> None:
+    """Of a function of closeness 0 is the best score, which a failure must not be."""
+    (tmp_path / "close.py").write_text(
+        "import numpy as np\n\ndef reward(prompt, response, answer):\n"
+        f"    if prompt in 'ab':\n        {fault}\n    return np.float32({correct_score})\n"
+    )
+    rows = [{"prompt": each, "answer": "1"} for each in "abcdefgh"]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = [
+        "task=file",
+        f"task.path={tmp_path}/rows.jsonl",
+        f"task.reward={tmp_path}/close.py:reward",
+        "task.reward_in_process=true",
+        "task.num_held_out=7",
+        f"task.correct_score={correct_score}",
+        "~algorithm.before",
+        "algorithm.per_step.prompts=1",
+    ]
+    composed = compose("run", words)
+    composed.pop("resume")
+    job = prepare(resolved({**composed, "evaluation": {"num_prompts": 7}}))
+    data = job.suites[0].data
+    model = first_model(job.run.model, data)
+    policy = TorchPolicySpec(
+        model=model, end_ids=data.tokenizer.end.ids, num_words=data.tokenizer.vocab_size
+    )
+    (found,) = evaluate(policy, job.suites, 7).values()
+    failed = [example["prompt"] in "ab" for example in found.examples]
+    assert [example["score"] is None for example in found.examples] == failed
+    assert any(failed)
+    share = sum(failed) / len(failed)
+    assert found.accuracy == pytest.approx(1 - share)
+    assert sum(found.correct.values()) == len(failed) - sum(failed)
+    assert found.unscored == pytest.approx(share)
+    assert f"no score {share:.1%}" in measured_text("", found)

@@ -112,7 +112,6 @@ BAD = [
     "exits",
     "is cancelled",
     "answers nothing",
-    "rewards with nan",
     "rewards with a text",
     "answers no messages",
     "shows no text",
@@ -127,9 +126,18 @@ def test_who_behaves_badly_harms_its_own_conversation(talks: Talks, bad: str):
     odd = held.prompt_id % 2 == 1
     failed = held.ending == ENDINGS.index("failed")
     assert torch.equal(failed, odd)
+    assert torch.equal(held.score.isnan(), odd)  # no score is not the score 0
     assert talk.agent.first_error
     width = min(held.tokens.shape[1], good.tokens.shape[1])
     assert torch.equal(held.tokens[~odd][:, :width], good.tokens[~odd][:, :width])
+
+
+def test_a_reward_of_nan_says_that_there_is_no_score(talks: Talks):
+    held = talks("rewards with nan").hold()
+    odd = held.prompt_id % 2 == 1
+    assert torch.equal(held.score.isnan(), odd)
+    assert held.reward.isfinite().all()
+    assert not (held.ending == ENDINGS.index("failed")).any()
 
 
 @pytest.mark.parametrize("bad", ["hangs on close", "fails on close", "shows too much"])

@@ -89,6 +89,7 @@ def test_the_sum_is_weighted_and_constraints_gate_it() -> None:
             "reward/mean_square": 91 / 3,
             "reward/equal_groups": 0.0,
             "reward/passed": 2 / 3,
+            "reward/unscored": 0.0,
         }
     )
     only = Mixture({"good": good, "safe": safe}, parts, output="passed")

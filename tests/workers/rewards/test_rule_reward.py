@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from penstock.algorithms.roles import Reward
 from penstock.dataflow.errors import WorkerError
+from penstock.dataflow.graph.role import Metric
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, drain_metrics
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
@@ -49,6 +51,10 @@ def f(prompt, response, answer):
         return 3e38
     return 1.0 if response == answer else -0.5
 """
+
+
+def known(scores: Tensor) -> list[float | None]:
+    return [None if math.isnan(score) else score for score in scores.tolist()]
 
 
 def _rows(responses: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -101,6 +107,7 @@ def test_metrics_and_partial_credit() -> None:
             "reward/positive": 0.5,
             "reward/correct": 0.25,
             "reward/errors": 0.0,
+            "reward/unscored": 0.0,
             "reward/timeouts": 0.0,
         }
     )
@@ -116,14 +123,16 @@ def test_a_verifier_that_fails_is_counted_and_shown_once(caplog: pytest.LogCaptu
     ids = torch.zeros(3, dtype=torch.int64)
     with caplog.at_level(logging.WARNING, logger="penstock.reward"):
         for _ in range(2):
-            assert reward.score(tokens, mask, ids).tolist() == [1.0, 0.0, 0.0]
-    assert drain_metrics(reward)["reward/errors"].total == 4.0
+            assert known(reward.score(tokens, mask, ids)) == [1.0, None, None]
+    metrics = drain_metrics(reward)
+    assert metrics["reward/errors"].total == metrics["reward/unscored"].total == 4.0
+    assert metrics["reward/mean"] == Metric.mean(2.0, 2.0)  # of those that have a score
     assert reward.first_error is not None
     assert "ValueError: invalid literal for int" in reward.first_error
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "the verifier of task 'prime_factorization' failed; such responses score 0 and are counted "
-        "in reward/errors. The first failure:\n"
+        "the verifier of task 'prime_factorization' failed on a response. Such responses are not "
+        "trained on, and never correct; reward/unscored counts them. It was:\n"
     )
     assert "Traceback" not in record.getMessage()
     assert "penstock/workers" not in record.getMessage()
@@ -136,7 +145,7 @@ def test_a_users_function_that_loops_or_fails_costs_its_own_rows(tmp_path: Path)
     reward = spec.build(CONTEXT)
     tokens, mask = _rows(["1/2", "loop", "raise", "no", "loop", "1/2"])
     score = reward.score(tokens, mask, torch.zeros(6, dtype=torch.int64))
-    assert score.tolist() == [1.0, 0.0, 0.0, -0.5, 0.0, 1.0]
+    assert known(score) == [1.0, None, None, -0.5, None, 1.0]
     metrics = drain_metrics(reward)
     assert metrics["reward/timeouts"].total == 2.0
     assert metrics["reward/errors"].total == 1.0
@@ -153,7 +162,7 @@ def test_math_verify_runs_in_the_pool(tmp_path: Path) -> None:
     reward = spec.build(CONTEXT)
     tokens, mask = _rows(["it is $0.5$", "1/3", "", "$\\frac{{{", "9**9**9"])
     score = reward.score(tokens, mask, torch.zeros(5, dtype=torch.int64))
-    assert score.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert known(score) == [1.0, 0.0, 0.0, 0.0, None]
     reward.close()
 
 
@@ -163,7 +172,7 @@ def test_a_verifier_that_evaluates_responses_runs_in_the_pool() -> None:
     task = spec.build()
     reward = RuleReward(task, TOKENIZER, num_processes=1, time_limit_s=2.0)
     tokens, mask = _rows([task.answer_text(2) or "", "[9**9**9**9]"])
-    assert reward.score(tokens, mask, torch.tensor([2, 2])).tolist() == [1.0, 0.0]
+    assert known(reward.score(tokens, mask, torch.tensor([2, 2]))) == [1.0, None]
     assert drain_metrics(reward)["reward/timeouts"].total == 1.0
     reward.close()
 
@@ -199,7 +208,7 @@ def test_a_verifier_that_never_works_ends_the_run(tmp_path: Path) -> None:
     tokens, mask = _rows(["raise"] * 32)
     ids = torch.zeros(32, dtype=torch.int64)
     try:
-        assert reward.score(tokens, mask, ids).tolist() == [0.0] * 32
+        assert known(reward.score(tokens, mask, ids)) == [None] * 32
         with pytest.raises(WorkerError) as raised:
             reward.score(tokens, mask, ids)
     finally:
@@ -207,10 +216,14 @@ def test_a_verifier_that_never_works_ends_the_run(tmp_path: Path) -> None:
     told = str(raised.value).splitlines()
     assert told[0].startswith("the verifier of task '")
     assert told[0].endswith(
-        "' failed on all of its first 64 responses; training on rewards of 0 teaches nothing. The "
-        "first failure:"
+        "' gave 0 of the last 64 responses a score: it failed on 64. There is nothing to learn "
+        "from that. The first one:"
     )
-    assert told[-1] == "KeyError: '1/2+0='"
+    assert told[-2] == "KeyError: '1/2+0='"
+    assert told[-1].endswith(
+        "if there is no score to give, name what such responses get in the reward's options: "
+        "unscored=0, or unscored=nan to train on the others alone"
+    )
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -219,11 +232,12 @@ def test_a_users_function_cannot_end_the_run(tmp_path: Path, here: bool) -> None
     reward = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), num_processes=1).build(CONTEXT)
     tokens, mask = _rows(["exit", "generator", "1/2"])
     try:
-        assert reward.score(tokens, mask, torch.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 1]
+        score = reward.score(tokens, mask, torch.zeros(3, dtype=torch.int64))
+        assert known(score) == [None, None, 1]
     finally:
         reward.close()
     assert drain_metrics(reward)["reward/errors"].total == 2.0
-    assert (reward.first_error or "").endswith("SystemExit: 0\n")
+    assert (reward.first_error or "").endswith("SystemExit: 0")
 
 
 def test_an_interrupt_in_this_process_is_not_taken_for_the_verifier_s(tmp_path: Path) -> None:
@@ -239,20 +253,20 @@ def test_scores_beyond_float32_are_failures(tmp_path: Path, here: bool) -> None:
     task = _file_task(tmp_path, "{folder}/mine.py:f", here=here)
     tokens, mask = _rows(["large", "nearly", "1/2"])
     told: list[str | None] = []
-    for scale, expected in {1.0: [0.0, 3e38, 1.0], 2.0: [0.0, 0.0, 2.0]}.items():
+    for scale, expected in {1.0: [None, 3e38, 1.0], 2.0: [None, None, 2.0]}.items():
         spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), num_processes=1, scale=scale)
         reward = spec.build(CONTEXT)
         try:
             found = reward.score(tokens, mask, torch.zeros(3, dtype=torch.int64))
         finally:
             reward.close()
-        assert found.tolist() == torch.tensor(expected).tolist()
+        assert known(found) == pytest.approx(expected)
         told.append(reward.first_error)
     assert told == [
         "the verifier returned -1e+300, which is beyond float32, whose largest number is "
-        "3.40282e+38\n",
+        "3.40282e+38",
         "the verifier returned -1e+300, which times scale=2 is beyond float32, whose largest "
-        "number is 3.40282e+38\n",
+        "number is 3.40282e+38",
     ]
 
 
@@ -269,9 +283,12 @@ def test_a_verifier_that_is_never_in_time_ends_the_run(tmp_path: Path) -> None:
     finally:
         reward.close()
     assert str(raised.value) == (
-        "the verifier of task 'rows' ran out of time on all of its first 64 responses; training on "
-        "rewards of 0 teaches nothing.\n"
-        "    give it more than time_limit_s=0.05, or see what it waits for"
+        "the verifier of task 'rows' gave 0 of the last 64 responses a score: it ran out of time "
+        "on 64. There is nothing to learn from that. The first one:\n"
+        "no score within the time limit\n"
+        "    see what it raises, returns or waits for (time_limit_s=0.05); if there is no score to "
+        "give, name what such responses get in the reward's options: unscored=0, or unscored=nan "
+        "to train on the others alone"
     )
     reward = spec.build(CONTEXT)
     tokens, mask = _rows(["loop", *["raise"] * 63])
@@ -280,11 +297,8 @@ def test_a_verifier_that_is_never_in_time_ends_the_run(tmp_path: Path) -> None:
             reward.score(tokens, mask, torch.zeros(64, dtype=torch.int64))
     finally:
         reward.close()
-    assert str(raised.value).startswith(
-        "the verifier of task 'rows' failed or ran out of time (1) on all of its first 64 "
-        "responses; training on rewards of 0 teaches nothing. The first failure:\n"
-        f"{tmp_path}/mine.py:"
-    )
+    assert "a score: it failed on 63, ran out of time on 1. There" in str(raised.value)
+    assert "KeyError" in str(raised.value)  # not the time-out, which came first
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """An environment of plain methods in a thread of its own, with a limit on how long each takes.
 
 All calls of a conversation are made in the same thread, because some environments ask for that. An
-environment that raises or takes too long ends its conversation with a reward of 0 and is counted as
-`env_errors`. A thread that hangs cannot be stopped: it is left alone, ends when its call returns,
-and does not keep the process from ending.
+environment that raises or takes too long ends its conversation, which has no score, and is counted
+as `env_errors`. A thread that hangs cannot be stopped: it is left alone, ends when its call
+returns, and does not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FAILED = TurnResult(done=True, counts={"env_errors": 1.0})
+FAILED = TurnResult(reward=None, done=True, counts={"env_errors": 1.0})
 """What a conversation ends with whose environment went wrong."""
 
 

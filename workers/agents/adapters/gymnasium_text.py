@@ -59,8 +59,8 @@ class GymnasiumTextTaskSpec(GeneratedSpec):
     max_steps: int = 50
     """Turns after which a conversation is over."""
     step_limit_s: float = 10.0
-    """Longest time of one call; an environment that takes longer ends its conversation with a
-    reward of 0."""
+    """Longest time of one call; an environment that takes longer ends its conversation, which
+    has no score."""
     correct_score: float = 1.0
     """Conversations with at least this sum of rewards count as right."""
     unfinished_score: float = 0.0

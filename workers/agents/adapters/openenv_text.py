@@ -3,7 +3,7 @@
 A conversation is a session of its own with the server at `task.url`. A problem is a seed: the
 observation after `reset(seed=...)` is the prompt. One field of an observation is what the policy
 reads, and what it says becomes one field of an action. A server that fails or takes too long ends
-the conversation with a reward of 0 and is counted as `env_errors`.
+the conversation, which has no score, and is counted as `env_errors`.
 """
 
 from __future__ import annotations

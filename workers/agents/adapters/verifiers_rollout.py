@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from ...data.task import Message
+from ...verifiers.child import as_score
 from ..environment import BadCall, Reply, TurnResult
 from .env_thread import FAILED
 
@@ -120,9 +120,10 @@ class VerifiersEnvironment:
             _log.warning("an environment failed: %r", error)
             return FAILED
         state = rollout.result()
-        reward = float(state["reward"] or 0.0)
-        if not math.isfinite(reward):
-            _log.warning("an environment failed: its reward is %s", reward)
+        try:
+            reward = as_score(state["reward"])
+        except ValueError as error:
+            _log.warning("an environment failed: its reward is %s", error)
             return FAILED
         counts = {
             name: float(value)

@@ -40,7 +40,7 @@ class VerifiersTaskSpec:
     of the other one are held out."""
     step_limit_s: float = 60.0
     """Longest time between a turn and its answer; a conversation whose environment takes longer
-    ends with a reward of 0."""
+    ends without a score."""
     correct_score: float = 1.0
     """Conversations with at least this reward count as right."""
     deterministic: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from ....algorithms.roles.language import Sampling
 from ....dataflow.errors import one_process
 from ...models.tokenizer import Tokenizer
+from ...verifiers.child import as_score
 from ..conversation import Conversation, Exchange
 from ..floor import Floor
 from ..rendering import TurnRenderer
@@ -109,7 +109,8 @@ class ProgramHolder:
         Raises:
             ProgramKilled: If its process was killed, unless this is the last time.
         """
-        ending, earned, failure = "done", 0.0, None
+        ending, failure = "done", None
+        earned: float | None = 0.0
         with endpoint.opened(one.row, sequences) as (url, key):
             seed = exchange.seed(one.problem, one.sample, -1)
             access = Access(url, key, one.messages, self.prompt_of(one.problem), seed)
@@ -119,7 +120,7 @@ class ProgramHolder:
                     program = self.task.program(one.problem)
                     async with limit:
                         answer = await program(access)
-                    earned = _finite(self.task.outcome(one.problem, answer))
+                    earned = _earned(self.task.outcome(one.problem, answer))
             except TimeoutError as error:
                 late = f"no answer in {self.task.time_limit_s:g} s"
                 failure = ProgramFailed(late if limit.expired() else f"TimeoutError: {error}")
@@ -133,8 +134,9 @@ class ProgramHolder:
         rows = sequences.rows()
         for row in rows:
             row.ending = ending
+            row.scored = ending != "failed" and earned is not None
             if row.rewards:
-                row.rewards[-1] += earned
+                row.rewards[-1] += earned or 0.0
         rows[0].error = failure if ending == "failed" else None
 
 
@@ -143,12 +145,13 @@ def _release(floor: Floor, sequences: Sequences) -> None:
         floor.release(row.row)
 
 
-def _finite(earned: Any) -> float:
-    """What an answer earns, if it is a number.
+def _earned(earned: Any) -> float | None:
+    """What an answer earns; None if there is no saying.
 
     Raises:
-        ProgramFailed: If it is none, or one that nothing can be learned from.
+        ProgramFailed: If it is no number, or one that nothing can be learned from.
     """
-    if not isinstance(earned, (int, float)) or not math.isfinite(earned):
-        raise ProgramFailed(f"its answer earned {earned!r:.80}; expected a number")
-    return float(earned)
+    try:
+        return as_score(earned)
+    except ValueError as error:
+        raise ProgramFailed(f"its answer earned {error}") from None

@@ -90,8 +90,8 @@ class HasPrograms(Protocol):
         """What answers a problem."""
         ...
 
-    def outcome(self, problem: int, answer: str) -> float:
-        """What an answer earns."""
+    def outcome(self, problem: int, answer: str) -> float | None:
+        """What an answer earns; None if there is no saying."""
         ...
 
 

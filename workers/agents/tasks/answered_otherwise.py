@@ -77,7 +77,7 @@ class AnsweredOtherwise:
         """A better and a worse answer, if the other task has them."""
         return self._task.pair_texts(index)
 
-    def score(self, index: int, response: str) -> float:
+    def score(self, index: int, response: str) -> float | None:
         """The other task's score of an answer."""
         return self._task.score(index, response)
 

@@ -10,6 +10,7 @@ Small models of single characters have no chat template of their own: `TURNS` is
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -104,7 +105,7 @@ def play(environment: PlainEnvironment, index: int, turns: Sequence[str]) -> Pla
         for number, text in enumerate(turns):
             result = environment.step(Reply(number, text, text))
             said += [{"role": "assistant", "content": text}, *result.messages]
-            reward += result.reward
+            reward += math.nan if result.reward is None else result.reward
             for name, count in result.counts.items():
                 counts[name] = counts.get(name, 0.0) + count
             done = result.done

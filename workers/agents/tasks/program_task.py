@@ -88,7 +88,7 @@ class ProgramTask(AnsweredOtherwise):
         del problem
         return self._program
 
-    def outcome(self, problem: int, answer: str) -> float:
+    def outcome(self, problem: int, answer: str) -> float | None:
         """The other task's score."""
         return self._task.score(problem, answer)
 

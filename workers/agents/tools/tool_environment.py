@@ -23,7 +23,7 @@ from ...verifiers.child import USER_ERRORS
 from ..environment import BadCall, Reply, ToolCall, TurnResult
 from .tool import Tool, ToolSession, ToolText
 
-Score = Callable[[str], Awaitable[float] | float]
+Score = Callable[[str], Awaitable[float | None] | float | None]
 """From what a model answered to its reward; it may wait for something."""
 
 _LOG = logging.getLogger("penstock.tools")
@@ -119,9 +119,9 @@ class ToolEnvironment:
             except USER_ERRORS as error:
                 _LOG.warning("a tool could not end a conversation: %s", _described(error))
 
-    async def _scored(self, answer: str) -> float:
+    async def _scored(self, answer: str) -> float | None:
         score = self._score(answer)
-        return float(await score if inspect.isawaitable(score) else score)
+        return await score if inspect.isawaitable(score) else score
 
     async def _answer(
         self, number: int, call: ToolCall | BadCall, counts: Counter[str], *, last: bool

@@ -142,7 +142,7 @@ def test_an_environment_that_goes_wrong_ends_its_conversation(
     object.__setattr__(task, "spec", bad)
     with caplog.at_level(logging.WARNING):
         (result,) = converse(task.environment(0), "x")
-    assert result == TurnResult(done=True, counts={"env_errors": 1.0})
+    assert result == TurnResult(reward=None, done=True, counts={"env_errors": 1.0})
     expected = {
         "raises": "in step: ZeroDivisionError('on purpose')",
         "exits": "SystemExit(3) was raised",

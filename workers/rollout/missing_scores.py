@@ -1,0 +1,104 @@
+"""Responses without a score: what stands in their place, and when there are too many of them.
+
+No score is not the score 0. In a column of scores it is nan: statistics over scores leave such a
+row out, and its advantage is 0, unless the user names a value.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...dataflow.errors import WorkerError
+
+_LOG = logging.getLogger("penstock.reward")
+LARGEST = torch.finfo(torch.float32).max
+"""Of a reward, and of the options that rewards are computed with."""
+WINDOW = 64
+"""Responses, at least, among which scores must not be missing nearly everywhere."""
+_FEWEST = 0.05
+"""Share of the responses of a window that must have a score."""
+
+
+def check_unscored(value: float | None) -> None:
+    """Refuse an option `unscored` that float32 cannot hold; nan is a value like None.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    if value is not None and not math.isnan(value) and not abs(value) <= LARGEST:
+        raise ValueError(f"unscored is {value}; expected a number within float32, null or nan")
+
+
+def filled_in(scores: Tensor, unscored: float | None) -> Tensor:
+    """The scores, with a value that the user has named, if any, where they are nan."""
+    return scores if unscored is None else torch.where(scores.isnan(), unscored, scores)
+
+
+class MissingScores:
+    """Looks at what one worker could not score, and ends the run if that is nearly everything.
+
+    Args:
+        who: Scores: "the verifier of task 'sums'".
+        unscored: What the user names for such responses: a number; None leaves them out; nan does
+            so however many there are.
+        advice: What to look at if nothing is ever scored.
+    """
+
+    def __init__(self, who: str, unscored: float | None, advice: str) -> None:
+        self._who, self._unscored, self._advice = who, unscored, advice
+        self._rows = self._scored = 0
+        self._reasons: Counter[str] = Counter()
+        self.first: str | None = None
+        self.works = False
+
+    def check(self, failures: Sequence[tuple[str, str] | None]) -> None:
+        """Count responses.
+
+        Args:
+            failures: Of each that has no score, what happened in two or three words ("failed"),
+                and in full; None for one that has.
+
+        Raises:
+            WorkerError: If of the last `WINDOW` responses hardly any has a score. If the user
+                has named a value, only if no response ever had one.
+        """
+        found = [failure for failure in failures if failure is not None]
+        if found and self.first is None:
+            kind, what = next((one for one in found if one[0] == "failed"), found[0])
+            self.first = what.rstrip()
+            _LOG.warning("%s %s on a response. %s. It was:\n%s", *self._warning(kind))
+        self._rows += len(failures)
+        self._scored += len(failures) - len(found)
+        self._reasons.update(kind for kind, _ in found)
+        self.works = self.works or self._scored > 0
+        if self._rows < WINDOW:
+            return
+        enough = self.works if self._unscored is not None else self._scored >= _FEWEST * self._rows
+        if not enough:
+            raise WorkerError(self._message())
+        self._rows = self._scored = 0
+        self._reasons.clear()
+
+    def _warning(self, kind: str) -> tuple[str, str, str, str]:
+        named = self._unscored is not None and not math.isnan(self._unscored)
+        becomes = (
+            f"Such responses get {self._unscored:g}, and are never correct"
+            if named
+            else "Such responses are not trained on, and never correct"
+        )
+        return self._who, kind, f"{becomes}; reward/unscored counts them", self.first or ""
+
+    def _message(self) -> str:
+        kinds = ", ".join(f"{kind} on {count}" for kind, count in self._reasons.most_common())
+        return (
+            f"{self._who} gave {self._scored} of the last {self._rows} responses a score: it "
+            f"{kinds}. There is nothing to learn from that. The first one:\n{self.first}\n"
+            f"    {self._advice}; if there is no score to give, name what such responses get in "
+            "the reward's options: unscored=0, or unscored=nan to train on the others alone"
+        )

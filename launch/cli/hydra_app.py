@@ -30,7 +30,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ...configs.references import CONFIGS, groups
+from ...configs.references import CONFIGS, groups, see_working_directory
 from ...configs.yaml_files import yaml_text
 from ...dataflow.errors import ConfigError, nearest, no_exit
 from .overrides import CommandLine, command_line, jobs_of, overrides, unreadable
@@ -78,6 +78,7 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
             try:
                 with _our_messages():
                     plain = _plain(made)
+                see_working_directory()  # tools, rewards and tasks name modules there
                 with no_exit(ConfigError):
                     task(plain)
             except Exception as error:

@@ -37,7 +37,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     asked = [("Velden", 4200), ("Arlon", 30100)]
     rows = [{"prompt": f"How many live in {town}?", "answer": f"{n}"} for town, n in asked]
     (tmp_path / "problems.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
     return tmp_path
 
 
@@ -69,6 +69,15 @@ def test_the_tools_of_the_page(penstock: Penstock, reader: Path) -> None:
     assert (said.code, said.err) == (0, "")
     assert "shows none, so their schemas stand in the first message" in said.out
     assert "not reproducible" not in said.out
+
+
+@pytest.mark.slow
+def test_eval_finds_them_too(penstock: Penstock, reader: Path) -> None:
+    words = [w for w in tools_command()[1:] if w.startswith(("task", "~task", "model"))]
+    words = [word.replace("num_held_out=0", "num_held_out=1") for word in words]
+    said = penstock("eval", *words, "evaluation.num_prompts=1")
+    assert (said.code, said.err) == (0, "")
+    assert "shows none, so their schemas stand in the first message" in said.out
 
 
 @pytest.mark.slow

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import operator
 
+_MOST_BITS = 63
+"""Of an integer: larger ones are slips of the finger, and no tensor takes them."""
+
 
 def check_range(
     options: object,
@@ -38,6 +41,9 @@ def check_range(
                 continue
             if not isinstance(item, int | float):
                 raise ValueError(f"{name} is {value!r}; expected a number")
+            if isinstance(item, int) and item.bit_length() > _MOST_BITS:
+                bits = item.bit_length()
+                raise ValueError(f"{name} is of {bits} bits; expected at most {_MOST_BITS}")
             if not math.isfinite(item):
                 raise ValueError(f"{name} is {value}; expected a finite number")
             if not all(holds(item, bound) for _, bound, holds in bounds):

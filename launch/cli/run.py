@@ -275,7 +275,13 @@ def _check_unchanged(
 def _print_data(job: Job, progress: RunProgress) -> None:
     """Where the run is placed, whether it can be repeated, and what was left out of its data."""
     reproducible = job.not_reproducible and f"not reproducible: {job.not_reproducible}"
-    for line in (job.note, job.data.about_tools, reproducible, *job.not_exact()):
+    for line in (
+        job.note,
+        job.data.about_tools,
+        reproducible,
+        *job.not_exact(),
+        *job.high_rates,
+    ):
         if line:
             progress.note(line)
     for report in job.reports:

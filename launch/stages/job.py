@@ -39,7 +39,7 @@ from .memory_limit import check_memory
 from .not_exact import not_exact
 from .stages import MODEL, Stage, stages_of
 from .suites import HeldOut, Suite, check_metric, metrics_of, suites_of
-from .worker_specs import check_agents, check_groups, check_options, model_positions
+from .worker_specs import check_agents, check_groups, check_options, high_rates, model_positions
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,11 @@ class Job:
             f"model: {name}{commit}, {model.dtype} on {device}, computed {computes} "
             f"({config.model_type})"
         )
+
+    @property
+    def high_rates(self) -> list[str]:
+        """Learning rates that are too high for the model's size, each in a line."""
+        return [line for stage in self.stages for line in high_rates(stage, self.run.model)]
 
     @property
     def statistics(self) -> list[str]:

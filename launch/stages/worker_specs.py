@@ -13,10 +13,12 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from ...algorithms.roles.language import RewardModel
 from ...configs.references import load_object
 from ...configs.schema import EngineConfig, ModelConfig, RolloutConfig, model_spec
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, one_process
+from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from ...workers.agents.worker import TASK_AGENTS, AgentSpec, has_other_side
@@ -478,6 +480,8 @@ def model_positions(
             if start and start not in stages and (start, head) not in looked_at:
                 looked_at.add((start, head))
                 _check_model(f"{stage.at}.roles.{role}.start", start, head, model, num_tokens)
+            if head == "score" and role not in _changed(stage):
+                _check_has_score(f"{stage.at}.roles.{role}", start, stages.get(start), model)
         while plan.start in stages:
             earlier = stages[plan.start]
             plan = earlier.roles[_started_from(earlier, plan.contract)]
@@ -487,6 +491,46 @@ def model_positions(
         if positions is not None:
             found[role] = positions
     return found
+
+
+def _check_has_score(at: str, start: str, earlier: Stage | None, model: ModelConfig) -> None:
+    """Require that a reward model that is not trained here was trained before: its head, too."""
+    if earlier is None:
+        trained = Head("score").is_saved(_started_model(start, model).folder)
+    else:
+        trained = earlier.trained(RewardModel) is not None
+    if not trained:
+        raise ConfigError(
+            f"'{at}' is a reward model that starts from '{start}', which has no head that scores: "
+            "all scores would be random\n    train one in a stage before (algorithm.before), give "
+            f"the folder of one ({at}.start=PATH), or set {at}.worker=rule"
+        )
+
+
+_LARGE = 20_000_000
+"""Parameters from which on the rates of the algorithms' YAML are too high: those suit a million."""
+_RATES = {"lora": 2e-4, "sampling": 1e-5, "data": 5e-5}
+"""Usual learning rates of large pretrained models: of adapters, of all weights where a policy
+learns from what it samples, and where it learns from data."""
+
+
+def high_rates(stage: Stage, model: ModelConfig) -> list[str]:
+    """What to say of learning rates that a pretrained model of its size does not survive."""
+    started = [p for p in stage.roles.values() if p.trained and p.worker in _HEADS]
+    if model.folder is None or not started:
+        return []
+    parameters = empty_model(model_spec(model).config).parameters()
+    millions = sum(parameter.numel() for parameter in parameters) / 1e6
+    samples = any(node.kind is NodeKind.ROLLOUT for node in stage.graph.nodes)
+    usual = _RATES["lora" if model.lora else "sampling" if samples else "data"]
+    highest = max(spec.lr for plan in started if (spec := _optimizer(stage, plan)))
+    if millions * 1e6 < _LARGE or highest <= 4 * usual:
+        return []
+    return [
+        f"warning: stage '{stage.name}' trains a model of {millions:,.0f}M parameters with a "
+        f"learning rate of {highest:g}, which suits one of a million; {usual:g} is usual: "
+        f"{stage.at}.optimizer.lr={usual:g}"
+    ]
 
 
 def _started_model(start: str, model: ModelConfig) -> ModelSpec:

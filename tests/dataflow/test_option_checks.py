@@ -37,6 +37,8 @@ def test_what_lies_within_its_bounds_and_what_is_not_set_passes() -> None:
             "epochs is 2; expected at least 0 and at most 1",
         ),
         (Options(ratio=1.0), {"below": 1}, "ratio is 1.0; expected below 1"),
+        (Options(10**30), {}, "epochs is of 100 bits; expected at most 63"),
+        (Options(-(10**5000)), {}, "epochs is of 16610 bits; expected at most 63"),
         (Options(ratio=float("nan")), {}, "ratio is nan; expected a finite number"),
         (Options(ratio=float("inf")), {"at_least": 0}, "ratio is inf; expected a finite number"),
         (

@@ -78,6 +78,11 @@ class Head:
         self._take_saved(linear, model.folder)
         return linear
 
+    def is_saved(self, folder: str | None) -> bool:
+        """Whether a model folder has a head of this name."""
+        path = None if folder is None else Path(folder) / HEAD_FILE
+        return path is not None and path.is_file() and f"{self.name}.weight" in read_tensors(path)
+
     def _take_saved(self, linear: nn.Linear, folder: str | None) -> None:
         """Raises `ConfigError` if the folder's head does not fit; another kind of head may be."""
         path = None if folder is None else Path(folder) / HEAD_FILE

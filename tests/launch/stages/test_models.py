@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,10 +13,14 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.stages.job import prepare
+from penstock.launch.stages.stages import stages_of
+from penstock.launch.stages.worker_specs import high_rates
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchRewardModelSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.training.flat_parameters import read_tensors, write_tensors
+
+from ..placement.test_place import config_of
 
 ARCHITECTURE = {
     "model_type": "qwen2",
@@ -28,6 +33,34 @@ ARCHITECTURE = {
 }
 SMALL = ["task.num_train=256", "task.num_held_out=8", "evaluation.num_prompts=0"]
 NORM = "model.norm.weight"
+
+
+def rates_of(folder: Path, *words: str) -> list[str]:
+    run = config_of(*words, *SMALL)
+    made = run.model.model_copy(update={"folder": str(folder), "architecture": {}})
+    return [line for stage in stages_of(run) for line in high_rates(stage, made)]
+
+
+def test_rates_that_are_too_high_for_a_large_model_are_said_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    large = {**ARCHITECTURE, "vocab_size": 49152, "hidden_size": 1024, "num_attention_heads": 16}
+    (tmp_path / "config.json").write_text(json.dumps(large))
+    (line,) = rates_of(tmp_path, "algorithm=sft")
+    assert line == (
+        "warning: stage 'sft' trains a model of 103M parameters with a learning rate of 0.001, "
+        "which suits one of a million; 5e-05 is usual: algorithm.optimizer.lr=5e-05"
+    )
+    sft, grpo = rates_of(tmp_path, "algorithm=grpo", "algorithm.roles.actor.start=sft")
+    assert sft.endswith(": algorithm.before.sft.optimizer.lr=5e-05")
+    assert grpo.endswith("; 1e-05 is usual: algorithm.optimizer.lr=1e-05")
+    lora = "model.lora.rank=4"
+    assert rates_of(tmp_path, "algorithm=grpo", lora, "algorithm.roles.actor.start=model") == []
+    (line,) = rates_of(tmp_path, "algorithm=sft", lora)
+    assert line.endswith("; 0.0002 is usual: algorithm.optimizer.lr=0.0002")
+    assert rates_of(tmp_path, "algorithm=sft", "algorithm.optimizer.lr=2e-5") == []
+    (tmp_path / "config.json").write_text(json.dumps(ARCHITECTURE))
+    assert rates_of(tmp_path, "algorithm=sft") == []
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +116,24 @@ WHOLE = "\n    copy or save them again, all of them, with the configuration they
             ["algorithm=ppo", "algorithm.roles.actor.start=HOME/reward"],
             "'algorithm.roles.actor.start': the weights in 'HOME/reward' are not those of the "
             "'qwen2' model that its config.json describes:\n    missing: lm_head.weight" + WHOLE,
+        ),
+        (
+            ["algorithm=ppo", "algorithm.roles.reward.start=HOME/policy"],
+            "'algorithm.roles.reward' is a reward model that starts from 'HOME/policy', which has "
+            "no head that scores: all scores would be random\n    train one in a stage before "
+            "(algorithm.before), give the folder of one (algorithm.roles.reward.start=PATH), or "
+            "set algorithm.roles.reward.worker=rule",
+        ),
+        *(
+            (
+                ["algorithm=ppo", "~algorithm.before.reward_modelling", *words],
+                f"'algorithm.roles.reward' is a reward model that starts from '{start}', which has "
+                "no head",
+            )
+            for start, words in (
+                ("sft", ["algorithm.roles.reward.worker=reward_model"]),
+                ("model", ["algorithm.roles.reward.start=model"]),
+            )
         ),
         (
             ["+model.architecture.vocab_size=7"],

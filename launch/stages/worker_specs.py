@@ -516,14 +516,14 @@ learns from what it samples, and where it learns from data."""
 
 def high_rates(stage: Stage, model: ModelConfig) -> list[str]:
     """What to say of learning rates that a pretrained model of its size does not survive."""
-    started = [p for p in stage.roles.values() if p.trained and p.worker in _HEADS]
+    started = {r: p for r, p in stage.roles.items() if p.trained and p.worker in _HEADS}
     if model.folder is None or not started:
         return []
     parameters = empty_model(model_spec(model).config).parameters()
     millions = sum(parameter.numel() for parameter in parameters) / 1e6
     samples = any(node.kind is NodeKind.ROLLOUT for node in stage.graph.nodes)
     usual = _RATES["lora" if model.lora else "sampling" if samples else "data"]
-    highest = max(spec.lr for plan in started if (spec := _optimizer(stage, plan)))
+    highest = max(spec.lr for r, p in started.items() if (spec := optimizer_of(stage, r, p)))
     if millions * 1e6 < _LARGE or highest <= 4 * usual:
         return []
     return [

@@ -139,9 +139,8 @@ class ZooBoards:
         for index in np.nonzero(live)[0]:
             game, players = self._games[index], self._players[index]
             self._ask(index, lambda g=game, c=int(choice[index]): g.step(c))
-            reward[index] = self._ask(
-                index, lambda g=game, p=players: [float(g.rewards.get(one, 0.0)) for one in p]
-            )
+            earned = [game.rewards.get(player, 0.0) for player in players]
+            reward[index] = self._ask(index, lambda found=earned: [*map(float, found)])
             self._go_on(index)
         return reward
 

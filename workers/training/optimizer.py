@@ -34,10 +34,15 @@ class OptimizerSpec:
     """Weights shrink by `lr * weight_decay` per optimizer step, biases and norms included."""
     max_grad_norm: float = 1.0
     """Gradients of a longer global norm are scaled down to it; 0 never clips."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after warm-up: not at all, or to `min_lr_ratio` of the peak."""
+    schedule: Literal[
+        "constant", "linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"
+    ] = "constant"
+    """How the learning rate falls after warm-up: not at all, or to `min_lr_ratio` of the peak. The
+    last two are what transformers calls the first and the third; they are the same here."""
     warmup_calls: int = 0
     """Train calls over which the learning rate rises: call n (from 0) uses (n + 1) / warmup."""
+    warmup_ratio: float = 0.0
+    """Instead of `warmup_calls`: the share of all train calls, rounded up, that are warm-up."""
     total_calls: int = 0
     """Train calls over which a schedule falls, warm-up included; 0 stands for all of the stage."""
     min_lr_ratio: float = 0.0
@@ -53,22 +58,33 @@ class OptimizerSpec:
         check_range(self, "betas", at_least=0, below=1)
         check_range(self, "eps", above=0)
         check_range(self, "min_lr_ratio", at_least=0, at_most=1)
-        if self.schedule != "constant" and 0 < self.total_calls <= self.warmup_calls:
+        check_range(self, "warmup_ratio", at_least=0, below=1)
+        if self.warmup_ratio and self.warmup_calls:
+            raise ValueError(
+                f"OptimizerSpec: warmup_ratio is {self.warmup_ratio} and warmup_calls "
+                f"{self.warmup_calls}; leave one of them out"
+            )
+        if self._falls and 0 < self.total_calls <= self.warmup_calls:
             raise ValueError(
                 f"OptimizerSpec: schedule '{self.schedule}' needs total_calls above "
                 f"warmup_calls={self.warmup_calls}, got {self.total_calls}; take more steps or a "
                 "shorter warm-up, or leave optimizer.total_calls at 0 for all calls of the stage"
             )
 
+    @property
+    def _falls(self) -> bool:
+        return not self.schedule.startswith("constant")
+
     def over(self, num_calls: int) -> OptimizerSpec:
-        """The same with a schedule that falls over so many train calls, unless it says otherwise.
+        """The same with a schedule over so many train calls, unless it says otherwise.
 
         Raises:
             ValueError: If the warm-up takes them all.
         """
-        if self.schedule == "constant" or self.total_calls:
-            return self
-        return replace(self, total_calls=num_calls)
+        total = self.total_calls or num_calls
+        warmup = math.ceil(self.warmup_ratio * total) or self.warmup_calls
+        total = total if self._falls else self.total_calls
+        return replace(self, total_calls=total, warmup_calls=warmup, warmup_ratio=0.0)
 
     def lr_at(self, call: int) -> float:
         """The learning rate of train call `call`, counted from 0.
@@ -78,9 +94,11 @@ class OptimizerSpec:
             >>> [spec.lr_at(call) for call in range(5)]
             [0.5, 1.0, 1.0, 0.5, 0.0]
         """
+        if self.warmup_ratio:
+            raise ValueError("OptimizerSpec: warmup_ratio needs the number of calls; see `over`")
         if call < self.warmup_calls:
             return self.lr * (call + 1) / self.warmup_calls
-        if self.schedule == "constant":
+        if not self._falls:
             return self.lr
         if not self.total_calls:
             raise ValueError(f"OptimizerSpec: schedule '{self.schedule}' needs total_calls")

@@ -94,6 +94,30 @@ def test_learning_rate(spec: OptimizerSpec, expected: list[float]):
     assert got == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"warmup_ratio": 0.3}, [0.5, 1, 1, 1]),  # 1.2 calls, rounded up
+        ({"warmup_ratio": 0.25, "schedule": "constant_with_warmup"}, [1, 1, 1, 1]),
+        ({"warmup_ratio": 0.5, "schedule": "linear"}, [0.5, 1, 1, 0.5]),
+        ({"warmup_ratio": 0.5, "schedule": "linear", "total_calls": 8}, [0.25, 0.5, 0.75, 1]),
+        ({"warmup_calls": 2, "schedule": "cosine_with_min_lr"}, [0.5, 1, 1, 0.5]),
+    ],
+)
+def test_warm_up_as_a_share_and_names_of_transformers(
+    options: dict[str, Any], expected: list[float]
+) -> None:
+    """Over the four train calls of a stage."""
+    spec = OptimizerSpec(lr=1.0, **options).over(4)
+    assert [spec.lr_at(call) for call in range(4)] == pytest.approx(expected)
+    assert spec.over(9) == spec
+
+
+def test_a_warm_up_has_one_length() -> None:
+    with pytest.raises(ValueError, match="leave one of them out"):
+        OptimizerSpec(warmup_ratio=0.1, warmup_calls=3)
+
+
 def _norm_by(engine: str, grad: torch.Tensor) -> float:
     """The norm that an engine's optimizer reports; the weights are cut as each of them does."""
     spec = OptimizerSpec(max_grad_norm=0)

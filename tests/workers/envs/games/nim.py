@@ -75,7 +75,7 @@ class Nim(AECEnv[str, dict[str, Any], int]):
         reward: Any = np.nan if self.moves == 3 and self.wrong == "reward" else 0.0
         if self.moves == 3 and self.wrong == "none":
             reward = None
-        self.rewards = dict.fromkeys(self.agents, reward)
+        self.rewards = {name: reward for name in self.agents}  # noqa: C420
         if self.left == 0:
             self.rewards = {name: 1.0 if name == player else -1.0 for name in self.agents}
             self.terminations = dict.fromkeys(self.agents, True)

@@ -33,8 +33,8 @@ class AnsweredOtherwise:
         if task.verifier is not None:
             raise ConfigError(
                 f"'task.task': task '{task.task_id}' scores in processes of its own, and an answer "
-                "in a conversation is scored where it is held\n    choose a task whose score is "
-                "quick and safe"
+                "in a conversation is scored where it is held\n    if the score is quick and safe, "
+                "set task.task.reward_in_process=true; otherwise choose another task"
             )
         self._task = task
         self.task_id = f"{task.task_id} {way}"

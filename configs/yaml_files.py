@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ def yaml_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
             f"{most_bytes:,}\n    leave data to the task: task.path=FILE"
         )
     text = read_bytes(path).decode()
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    stream: Any = StringIO(text)
+    stream.name = str(path)  # which messages name
+    root = yaml.compose(stream, Loader=yaml.SafeLoader)
     if root is not None and _num_values(root, {}, path) > _MOST_VALUES:
         raise ConfigError(
             f"'{path}' says more than {_MOST_VALUES:,} values, aliases counted as what they stand "

@@ -38,15 +38,10 @@ _KINDS = (
 
 
 class NotAFile(ConfigError, OSError):
-    """Something other than a regular file where one belongs; made by `not_a_file`."""
+    """Something other than a regular file where one belongs."""
 
     def __str__(self) -> str:
         return f"'{self.filename}': {self.strerror}\n    remove it, or put a file in its place"
-
-
-def not_a_file(path: Path, what: str) -> NotAFile:
-    """The error for a path at which something else stands, such as "a FIFO"."""
-    return NotAFile(errno.EINVAL, f"it is {what} where a file belongs", str(path))
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, *, links: bool = True) -> int:
@@ -113,18 +108,11 @@ def check_folder_files(folder: Path) -> None:
 
 
 def _refuse(path: Path, found: os.stat_result) -> None:
-    for is_kind, name in _KINDS:
-        if is_kind(found.st_mode):
-            raise not_a_file(path, name)
-    if found.st_dev == _kernel_device():  # regular by name: /proc/kmsg is a queue
-        raise not_a_file(path, "a queue or a state of the kernel's")
-
-
-def _kernel_device() -> int | None:
-    try:
-        return os.stat("/proc/version").st_dev
-    except OSError:  # no Linux
-        return None
+    what = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "")
+    if not what and Path("/proc/version").exists() and found.st_dev == os.stat("/proc").st_dev:
+        what = "a queue or a state of the kernel's"  # regular by its mode, as /proc/kmsg is
+    if what:
+        raise NotAFile(errno.EINVAL, f"it is {what} where a file belongs", str(path))
 
 
 def opened(path: Path) -> BufferedReader:

@@ -39,12 +39,12 @@ import yaml
 
 from ... import __version__
 from ...dataflow.errors import ConfigError, WorkerError
-from ...dataflow.regular_files import open_regular, parse_json
+from ...dataflow.regular_files import open_regular
 from .atomic import write_json, write_text
 from .environment import Environment
 from .origins import Origins
 from .run_files import field as json_field
-from .run_files import optional_field, parsed, read_object, required_object
+from .run_files import optional_field, parse_object, parsed, read_object, required_object
 from .trackers.jsonl import METRICS, finite_or_none
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -436,7 +436,7 @@ def record_of(folder: RunFolder) -> RunRecord:
     )
     record = unknown
     try:
-        about = parsed(folder.about, lambda content: _record(folder, parse_json(content)))
+        about = parsed(folder.about, lambda content: _record(folder, parse_object(content)))
         if about is None:
             return replace(unknown, fault="run.json is missing")
         record = about
@@ -445,7 +445,7 @@ def record_of(folder: RunFolder) -> RunRecord:
         return replace(record, fault=str(error).split("\n")[0])
 
 
-def _record(folder: RunFolder, about: Any) -> RunRecord:
+def _record(folder: RunFolder, about: Mapping[str, Any]) -> RunRecord:
     """Raises `ValueError`, or what follows from a value of another kind than is written."""
     created = datetime.fromisoformat(json_field(about, "created", str))
     if created.tzinfo is None:

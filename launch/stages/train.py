@@ -362,9 +362,11 @@ def check_stage_models(stage: str, home: RunFolder) -> None:
         there = files_sha256(home.path / MODELS)
         changed = sorted(dict(written.items() ^ there.items()))
     except (ConfigError, OSError, TypeError, KeyError, AttributeError) as error:
+        said = str(error).split("\n")[0]
+        said = said if isinstance(error, ConfigError) else f"{type(error).__name__}: {said}"
         raise ConfigError(
             f"stage '{stage}' has ended, but '{home.summary}' does not say with which models: "
-            f"{type(error).__name__}: {error}\n    remove '{home.path}' to train it again"
+            f"{said}\n    remove '{home.path}' to train it again"
         ) from error
     if changed:
         raise ConfigError(

@@ -153,7 +153,7 @@ class Calibration(BaseModel):
             PlanError: If the file is missing or is no calibration; says which key and why.
         """
         try:
-            return Calibration.model_validate_json(read_bytes(file))
+            return Calibration.model_validate_json(read_bytes(file).decode())
         except FileNotFoundError:
             raise PlanError(
                 f"calibration file {file} does not exist; `penstock profile output={file}` writes "

@@ -241,7 +241,7 @@ class Plan(BaseModel):
             PlanError: If the file is missing or is no plan; says which key and why.
         """
         try:
-            return Plan.model_validate_json(read_bytes(file))
+            return Plan.model_validate_json(read_bytes(file).decode())
         except FileNotFoundError:
             raise PlanError(f"plan file {file} does not exist") from None
         except (OSError, UnicodeDecodeError) as error:

@@ -7,7 +7,7 @@ names, or the user's own function. `file_task` and `hf_task` give the rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 from ...dataflow.errors import ConfigError
 from ...dataflow.option_checks import check_range
 from ..verifiers.pool import VerifierSpec
-from ..verifiers.verifiers import BUILT_IN, Verifier, load_verifier, make_verifier, reference_of
+from ..verifiers.verifiers import (
+    BUILT_IN,
+    Verifier,
+    check_parameters,
+    load_verifier,
+    make_verifier,
+    reference_of,
+)
 from .orders import epoch_order
 from .row_parts import Columns, good_rows
 from .row_report import DataReport
@@ -108,7 +115,7 @@ class RowTask:
         self.correct_score = spec.correct_score
         self._name = source.name
         self._reward, self._reference = _reward(spec)
-        rows, self.report = _read(spec, source)
+        rows, self.report = _read(spec, _observed(source, self._check_parameters))
         if held_out is not None:
             evaluated, other = _read(spec, held_out)
             self.report = self.report.joined(other)
@@ -125,6 +132,14 @@ class RowTask:
         self._rows: Dataset = concatenate_datasets([train, evaluated])
         self.train = range(len(train))
         self.held_out = range(len(train), len(self._rows))
+
+    def _check_parameters(self, columns: Iterable[str]) -> None:
+        spec = self.spec
+        if spec.reward in BUILT_IN or spec.reward_field is not None:
+            return
+        name = spec.reward if isinstance(spec.reward, str) else repr(spec.reward)
+        read_as = {"prompt": spec.prompt_field, "answer": spec.answer_field}
+        check_parameters(name, self._reward, columns, read_as)
 
     @property
     def verifier(self) -> VerifierSpec | None:
@@ -279,6 +294,18 @@ def _reward(spec: RowTaskSpec) -> tuple[Verifier, str | None]:
 def _absolute(reference: str) -> str:
     place, _, name = reference.rpartition(":")
     return f"{Path(place).expanduser().resolve()}:{name}" if place.endswith(".py") else reference
+
+
+def _observed(source: RowSource, look: Callable[[Iterable[str]], None]) -> RowSource:
+    """The same rows; `look` is called with the names of the first one's columns."""
+
+    def rows() -> Iterator[tuple[str, Any]]:
+        for number, (where, row) in enumerate(source.rows):
+            if number == 0 and isinstance(row, Mapping):
+                look([str(name) for name in row])
+            yield where, row
+
+    return RowSource(source.name, rows())
 
 
 def _read(spec: RowTaskSpec, source: RowSource) -> tuple[Dataset, DataReport]:

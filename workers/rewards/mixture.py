@@ -9,8 +9,8 @@ hold, 1 or 0: a mixture of judges as constrained algorithms ask for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -68,7 +68,7 @@ class MixtureSpec:
     """Where prompts and answers come from."""
     tokenizer: TokenizerSpec
     """The policy's tokenizer."""
-    parts: Mapping[str, Any]
+    parts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Name -> a `MixturePart` or its fields; the name is the metrics'."""
     output: Literal["sum", "passed"] = "sum"
     """The weighted sum, or 1 where all constraints hold and 0 elsewhere."""
@@ -84,7 +84,11 @@ class MixtureSpec:
         check_unscored(self.unscored)
         parts = self.checked()
         if not parts:
-            raise ValueError("a mixture needs parts, such as parts.correct.worker=math")
+            raise ValueError(
+                "a mixture needs parts, such as "
+                "parts={right: {worker: rule, weight: 1}, short: {worker: rule, weight: 0.5, "
+                "options: {verifier: 'rewards.py:brevity'}}}"
+            )
         if self.output == "passed" and all(part.at_least is None for part in parts.values()):
             raise ValueError("output 'passed' needs a part with at_least, which is a constraint")
 
@@ -191,9 +195,14 @@ def _check(name: str, part: MixturePart) -> None:
         if key not in own:
             raise ValueError(
                 f"part '{name}': a '{part.worker}' reward has no option '{key}'"
-                f"{nearest(str(key), own)}"
+                f"{nearest(str(key), own)}; its options are {', '.join(_options(own))}"
             )
     kind(task=None, tokenizer=None, **given)  # refuses values out of range
+
+
+def _options(own: Sequence[str]) -> list[str]:
+    """What a user may set: not what the launcher fills in."""
+    return [name for name in own if name not in ("task", "tokenizer", "task_fingerprint")]
 
 
 def check_verifiers(worker: str, options: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -228,6 +228,46 @@ def _check_signature(reference: str, function: Any) -> None:
         ) from error
     except ValueError:  # a builtin that does not tell its signature
         return
+
+
+def check_parameters(
+    reference: str, function: Any, columns: Iterable[str], read_as: Mapping[str, str | None]
+) -> None:
+    """Refuse a reward whose parameters say that it expects other arguments than it is given.
+
+    It is called with (prompt, response, answer) in this order; columns of the data are not passed.
+
+    Args:
+        reference: How the reward is named.
+        function: The reward.
+        columns: Of the data.
+        read_as: "prompt" and "answer" -> the column that each is read from, if any.
+
+    Raises:
+        ConfigError: If one stands in another's place, or is named like a column.
+    """
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except ValueError:  # a builtin that does not tell its signature
+        return
+    passed = ("prompt", "response", "answer")
+    known = set(columns)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for place, name in enumerate(one.name for one in parameters if one.kind not in variadic):
+        own = passed[place] if place < len(passed) else None
+        if name == own or (own is not None and name == read_as.get(own)):
+            continue
+        if name in passed:
+            what = f"has '{name}' where {own or 'nothing'} is passed"
+        elif name in known:
+            what = f"has a parameter '{name}', which is a column of the data, and none is passed"
+        else:
+            continue
+        raise ConfigError(
+            f"reward '{reference}' takes {inspect.signature(function)}: it {what}\n"
+            f"    {_SIGNATURE}; put what else it needs into the answer, such as JSON text in "
+            "`answer_field`, or name the parameter otherwise"
+        )
 
 
 def import_user_module(what: str, place: str) -> ModuleType:

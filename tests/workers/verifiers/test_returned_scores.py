@@ -97,3 +97,34 @@ def test_functions_that_return_no_number_are_refused_when_they_are_loaded(
     (tmp_path / "mine.py").write_text(f"{head} reward(prompt, response, answer):\n    {body}\n")
     with pytest.raises(ConfigError, match="is a coroutine function|is a generator function"):
         load_verifier(f"{tmp_path}/mine.py:reward")
+
+
+@pytest.mark.parametrize(
+    ("signature", "says"),
+    [
+        ("prompt, response, answer, difficulty=None", "a parameter 'difficulty', which is a column"),
+        ("prompt, response, town", "a parameter 'town', which is a column of the data"),
+        ("response, price, town", "has 'response' where prompt is passed"),
+        ("prompt, answer, response", "has 'answer' where response is passed"),
+        ("prompt, response, answer, *, prompt_id=0", None),
+        ("question, completion, gold", None),
+        ("prompt, response, solution", None),
+        ("prompt, response, answer, **others", None),
+    ],
+)
+def test_parameters_that_name_columns_are_refused(
+    tmp_path: Path, signature: str, says: str | None
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def reward({signature}):\n    return 1.0\n")
+    row = {"prompt": "p", "solution": "a", "difficulty": 2, "town": "x", "price": 1}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    spec = FileTaskSpec(
+        path=str(tmp_path / "rows.jsonl"),
+        reward=f"{tmp_path}/mine.py:reward",
+        answer_field="solution",
+    )
+    if says is None:
+        spec.build()
+        return
+    with pytest.raises(ConfigError, match=says):
+        spec.build()

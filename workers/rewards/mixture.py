@@ -9,7 +9,8 @@ hold, 1 or 0: a mixture of judges as constrained algorithms ask for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -139,10 +140,7 @@ class MixtureSpec:
         if ":" not in part.worker:
             return PART_KINDS[part.worker](**options, **self._shared()).build(context)
         what = f"part '{name}' of the mixture"
-        module, _, factory = part.worker.partition(":")
-        make = getattr(import_user_module(what, module), factory, None)
-        if make is None:
-            raise ConfigError(f"{what}: {module} has no '{factory}'\n    {_MAKES}")
+        make = _factory(name, part)
         try:
             built = make(**options)
             built = built.build(context) if isinstance(built, WorkerSpec) else built
@@ -205,6 +203,30 @@ def _options(own: Sequence[str]) -> list[str]:
     return [name for name in own if name not in ("task", "tokenizer", "task_fingerprint")]
 
 
+def _factory(name: str, part: MixturePart) -> Callable[..., Any]:
+    """What `module:factory` names; it takes the part's options.
+
+    Raises:
+        ConfigError: If it is not there, fails while it is imported, or takes others.
+    """
+    what = f"part '{name}' of the mixture"
+    module, _, factory = part.worker.rpartition(":")
+    make = getattr(import_user_module(what, module), factory, None)
+    if make is None:
+        raise ConfigError(f"{what}: {module} has no '{factory}'\n    {_MAKES}")
+    try:
+        inspect.signature(make).bind(**(part.options or {}))
+    except TypeError as error:
+        raise ConfigError(
+            f"{what}: '{part.worker}' takes {inspect.signature(make)}: {error}\n    {_MAKES}; a "
+            "function of (prompt, response, answer) is "
+            f"{{worker: rule, options: {{verifier: '{part.worker}'}}}}"
+        ) from error
+    except ValueError:  # it does not tell its signature
+        pass
+    return make
+
+
 def check_verifiers(worker: str, options: Mapping[str, Any]) -> None:
     """Load the verifiers that a reward, or the parts of a mixture, will ask for.
 
@@ -213,7 +235,8 @@ def check_verifiers(worker: str, options: Mapping[str, Any]) -> None:
         options: Of its spec, which have been checked.
 
     Raises:
-        ConfigError: If one cannot be loaded, or needs a sandbox that this machine lacks.
+        ConfigError: If one cannot be loaded, or needs a sandbox that this machine lacks, or a
+            part's factory does not take its options.
     """
     unknown: dict[str, Any] = {"task": None, "tokenizer": None}
     if worker in RULES:
@@ -221,7 +244,9 @@ def check_verifiers(worker: str, options: Mapping[str, Any]) -> None:
         if spec.verifier is not None:
             load_verifier(spec.verifier, spec.verifier_options)
     elif worker == "mixture":
-        for part in MixtureSpec(**unknown, **options).checked().values():
+        for name, part in MixtureSpec(**unknown, **options).checked().items():
+            if ":" in part.worker:
+                _factory(name, part)
             check_verifiers(part.worker, part.options or {})
 
 

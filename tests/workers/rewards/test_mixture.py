@@ -18,7 +18,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec,
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
 from penstock.workers.rewards.kinds import CodeRewardSpec, ExactRewardSpec, InstructionRewardSpec
-from penstock.workers.rewards.mixture import Mixture, MixturePart, MixtureSpec
+from penstock.workers.rewards.mixture import Mixture, MixturePart, MixtureSpec, check_verifiers
 from penstock.workers.rewards.rule_reward import RuleRewardSpec
 from torch import Tensor
 
@@ -238,3 +238,18 @@ def test_scores_that_float32_cannot_hold_are_refused() -> None:
     fits = Mixture({"a": Fixed(3e38, 1)}, {"a": MixturePart(worker="exact", weight=2)})
     with pytest.raises(WorkerError, match="^the weighted sum of the mixture is inf for row 0, "):
         fits.score(*table)
+
+
+def test_a_function_in_the_place_of_a_factory_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def right(prompt, response, answer):\n    return 1.0\n")
+    parts = {"a": {"worker": f"{tmp_path}/mine.py:right"}}
+    with pytest.raises(ConfigError, match=r"worker: rule, options: \{verifier: '.*mine.py:right'"):
+        check_verifiers("mixture", {"parts": parts})
+
+
+def test_messages_say_what_may_be_written() -> None:
+    given: Any = {"task": None, "tokenizer": None}
+    with pytest.raises(ValueError, match=r"a mixture needs parts, such as parts=\{right: \{worker"):
+        MixtureSpec(**given)
+    with pytest.raises(ValueError, match="no option 'foo'; its options are .*verifier.*unscored"):
+        MixtureSpec(**given, parts={"a": {"worker": "rule", "options": {"foo": 1}}})

@@ -102,7 +102,10 @@ def test_functions_that_return_no_number_are_refused_when_they_are_loaded(
 @pytest.mark.parametrize(
     ("signature", "says"),
     [
-        ("prompt, response, answer, difficulty=None", "a parameter 'difficulty', which is a column"),
+        (
+            "prompt, response, answer, difficulty=None",
+            "a parameter 'difficulty', which is a column",
+        ),
         ("prompt, response, town", "a parameter 'town', which is a column of the data"),
         ("response, price, town", "has 'response' where prompt is passed"),
         ("prompt, answer, response", "has 'answer' where response is passed"),

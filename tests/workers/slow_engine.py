@@ -73,7 +73,7 @@ class SlowEngine:
             prompt,
             uniform,
             sampling,
-            eos_token_id=self._end_ids,
+            end_ids=self._end_ids,
             vocab_size=self.vocab_size,
             tokenizer=self._tokenizer,
             begun=begun,

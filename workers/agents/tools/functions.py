@@ -11,9 +11,11 @@ methods are tools, and what they remember in it is the conversation's own.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -24,13 +26,20 @@ from ....dataflow.option_checks import check_range
 from ...verifiers.child import USER_ERRORS
 from .function_child import called
 from .function_pool import FunctionPool
-from .module_state import changed_names
 from .tool import Tool, ToolSession, ToolText
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_CHANGES = frozenset(
+    (
+        *("append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse", "add"),
+        *("discard", "update", "setdefault", "popitem", "appendleft", "popleft", "subtract"),
+    )
+)
+"""Methods of containers that change them."""
+_CONTAINERS = (list, dict, set, bytearray)
 _SHOWN = 80
 """Characters of a wrong argument that are shown."""
 
@@ -357,3 +366,45 @@ def _without_result(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema without what is returned, which chat templates do not show."""
     schema["function"].pop("return", None)
     return schema
+
+
+def changed_names(function: Callable[..., Any]) -> list[str]:
+    """Names of its module that a function assigns to, or whose contents it changes; sorted.
+
+    What it calls is not followed, so an empty list promises nothing.
+
+    Args:
+        function: One with source, or nothing is found.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    code = getattr(function, "__code__", None)
+    local = set(code.co_varnames) if code is not None else set[str]()
+    module: dict[str, Any] = getattr(function, "__globals__", {})
+    kept = {name for name, value in module.items() if isinstance(value, _CONTAINERS)} - local
+    return sorted({*_assigned(tree), *(kept & set(_filled(tree)))})
+
+
+def _assigned(tree: ast.AST) -> set[str]:
+    """Names that are declared global and assigned to."""
+    nodes = list(ast.walk(tree))
+    declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+    stored = (ast.Store, ast.Del)
+    found = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, stored)}
+    return declared & found
+
+
+def _filled(tree: ast.AST) -> Iterator[str]:
+    """Names of what items are put into or taken out of."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if (
+                method in _CHANGES
+            ):
+                yield name
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+                yield name
+            case _:
+                pass

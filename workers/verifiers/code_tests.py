@@ -224,12 +224,12 @@ def _lines(text: str) -> list[str]:
 
 
 def _same(given: Any, expected: Any) -> bool:
-    """Equality of JSON values; floats may differ by rounding, and True is not 1."""
+    """Equality of JSON values and their types; floats may differ by rounding, and 4.0 is not 4."""
     if isinstance(given, bool) or isinstance(expected, bool):
         return given is expected
     if isinstance(given, float) or isinstance(expected, float):
-        numbers = isinstance(given, (int, float)) and isinstance(expected, (int, float))
-        return numbers and math.isclose(given, expected, rel_tol=1e-9, abs_tol=1e-9)
+        floats = isinstance(given, float) and isinstance(expected, float)
+        return floats and math.isclose(given, expected, rel_tol=1e-9, abs_tol=1e-9)
     if isinstance(given, list) and isinstance(expected, list):
         return len(given) == len(expected) and all(map(_same, given, expected))
     if isinstance(given, dict) and isinstance(expected, dict):

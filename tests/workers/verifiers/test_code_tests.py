@@ -97,7 +97,14 @@ def test_assertions_keep_the_types_of_python() -> None:
     held = [f"assert echo({v}, b={v}) == [{v}, {v}], 'why'" for v in values]
     assert scored(echo, held, score="share") == 1
     same = "def same(a):\n    return a"
-    pairs = [("(1,)", "[1]"), ("1", "True"), ("'1'", "1"), ("{1}", "[1]"), ("b'1'", "'1'")]
+    pairs = [
+        ("(1,)", "[1]"),
+        ("1", "True"),
+        ("4.0", "4"),
+        ("'1'", "1"),
+        ("{1}", "[1]"),
+        ("b'1'", "'1'"),
+    ]
     assert scored(same, [f"assert same({a}) == {b}" for a, b in pairs], score="share") == 0
 
 

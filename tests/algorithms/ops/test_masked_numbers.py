@@ -1,0 +1,54 @@
+"""Numbers at the edges: double precision kept, half precision added up, nothing under masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from penstock.algorithms.losses.plain import policy_loss
+from penstock.algorithms.ops.advantages import leave_one_out, log_partition_advantage
+from penstock.algorithms.ops.kl import kl_penalized_reward, kl_shaped_reward
+from penstock.algorithms.ops.rollout_correction import self_normalized
+from penstock.algorithms.ops.value_transforms import percentile_scale, percentile_scaled, two_hot
+
+ONES = torch.ones(1, 2)
+HALF = torch.tensor([[True, False]])
+HOLE = torch.tensor([[1.0, torch.nan]])
+
+
+def test_leave_one_out_keeps_double_precision() -> None:
+    score = torch.tensor([3, 1, -2, 7], dtype=torch.float64)
+    expected = torch.tensor([1, -5 / 3, -17 / 3, 19 / 3], dtype=torch.float64)
+    got = leave_one_out(score, torch.zeros(4, dtype=torch.int64))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-15)
+
+
+def test_nothing_is_left_where_nothing_was_sampled() -> None:
+    coef = torch.ones(1)
+    logprobs = {"logprob": ONES, "ref_logprob": ONES}
+    assert kl_penalized_reward(HOLE, HALF, kl_coef=coef, **logprobs).tolist() == [[1, 0]]
+    assert self_normalized(HOLE, HALF).tolist() == [[1, 0]]
+    scaled = percentile_scaled(HALF, advantage=HOLE, value_target=HOLE)
+    assert scaled.advantage.tolist() == scaled.value_target.tolist() == [[1, 0]]
+    never = {"logprob": -torch.inf * ONES, "ref_logprob": -torch.inf * ONES}
+    shaped = kl_shaped_reward(torch.ones(1), HALF, kl_coef=0.0, **never)
+    assert shaped.tolist() == [[1, 0]]
+
+
+def test_what_has_no_meaning_is_refused() -> None:
+    with pytest.raises(ValueError, match="tau is 0"):
+        log_partition_advantage(torch.ones(2), torch.zeros(2, dtype=torch.int64), tau=0.0)
+    with pytest.raises(ValueError, match="there are 1 bins"):
+        two_hot(torch.ones(1), torch.ones(1))
+    assert percentile_scale(torch.zeros(0), 3.0) == 3.0
+
+
+def test_many_numbers_have_percentiles() -> None:
+    """`torch.quantile` takes 2^24 at most."""
+    assert percentile_scale(torch.zeros(2**24 + 1).float(), decay=0.0) == 0.0
+
+
+def test_a_loss_of_many_half_precision_tokens_is_a_number() -> None:
+    column = torch.ones(1, 70_000, dtype=torch.float16)
+    mask = column.bool()
+    loss = policy_loss(logprob=-column, behavior_logprob=-column, advantage=column, mask=mask)
+    assert float(loss) == pytest.approx(-1.0)

@@ -61,42 +61,14 @@ _ALSO = frozenset(
 )
 """Keys that models read beside the fields that their config classes declare."""
 
-_OF_THE_LOADER = frozenset(
-    {
-        "attn_implementation",
-        "auto_map",
-        "base_model_ep_plan",
-        "base_model_pp_plan",
-        "base_model_tp_plan",
-        "code_revision",
-        "custom_pipelines",
-        "device_map",
-        "distributed_config",
-        "ep_plan",
-        "experts_implementation",
-        "fusion_config",
-        "gradient_checkpointing",
-        "kernel_config",
-        "loss_type",
-        "name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pp_plan",
-        "pruned_heads",
-        "return_dict",
-        "sub_configs",
-        "torchscript",
-        "tp_plan",
-        "transformers_weights",
-        "trust_remote_code",
-        "use_kernels",
-        "use_return_dict",
-    }
+_OF_THE_LOADER = re.compile(
+    r"_.*|(attn|experts)_implementation|auto_map|(base_model_)?(ep|pp|tp)_plan|code_revision|"
+    r"custom_pipelines|device_map|(distributed|fusion|kernel)_config|gradient_checkpointing|"
+    r"loss_type|name_or_path|output_(attentions|hidden_states|router_logits)|pruned_heads|"
+    r"(use_)?return_dict|sub_configs|torchscript|transformers_weights|trust_remote_code|use_kernels"
 )
 """Keys that say how or by what code a model is loaded and computed, which nobody's config is to
-choose: an attention of "org/kernel" would be fetched from the hub and run. So are all that begin
-with an underscore, such as `_attn_implementation`."""
+choose: an attention of "org/kernel" would be fetched from the hub and run."""
 
 _TYPE_FAULT = re.compile(r"Field '(\w+)' expected ([\w| ]+), got")
 _TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a text"}
@@ -173,7 +145,7 @@ def _without_loader(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _without_loader(cast("Mapping[str, Any]", value)) if isinstance(value, dict) else value
         for key, value in given.items()
-        if key not in _OF_THE_LOADER and not str(key).startswith("_")
+        if not _OF_THE_LOADER.fullmatch(str(key))
     }
 
 

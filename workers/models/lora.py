@@ -188,19 +188,9 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys of adapter_config.json -> values that are handled; all others are handled if they are empty,
 false or null."""
-_WITHOUT_EFFECT = frozenset(
-    {
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "task_type",
-        "auto_mapping",
-        "peft_version",
-        "lora_dropout",
-        "megatron_core",
-        "qalora_group_size",
-        "ensure_weight_tying",
-    }
+_WITHOUT_EFFECT = re.compile(
+    r"base_model_name_or_path|revision|inference_mode|task_type|auto_mapping|peft_version|"
+    r"lora_dropout|megatron_core|qalora_group_size|ensure_weight_tying"
 )
 """Keys of adapter_config.json whose value does not change what a saved adapter computes."""
 
@@ -231,7 +221,7 @@ def _saved_settings(folder: str) -> dict[str, Any]:
     found["target_modules"] = () if targets == "all-linear" else tuple(targets)
     for key, value in {"peft_type": None, **saved}.items():
         allowed = _ALLOWED.get(key)
-        if value not in allowed if allowed else value and key not in _WITHOUT_EFFECT:
+        if value not in allowed if allowed else value and not _WITHOUT_EFFECT.fullmatch(key):
             raise ConfigError(_not_done(file, key, value))
     return found
 

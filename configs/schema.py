@@ -337,12 +337,12 @@ class SuiteConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Before and after training, and between steps: accuracy on problems, or episodes' return."""
+    """Before and after training, and between steps: accuracy, loss, or episodes' return."""
 
     every: AtLeastOne | None = None
     """Steps between evaluations during training; null for none but those before and after."""
     num_prompts: Count = 512
-    """Held-out problems of the task, of each suite that it names at most; 0 asks none of them."""
+    """Held-out problems of the task, or of each suite that it names, at most; 0 asks none."""
     sampling: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of `Sampling` to answer with; by default one greedy response per prompt
     (`temperature: 0`) of at most `task.max_response_tokens`. With `num_samples: 8` accuracy is the
@@ -350,8 +350,9 @@ class EvaluationConfig(Section):
     suites: dict[GroupName, SuiteConfig] = Field(default_factory=dict[str, SuiteConfig])
     """Further problems by name, each with a task of its own: `evaluation/NAME/accuracy`."""
     keep_best: Annotated[str, Field(min_length=1)] | None = None
-    """A metric as logged below `evaluation/`: `accuracy`, `NAME/pass@4`, `actor/return`. The
-    checkpoint of the step where it was highest is kept beside the newest ones."""
+    """A metric as logged below `evaluation/`: `accuracy`, `NAME/pass@4`, `actor/return`, `loss`.
+    The checkpoint of the step where it was highest, or the loss lowest, is kept beside the newest
+    ones."""
     stop_after: AtLeastOne | None = None
     """End the run once `keep_best` has not improved in so many evaluations."""
     num_examples: Count = 4

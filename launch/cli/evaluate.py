@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...dataflow.errors import ConfigError
@@ -58,31 +59,40 @@ def _of_run(
     path: str, keys: EvalConfig, composed: Mapping[str, Any]
 ) -> tuple[str, int | None, dict[str, Measured], dict[str, Measured]]:
     """What is evaluated, its step, what was found before training, and what is found now."""
-    from ..run_dir.evaluations import Evaluations
+    from ..run_dir.evaluations import WHOLE, Evaluations, Measured
     from ..stages.evaluation import evaluate, options_of_agent, rule_of
+    from ..stages.held_out_loss import held_out_losses
     from ..stages.kept_run import kept_run
 
     words = [word for word in given_overrides() if word.partition("=")[0] not in _OWN]
     kept = kept_run(path, lambda stored: _changed(path, words, composed, stored))
     job, stage = kept.job, kept.job.main
-    if not job.suites:
+    rows = job.held_out_rows
+    if not job.suites and rows is None:
         raise ConfigError(
             f"run '{kept.folder.id}' has no held-out problems to answer\n    give some: "
             "evaluation.suites.NAME.task.kind=..., or penstock eval model=... task=..."
         )
-    evaluation = job.run.evaluation
-    point, policy = kept.policy(keys.step)
+    point, policy = kept.policy(keys.step, rows.train.role if rows else None)
+    at: dict[str, Any] = {
+        "device": job.run.placement.executor.device,
+        "seed": stage.seed,
+        "deadline_s": job.run.schedule.deadline_s,
+    }
+    found: dict[str, Measured] = {}
     with kept.reading(point):
-        found = evaluate(
-            policy,
-            job.suites,
-            evaluation.num_examples,
-            rule=rule_of(stage),
-            agent_options=options_of_agent(stage),
-            device=job.run.placement.executor.device,
-            seed=stage.seed,
-            deadline_s=job.run.schedule.deadline_s,
-        )
+        if job.suites:
+            found = evaluate(
+                policy,
+                job.suites,
+                job.run.evaluation.num_examples,
+                rule=rule_of(stage),
+                agent_options=options_of_agent(stage),
+                **at,
+            )
+        if rows is not None:
+            losses = held_out_losses(rows, {**kept.specs(), rows.train.role or "": policy}, **at)
+            found[WHOLE] = replace(found.get(WHOLE, Measured({})), losses=losses)
     records = Evaluations(kept.folder.path)
     before = records.read(0) if not words and 0 in records.steps() else {}
     what = f"{kept.folder.id} after {point.step} steps"

@@ -288,7 +288,7 @@ def _print_data(job: Job, progress: RunProgress) -> None:
         if report.num_bad:
             progress.note(str(report))
         for note, count in report.notes.items():
-            progress.note(f"{note} ({count} rows)")
+            progress.note(f"{note} ({count} rows)" if count else note)
 
 
 def _stages(

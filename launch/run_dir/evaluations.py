@@ -22,6 +22,9 @@ from .atomic import write_json
 WHOLE = ""
 """Name of the suite that has none: the first held-out problems of the run's own task."""
 
+LOSS = "loss"
+"""What is logged of held-out demonstrations or pairs; lower is better."""
+
 SHARES = "verifier.score/reward"
 """Begins the metrics of an evaluation that tell which share of the answers is what."""
 
@@ -65,6 +68,8 @@ class Measured:
         scores: Problem's index in its task -> the score of each of its samples; None where there
             is none.
         correct: Problem's index -> how many of them are right.
+        losses: `loss` on held-out demonstrations or pairs; `loss/accuracy`, the share of pairs that
+            are told apart.
     """
 
     metrics: dict[str, float]
@@ -74,6 +79,7 @@ class Measured:
     num_episodes: int = 0
     scores: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
     correct: dict[str, int] = field(default_factory=dict[str, int])
+    losses: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def num_samples(self) -> int:
@@ -97,7 +103,7 @@ class Measured:
 
     @property
     def values(self) -> dict[str, float]:
-        """What is logged of it: `accuracy`, `pass@4`, and `actor/return` of actors.
+        """What is logged of it: `accuracy`, `pass@4`, `loss`, and `actor/return` of actors.
 
         pass@k stands there for k = 2, 4, 8... below the number of samples, and that number.
         """
@@ -110,7 +116,7 @@ class Measured:
                 for problem, correct in self.correct.items()
             ]
             values[f"pass@{k}"] = statistics.fmean(found)
-        return values
+        return values | self.losses
 
 
 def score_text(example: Mapping[str, Any]) -> str:
@@ -246,14 +252,19 @@ class Evaluations:
         return points
 
     def best(self, metric: str) -> int | None:
-        """The step above 0 with the highest value, the earliest of equals; None without any."""
-        points = {step: value for step, value in self.curve(metric).items() if step}
+        """The step above 0 with the best value, the earliest of equals; None without any."""
+        points = {step: value for step, value in self._merits(metric).items() if step}
         return max(points, key=lambda step: (points[step], -step), default=None)
 
     def without_improvement(self, metric: str) -> int:
-        """Evaluations since the metric was higher than ever before."""
-        values = list(self.curve(metric).values())
+        """Evaluations since the metric was better than ever before."""
+        values = list(self._merits(metric).values())
         return len(values) - 1 - values.index(max(values)) if values else 0
+
+    def _merits(self, metric: str) -> dict[int, float]:
+        """Its curve, the better the higher: a loss with the other sign."""
+        sign = -1.0 if metric == LOSS else 1.0
+        return {step: sign * value for step, value in self.curve(metric).items()}
 
     def _file(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}.json"

@@ -32,9 +32,10 @@ from ..placement.place import (
 )
 from ..placement.reported import joined
 from ..placement.settled import fetch_weights, settled
-from ..run_dir.evaluations import WHOLE
+from ..run_dir.evaluations import LOSS, WHOLE
 from .env_evaluation import env_actors
 from .evaluation import evaluation_graph
+from .held_out_loss import HeldOutRows
 from .memory_limit import check_memory
 from .not_exact import not_exact
 from .stages import MODEL, Stage, stages_of
@@ -54,6 +55,7 @@ class Job:
         data: Its task and tokenizer.
         sources: For each stage, a source for every table it reads.
         suites: The problems to measure accuracy on; empty if there are none.
+        held_out_rows: What the main stage's loss is measured on; None if there is nothing such.
         reports: What was left out of the data, one for each way it is read.
     """
 
@@ -64,6 +66,7 @@ class Job:
     data: Data
     sources: Mapping[str, Mapping[str, Source]]
     suites: tuple[Suite, ...]
+    held_out_rows: HeldOutRows | None
     reports: tuple[DataReport, ...]
 
     @property
@@ -115,6 +118,12 @@ class Job:
     def statistics(self) -> list[str]:
         """How long the rows of every stage are, each line once."""
         lines = [line for tables in self.sources.values() for line in statistics_of(tables)]
+        num_held_out, asked = len(self.data.task.held_out), self.held_out
+        if asked and asked.num_prompts < num_held_out:
+            lines.append(
+                f"evaluations ask {asked.num_prompts} of {num_held_out} held-out problems "
+                "(evaluation.num_prompts)"
+            )
         return list(dict.fromkeys(lines))
 
     @property
@@ -172,7 +181,8 @@ def prepare(run: Resolved, plan: Plan | None = None, *, dry: bool = False) -> Jo
         reports += left_out
     if any(plan.worker == "rule" for stage in stages for plan in stage.roles.values()):
         _check_rule(data)
-    suites = _suites(run, stages[-1], data)
+    held_out_rows = HeldOutRows.of(stages[-1].graph, sources[stages[-1].name])
+    suites = _suites(run, stages[-1], data, held_out_rows)
     for options in agents:
         check_agents([data, *(suite.data for suite in suites)], options)
     check_memory(run, stages[-1], suites)
@@ -181,7 +191,7 @@ def prepare(run: Resolved, plan: Plan | None = None, *, dry: bool = False) -> Jo
         fetch_weights(run)
     _check_lengths(run.model, stages, sources, suites, data)
     run = replace(run, longest_sequence=_longest_sampled(stages, sources, suites))
-    return Job(run, plan, note, stages, data, sources, suites, tuple(reports))
+    return Job(run, plan, note, stages, data, sources, suites, held_out_rows, tuple(reports))
 
 
 def _placed(run: Resolved, plan: Plan | None) -> tuple[Resolved, Plan, str]:
@@ -318,9 +328,9 @@ def _agents(stages: Sequence[Stage]) -> list[Mapping[str, Any]]:
     return [plan.config.options for plan in plans if plan.worker in TASK_AGENTS]
 
 
-def _suites(run: Resolved, main: Stage, data: Data) -> tuple[Suite, ...]:
-    """What the main stage's policy is evaluated on."""
-    config = run.evaluation
+def _suites(run: Resolved, main: Stage, data: Data, rows: HeldOutRows | None) -> tuple[Suite, ...]:
+    """What the main stage's policy is evaluated on, besides the loss on held-out `rows`."""
+    config, losses = run.evaluation, [LOSS] if rows else []
     if main.policy is None:
         if config.suites:
             raise ConfigError(
@@ -328,8 +338,19 @@ def _suites(run: Resolved, main: Stage, data: Data) -> tuple[Suite, ...]:
                 "problems\n    leave it out"
             )
         actors = env_actors(main) if config.num_episodes else ()
-        check_metric(config, [f"{actor}/return" for actor in actors])
+        check_metric(config, [*losses, *(f"{actor}/return" for actor in actors)])
         return ()
+    if rows and not _can_score(data):
+        config = config.model_copy(update={"num_prompts": 0})
     suites = suites_of(config, data, main.sampling)
-    check_metric(config, metrics_of(suites))
+    check_metric(config, [*losses, *metrics_of(suites)])
     return suites
+
+
+def _can_score(data: Data) -> bool:
+    """Whether the task has what answers to its problems are scored by."""
+    try:
+        _ = data.task.verifier
+    except ConfigError:
+        return False
+    return True

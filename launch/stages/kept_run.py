@@ -96,13 +96,15 @@ class KeptRun:
         steps = ", ".join(map(str, checkpoints_in(self.folder.checkpoints)))
         return f"checkpoints are there of steps: {steps or 'none'}"
 
-    def policy(self, step: int | str | None) -> tuple[KeptCheckpoint, WorkerSpec]:
-        """The main stage's policy at a step, or as it ended where only its models are left.
+    def policy(
+        self, step: int | str | None, role: str | None = None
+    ) -> tuple[KeptCheckpoint, WorkerSpec]:
+        """The main stage's policy, or another role, at a step, or where only models are left.
 
         Raises:
             ConfigError: If the stage trains none, or nothing is there of that step.
         """
-        role = self.job.main.policy
+        role = role or self.job.main.policy
         if role is None:
             raise ConfigError(
                 f"run '{self.folder.id}' trains no policy that answers problems\n"

@@ -13,6 +13,7 @@ from ..placement.machine import num_cores
 from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
 from ..run_dir.evaluations import (
+    LOSS,
     WHOLE,
     Change,
     Evaluations,
@@ -73,6 +74,8 @@ def summary_of(
         "not_reproducible": record.not_reproducible or None,
         "accuracy_before_rl": before.accuracy,
         "accuracy_after_rl": after.accuracy,
+        "loss_before": before.losses.get(LOSS),
+        "loss_after": after.losses.get(LOSS),
         "num_held_out": job.held_out.num_prompts if job.held_out else 0,
         "suites": suites_summary(outcome.before, outcome.after),
         "episode_return_before": before.episode_return,
@@ -229,12 +232,13 @@ def _conversation(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 def _suites(job: Job, outcome: Outcome) -> list[str]:
     """Suite by suite, what was measured before and after; none where the last line says it all."""
     config = job.run.evaluation
-    if set(outcome.before) == {WHOLE} and config.every is None and not config.sampling:
+    is_whole = set(outcome.before) == {WHOLE} and not outcome.before[WHOLE].losses
+    if is_whole and config.every is None and not config.sampling:
         return []
     return [
         _change_text(name, measured, outcome.after[name])
         for name, measured in outcome.before.items()
-        if measured.scores and name in outcome.after
+        if (measured.scores or measured.losses) and name in outcome.after
     ]
 
 
@@ -254,27 +258,30 @@ def measured_text(name: str, measured: Measured) -> str:
     """A line on what was found of one suite."""
     interval = accuracy_interval(measured)
     around = f" (95 % interval {interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
-    others = [f"{key} {value:.1%}" for key, value in measured.values.items() if key != "accuracy"]
-    return ", ".join(
-        [
-            f"{name or 'held out'}: {len(measured.scores)} problems",
-            f"accuracy {measured.accuracy or 0:.1%}{around}",
-            *others,
-            *([f"no score {measured.unscored:.1%}"] if measured.unscored else ()),
-        ]
-    )
+    others = [_figure(key, value) for key, value in measured.values.items() if key != "accuracy"]
+    accuracy = [
+        f"{len(measured.scores)} problems",
+        f"accuracy {measured.accuracy or 0:.1%}{around}",
+    ]
+    unscored = [f"no score {measured.unscored:.1%}"] if measured.unscored else []
+    figures = [*(accuracy if measured.scores else ()), *others, *unscored]
+    return f"{name or 'held out'}: {', '.join(figures)}"
+
+
+def _figure(key: str, value: float, now: float | None = None) -> str:
+    """One of `Measured.values`, or two: shares in percent, what concerns the loss as it is."""
+    form = ".4g" if key.partition("/")[0] == LOSS else ".1%"
+    return f"{key} {value:{form}}" + ("" if now is None else f" -> {now:{form}}")
 
 
 def _change_text(name: str, before: Measured, after: Measured) -> str:
     """A line on one suite: every figure before and after, and the paired change of accuracy."""
     now = after.values
-    figures = [
-        f"{key} {value:.1%} -> {now[key]:.1%}" for key, value in before.values.items() if key in now
-    ]
+    figures = [_figure(key, value, now[key]) for key, value in before.values.items() if key in now]
     change = Change.between(before, after)
-    return ", ".join(
+    return f"{name or 'held out'}: " + ", ".join(
         [
-            f"{name or 'held out'}: {len(after.scores)} problems",
+            *([f"{len(after.scores)} problems"] if after.scores else ()),
             *figures,
             *([f"accuracy {change}"] if change else ()),
         ]
@@ -323,6 +330,9 @@ def _summary_line(
             f"{whose}accuracy {before:.1%} -> {after:.1%} on {summary['num_held_out']} held-out "
             "problems"
         )
+    if summary["loss_before"] is not None:
+        before, after = summary["loss_before"], summary["loss_after"]
+        parts.append(f"held-out loss {before:.4g} -> {after:.4g}")
     for role, after in summary["episode_return_after"].items():
         before = summary["episode_return_before"][role]
         parts.append(

@@ -102,8 +102,8 @@ def suites_of(
             as well. By default what the model's generation_config.json says.
 
     Raises:
-        ConfigError: If a suite's task cannot be made, or has fewer problems than are asked for, a
-            field of sampling is wrong, or two suites have one name.
+        ConfigError: If a suite's task cannot be made, or has fewer problems than its own
+            `num_prompts`, a field of sampling is wrong, or two suites have one name.
     """
     strings = data.tokenizer.end.strings if trained is None else trained.stop
     ends = {"stop": strings, "stop_token_ids": trained.stop_token_ids if trained else ()}
@@ -127,18 +127,12 @@ def _own(config: EvaluationConfig, data: Data, ends: Mapping[str, Any]) -> Itera
     source = _source(data)
     with one_process():
         named = task.suites() if isinstance(task, HasSuites) else {}
-    if not named and wanted > len(task.held_out):
-        raise ConfigError(
-            f"'evaluation.num_prompts' is {wanted}, but task "
-            f"'{task.task_id}' holds out {len(task.held_out)} problems\n"
-            "    ask for fewer, or raise task.num_held_out"
-        )
     for name, problems in (named or {WHOLE: task.held_out}).items():
         asked = source.usable(problems)[:wanted]
         if not asked:
             raise ConfigError(
                 f"suite '{name}' of task '{task.task_id}' has no problem that can be asked\n"
-                "    raise task.max_prompt_tokens, or the number of held-out problems"
+                "    raise task.max_prompt_tokens, or ask none: evaluation.num_prompts=0"
             )
         yield Suite(name, data, HeldOut(source, asked), sampling, is_own=True)
 

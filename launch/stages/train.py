@@ -13,6 +13,7 @@ from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.checkpoint import read_resume_point
 from ...dataflow.runtime.engine import Engine, StepResult
+from ...dataflow.runtime.placement import follow
 from ...dataflow.runtime.recovery.ledger import check, text_of
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.scheduler import Scheduler
@@ -30,6 +31,7 @@ from .deaths import Deaths, mirror_of
 from .env_evaluation import EnvEvaluator, env_actors
 from .evaluation import stage_evaluator
 from .export import combined_sha256, export_roles, files_sha256
+from .held_out_loss import HeldOutLoss
 from .job import Job
 from .measuring import Evaluates, Measuring
 from .samples import SampleTables, sample_watch
@@ -232,6 +234,10 @@ def _evaluator(
         found = stage_evaluator(stage, job.suites, job.run.evaluation.num_examples, home.path)
     elif job.run.evaluation.num_episodes and env_actors(stage):
         found = EnvEvaluator(stage, job.run.evaluation, job.sources[stage.name], job.data.spec)
+    if job.held_out_rows is not None:
+        found = HeldOutLoss(
+            job.held_out_rows, found, lambda graph: follow(graph, stage.graph, stage.placement)
+        )
     return TimedEvaluator(found, shown) if found else None
 
 

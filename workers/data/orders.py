@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.option_checks import check_range
+from .row_report import DataReport
 from .task import HasPassRates, HasShares, Task
 
 
@@ -91,6 +92,7 @@ def step_rows(
     seed: int,
     task: Task,
     order: Order = SHUFFLED,
+    report: DataReport | None = None,
 ) -> StepRows:
     """Which problems a step uses.
 
@@ -101,6 +103,7 @@ def step_rows(
         seed: Of the choice.
         task: Theirs; it may have shares and pass rates.
         order: How they are chosen.
+        report: Is told how many an epoch leaves out.
 
     Raises:
         ConfigError: If there are too few, or pass rates are asked for and not known.
@@ -117,10 +120,21 @@ def step_rows(
             "problems"
         )
     if isinstance(task, HasShares):
-        return _in_shares(what, problems, batch_size, seed, task)
+        return _in_shares(what, problems, batch_size, seed, task, report)
     if order.kind == "shuffled":
-        return _Epochs(problems, batch_size, seed)
+        rows = _Epochs(problems, batch_size, seed)
+        _note_remainder(report, what, rows.steps_per_epoch * batch_size, len(problems))
+        return rows
     return _ByRate(problems, rates, order, batch_size, seed)
+
+
+def _note_remainder(report: DataReport | None, what: str, used: int, count: int) -> None:
+    """Say how many of the problems an epoch takes, if not all."""
+    if report is not None and used < count:
+        report.notes[
+            f"{report.source}: {used} of {count} {what}s an epoch, the others in others: what does "
+            "not fill a step waits"
+        ] = 0
 
 
 class _Epochs:
@@ -228,7 +242,12 @@ class _Shares:
 
 
 def _in_shares(
-    what: str, problems: Sequence[int], batch_size: int, seed: int, task: HasShares
+    what: str,
+    problems: Sequence[int],
+    batch_size: int,
+    seed: int,
+    task: HasShares,
+    report: DataReport | None,
 ) -> _Shares:
     shares: list[float] = []
     rows: list[_Epochs] = []
@@ -243,6 +262,9 @@ def _in_shares(
             )
         shares.append(share)
         rows.append(_Epochs(own, most, _part_seed(seed, number)))
+        # Of the `most` that are set apart for a step, it takes its share.
+        used = round(rows[-1].steps_per_epoch * share * batch_size)
+        _note_remainder(report, f"part {number + 1}'s {what}", used, len(own))
     return _Shares(shares, rows, batch_size)
 
 

@@ -153,7 +153,8 @@ class RowTask:
             which = f"'{spec.reward}'" if spec.reward_field is None else f"of '{spec.reward_field}'"
             raise ConfigError(
                 f"reward {which} compares with the answer, but '{self._name}' is read without one\n"
-                "    set answer_field, or another reward"
+                "    set answer_field, or another reward; to answer no held-out problems: "
+                "evaluation.num_prompts=0"
             )
         if spec.reward_field is not None:
             return self._verifier_of_rows()

@@ -8,7 +8,7 @@ not fill a batch is left out of that epoch, so no problem stands twice in one st
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -66,10 +66,16 @@ class PromptSource:
         reader = RowEncoder(task, tokenizer, self.report, chat, max_prompt_tokens)
         self._prompts = reader.prompts([*task.train, *task.held_out])
         self.report.check(max_bad_fraction)
-        train = [i for i in task.train if i in self._prompts and i not in left_out]
-        self._held_out = [index for index in task.held_out if index in self._prompts]
+        train, self._held_out = _parts(task, self._prompts)
+        train = [index for index in train if index not in left_out]
         self._rows = step_rows(
-            "prompt", train, batch_size=batch_size, seed=seed, task=task, order=order
+            "prompt",
+            train,
+            batch_size=batch_size,
+            seed=seed,
+            task=task,
+            order=order,
+            report=self.report,
         )
         self._task = task
 
@@ -149,13 +155,15 @@ class DemonstrationSource:
             task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens
         )
         answer_of = one_process()(task.answer_text)
-        self._rows_of = reader.with_responses(
-            [index for index in task.train if index not in left_out],
-            lambda index: (answer_of(index),),
-        )
+
+        def given(index: int) -> tuple[str | None]:
+            return (answer_of(index),)
+
+        self._rows_of = reader.with_responses(_wanted(task, left_out, given), given)
         self.report.check(max_bad_fraction)
+        train, self._held_out = _parts(task, self._rows_of)
         self._rows = step_rows(
-            "demonstration", list(self._rows_of), batch_size=batch_size, seed=seed, task=task
+            "demonstration", train, batch_size=batch_size, seed=seed, task=task, report=self.report
         )
 
     @property
@@ -171,11 +179,18 @@ class DemonstrationSource:
     @property
     def statistics(self) -> str:
         """One line on how long prompts and answers are."""
-        return self.report.with_lengths(_lengths(self._rows_of), 0)
+        return self.report.with_lengths(_lengths(self._rows_of), len(self._held_out))
 
     def batch(self, step: int) -> Demonstrations:
         """The demonstrations of a step; the mask is True on answers and their ends of sequence."""
-        tokens, mask = _sequences([self._rows_of[index][0] for index in self._rows.at(step)])
+        return self._table(self._rows.at(step))
+
+    def held_out(self) -> Demonstrations | None:
+        """All held-out demonstrations; None if there are none."""
+        return self._table(self._held_out) if self._held_out else None
+
+    def _table(self, problems: Sequence[int]) -> Demonstrations:
+        tokens, mask = _sequences([self._rows_of[index][0] for index in problems])
         return Demonstrations(tokens=tokens, mask=mask)
 
 
@@ -214,12 +229,16 @@ class PairSource:
         self._encoder = reader = RowEncoder(
             task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens
         )
-        self._rows_of = reader.with_responses(
-            [index for index in task.train if index not in left_out], self._given
-        )
+        self._rows_of = reader.with_responses(_wanted(task, left_out, self._given), self._given)
         self.report.check(max_bad_fraction)
+        train, self._held_out = _parts(task, self._rows_of)
         self._rows = step_rows(
-            "preference pair", list(self._rows_of), batch_size=batch_size, seed=seed, task=task
+            "preference pair",
+            train,
+            batch_size=batch_size,
+            seed=seed,
+            task=task,
+            report=self.report,
         )
 
     @property
@@ -235,12 +254,17 @@ class PairSource:
     @property
     def statistics(self) -> str:
         """One line on how long prompts and responses are; made-up responses do not count."""
-        return self.report.with_lengths(_lengths(self._rows_of), 0)
+        return self.report.with_lengths(_lengths(self._rows_of), len(self._held_out))
 
     def batch(self, step: int) -> PreferencePairs:
         """The pairs of a step: two rows each, the better one first; `pair_id` is the problem."""
-        problems = self._rows.at(step)
-        epoch = step // self.steps_per_epoch
+        return self._table(self._rows.at(step), step // self.steps_per_epoch)
+
+    def held_out(self) -> PreferencePairs | None:
+        """All held-out pairs, made-up responses those of the first epoch; None without any."""
+        return self._table(self._held_out, 0) if self._held_out else None
+
+    def _table(self, problems: Sequence[int], epoch: int) -> PreferencePairs:
         rows: list[Encoded] = []
         for index in problems:
             given = self._rows_of[index]
@@ -293,10 +317,9 @@ class ScoredPairSource(PairSource):
     Arguments as for `PairSource`.
     """
 
-    def batch(self, step: int) -> ScoredPairs:
-        """As `PairSource.batch`, with scores."""
-        pairs = super().batch(step)
-        epoch = step // self.steps_per_epoch
+    def _table(self, problems: Sequence[int], epoch: int) -> ScoredPairs:
+        """As `PairSource` makes it, with scores."""
+        pairs = super()._table(problems, epoch)
         scores = [
             score for index in pairs.pair_id[::2].tolist() for score in self._scores(index, epoch)
         ]
@@ -325,6 +348,20 @@ def _need_answers(task: Task, what: str) -> None:
             "    choose another task, give a file with answers or responses, or leave out the "
             "stage that needs them, such as ~algorithm.before.sft"
         )
+
+
+def _wanted(
+    task: Task, left_out: Container[int], texts_of: Callable[[int], Sequence[str | None]]
+) -> list[int]:
+    """The problems to learn from, and those held-out ones that have what is learned from."""
+    held_out = [index for index in task.held_out if None not in texts_of(index)]
+    return [*(index for index in task.train if index not in left_out), *held_out]
+
+
+def _parts(task: Task, usable: Container[int]) -> tuple[list[int], list[int]]:
+    """The training and the held-out problems that are usable."""
+    train, held_out = ([i for i in part if i in usable] for part in (task.train, task.held_out))
+    return train, held_out
 
 
 def _longest(rows: Mapping[int, Sequence[Encoded]]) -> int:

@@ -117,7 +117,7 @@ def test_a_suite_without_problems_is_refused(kinds: tuple[str, ...]) -> None:
         suites(*kinds, "task.num_held_out=1", num_prompts=4)
     assert str(raised.value) == (
         "suite 'unseen' of task 'chain_sum' has no problem that can be asked\n"
-        "    raise task.max_prompt_tokens, or the number of held-out problems"
+        "    raise task.max_prompt_tokens, or ask none: evaluation.num_prompts=0"
     )
 
 

@@ -169,7 +169,8 @@ def test_pairs_and_equal_pairs(tmp_path: Path) -> None:
         _ = task.verifier
     assert str(caught.value) == (
         f"reward 'exact_match' compares with the answer, but '{path}' is read without one\n"
-        "    set answer_field, or another reward"
+        "    set answer_field, or another reward; to answer no held-out problems: "
+        "evaluation.num_prompts=0"
     )
 
 

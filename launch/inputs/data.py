@@ -243,6 +243,14 @@ _TOGETHER: Mapping[str, tuple[str, ...]] = {
 """Optional member of a task -> what it needs beside it."""
 
 
+def _has(task: object, name: str) -> bool:
+    """Whether it has a member; a `verifier` that says why it has no value is one."""
+    try:
+        return hasattr(task, name)
+    except ConfigError:
+        return True
+
+
 def _check_members(task: object, kind: str) -> None:
     """Refuse an own task that lacks what every task has, or has half of something optional.
 
@@ -250,11 +258,11 @@ def _check_members(task: object, kind: str) -> None:
         ConfigError: Naming what is missing.
     """
     required = [name for name in vars(Task) if not name.startswith("_")]
-    missing = [name for name in required if not hasattr(task, name)]
+    missing = [name for name in required if not _has(task, name)]
     why = "every task has"
     for name, others in _TOGETHER.items():
-        if not missing and hasattr(task, name):
-            missing = [other for other in others if not hasattr(task, other)]
+        if not missing and _has(task, name):
+            missing = [other for other in others if not _has(task, other)]
             why = f"a task with '{name}' has"
     if missing:
         raise ConfigError(

@@ -1,10 +1,11 @@
-"""Fuzzing of all that is read: keys of the configuration, and bytes of every file.
+"""Fuzzing of all that is read: keys, bytes of every file, and what else a stranger can send.
 
 `python benchmarks/fuzz.py --minutes 10 --seed 0 --json FILE`. What is tried follows from the seed
 alone; only how far it gets in that time does not. A command may be accepted (exit code 0), refused
 (2) or end while running (1). It may not show a traceback or an error without a message of ours,
-hang, leave a process or a file of a refusal, or do other than it was told. Each fault is printed
-once per cause, with the command that shows it; of several hostile words, the least that do.
+hang, leave a process or a file of a refusal, touch a file outside its folder, or do other than it
+was told. Each fault is printed once per cause, with the command that shows it; of several hostile
+words, the least that do. `--part surfaces --cases 1000` tries what `fuzz_surfaces.py` makes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from typing import Any
 from bench import parser, report, table
 from fuzz_case import LIMIT_S, Case, Commands, Outcome
 from fuzz_files import file_case, scenes
+from fuzz_ground import ground
 from fuzz_keys import GROUPS, key_cases
+from fuzz_surfaces import surface_cases
 from fuzz_values import ValueFuzzer
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
@@ -135,14 +138,47 @@ def try_values(seed: int, seconds: float, found: Found) -> None:
         found.faults[fault]["times"] += 1
 
 
+def try_surfaces(seed: int, num_cases: int, seconds: float, found: Found) -> None:
+    """Run so many cases of `fuzz_surfaces.py`, or as many as fit; faults are told apart by kind."""
+    commands, started = Commands(), time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(prefix="penstock-ground-") as name:
+            cases = surface_cases(ground(Path(name), commands), seed)
+            for number, (kind, case) in enumerate(cases):
+                if number == num_cases or time.monotonic() > started + seconds:
+                    break
+                outcome = commands.run(case)
+                if outcome.code is None:  # once more, as the machine may have been busy
+                    outcome = commands.run(case)
+                found.endings[kind, ending(outcome)] += 1
+                found.times.append(outcome.seconds)
+                for fault, cause in outcome.faults:
+                    _note_surface(found, (fault, f"{kind}: {cause}"), case)
+    finally:
+        commands.close()
+
+
+def _note_surface(found: Found, fault: tuple[str, str], case: Case) -> None:
+    if fault not in found.faults:
+        about = {"kind": fault[0], "cause": fault[1], "times": 0}
+        found.faults[fault] = {**about, "command": case.command, "file": case.what}
+        print(f"{fault[0]}: {fault[1]}\n    {case.command:.300}\n    {case.what}", flush=True)
+    found.faults[fault]["times"] += 1
+
+
 def main() -> None:
     """Fuzz for as long as was asked, and say what came out."""
     options = parser(__doc__.splitlines()[0] if __doc__ else "")
     options.add_argument("--minutes", type=float, default=10.0)
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--part", choices=("both", "keys", "files"), default="both")
+    options.add_argument("--part", choices=("both", "keys", "files", "surfaces"), default="both")
+    options.add_argument("--cases", type=int, default=1000, help="of surfaces")
     args = options.parse_args()
     found = Found()
+    if args.part == "surfaces":
+        try_surfaces(args.seed, args.cases, 60 * args.minutes, found)
+        _report(found, args.seed, args.minutes, args.json)
+        raise SystemExit(bool(found.faults))
     try_values(args.seed, 60 * args.minutes * _SHARE_OF_VALUES, found)
     commands = Commands()
     chance = random.Random(f"{args.seed}/files")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,23 @@ from typing import Any
 import yaml
 
 _SERVER = Path(__file__).parents[1] / "tests" / "hostile" / "forkserver.py"
-_MEMORY_BYTES = 12 << 30
+_MEMORY_BYTES = 8 << 30
 """Of address space: what asks for more is refused it, instead of taking the machine's."""
 LIMIT_S = 20.0
 """A command that takes longer hangs, unless it takes steps."""
 _MOST_CHARACTERS = 8000
 """Of what a command says: more is no message."""
 UNKNOWN = "an error that penstock does not know"
+SCRIPT = "@script"
+"""The first word of a case whose second is Python code instead of a command's words."""
+PRECIOUS = "precious"
+"""A file beside the case's folder, which no command has a reason to touch."""
+_PRECIOUS = b"what nobody may overwrite\n"
+_MOST_DISK_BYTES = 256 << 20
+"""Of what a command leaves; the runs here are a few hundred kilobytes."""
+_MOST_RESIDENT_BYTES = 4 << 30
+Content = bytes | None | Callable[[Path], None]
+"""What stands at a path: bytes, nothing, or what a function of the path puts there."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +51,32 @@ class Case:
     Attributes:
         words: The words after `penstock`.
         scene: A folder whose content is there when it begins; empty if None.
-        files: What stands in its place, or beside it; None for a file that is gone.
+        files: What stands in its place, or beside it.
         what: What was done to the files.
         num_hostile: How many words at the end are hostile.
         must_refuse: Whether nothing but exit code 2 is right.
+        must_fail: Whether exit code 0 is wrong.
+        must_succeed: Whether nothing but exit code 0 is right.
         stands: Key -> value that config.yaml of the run must hold if it was accepted.
         weights: What the run must come to if it ends with exit code 0, as a SHA-256 sum.
+        other_weights: What it must not come to: weights of a run that ignores a file.
+        absent: Patterns of paths that may not be there afterwards.
+        mentions: Pattern of paths, and an expression that their text has if exit code 0 is right.
     """
 
     words: tuple[str, ...]
     scene: Path | None = None
-    files: Mapping[str, bytes | None] = field(default_factory=dict[str, "bytes | None"])
+    files: Mapping[str, Content] = field(default_factory=dict[str, Content])
     what: str = ""
     num_hostile: int = 0
     must_refuse: bool = False
+    must_fail: bool = False
+    must_succeed: bool = False
     stands: Mapping[str, Any] = field(default_factory=dict[str, Any])
     weights: str | None = None
+    other_weights: str | None = None
+    absent: tuple[str, ...] = ()
+    mentions: tuple[str, str] | None = None
 
     @property
     def command(self) -> str:
@@ -109,7 +129,9 @@ class Commands:
     def run(self, case: Case, limit_s: float = LIMIT_S) -> Outcome:
         """Run a case in a folder of its own and judge it."""
         with tempfile.TemporaryDirectory(prefix="penstock-fuzz-", ignore_cleanup_errors=True) as at:
-            folder = Path(at)
+            folder = Path(at) / "here"
+            folder.mkdir()
+            (folder.parent / PRECIOUS).write_bytes(_PRECIOUS)
             _lay_out(case, folder)
             before = _files(folder)
             found = self._asked(case.words, folder, limit_s)
@@ -163,10 +185,12 @@ def _lay_out(case: Case, folder: Path) -> None:
     for name, content in case.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if content is None:
-            path.unlink()
-        else:
+        if isinstance(content, bytes):
             path.write_bytes(content)
+            continue
+        path.unlink(missing_ok=True)
+        if content is not None:
+            content(path)
 
 
 def _files(folder: Path) -> set[str]:
@@ -188,10 +212,35 @@ def _judged(case: Case, found: Mapping[str, Any], folder: Path, new: Sequence[st
     if code == 2 and new and case.words[0] != "profile":
         faults.append(("file left", re.sub(r"[0-9]+", "N", new[0])))
     if code in (0, 1) and case.must_refuse:
-        faults.append(("silent", "a key that is misspelt was accepted"))
+        faults.append(("silent", "what must be refused was accepted"))
+    if code == 0 and case.must_fail:
+        faults.append(("silent", "a run that cannot go on did"))
+    if code not in (0, None) and case.must_succeed:
+        faults.append(("refused", (said.strip().splitlines() or [f"exit code {code}"])[0][:160]))
+    faults += [("left", name) for name in case.absent if any(folder.glob(name))]
+    faults += _faults_of_machine(folder, found)
     if code == 0:
         faults += _silent_changes(case, folder)
     return Outcome(code, said, found["seconds"], tuple(faults), steps)
+
+
+def _faults_of_machine(folder: Path, found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a command did to the disk, the memory and the files of others."""
+    faults: list[tuple[str, str]] = []
+    precious = folder.parent / PRECIOUS
+    if not precious.is_file() or precious.read_bytes() != _PRECIOUS:
+        faults.append(("outside", "a file outside the folder was changed"))
+    beside = {path.name for path in folder.parent.iterdir()} - {folder.name, PRECIOUS}
+    if beside:
+        faults.append(("outside", f"made beside the folder: {sorted(beside)}"))
+    disk_bytes = sum(
+        path.lstat().st_blocks * 512 for path in folder.rglob("*") if not path.is_symlink()
+    )
+    if disk_bytes > _MOST_DISK_BYTES:
+        faults.append(("disk", "hundreds of megabytes were written"))
+    if found["peak_bytes"] > _MOST_RESIDENT_BYTES:
+        faults.append(("memory", "gigabytes were used"))
+    return faults
 
 
 def _faults_of_text(code: int | None, said: str) -> list[tuple[str, str]]:
@@ -216,10 +265,17 @@ def _faults_of_text(code: int | None, said: str) -> list[tuple[str, str]]:
 def _silent_changes(case: Case, folder: Path) -> list[tuple[str, str]]:
     """What a run that was accepted did other than it was told."""
     faults: list[tuple[str, str]] = []
-    if case.weights is not None:
+    if case.weights is not None or case.other_weights is not None:
         summaries = [json.loads(file.read_text()) for file in folder.glob("runs/*/summary.json")]
-        if [one["weights_sha256"] for one in summaries] != [case.weights]:
+        hashes = [one["weights_sha256"] for one in summaries]
+        if case.weights is not None and hashes != [case.weights]:
             faults.append(("silent", "the run came to other weights"))
+        if case.other_weights in hashes:
+            faults.append(("silent", "a file made no difference"))
+    if case.mentions is not None:
+        pattern, words = case.mentions
+        if not all(re.search(words, file.read_text()) for file in folder.glob(pattern)):
+            faults.append(("silent", f"{pattern} does not mention {words}"))
     configs = list(folder.glob("runs/*/config.yaml")) if case.stands else []
     for file in configs:
         config = yaml.safe_load(file.read_text())

@@ -266,7 +266,7 @@ def _places(data: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-def _other_value(data: Any, chance: random.Random) -> str:
+def other_value(data: Any, chance: random.Random) -> str:
     """Another value, another key, or none, somewhere in plain data."""
     places = _places(data)
     if not places:
@@ -290,16 +290,16 @@ def _other_json(content: bytes, chance: random.Random) -> tuple[bytes, str]:
     except json.JSONDecodeError:  # one value a line
         at = chance.randrange(len(lines))
         data = json.loads(lines[at])
-        what = _other_value(data, chance)
+        what = other_value(data, chance)
         lines[at] = json.dumps(data) + "\n"
         return "".join(lines).encode(), f"line {at + 1}: {what}"
-    what = _other_value(data, chance)
+    what = other_value(data, chance)
     return json.dumps(data, indent=1).encode(), what
 
 
 def _other_yaml(content: bytes, chance: random.Random) -> tuple[bytes, str]:
     data = yaml.safe_load(content)
-    what = _other_value(data, chance)
+    what = other_value(data, chance)
     return yaml.safe_dump(data, sort_keys=False).encode(), what
 
 

@@ -79,6 +79,7 @@ class Answer:
         err: What it said.
         seconds: How long it took.
         left: Processes of its session that outlived it.
+        peak_bytes: Its resident memory at most.
     """
 
     code: int | None
@@ -86,6 +87,7 @@ class Answer:
     err: str
     seconds: float
     left: list[int]
+    peak_bytes: int
 
 
 class Commands:

@@ -78,10 +78,11 @@ def _become(folder: str, out: int, err: int) -> None:
 
 def _finished(pid: int, started_s: float, limit_s: float) -> dict[str, Any]:
     """Wait for the child; one that takes too long is ended with all that it started."""
-    code: int | None = None
+    code, peak_bytes = None, 0
     while time.monotonic() < started_s + limit_s:
-        done, status = os.waitpid(pid, os.WNOHANG)
+        done, status, used = os.wait4(pid, os.WNOHANG)
         if done:
+            peak_bytes = 1024 * used.ru_maxrss
             code = os.waitstatus_to_exitcode(status)
             break
         time.sleep(0.005)
@@ -91,8 +92,9 @@ def _finished(pid: int, started_s: float, limit_s: float) -> dict[str, Any]:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
             process.send_signal(signal.SIGKILL)
     if code is None:
-        os.waitpid(pid, 0)
-    return {"code": code, "seconds": seconds, "left": [p.pid for p in left if p.pid != pid]}
+        peak_bytes = 1024 * os.wait4(pid, 0)[2].ru_maxrss
+    others = [process.pid for process in left if process.pid != pid]
+    return {"code": code, "seconds": seconds, "left": others, "peak_bytes": peak_bytes}
 
 
 def _session(leader: int) -> list[psutil.Process]:
@@ -113,7 +115,7 @@ def _code(words: list[str]) -> int:
 
     sys.argv = ["penstock", *words]
     try:
-        return main(words)
+        return _script(words[1]) if words[0] == "@script" else main(words)
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
@@ -121,6 +123,18 @@ def _code(words: list[str]) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
+
+
+def _script(code: str) -> int:
+    """Run Python code; what Penstock refuses in it ends as it ends a command."""
+    from penstock.dataflow.errors import PenstockError
+
+    try:
+        exec(compile(code, "script.py", "exec"), {"__name__": "__main__"})
+    except PenstockError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _end(code: int) -> NoReturn:

@@ -106,9 +106,10 @@ _RUN_FILES = (
 def _(ground: Ground, chance: random.Random) -> Case:
     what, content = _odd_file(chance)
     name = f"runs/two/{chance.choice(_RUN_FILES)}"
-    words = ("runs", chance.choice(("list", "list", "compare")))
-    words = (*words, "one", "one") if words[1] == "compare" else words
-    return Case(words, ground.runs, {name: content}, f"{name} is {what}", must_succeed=True)
+    words = chance.choice((("list",), ("list", "seed=0"), ("list", "sort=seed", "limit=5")))
+    return Case(
+        ("runs", *words), ground.runs, {name: content}, f"{name} is {what}", must_succeed=True
+    )
 
 
 @kind("no file: shown, compared and exported runs")

@@ -246,7 +246,8 @@ def _faults_of_machine(folder: Path, found: Mapping[str, Any]) -> list[tuple[str
 def _faults_of_text(code: int | None, said: str) -> list[tuple[str, str]]:
     faults: list[tuple[str, str]] = []
     if "Traceback (most recent call last)" in said:
-        faults.append(("traceback", said.strip().splitlines()[-1][:200]))
+        raised = re.findall(r"^[\w.]+(?:Error|Exception|Interrupt)\b.*", said, re.MULTILINE)
+        faults.append(("traceback", (raised or ["?"])[-1][:160]))
     if UNKNOWN in said:
         raised = re.search(r"raised at (\S+)", said)
         what = said.partition(UNKNOWN)[2].splitlines()[0][2:120]

@@ -231,11 +231,9 @@ def _(ground: Ground, chance: random.Random) -> Case:
         (
             ("task.chat_template_kwargs={self: 1}",),
             ("task.chat_template_kwargs={messages: []}",),
-            ("task.chat_template_kwargs={tokenize: true}",),
             ("task.chat_template_kwargs={chat_template: '{{ 1 / 0 }}'}",),
             (f"engine.options.micro_batch_tokens={10**30}",),
             ("task.num_held_out=100000000000",),
-            ("task.seed=-1",),
             ("task.max_response_tokens=100000000000",),
         )
     )

@@ -520,7 +520,6 @@ def _(ground: Ground, chance: random.Random) -> Case:
     words = chance.choice(
         (
             ("runs", "show", "a\ud800"),
-            ("runs", "list", "seed=\x1b[31m"),
             ("runs", "show", "runs"),
             ("runs", "plot", "one", "metric=nope", "file=p.svg"),
             ("runs", "plot", "one", "metric=step_s", "file=p.exe"),

@@ -21,9 +21,8 @@ from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, drain_metrics
 from penstock.workers.agents.worker import AgentSpec
 from penstock.workers.engines.torch_engine.specs import TorchGeneratorSpec
-from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec
+from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec, VllmTurns
 from penstock.workers.engines.vllm_engine.requests import Sampled
-from penstock.workers.engines.vllm_engine.turns import VllmTurns
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.training.flat_parameters import read_tensors

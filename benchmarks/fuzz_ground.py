@@ -164,9 +164,13 @@ def _weights(folder: Path, words: tuple[str, ...], commands: Commands, name: str
     return found
 
 
-def link(target: str) -> Any:
+def link(target: str) -> Callable[[Path], None]:
     """A symbolic link."""
-    return lambda path: os.symlink(target, path)
+
+    def place(path: Path) -> None:
+        path.symlink_to(target)
+
+    return place
 
 
 def fifo(path: Path) -> None:
@@ -174,7 +178,7 @@ def fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def sparse(size_bytes: int, begin: bytes = b"") -> Any:
+def sparse(size_bytes: int, begin: bytes = b"") -> Callable[[Path], None]:
     """A file with a hole."""
 
     def place(path: Path) -> None:

@@ -6,6 +6,7 @@ must hold of all is in `fuzz_case.py`; a kind adds what must be refused, or must
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import random
@@ -13,8 +14,6 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import fuzz_models  # noqa: F401 - registers its kinds
-import fuzz_servers  # noqa: F401 - registers its kinds
 from fuzz_case import PRECIOUS, SCRIPT, Case, Content
 from fuzz_files import other_value
 from fuzz_ground import (
@@ -36,6 +35,8 @@ _SMALL = small_words("grpo")
 
 def surface_cases(ground: Ground, seed: int) -> Iterator[tuple[str, Case]]:
     """Cases without end: each round has every kind once, in another order."""
+    for name in ("fuzz_models", "fuzz_servers"):
+        importlib.import_module(name)  # which registers its kinds
     chance = random.Random(f"{seed}/surfaces")
     while True:
         names = sorted(KINDS)

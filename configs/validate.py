@@ -110,11 +110,7 @@ def check_finite(value: Any, at: str) -> None:
 
 
 def _check_texts(value: Any, at: str) -> None:
-    """Refuse text that is none: half of a surrogate pair, a byte that was no UTF-8, a zero.
-
-    Raises:
-        ConfigError: Naming the key.
-    """
+    """Refuse text that is none: half of a surrogate pair, a byte that was no UTF-8, a zero."""
     if isinstance(value, Mapping):
         for key, inner in typing.cast("Mapping[Any, Any]", value).items():
             _check_texts(str(key), at)

@@ -6,7 +6,7 @@ second 38 %, where random moves win 58 % and 29 %; against each other they draw 
 
 Both are roles of one graph, and both are trained by PPO on their own turns of the same games. For
 connect four replace TIC_TAC_TOE by CONNECT_FOUR, and take more steps; for a game of EnvPool use
-LibraryGameSpec(id="Hex-v1") from penstock.workers.envs.games.spec.
+LibraryGameSpec(id="Hex-v1") from penstock.workers.envs.games.task.
 """
 
 from __future__ import annotations

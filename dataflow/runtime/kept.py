@@ -85,11 +85,7 @@ def _makers(graph: Graph) -> dict[str, Node]:
 
 
 def _asked(graph: Graph, name: str) -> tuple[Ref, ...]:
-    """The columns of a name.
-
-    Raises:
-        ConfigError: See `KeptColumns`.
-    """
+    """The columns of a name."""
     makers = _makers(graph)
     if name in makers:
         return tuple(Ref(name, output.name) for output in makers[name].outputs)

@@ -169,11 +169,7 @@ class ServedWeights:
 def _answer_together(
     worker: BatchedInference, requests: Sequence[InferenceRequest]
 ) -> Sequence[Any]:
-    """The answers; each request by itself if that fails, so that only its own fault harms it.
-
-    Raises:
-        WorkerError: If there are more answers than requests, or fewer.
-    """
+    """The answers; each request by itself if that fails, so that only its own fault harms it."""
     one = requests[0]
     try:
         answers = worker.answer_all(one.method, [each.arguments for each in requests])

@@ -82,11 +82,7 @@ def target_folder(given: str) -> Path:
 
 
 def _write(kept: KeptRun, point: KeptCheckpoint, role: str, folder: Path, *, adapter: bool) -> str:
-    """Write the folder, of the adapter alone or the whole model; returns the hash of the weights.
-
-    Raises:
-        ConfigError: If the role has no model that others can read, or the folder cannot be written.
-    """
+    """Write the folder, of the adapter or the whole model; returns the hash of the weights."""
     from ..stages.export import export_roles
     from ..stages.model_card import write_card, write_generation_config
 
@@ -117,11 +113,7 @@ def _write(kept: KeptRun, point: KeptCheckpoint, role: str, folder: Path, *, ada
 
 
 def _adapter_of(model: Path, role: str, tokenizer: Tokenizer | None) -> Path:
-    """The folder of the adapter in an exported model's, with the tokenizer and a scalar head.
-
-    Raises:
-        ConfigError: If there is none.
-    """
+    """The folder of the adapter in an exported model's, with the tokenizer and a scalar head."""
     from ...workers.engines.roles import ADAPTER
     from ...workers.models.heads import HEAD_FILE
 
@@ -139,11 +131,7 @@ def _adapter_of(model: Path, role: str, tokenizer: Tokenizer | None) -> Path:
 
 
 def _pushed(keys: ExportConfig, folder: Path, message: str) -> str:
-    """Upload the folder; returns where it is.
-
-    Raises:
-        WorkerError: If the hub does not take it; the folder stays.
-    """
+    """Upload the folder; returns where it is."""
     assert keys.push is not None, "who asks for no upload does not come here"
     return push_folder(folder, keys.push, message, private=keys.private)
 

@@ -145,11 +145,7 @@ def _check_only(command: str, composed: Mapping[str, Any]) -> None:
 
 
 def _check_sweep(command: str, line: CommandLine) -> None:
-    """Refuse a sweep of which one job cannot be, before the first is run.
-
-    Raises:
-        ConfigError: For the first such job.
-    """
+    """Refuse a sweep of which one job cannot be, before the first is run."""
     if any(word.lstrip("+").startswith("resume=") for word in line.keys):
         raise ConfigError("resume= continues one run\n    leave --multirun out")
     if any("hydra/sweeper=" in key for key in line.keys):

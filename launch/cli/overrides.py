@@ -225,11 +225,7 @@ def _without_folders(options: Sequence[str]) -> list[str]:
 
 
 def _with_folders(keys: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """The keys with the folders in Hydra's search path, in front of what is there.
-
-    Raises:
-        ConfigError: If one does not exist.
-    """
+    """The keys with the folders in Hydra's search path, in front of what is there."""
     for folder in folders:
         if not Path(folder).is_dir():
             raise ConfigError(f"{_FOLDER}: there is no folder '{folder}'")
@@ -239,11 +235,7 @@ def _with_folders(keys: Sequence[str], folders: Sequence[str]) -> list[str]:
 
 
 def _search_path(keys: Sequence[str]) -> list[str]:
-    """The value of `hydra.searchpath`, or nothing.
-
-    Raises:
-        ConfigError: If it is no list of texts.
-    """
+    """The value of `hydra.searchpath`, or nothing."""
     for key in keys:
         if key.startswith(_SEARCH_PATH):
             value: Any = read_override(key).value()
@@ -266,11 +258,7 @@ def _own_options(group: str, places: Sequence[Path]) -> set[str]:
 
 
 def _listed(word: str, places: Sequence[Path]) -> str:
-    """`group=glob(*)` as the options that it stands for: Hydra looks in its own folders alone.
-
-    Raises:
-        ConfigError: If it is no group, or no option is meant.
-    """
+    """`group=glob(*)` as the options that it stands for: Hydra looks in its own folders alone."""
     if "glob(" not in word or not isinstance(found := read_override(word).value(), Glob):
         return word
     group = word.partition("=")[0]

@@ -190,11 +190,7 @@ def _created(
 
 
 def _check_data(record: RunRecord, found: str) -> None:
-    """Refuse to go on with a run, or to repeat it, on other problems.
-
-    Raises:
-        ConfigError: If their fingerprint differs.
-    """
+    """Refuse to go on with a run, or to repeat it, on other problems."""
     if record.data not in (None, found):
         raise ConfigError(
             f"run '{record.folder.id}' was started on other problems: the data's fingerprint was "
@@ -220,11 +216,7 @@ def _tracked(
 
 
 def _note_changes(resumed: Resumed, job: Job, config: str, plan: str) -> None:
-    """Write down that the run goes on otherwise than it did, once it is clear that it can.
-
-    Raises:
-        ConfigError: If it cannot.
-    """
+    """Write down that the run goes on otherwise than it did, once it is clear that it can."""
     from ..run_dir.run_folder import change_config
     from ..stages.train import steps_taken
 
@@ -247,11 +239,7 @@ def _check_unchanged(
     code: CodeVersion,
     environment: Environment,
 ) -> None:
-    """Refuse to go on with other problems or models than the run began with; mention other code.
-
-    Raises:
-        ConfigError: If the data or a model differs.
-    """
+    """Refuse to go on with other problems or models than the run began with; mention other code."""
     from ..run_dir.environment import changed_versions, versions_text
     from ..run_dir.origins import changed_files, check_models
     from ..run_dir.run_folder import record_of

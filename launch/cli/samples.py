@@ -77,11 +77,7 @@ def samples_command(arguments: list[str]) -> int:
 
 
 def _evaluated(home: Path, limit: int) -> int:
-    """Show the responses of the newest evaluation: nothing is sampled to train on, as in `sft`.
-
-    Raises:
-        ConfigError: If there are none either.
-    """
+    """Show the responses of the newest evaluation: nothing is sampled to train on, as in `sft`."""
     evaluations = Evaluations(home)
     step = max(evaluations.steps(), default=None)
     measured = {} if step is None else evaluations.read(step)

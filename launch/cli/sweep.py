@@ -113,11 +113,7 @@ def _read(arguments: Sequence[str]) -> tuple[Sweep, dict[str, str], Path]:
 
 
 def _check_metric(sweep: Sweep) -> None:
-    """Refuse a metric that no trial can have, as far as that is known before the first has run.
-
-    Raises:
-        ConfigError: If it is no figure of a summary, and no node of the first trial's step has it.
-    """
+    """Refuse a metric that no trial can have, as far as that is known before the first has run."""
     metric = sweep.metric
     node, slash, _ = metric.partition("/")
     if not slash:
@@ -233,11 +229,7 @@ def _next_trial(sweep: Sweep, most: int, minutes: float) -> Trial | None:
 
 
 def _try(sweep: Sweep, trial: Trial, folder: Path, carry_out: CarryOut) -> None:
-    """Run a trial, or go on with it; one that fails is noted.
-
-    Raises:
-        PenstockError: If it is the first and cannot run, or the last of several that failed.
-    """
+    """Run a trial, or go on with it; one that fails is noted."""
     words = [f"{key}={_typed(value)}" for key, value in trial.values.items()]
     number = sweep.trials.index(trial) + 1
     say(f"trial {number}: {' '.join(words)}")

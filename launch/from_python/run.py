@@ -52,11 +52,7 @@ def run(*words: str, **keys: Any) -> RunHandle:
 
 
 def _check_thread() -> None:
-    """Refuse a thread in which a run could not be interrupted in good order.
-
-    Raises:
-        ConfigError: If this is not the main thread.
-    """
+    """Refuse a thread in which a run could not be interrupted in good order."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             "penstock.run was called in a thread of its own, and a run is interrupted by signals, "

@@ -167,11 +167,7 @@ def resolve(config: RunConfig, device: str | None = None) -> Resolved:
 
 
 def _recovery_of(config: RunConfig) -> Recovery:
-    """What is done when processes die.
-
-    Raises:
-        ConfigError: If copies are to be kept in other processes, and there are none.
-    """
+    """What is done when processes die."""
     kind = entry_or_own(config.executor.kind, EXECUTORS, "executor.kind", "executor", ExecutorKind)
     if config.checkpoint.mirror == "neighbor" and not kind.has_processes:
         raise ConfigError(
@@ -189,11 +185,7 @@ _HERE = "__main__:"
 
 
 def _check_known_elsewhere(config: RunConfig) -> None:
-    """Refuse what the running program defines itself where other processes would need it.
-
-    Raises:
-        ConfigError: Naming the key.
-    """
+    """Refuse what the running program defines itself where other processes would need it."""
     kind = entry_or_own(config.executor.kind, EXECUTORS, "executor.kind", "executor", ExecutorKind)
     own = _named_here(config.model_dump(mode="json"))
     if kind.has_processes and own:

@@ -170,11 +170,7 @@ def task_spec_of(section: TaskConfig) -> TaskSpec:
 
 
 def _part(at: str, given: Any) -> TaskSpec:
-    """A task within another, from its own section.
-
-    Raises:
-        ConfigError: If it is none, or one that has no problems.
-    """
+    """A task within another, from its own section."""
     if isinstance(given, str):
         if given not in options_of("task"):
             raise ConfigError(
@@ -252,11 +248,7 @@ def _has(task: object, name: str) -> bool:
 
 
 def _check_members(task: object, kind: str) -> None:
-    """Refuse an own task that lacks what every task has, or has half of something optional.
-
-    Raises:
-        ConfigError: Naming what is missing.
-    """
+    """Refuse an own task that lacks what every task has, or has half of something optional."""
     required = [name for name in vars(Task) if not name.startswith("_")]
     missing = [name for name in required if not _has(task, name)]
     why = "every task has"

@@ -271,11 +271,7 @@ def fault_of(folder: Path) -> str | None:
 
 
 def _read_manifest(folder: Path) -> dict[str, _Entry]:
-    """File name -> entry.
-
-    Raises:
-        ValueError: If it is missing, damaged, of another format, or of another step.
-    """
+    """File name -> entry."""
     try:
         content: Any = read_json(folder / _MANIFEST)
         version, step, entries = content["format"], content["step"], content["files"]
@@ -301,11 +297,7 @@ def _name(step: object) -> str:
 
 
 def _seal(folder: Path, step: int, written: Mapping[str, WrittenFile]) -> None:
-    """Make the files durable, then add the manifest that declares the checkpoint complete.
-
-    Raises:
-        ValueError: If a file that was written before is not there, or not as long as it was.
-    """
+    """Make the files durable, then add the manifest that declares the checkpoint complete."""
     files: dict[str, _Entry] = {}
     for name in sorted({*_files(folder), *written}):
         path, known = folder / name, written.get(name)
@@ -326,12 +318,7 @@ def _seal(folder: Path, step: int, written: Mapping[str, WrittenFile]) -> None:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Every file below `folder`, by its path within.
-
-    Raises:
-        ValueError: If something is neither a plain file nor a folder, a link for instance: its
-            target could change, or be missing elsewhere.
-    """
+    """Every file below `folder`, by its path within."""
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise ValueError(f"'{path.relative_to(folder)}' is neither a plain file nor a folder")

@@ -213,12 +213,7 @@ def _listed(entry: Any) -> _Member:
 
 
 def _next(tar: tarfile.TarFile) -> tarfile.TarInfo | None:
-    """The next member.
-
-    Raises:
-        tarfile.TarError: If it is none that `_add` has written: a sparse file becomes as large as
-            its header says.
-    """
+    """The next member."""
     try:
         header = tar.next()
     except (ValueError, LookupError, ArithmeticError, TypeError) as error:  # of damaged headers

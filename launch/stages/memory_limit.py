@@ -241,10 +241,6 @@ class _Asked:
         """What a role holds beside what other roles of the process hold already.
 
         Adapted language models that start from the same place share their frozen weights.
-
-        Args:
-            work: A call of the role.
-            starts: Where models start from whose frozen weights the process holds; added to.
         """
         call, start = work.call, self.stage.roles[work.call.role].start
         parts = work.engine.planned.memory.resident(call, Layout())

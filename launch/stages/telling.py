@@ -5,19 +5,25 @@ And who is listened to: somebody may wish for more replicas.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from ...algorithms.roles.language import Policy
+from ...configs.schema import MismatchConfig
 from ...dataflow.errors import ConfigError
+from ...dataflow.graph.graph import Graph, Node, NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.engine import Engine, StepResult
 from ...dataflow.runtime.executor import Program, groups_of
 from ...dataflow.runtime.recovery.resizing import ElasticExecutor, Scale, why_not_elastic
 from ...dataflow.runtime.worker_protocol import WorkerSpec
+from ...dataflow.scheduler.schedule import Schedule
+from ..inputs.record import load_step, step_cfg
 from ..run_dir.evaluations import Measured, logged_name
 from ..run_dir.events import EVENTS, EventLog
 from ..run_dir.progress import StageProgress
@@ -28,14 +34,243 @@ from ..run_dir.trace import TraceLog
 from ..run_dir.trackers.jsonl import read_metrics
 from ..run_dir.trackers.registry import Trackers
 from .env_evaluation import env_actors
-from .headline import Headline
+from .headline import Headline, needed_nodes, ranked_nodes
 from .job import Job
 from .measuring import Evaluates
 from .samples import newest_sample
-from .sign_facts import facts_of
-from .signs import BadSign, Signs
+from .sign_rules import RULES, SHORT, Past, Progress, Row, Rule, SignFacts
 from .stages import Stage
-from .waits import Waits
+
+KINDS: tuple[str, ...] = tuple(dict.fromkeys(rule.kind for rule in RULES))
+"""Every kind of sign."""
+
+
+@dataclass(frozen=True)
+class BadSign:
+    """One sign, at the step that made it certain.
+
+    Attributes:
+        kind: One of `KINDS`.
+        node: Whose metric shows it.
+        first_step: The first of the steps in a row that show it.
+        step: The last one so far.
+        seen: What was seen, with numbers.
+        means: What it usually means.
+        remedy: What to change, with keys.
+    """
+
+    kind: str
+    node: str
+    first_step: int
+    step: int
+    seen: str
+    means: str
+    remedy: str
+
+    def __str__(self) -> str:
+        steps = f"steps {self.first_step} to {self.step}"
+        when = steps if self.first_step < self.step else f"step {self.step}"
+        return f"{when}, {self.node}: {self.seen}\n    {self.means}\n    remedy: {self.remedy}"
+
+
+class Signs:
+    """Looks at one stage's steps in order.
+
+    Args:
+        facts: What is known of the stage.
+
+    Example:
+        >>> signs = Signs(SignFacts())
+        >>> for step in range(8):
+        ...     for sign in signs.look(step, {"actor.generate/truncated": 1.0, **counts}):
+        ...         print(sign)
+    """
+
+    def __init__(self, facts: SignFacts) -> None:
+        self._past = Past(facts, Progress(facts.order))
+        self._seen: dict[tuple[str, str], _Stretch] = {}
+
+    def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take up what earlier steps showed, and told of; rows of `metrics.jsonl`."""
+        for row in rows:
+            values = {name: math.nan if v is None else float(v) for name, v in row.items()}
+            self.look(int(row["step"]), values)
+
+    def look(self, step: int, values: Row) -> list[BadSign]:
+        """What one more step makes certain.
+
+        Args:
+            step: Its index.
+            values: `node/name` -> number, as logged.
+        """
+        self._past.progress.add(values)
+        found: list[BadSign] = []
+        for rule in RULES:
+            for name in values:
+                node, _, metric = name.partition("/")
+                if metric not in rule.metrics:
+                    continue
+                seen = rule.look(self._past, node, values, metric)
+                stretch = self._seen.setdefault((rule.kind, name), _Stretch())
+                stretch.add(step, seen is not None, _num_responses(values))
+                if stretch.is_due(rule) and not self._is_there(rule.unless, node):
+                    stretch.told = True
+                    told = rule.means, rule.remedy(self._past.facts)
+                    found.append(BadSign(rule.kind, node, stretch.first, step, seen or "", *told))
+        return found
+
+    def _is_there(self, kind: str, node: str) -> bool:
+        """Whether the newest step shows a kind of sign at a node."""
+        return any(
+            stretch.num_steps
+            for (other, name), stretch in self._seen.items()
+            if other == kind and name.partition("/")[0] == node
+        )
+
+
+def _num_responses(values: Row) -> float:
+    """Rows that a step made, as far as its own metrics say."""
+    return values.get("run/samples_per_s", math.nan) * values.get("run/step_time_s", math.nan)
+
+
+@dataclass
+class _Stretch:
+    """How long a sign has been there, or away."""
+
+    first: int = 0
+    num_steps: int = 0
+    num_away: int = 0
+    num_responses: float = 0.0
+    told: bool = False
+
+    def add(self, step: int, there: bool, responses: float) -> None:
+        """Count a step, which shows the sign or does not."""
+        if there:
+            self.first = self.first if self.num_steps else step
+            self.num_steps, self.num_away = self.num_steps + 1, 0
+            self.num_responses += responses
+        else:
+            self.num_steps, self.num_responses = 0, 0.0
+            self.num_away += 1
+            self.told = self.told and self.num_away < SHORT
+
+    def is_due(self, rule: Rule) -> bool:
+        """Whether the sign has been there long enough, and was not told of."""
+        enough = not self.num_responses < rule.num_responses  # nan where it is not known
+        return not self.told and self.num_steps >= rule.num_steps and enough
+
+
+WEIGHTS = "weights"
+
+Spans = Sequence[tuple[float, float]]
+
+
+class Waits:
+    """Says what the steps of one stage wait for.
+
+    Args:
+        graph: The stage's step.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._what = {node.name: _what(graph, node) for node in graph.nodes}
+
+    def of(self, result: StepResult, begin_s: float, end_s: float) -> Mapping[str, float]:
+        """What was waited for -> seconds, "other" for the time in which no worker was at work.
+
+        Args:
+            result: The step.
+            begin_s: When the step before it was complete, in seconds since the epoch.
+            end_s: When it was itself.
+        """
+        spans: dict[str, list[tuple[float, float]]] = {}
+        for span in result.spans:
+            spans.setdefault(self._what[span.node], []).append((span.start_s, span.end_s))
+        if result.weights_s:
+            spans[WEIGHTS] = list(result.weights_s)
+        every = [one for each in spans.values() for one in each]
+        found = {what: union_s(its, begin_s, end_s) for what, its in spans.items()}
+        found["other"] = max(0.0, end_s - begin_s - union_s(every, begin_s, end_s))
+        return found
+
+
+def union_s(spans: Spans, begin_s: float, end_s: float) -> float:
+    """Seconds between two moments in which at least one of the spans was going on."""
+    total_s, reached_s = 0.0, begin_s
+    for start_s, stop_s in sorted(spans):
+        start_s, stop_s = max(start_s, reached_s), min(stop_s, end_s)
+        if stop_s > start_s:
+            total_s += stop_s - start_s
+            reached_s = stop_s
+    return total_s
+
+
+def _what(graph: Graph, node: Node) -> str:
+    match node.kind:
+        case NodeKind.ROLLOUT:
+            is_policy = issubclass(graph.roles[node.role or ""], Policy)
+            return "generation" if is_policy else "environments"
+        case NodeKind.TRAIN:
+            return "training"
+        case NodeKind.FORWARD:
+            return "reward" if node.method == "score" else "forward passes"
+        case _:
+            return "ops"
+
+
+def facts_of(stage: Stage, mismatch: MismatchConfig, schedule: Schedule) -> SignFacts:
+    """What is known of a stage before its first step.
+
+    Args:
+        stage: The stage.
+        mismatch: When to complain that two engines disagree.
+        schedule: How far generation may run ahead.
+    """
+    config = stage.config
+    step = load_step(config.step, f"{stage.at}.step")
+    cfg = step_cfg(step, config.cfg, f"{stage.at}.cfg").get("cfg")
+    options: dict[str, tuple[str, Any]] = {}
+    for name, key, value in _options(cfg, f"{stage.at}.cfg"):
+        options.setdefault(name, (key, value))
+    keys = {name: key for name, (key, value) in options.items() if not _is_least(name, value)}
+    if schedule.max_lag:
+        keys["max_lag"] = "schedule.max_lag"
+    values = {name: value for name, (_, value) in options.items()}
+    return SignFacts(
+        at=stage.at,
+        options=keys,
+        order=tuple(ranked_nodes(stage)),
+        needed=needed_nodes(stage),
+        compares_groups=_compares_groups(stage),
+        judges_clip=values.get("ratio_level", "token") == "token",
+        fixed_length=values.get("min_new_tokens", 0) >= values.get("max_new_tokens", 1),
+        mismatch_above=mismatch.warn_above,
+    )
+
+
+def _options(value: Any, at: str) -> Iterator[tuple[str, str, Any]]:
+    """Name, whole key and value of every option of a config, those above others first."""
+    if not is_dataclass(value):
+        return
+    own = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    for name, inner in own:
+        yield name, f"{at}.{name}", inner
+    for name, inner in own:
+        yield from _options(inner, f"{at}.{name}")
+
+
+def _is_least(name: str, value: Any) -> bool:
+    """Whether it is a number of passes or parts that cannot be lowered."""
+    return name in ("epochs", "num_minibatches") and value == 1
+
+
+def _compares_groups(stage: Stage) -> bool:
+    """Whether an op that the policy's training depends on takes whole groups."""
+    needed = needed_nodes(stage)
+    return any(
+        node.kind is NodeKind.OP and node.scope == "group" and node.name in needed
+        for node in stage.graph.nodes
+    )
 
 
 def stage_plans(job: Job) -> list[StagePlan]:

@@ -195,11 +195,7 @@ def _check_start(stage: Stage, role: str, plan: RolePlan, run: Resolved) -> None
 
 
 def _spec_class(engine: Engine, worker: str) -> Any:
-    """The class of a worker's spec in an engine.
-
-    Raises:
-        ConfigError: If the engine has none of that kind, or its package is not installed.
-    """
+    """The class of a worker's spec in an engine."""
     if worker in engine.roles:
         return engine.spec(worker)
     able = [other for other in ENGINES.values() if worker in other.roles]

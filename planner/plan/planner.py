@@ -5,33 +5,275 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 from ...dataflow.errors import InfeasibleError, PlanError
 from ...dataflow.graph.graph import Graph
 from ..cost.constants import Constants
 from ..cost.engine_model import EngineModel, RoleEngines
-from ..cost.memory_ledger import Parts
+from ..cost.memory_ledger import GroupLedger, Ledger, Parts, check
 from ..cost.time_model import TimeModel
+from ..cost.time_parts import CallTime
+from ..formatting import bytes_text, seconds_text
 from ..inputs.calls import Call, calls_of
 from ..inputs.cluster import ClusterSpec
 from ..inputs.layout import Layout, check_layout, pinned_layout
+from ..inputs.logical_params import adapter_params
+from ..inputs.mesh import Mesh
 from ..inputs.model_shape import ModelShape
-from ..inputs.workload import Workload
+from ..inputs.workload import Lengths, Workload
 from ..search.option_table import CallPlan, ModelTable, call_nodes
 from ..search.options import CallNode
 from ..search.pins import Pins
 from ..search.result import Assignment, GroupAssignment, SearchResult
 from ..search.search import search
-from .infeasible import refusal
 from .place_ops import place_ops
 from .plan import GroupPlan, Plan
-from .prediction import GroupMemory, NodePrediction, OtherSchedule, Prediction, StreamedStep
-from .runner_up import runner_up
+from .prediction import (
+    GroupMemory,
+    NodePrediction,
+    OtherSchedule,
+    Prediction,
+    RunnerUp,
+    StreamedStep,
+)
 from .simulate import simulate
-from .streamed import part_times
+
+_MOST_TIMES = 64
+"""More nodes than this many times those there are not suggested."""
+_NODE = 8
+"""Nor are more devices of a node: it is what most have."""
+_RANK = 16
+"""Of adapters that are suggested."""
+
+
+def refusal(
+    calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec, error: InfeasibleError
+) -> InfeasibleError:
+    """The error to raise in place of the search's own.
+
+    The attempt that is shown has every call group on all devices, each in the way that needs least:
+    nothing else spreads the states of every model further.
+    """
+    everywhere = tuple(group.num_devices for group in cluster.node_groups)
+    attempt = _attempt(calls, table, Mesh(cluster, everywhere))
+    if attempt is None:
+        return error
+    ways = [
+        _again(calls, table, cluster),
+        _more_devices(calls, table, cluster),
+        _adapters(calls, table, cluster),
+    ]
+    change = "; or ".join(filter(None, ways)) or _more_memory(attempt, cluster)
+    mesh = Mesh(cluster, everywhere)
+    try:
+        check(Ledger((attempt,)), {attempt.name: mesh.memory_bytes}, change=change)
+    except PlanError as full:
+        return InfeasibleError(f"{error}\n{full}")
+    return error
+
+
+def _attempt(calls: Sequence[Call], table: ModelTable, mesh: Mesh) -> GroupLedger | None:
+    resident: dict[str, Parts] = {}
+    transient: dict[str, Parts] = {}
+    call_groups = tuple(dict.fromkeys(call.call_group for call in calls))
+    for call_group in call_groups:
+        role = call_group.removesuffix(".generate")
+        with_source = role != call_group and role in call_groups
+        options = table.options(call_group, mesh, with_source=with_source)
+        if not options:
+            return None
+        least = min(options, key=lambda option: option.least_bytes)
+        held, plans = table.explain(call_group, mesh, least, with_source=with_source)
+        resident |= {name: parts for name, parts in held.items() if parts.total}
+        transient |= {name: plan.transient for name, plan in plans.items()}
+    ordered = {call.name: transient[call.name] for call in calls}
+    return GroupLedger("all", mesh.num_devices, resident, ordered)
+
+
+def _fits(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> bool:
+    mesh = Mesh(cluster, tuple(group.num_devices for group in cluster.node_groups))
+    attempt = _attempt(calls, table, mesh)
+    return attempt is not None and attempt.peak[1].total <= mesh.memory_bytes
+
+
+def _again(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> str:
+    """To compute activations again, where a pin forbids that and all else is as it is."""
+    held = [name for name, fields in table.pins.items() if fields.get("checkpointing") is False]
+    pins = dict(table.pins) | {name: {**table.pins[name], "checkpointing": True} for name in held}
+    if not held or not _fits(calls, table.variant(pins=pins), cluster):
+        return ""
+    return ", ".join(f"plan.pins.layouts.{name}.checkpointing=true (now false)" for name in held)
+
+
+def _adapters(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> str:
+    """To train adapters instead of all weights."""
+    if any(call.model.adapter_params for call in calls):
+        return ""
+    adapted = [
+        replace(call, model=_with_adapters(call.model)) if call.trained else call for call in calls
+    ]
+    fits = _fits(adapted, table.variant(calls=adapted), cluster)
+    return f"model.lora.rank={_RANK}, which trains adapters" if fits else ""
+
+
+def _with_adapters(model: ModelShape) -> ModelShape:
+    return model.model_copy(update={"adapter_params": adapter_params(model, _RANK)})
+
+
+def _more_devices(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> str:
+    """The least number of devices of a node, or of nodes, with which the attempt fits.
+
+    Returns:
+        "" if that is out of reach.
+    """
+    if not cluster.is_uniform:
+        return ""
+    now, node = cluster.node_groups[0].num_nodes, cluster.node_groups[0]
+    for number in range(node.devices_per_node + 1, _NODE + 1) if now == 1 else ():
+        wider = node.model_copy(update={"devices_per_node": number})
+        larger = cluster.model_copy(update={"node_groups": (wider,)})
+        if _fits(calls, table.variant(), larger):
+            return f"cluster.devices_per_node={number} (now {node.devices_per_node})"
+    for nodes in range(now + 1, now * _MOST_TIMES + 1):
+        group = cluster.node_groups[0].model_copy(update={"num_nodes": nodes})
+        larger = cluster.model_copy(update={"node_groups": (group,)})
+        if _fits(calls, table.variant(), larger):
+            return f"cluster.num_nodes={nodes} (now {now})"
+    return ""
+
+
+def _more_memory(attempt: GroupLedger, cluster: ClusterSpec) -> str:
+    reserved = max(group.device.reserved_bytes for group in cluster.node_groups)
+    needed = bytes_text(attempt.peak[1].total + reserved)
+    return f"devices with {needed} of memory, shorter responses, or smaller models"
+
+
+def part_lengths(response: Lengths, num_rows: int, num_parts: int) -> tuple[Lengths, ...]:
+    """Lengths of the rows of each part, the part with the shortest longest row first.
+
+    Args:
+        response: Lengths of all rows.
+        num_rows: Rows of a part.
+        num_parts: Parts.
+
+    Example:
+        >>> [found.longest for found in part_lengths(Lengths(tokens=(1, 2, 3, 4)), 1, 4)]
+        [1, 2, 3, 4]
+    """
+    below: list[float] = []
+    for share in response.shares:
+        below.append(share + (below[-1] if below else 0.0))
+    found: list[Lengths] = []
+    for part in range(num_parts):
+        least = ((part + 0.5) / num_parts) ** (1.0 / num_rows)
+        last = next((i for i, share in enumerate(below) if share >= least), len(below) - 1)
+        weights = [(num_rows - 1) * share / below[last] for share in response.shares[: last + 1]]
+        weights[last] += 1.0
+        kept = [(t, w) for t, w in zip(response.tokens, weights, strict=False) if w]
+        found.append(Lengths(tokens=tuple(t for t, _ in kept), weights=tuple(w for _, w in kept)))
+    return tuple(found)
+
+
+def part_times(
+    call: Call, duration_s: float, time: Callable[[Call], CallTime], num_parts: int
+) -> tuple[float, ...]:
+    """Seconds of each part of a call.
+
+    Of a generation that is how long after the part before one is there. A train call sums gradients
+    over ranks and takes the optimizer's step with its last part.
+
+    Args:
+        call: Of a step with at least as many prompts as parts, whose rows end in it.
+        duration_s: What it takes with all rows at once.
+        time: What a call takes in the layout that the plan has for it.
+        num_parts: Parts.
+    """
+    num_rows = max(1, round(call.num_sequences / num_parts))
+    lengths = part_lengths(call.response, num_rows, num_parts)
+    if call.kind == "generate":
+        return _answers(call, duration_s, time, lengths)
+    parts = [_each(time(replace(call, num_sequences=num_rows, response=own))) for own in lengths]
+    # What is done once, moving and loading weights too, comes with the last.
+    parts[-1] += max(0.0, duration_s - _each(time(call)))
+    return tuple(parts)
+
+
+def _each(time: CallTime) -> float:
+    """What of a call is done for every part."""
+    return time.total_s - time.grad_sync_s - time.optimizer_s
+
+
+def _answers(
+    call: Call, duration_s: float, time: Callable[[Call], CallTime], lengths: Sequence[Lengths]
+) -> tuple[float, ...]:
+    """How long after the one before each part has been sampled; all together take the duration."""
+    begun: list[float] = [0.0]
+    for own in lengths:
+        shorter = [(t, s) for t, s in zip(call.response.tokens, call.response.shares, strict=True)
+                   if t < own.longest]  # fmt: skip
+        left = 1.0 - sum(share for _, share in shorter)
+        cut = Lengths(
+            tokens=(*(t for t, _ in shorter), own.longest),
+            weights=(*(share for _, share in shorter), left),
+        )
+        begun.append(max(begun[-1], time(replace(call, response=cut)).total_s))
+    return tuple((after - before) * duration_s / begun[-1] for before, after in pairwise(begun))
+
+
+_SAME = 1e-9
+"""Step times that differ by less than this share are equal: sums of floats in other orders."""
+
+_CLOSE = 0.005
+"""Step times that differ by less than this share look the same with three digits."""
+
+
+def runner_up(second: Assignment | None, best: Assignment) -> RunnerUp | None:
+    """The second best plan in words; None if there is none.
+
+    Its busiest group alone may need longer than a whole step of the best plan; or groups wait for
+    each other. The best plan's own groups are not compared: a step of it may be waiting too.
+    """
+    if second is None:
+        return None
+    return RunnerUp(
+        description="; ".join(
+            f"{_listed(group.call_groups)} on {len(group.devices)}" for group in second.groups
+        ),
+        step_time_s=second.step_time_s,
+        why=_why(second, best.step_time_s),
+    )
+
+
+def _why(second: Assignment, best_s: float) -> str:
+    slower_s = second.step_time_s - best_s
+    if slower_s <= _SAME * best_s:
+        return "as fast as the best plan; of plans that take the same time the first one found wins"
+    group = max(second.groups, key=_busy_s)
+    on, busy_s = f"{_listed(group.call_groups)} on {len(group.devices)} devices", _busy_s(group)
+    close = f"only {seconds_text(slower_s)} slower: " if slower_s < _CLOSE * best_s else ""
+    if busy_s > best_s * (1 + _SAME):
+        than = "longer than" if close else f"longer than the {seconds_text(best_s)} of"
+        whole = " takes" if close else ""
+        return (
+            f"{close}its group of {on} is busy {seconds_text(busy_s)} of each step, {than} a whole "
+            f"step of the best plan{whole}"
+        )
+    return (
+        f"{close}its busiest group, {on}, works {seconds_text(busy_s)} of each step and waits the "
+        "rest for other groups"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _busy_s(group: GroupAssignment) -> float:
+    return sum(s for option in group.options.values() for s in option.durations_s.values())
 
 
 def plan_step(

@@ -7,16 +7,177 @@ checksums) is the workers' business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...dataflow.errors import PlanError
 from ..inputs.model_shape import DTYPE_BYTES
 from .box import Box, volume
-from .cost import Traffic, buckets_of, traffic_of
 from .overlay import Kept, Piece, kept_slices, kinds_of, pieces_of
 from .plan import DeviceTraffic, Move, MovedParam, TransferPlan
 from .sharding import Sharding, Slice
-from .sources import Send, choose_sources
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of every device, in the order of `devices`.
+
+    Attributes:
+        devices: Ascending.
+        sent: i64[devices], over all parameters.
+        received: The same.
+        staged: i64[params, devices], packed and unpacked.
+    """
+
+    devices: tuple[int, ...]
+    sent: NDArray[np.int64]
+    received: NDArray[np.int64]
+    staged: NDArray[np.int64]
+
+    def staging_bytes(self, buckets: Sequence[int]) -> list[int]:
+        """The most that each device packs and unpacks in one bucket."""
+        staged = np.zeros((1 + max(buckets), len(self.devices)), np.int64)
+        np.add.at(staged, list(buckets), self.staged)
+        return staged.max(axis=0).tolist()
+
+
+def traffic_of(
+    moves: Sequence[Move],
+    groups: tuple[tuple[int, ...], ...],
+    num_params: int,
+    devices: tuple[int, ...],
+    element_bytes: int,
+) -> Traffic:
+    """Add up moves.
+
+    Args:
+        moves: The moves of one plan.
+        groups: What they refer to.
+        num_params: Parameters in the plan; at least 1.
+        devices: All of either side, ascending.
+        element_bytes: Bytes of one element on the way.
+    """
+    column = {device: i for i, device in enumerate(devices)}
+    sent, received = (np.zeros(len(devices), np.int64) for _ in range(2))
+    staged_of_group = np.zeros((len(groups), len(devices)), np.int64)
+    packed: set[tuple[int, int, Box]] = set()
+    for move in moves:
+        if move.is_copy:
+            continue
+        size, group = volume(move.box) * element_bytes, move.group
+        source, destination = column[move.source], column[move.destination]
+        sent[source] += size * len(groups[group])
+        received[destination] += size * len(groups[group])
+        staged_of_group[group, destination] += size
+        if (group, source, move.box) not in packed:
+            packed.add((group, source, move.box))
+            staged_of_group[group, source] += size
+    staged = np.zeros((num_params, len(devices)), np.int64)
+    for group, params in enumerate(groups):
+        staged[list(params)] += staged_of_group[group]
+    return Traffic(devices, sent, received, staged)
+
+
+def buckets_of(traffic: Traffic, kinds: Sequence[Sequence[int]], bucket_bytes: int) -> list[int]:
+    """The bucket of every parameter: as many as no device exceeds `bucket_bytes` with.
+
+    Kinds take turns in proportion to their numbers, so that every bucket loads all pipeline stages
+    and not one after the other.
+
+    Args:
+        traffic: What a parameter costs each device.
+        kinds: Parameters of one kind, as indices; together all parameters.
+        bucket_bytes: The bound; a parameter that exceeds it is alone.
+    """
+    turns = [
+        ((i + 0.5) / len(kind), param) for kind in kinds for i, param in enumerate(kind)
+    ]  # fmt: skip
+    buckets, last, filled = [0] * len(turns), 0, np.zeros(len(traffic.devices), np.int64)
+    for _, param in sorted(turns):
+        row = traffic.staged[param]
+        if filled.any() and row.any() and int((filled + row).max()) > bucket_bytes:
+            last, filled = last + 1, np.zeros_like(filled)
+        filled = filled + row
+        buckets[param] = last
+    return buckets
+
+
+MAX_PARTS = 64
+"""A piece is cut into no more than this: beyond it, plans grow and messages shrink for nothing."""
+
+
+class Send(NamedTuple):
+    """A part of a piece, from one device to another.
+
+    Attributes:
+        piece: Index among the pieces.
+        params: Indices of the piece's parameters.
+        box: Which indices of each; the piece's box or a part of it.
+        source: The device that sends.
+        destination: The device that receives.
+    """
+
+    piece: int
+    params: tuple[int, ...]
+    box: Box
+    source: int
+    destination: int
+
+
+def choose_sources(pieces: Sequence[Piece], *, min_part_elements: int) -> tuple[Send, ...]:
+    """Decide who sends what.
+
+    Of devices that hold the same none sends more than another by more than the largest part times
+    the parameters that move alike.
+
+    Args:
+        pieces: What is needed, and who holds it.
+        min_part_elements: No parameter is cut into parts smaller than this.
+    """
+    sent = {device: 0 for piece in pieces for device in piece.holders}
+    sends: list[Send] = []
+    # The largest first: what is left to the end evens out best.
+    sizes = [volume(piece.box) * len(piece.kind.params) for piece in pieces]
+    for index in sorted(range(len(pieces)), key=lambda i: -sizes[i]):
+        holders, needers = sorted(pieces[index].holders), sorted(pieces[index].needers)
+        count = len(holders) // gcd(len(holders), len(needers))
+        for params, box in _parts(pieces[index], index, count, min_part_elements):
+            for needer in needers:
+                source = min(holders, key=sent.__getitem__)
+                sent[source] += len(params) * volume(box)
+                sends.append(Send(index, params, box, source, needer))
+    return tuple(sends)
+
+
+def _parts(
+    piece: Piece, index: int, count: int, min_part_elements: int
+) -> Iterator[tuple[tuple[int, ...], Box]]:
+    """Cut a piece into at most `count` parts: its longest dimension, or else the parameters.
+
+    Yields:
+        The parameters and the box of each.
+    """
+    params, box = piece.kind.params, piece.box
+    dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0])
+    begin, stop = box[dim]
+    room = min(stop - begin, volume(box) // min_part_elements, MAX_PARTS)
+    if room > 1:
+        count = min(count, room)
+        for a, b in pairwise(begin + (stop - begin) * i // count for i in range(count + 1)):
+            yield params, (*box[:dim], (a, b), *box[dim + 1 :])
+        return
+    # Every count-th parameter, and another first one for each piece, so that neither the layers of
+    # a bucket nor the pieces of a layer all load the same device.
+    count = min(count, len(params))
+    for i in range(count):
+        yield params[(i + index) % count :: count], box
+
 
 BUCKET_BYTES = 512 * 2**20
 MIN_PART_BYTES = 2**18

@@ -297,16 +297,7 @@ class ModelTable:
         with_source: bool,
         only: Mapping[str, Layout] | None,
     ) -> list[CallPlan]:
-        """One call's ways in a layout of its weights, the fastest first.
-
-        Args:
-            call: The call.
-            sized: The layout by micro-batch, for all calls of the group; made when needed.
-            mesh: The devices.
-            room: Bytes left; any number if None.
-            with_source: See `OptionTable.options`.
-            only: Call name -> the layout it must have.
-        """
+        """One call's ways in a layout of its weights, the fastest first."""
         layout, engine = sized[1], self.engine_of(call)
         if call.kind == "generate":
             return list(self._generations(call, layout, mesh, with_source))

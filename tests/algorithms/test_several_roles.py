@@ -23,7 +23,7 @@ from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchAct
 from penstock.workers.envs.actors.network_weights import inherit_weights
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.games.mnk_games import CONNECT_FOUR, BoardSpec
-from penstock.workers.envs.games.spec import LibraryGameSpec
+from penstock.workers.envs.games.task import LibraryGameSpec
 from penstock.workers.envs.rows import EnvRowSource, GameRowSource
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorkerSpec

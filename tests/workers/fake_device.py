@@ -19,7 +19,7 @@ from penstock.algorithms.roles import Sampling
 from penstock.workers.engines.torch_engine import device_decode
 from penstock.workers.engines.torch_engine.backbone import LayerWeights
 from penstock.workers.engines.torch_engine.device_decode import DeviceBatch
-from penstock.workers.rollout.token_sampler import TokenSampler
+from penstock.workers.rollout.response_sampler import TokenSampler
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode

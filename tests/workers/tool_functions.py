@@ -226,7 +226,7 @@ class Notes:
 
 KEPT: list[str] = []
 TABLE = {"a": 1}
-COUNT = 0
+counted = 0
 
 
 def keep(text: str) -> int:
@@ -241,9 +241,9 @@ def keep(text: str) -> int:
 
 def count() -> int:
     """Count calls in the module."""
-    global COUNT
-    COUNT += 1
-    return COUNT
+    global counted
+    counted += 1
+    return counted
 
 
 def put(text: str) -> int:

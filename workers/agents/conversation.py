@@ -171,12 +171,7 @@ class BadAnswer(Exception):
 
 
 async def _answered(call: Callable[[], Awaitable[T] | T], limit_s: float) -> T:
-    """What a method of either kind returns.
-
-    Raises:
-        BadAnswer: If it takes longer, or raises what only Python itself should.
-        Exception: Whatever else it raises.
-    """
+    """What a method of either kind returns."""
     try:
         return await asyncio.wait_for(_called(call), limit_s)
     except TimeoutError as error:
@@ -200,11 +195,7 @@ async def _called(call: Callable[[], Awaitable[T] | T]) -> T:
 
 
 def _checked(result: Any) -> TurnResult:
-    """Require an answer.
-
-    Raises:
-        BadAnswer: If it is something else, or a field of it has another type.
-    """
+    """Require an answer."""
     if not isinstance(result, TurnResult):
         raise BadAnswer(f"it answered {result!r:.80}; expected a TurnResult")
     try:

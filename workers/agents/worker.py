@@ -326,17 +326,7 @@ def _failure(one: Conversation) -> tuple[str, str] | None:
 def _calls_of(
     spec: AgentSpec, tokenizer: Tokenizer, prompts: PromptEncoder, *, brings_tools: bool
 ) -> FormatName | None:
-    """The format of calls: as the model is shown them; None if they are not to be read.
-
-    Args:
-        spec: With the format that was asked for.
-        tokenizer: The policy's.
-        prompts: Renders prompts with the tools of the task.
-        brings_tools: Whether a program may bring tools with its requests.
-
-    Raises:
-        ConfigError: If the model is shown tools, and its calls could not be read.
-    """
+    """The format of calls: as the model is shown them; None if they are not to be read."""
     variables, shown = spec.chat.template_kwargs, prompts.has_tool_template
     if not (brings_tools or prompts.has_tools):
         template = variables.get("chat_template") or tokenizer.backend.chat_template

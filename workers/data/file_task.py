@@ -112,11 +112,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _passed_over(file: BinaryIO, begun: bytes, where: str) -> int:
-    """Read to the end of a line that has begun, and count the bytes.
-
-    Raises:
-        ConfigError: If it does not end: then it is no line, but a file of another kind.
-    """
+    """Read to the end of a line that has begun, and count the bytes."""
     length, piece = 0, begun
     while piece and not piece.endswith(b"\n"):
         if length + len(begun) > _MOST_PASSED_BYTES:

@@ -65,11 +65,7 @@ def is_imitated(message: Mapping[str, Any]) -> bool:
 
 
 def _joined(number: int, parts: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a content in parts, as OpenAI's files have it.
-
-    Raises:
-        NotMessages: If one of them is no text.
-    """
+    """The text of a content in parts, as OpenAI's files have it."""
     for part in parts:
         if not isinstance(part.get("text"), str):
             kind = f"{part.get('type')!r:.40}"

@@ -389,11 +389,7 @@ class RewardWorker(LanguageWorker, RewardModel):
 
 
 def _check_behavior(batch: Any) -> None:
-    """Require that whatever was sampled could be: a clip would hide it in one of two signs.
-
-    Raises:
-        ValueError: If a token that is trained on had no probability.
-    """
+    """Require that whatever was sampled could be: a clip would hide it in one of two signs."""
     logprob: Tensor | None = getattr(batch, "behavior_logprob", None)
     if logprob is not None and bool((none := logprob.isinf() & batch.mask).any()):
         raise ValueError(
@@ -436,12 +432,7 @@ def _prompt_lengths(mask: Tensor) -> Tensor:
 def _column_forward(
     compute: Callable[[Tensor, Tensor], Tensor], output: Callable[[Tensor], O]
 ) -> Forward[O]:
-    """The forward pass of a model that gives one column.
-
-    Args:
-        compute: Tokens and mask of some rows to the column.
-        output: Makes of it what losses read.
-    """
+    """The forward pass of a model that gives one column."""
 
     def forward(rows: Any, needs_entropy: bool) -> O:
         del needs_entropy
@@ -452,11 +443,7 @@ def _column_forward(
 
 
 def _check_words(words: Tensor, vocab_size: int) -> None:
-    """Require words that the model knows.
-
-    Raises:
-        ValueError: If whoever chose them has a larger vocabulary.
-    """
+    """Require words that the model knows."""
     largest = int(on_host(words).max()) if words.numel() else 0
     if largest >= vocab_size:
         raise ValueError(

@@ -238,11 +238,7 @@ class OverlappedGroups:
         return [found[index] for index in range(len(groups))]
 
     def _check(self, slots: Sequence[_Slot]) -> None:
-        """Require that no group has been stepping for longer than its environments may, one by one.
-
-        Raises:
-            WorkerError: If one has.
-        """
+        """Require that no group steps for longer than its environments may, one by one."""
         for slot in slots:
             since_s = slot.stepping_s
             if since_s is None or self._step_limit_s is None:

@@ -52,16 +52,7 @@ class GameRowSource:
 
 
 def _numbered(count: int, group_size: int, name: str) -> tuple[Tensor, Tensor]:
-    """Numbers from 0, and the group of each; the last group may have fewer: i64[count] both.
-
-    Args:
-        count: Number of rows.
-        group_size: How many belong together.
-        name: What messages call the first.
-
-    Raises:
-        ValueError: If either is below 1.
-    """
+    """Numbers from 0, and the group of each; the last group may have fewer: i64[count] both."""
     if count < 1 or group_size < 1:
         raise ValueError(f"{name} is {count} and group_size {group_size}; expected at least 1")
     numbers = torch.arange(count)

@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
+import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 
 import torch
 
@@ -30,6 +32,7 @@ from ...dataflow.runtime.executor import (
     groups_of,
     longest_s,
     routes_of,
+    servers_of,
 )
 from ...dataflow.runtime.messages import (
     AnswerWork,
@@ -44,13 +47,14 @@ from ...dataflow.runtime.recovery.resizing import replica_groups, restartable_gr
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport
-from .connections import Connections
 from .jobs import LOOK, Books, Job, Offers, Started
 from .joining import Joining, Returning
 from .process_backend import BackendError, NotInTime, ProcessBackend, ProcessDied, Ref
+from .process_setup import Address
 from .rank_group import (
     LEAST_START_S,
     RankGroup,
+    all_results,
     end_groups,
     hosted_bytes,
     keep_warm,
@@ -58,8 +62,139 @@ from .rank_group import (
     take_warm,
 )
 from .rank_process import Answer, part_from_numpy, part_to_numpy
-from .restart_budget import RestartBudget
 from .revival import dead_processes, reserve_again
+
+_LOOK_S = 1.0
+"""Between two looks at whether a server lives: nobody calls it who would notice."""
+
+
+class Connections:
+    """The connections of one executor's groups.
+
+    Args:
+        programs: All that it runs.
+
+    Attributes:
+        servers: Group that serves -> the groups that it serves.
+        clients: The groups that others serve.
+    """
+
+    def __init__(self, programs: Mapping[str, Program]) -> None:
+        self.servers = servers_of(programs)
+        self.clients = frozenset(name for names in self.servers.values() for name in names)
+        self._token = secrets.token_hex(32)
+        self._places: dict[str, list[Address]] = {}
+        self._looked_s: dict[str, float] = {}
+
+    def open(
+        self, groups: Mapping[str, RankGroup], names: Iterable[str], start_s: float
+    ) -> set[str]:
+        """Have groups listen, and tell those that they serve where.
+
+        Args:
+            groups: All groups by name; those of `names`, and all whom they serve, are built.
+            names: Groups that were started just now; they have the weights that they serve.
+            start_s: How long each phase may take.
+
+        Returns:
+            Groups that ask one which listens somewhere else than before: they are told, but what
+            they are doing waits for it in vain.
+
+        Raises:
+            WorkerError: If a process fails or takes too long.
+        """
+        new = set(names)
+        serving = {name: self._serve(groups[name]) for name in sorted(new & self.servers.keys())}
+        moved = set[str]()
+        for name, calls in serving.items():
+            backend, doing = groups[name].backend, "opening a socket to answer at"
+            places = all_results(backend, calls, doing, start_s)
+            if self._places.get(name, places) != places:
+                moved.update(self.servers[name])
+            self._places[name] = places
+        for name in moved - new:
+            self._tell(groups[name])
+        asking = sorted(new & self.clients)
+        calls = [call for name in asking for call in self._tell(groups[name])]
+        if calls:
+            backend = groups[asking[0]].backend
+            all_results(backend, calls, "being told who answers", start_s)
+        return moved - new
+
+    def _tell(self, group: RankGroup) -> list[Ref]:
+        return group.call_all("connect_to_servers", self._places, self._token)
+
+    def _serve(self, group: RankGroup) -> list[Ref]:
+        before = self._places.get(group.group.name)
+        return [
+            group.call(process, "serve", self._token, before[process] if before else None)
+            for process in range(len(group.processes))
+        ]
+
+    def to_look_at(self, busy: Iterable[str]) -> Generator[str]:
+        """Servers that it is time to look at: somebody may be asking them.
+
+        Args:
+            busy: Groups that have work.
+        """
+        working, now_s = set(busy), time.monotonic()
+        for name, clients in self.servers.items():
+            if working.intersection(clients) and now_s >= self._looked_s.get(name, 0.0):
+                self._looked_s[name] = now_s + _LOOK_S
+                yield name
+
+
+_Place = tuple[str, int | None]
+"""A group and a rank of it, or None for all of its ranks together."""
+
+
+class RestartBudget:
+    """Forgives a rank its deaths as soon as it has answered.
+
+    A rank that dies again and again without an answer in between has a cause that starting it again
+    does not fix. Before the second time in a row it waits, and before each further one twice as
+    long: what it had, a port or memory of a device, may not be free at once.
+
+    Args:
+        recovery: How many deaths in a row are too many; `max_restarts` limits how often a run goes
+            back, which this is not.
+    """
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+        self._in_a_row: Counter[_Place] = Counter()
+
+    def answered(self, group: str, rank: int) -> None:
+        """The rank has done something that it was asked for: it lives.
+
+        Args:
+            group: Its group.
+            rank: The rank; where all of a group are started again together, any of them.
+        """
+        self._in_a_row.pop((group, rank), None)
+        self._in_a_row.pop((group, None), None)
+
+    def pause_s(self, group: str, rank: int | None, said: str) -> float:
+        """Seconds to wait before it is started again once more.
+
+        Args:
+            group: Whose rank has died.
+            rank: The rank; None if all are started again.
+            said: Who died, and how.
+
+        Raises:
+            WorkerError: If it is not to be started again.
+        """
+        limits, place = self._recovery, (group, rank)
+        count = self._in_a_row[place]
+        if count >= limits.max_repeats:
+            raise WorkerError(
+                f"{said}\n    it had been started again {count} times without an answer in "
+                "between: that does not fix it (recovery.max_repeats)"
+            )
+        self._in_a_row[place] += 1
+        return limits.wait_s(count)
+
 
 _LOG = logging.getLogger("penstock.executor")
 
@@ -205,12 +340,7 @@ class Supervisor:
         self._send(Job(ticket, program, group, rank, work, set()))
 
     def _hand_off(self, group: str, *, awake: bool = False) -> None:
-        """Give a group its devices before its next work; comes back at once.
-
-        Args:
-            group: Whose turn it is.
-            awake: Whether its processes need not be woken, because they are about to be started.
-        """
+        """Give a group its devices before its next work; comes back at once."""
         change = self._sharing.hand_off(group)
         for name in change.sleep:
             self._asleep[name] = self._groups[name].call_all("sleep")
@@ -420,12 +550,7 @@ class Supervisor:
             self._books.note(job)
 
     def _load(self, jobs: Sequence[Job]) -> None:
-        """Have ranks that were started just now do first what they need, and wait for weights.
-
-        Raises:
-            WorkerError: If they cannot have them. They would compute with those that they were
-                built with.
-        """
+        """Have ranks that were started just now do first what they need, and wait for weights."""
         self._send_again(jobs)
         calls, end_s = self._books.take_loads(jobs), time.monotonic() + self._deadline_s
         while calls:

@@ -72,12 +72,7 @@ class InferenceClient:
                 ) from error
 
     def _answer(self, frame: bytes, end_s: float) -> Any:
-        """Ask once.
-
-        Raises:
-            _Gone: If nobody is there, or who was is no more.
-            TimeoutError: If there is no answer by then.
-        """
+        """Ask once."""
         link, is_new = self._taken(end_s)
         try:
             _limit(link, end_s)

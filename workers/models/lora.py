@@ -196,11 +196,7 @@ _WITHOUT_EFFECT = re.compile(
 
 
 def _saved_settings(folder: str) -> dict[str, Any]:
-    """The settings of a saved adapter, by the names of `LoraSpec`.
-
-    Raises:
-        ConfigError: If the file is missing or wrong, or says what cannot be done here.
-    """
+    """The settings of a saved adapter, by the names of `LoraSpec`."""
     file = Path(folder) / ADAPTER_SETTINGS
     if not file.exists():
         what = f"has no {ADAPTER_SETTINGS}, which says how its weights are used"

@@ -133,11 +133,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _headers(folder: Path) -> dict[str, _Saved]:
-    """All tensors of a folder.
-
-    Raises:
-        ConfigError: If a file is damaged, or files and index disagree.
-    """
+    """All tensors of a folder."""
     saved: dict[str, _Saved] = {}
     for file in weight_files(folder):
         try:

@@ -136,11 +136,7 @@ def _keep(draft: Path, place: Path) -> None:
 
 
 def _source(name: str, model: PackagedModel) -> Path:
-    """The package's file.
-
-    Raises:
-        ConfigError: If it is not there, or another.
-    """
+    """The package's file."""
     missing = [one for one in model.needs if importlib.util.find_spec(one) is None]
     if missing:
         raise ConfigError(

@@ -216,11 +216,7 @@ class Tokenizer:
         return str(text)
 
     def _frozen(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Variables of the template with a clock that stands still.
-
-        Raises:
-            ConfigError: If the template draws random numbers.
-        """
+        """Variables of the template with a clock that stands still."""
         source = str(variables.get("chat_template") or self.backend.chat_template)
         if _draws(source):
             raise ConfigError(

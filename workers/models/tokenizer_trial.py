@@ -76,7 +76,7 @@ def _check(folder: str, given: str | None, stamps: tuple[Any, ...]) -> None:
     elif outcome.score == _FINE:
         return
     else:
-        what = _FAULTS[int(outcome.score)]
+        what = _FAULTS[int(outcome.score or 0)]
     raise ConfigError(
         f"model folder '{folder}' cannot be used: {what}\n    take the tokenizer and the template "
         "that the model's publisher gives"

@@ -204,11 +204,7 @@ def _options(own: Sequence[str]) -> list[str]:
 
 
 def _factory(name: str, part: MixturePart) -> Callable[..., Any]:
-    """What `module:factory` names; it takes the part's options.
-
-    Raises:
-        ConfigError: If it is not there, fails while it is imported, or takes others.
-    """
+    """What `module:factory` names; it takes the part's options."""
     what = f"part '{name}' of the mixture"
     module, _, factory = part.worker.rpartition(":")
     make = getattr(import_user_module(what, module), factory, None)
@@ -327,11 +323,7 @@ class Mixture(Reward):
 
 
 def _finite(what: str, scores: torch.Tensor) -> torch.Tensor:
-    """The scores as f32[rows]; what is not a number stays so.
-
-    Raises:
-        WorkerError: If one is infinite there.
-    """
+    """The scores as f32[rows]; what is not a number stays so."""
     found = scores.float()
     if found.isinf().any():
         row = int(found.isinf().nonzero()[0])

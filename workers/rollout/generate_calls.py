@@ -2,24 +2,222 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import fields
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...algorithms.roles.language import Rollout, Sampling, Unfinished
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.runtime.call_context import call_in_flight, call_key, current_step
 from ...dataflow.runtime.worker_protocol import Streamed, WorkerContext
-from .ended import Ended
+from .ended import Begun, Ended
 from .generation_engine import GenerationEngine
-from .ordered_answers import OrderedAnswers
 from .reports import report_lag, report_responses
 from .responses import Responses, check_logprobs, check_prompts, to_rollout
 from .sampling import SampleStreams
-from .segments import as_begun, as_rollout, grown, joined, new_groups, num_tokens, parted
+
+
+def new_groups(prompt: Tensor, prompt_id: Tensor, step: int, num_samples: int) -> Unfinished:
+    """Groups of which nothing has been sampled.
+
+    Args:
+        prompt: i64[P, T], right padded with -1.
+        prompt_id: i64[P].
+        step: The step whose prompts they are.
+        num_samples: Responses to each.
+    """
+    none = Responses.none_yet(len(prompt) * num_samples, 0)
+    return Unfinished(
+        prompt=prompt.cpu(),
+        prompt_id=prompt_id.cpu(),
+        began=torch.full((len(prompt),), step, dtype=torch.int64),
+        response=none.token,
+        behavior_logprob=none.logprob,
+        version=none.token,
+        ended=none.finished,
+        finished=none.finished,
+    )
+
+
+def joined(parts: Sequence[Unfinished]) -> Unfinished:
+    """The groups of all parts, one after another."""
+    columns: dict[str, Tensor] = {}
+    for field in fields(Unfinished):
+        pieces: list[Tensor] = [getattr(part, field.name).cpu() for part in parts]
+        if pieces[0].dim() == 2:
+            width = max(piece.shape[1] for piece in pieces)
+            fill = 0 if pieces[0].is_floating_point() else -1
+            pieces = [pad(piece, (0, width - piece.shape[1]), value=fill) for piece in pieces]
+        columns[field.name] = torch.cat(pieces)
+    return Unfinished(**columns)
+
+
+def num_tokens(groups: Unfinished) -> Tensor:
+    """Tokens that there are of each response: i64[rows]."""
+    return (groups.response >= 0).sum(1)
+
+
+def as_begun(groups: Unfinished, sampling: Sampling, length: int) -> Begun:
+    """What an engine needs to go on.
+
+    Args:
+        groups: With what there is of them.
+        sampling: How they are sampled.
+        length: By how much a response may grow.
+
+    Raises:
+        ValueError: If they were begun with another number of samples or longer responses.
+    """
+    rows, wanted = len(groups.response), len(groups.prompt) * sampling.num_samples
+    longest = int(num_tokens(groups).max()) if rows else 0
+    if rows != wanted or longest > sampling.max_new_tokens:
+        raise ValueError(
+            f"{len(groups.prompt)} groups go on with {rows} responses of up to {longest} tokens, "
+            f"and are to be sampled with num_samples={sampling.num_samples} and "
+            f"max_new_tokens={sampling.max_new_tokens}; let a run end its groups as it began them"
+        )
+    more = (0, sampling.max_new_tokens - groups.response.shape[1])
+    return Begun(
+        pad(groups.response, more, value=-1),
+        pad(groups.behavior_logprob, more),
+        groups.ended,
+        length,
+    )
+
+
+def grown(groups: Unfinished, responses: Responses, sampling: Sampling) -> Unfinished:
+    """The groups after a segment.
+
+    Args:
+        groups: Before it.
+        responses: All that there is of each response after it.
+        sampling: How they are sampled.
+    """
+    limits = [sampling.longest_response(n) for n in (groups.prompt >= 0).sum(1).tolist()]
+    limit = torch.tensor(limits, dtype=torch.int64).repeat_interleave(sampling.num_samples)
+    width = int(responses.length.max()) if len(limit) else 0
+    token = responses.token[:, :width]
+    before = pad(groups.version, (0, width - groups.version.shape[1]), value=-1)
+    is_new = (token >= 0) & (before < 0)
+    return Unfinished(
+        prompt=groups.prompt,
+        prompt_id=groups.prompt_id,
+        began=groups.began,
+        response=token,
+        behavior_logprob=responses.logprob[:, :width],
+        version=torch.where(is_new, responses.versions[:, :width], before),
+        ended=groups.ended | responses.finished | (responses.length >= limit),
+        finished=responses.finished,
+    )
+
+
+def parted(groups: Unfinished) -> tuple[Unfinished, Unfinished]:
+    """The groups all of whose responses have ended, and the others."""
+    num_samples = len(groups.ended) // max(len(groups.prompt), 1)
+    whole = groups.ended.view(len(groups.prompt), num_samples).all(1)
+    return _chosen(groups, whole), _chosen(groups, ~whole)
+
+
+def _chosen(groups: Unfinished, kept: Tensor) -> Unfinished:
+    """Some groups, as bool[P] says."""
+    rows = kept.repeat_interleave(len(groups.ended) // max(len(kept), 1))
+    per_prompt = ("prompt", "prompt_id", "began")
+    return Unfinished(
+        **{
+            field.name: getattr(groups, field.name)[kept if field.name in per_prompt else rows]
+            for field in fields(groups)
+        }
+    )
+
+
+def as_rollout(groups: Unfinished) -> tuple[Rollout, Responses]:
+    """Groups that are whole as what `generate` returns, and their responses alone."""
+    responses = Responses(
+        groups.response,
+        groups.behavior_logprob,
+        num_tokens(groups),
+        groups.finished,
+        groups.version,
+    )
+    num_samples = len(groups.ended) // max(len(groups.prompt), 1)
+    prompt_id = groups.prompt_id.repeat_interleave(num_samples)
+    return to_rollout(groups.prompt, prompt_id, responses), responses
+
+
+class OrderedAnswers:
+    """Told which responses have ended, says which calls are to be answered.
+
+    Args:
+        num_rows: Responses of each call. Rows are numbered through all calls, in their order.
+        begun: Tokens that each response has before; none by default.
+    """
+
+    def __init__(self, num_rows: Sequence[int], begun: Sequence[int] | None = None) -> None:
+        self._call_of = [call for call, num in enumerate(num_rows) for _ in range(num)]
+        self._begun = [0] * len(self._call_of) if begun is None else begun
+        self._has_ended = bytearray(len(self._call_of))
+        self._missing = {call: num for call, num in enumerate(num_rows) if num}
+        self._longest = [0] * len(num_rows)
+        self._complete = [(0, call) for call, num in enumerate(num_rows) if not num]
+        # Rows of each call, the one that had the fewest tokens last: the first to be looked at.
+        bounds = pairwise(accumulate(num_rows, initial=0))
+        self._by_begun = [
+            sorted(range(*own), key=self._begun.__getitem__, reverse=True) for own in bounds
+        ]
+
+    @property
+    def num_missing(self) -> int:
+        """Responses that have not ended."""
+        return sum(self._missing.values())
+
+    def ended(
+        self, rows: Sequence[int], lengths: Sequence[int], at_least: int
+    ) -> list[tuple[int, int]]:
+        """Note that some responses have ended; none, if only `at_least` has grown.
+
+        Args:
+            rows: Which.
+            lengths: Tokens of each, with those that it had before.
+            at_least: Tokens that each of the others has at its end, or more, counted alike.
+
+        Returns:
+            (size, call) of the calls that are to be answered now, in order.
+
+        Raises:
+            ValueError: If a row has ended before.
+        """
+        for row, length in zip(rows, lengths, strict=True):
+            self._end(row, length)
+        first = min(((self._reached(call, at_least), call) for call in self._missing), default=None)
+        answers: list[tuple[int, int]] = []
+        while self._complete and (first is None or self._complete[0] < first):
+            answers.append(heapq.heappop(self._complete))
+        return answers
+
+    def _reached(self, call: int, at_least: int) -> int:
+        """The least size that a call which is not complete may come to have."""
+        rows = self._by_begun[call]
+        while self._has_ended[rows[-1]]:
+            rows.pop()
+        return max(at_least - self._begun[rows[-1]], self._longest[call])
+
+    def _end(self, row: int, length: int) -> None:
+        if self._has_ended[row]:
+            raise ValueError(f"response {row} ended twice; an engine gives every response once")
+        self._has_ended[row] = True
+        call = self._call_of[row]
+        self._longest[call] = max(self._longest[call], length - self._begun[row])
+        self._missing[call] -= 1
+        if not self._missing[call]:
+            del self._missing[call]
+            heapq.heappush(self._complete, (self._longest[call], call))
 
 
 def sample(
@@ -158,15 +356,7 @@ def _sampled(
     sampling: Sampling,
     length: int | None,
 ) -> Generator[tuple[int, int, Responses] | None]:
-    """Size, call and responses of each call, in the order of answers; None where there is a pause.
-
-    Args:
-        engine: Samples the tokens.
-        context: The role, and the run's seed.
-        groups: Those of each call.
-        sampling: How they are sampled.
-        length: Tokens by which a response may grow; None for as many as it takes.
-    """
+    """Size, call and responses of each call, in the order of answers; None where one pauses."""
     every = joined(groups)
     ids, began = every.prompt_id, every.began
     streams = _checked_streams(engine, context, every.prompt, ids, sampling, began)
@@ -190,13 +380,6 @@ def _completed(
     """Size, call and responses of each call, in the order of answers, as soon as that is known.
 
     In flight there is None wherever nothing is to be answered though the engine told something.
-
-    Args:
-        steps: What the engine tells.
-        num_rows: Responses of each call.
-        before: What there is of them.
-        sampling: How they are sampled.
-        engine: For a message.
     """
     order = OrderedAnswers(num_rows, num_tokens(before).tolist())
     bounds = list(pairwise(accumulate(num_rows, initial=0)))
@@ -247,9 +430,6 @@ def _checked_streams(
         prompt_id: i64[P].
         sampling: How responses are sampled.
         steps: i64[P]; the step in which each prompt's responses began, this one by default.
-
-    Raises:
-        ValueError: If a prompt cannot be answered, or the engine cannot sample so.
     """
     check_prompts(
         prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
@@ -277,11 +457,7 @@ def _answer(
 
 
 def _common_sampling(method: str, calls: Sequence[Mapping[str, Any]], role: str) -> Sampling:
-    """How all of the calls are to be sampled.
-
-    Raises:
-        ValueError: If they differ in that, or are of another method.
-    """
+    """How all of the calls are to be sampled."""
     if method != "generate":
         raise ValueError(
             f"'{role}' was asked to stream its '{method}', and only 'generate' streams; make those "

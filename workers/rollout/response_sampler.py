@@ -7,7 +7,9 @@ token is sampled, what is recorded of it and whether it ends the response is dec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +18,259 @@ from ...algorithms.roles.language import Sampling
 from ...dataflow.runtime.call_context import call_version
 from .ended import Begun, Ended
 from .responses import Responses
+from .sampling import sample_token
 from .stop_strings import StopStrings, TokenizerRecipe
-from .token_sampler import TokenSampler, tokens_of
+
+_FIRST_LOOK = 64
+"""Tokens among which the nucleus is looked for first: sorting a whole vocabulary takes 0.5 s for
+96 rows of 49,152, these 10 ms."""
+_GROWTH = 8
+_ONE_IN_BITS = 0x3F800000
+"""A float32 of 1."""
+
+
+def filtered_logits(
+    logits: Tensor,
+    sampling: Sampling,
+    *,
+    seen: Tensor | None,
+    barred: Tensor | None,
+    waits: bool = True,
+) -> Tensor:
+    """Logits whose softmax is the distribution that a token is sampled from.
+
+    Args:
+        logits: [rows, V], any float dtype; kept as they are.
+        sampling: The options. At temperature 0 the logits are not divided, and not truncated,
+            which would not move the likeliest token.
+        seen: bool[rows, V]: tokens of the prompt and the response so far. None without a penalty.
+        barred: bool[rows, V]: tokens that must not come yet; None if all may.
+        waits: Whether the host may look at what was computed, which is faster on the CPU; the same
+            tokens are left out.
+
+    Returns:
+        f32[rows, V]; -inf where a token is left out.
+    """
+    logits = logits.float().clone()
+    if barred is not None:
+        logits = logits.masked_fill_(barred, -math.inf)
+    if seen is not None:
+        logits = penalized(logits, seen, sampling.repetition_penalty)
+    if sampling.temperature == 0:
+        return logits
+    logits = logits / sampling.temperature
+    if sampling.min_p > 0:
+        logits = keep_min_p(logits, sampling.min_p)
+    if 0 < sampling.top_k < logits.shape[1]:
+        logits = keep_top_k(logits, sampling.top_k)
+    return keep_top_p(logits, sampling.top_p, waits=waits) if sampling.top_p < 1 else logits
+
+
+def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Divide positive logits of seen tokens by the penalty, and multiply negative ones with it.
+
+    Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable Generation",
+    2019, section 4.1, in the form of vLLM and transformers.
+
+    Args:
+        logits: f32[rows, V].
+        seen: bool[rows, V].
+        penalty: Above 0; above 1 makes repetitions less likely.
+    """
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def keep_min_p(logits: Tensor, min_p: float) -> Tensor:
+    """Keep tokens at least `min_p` as likely as the likeliest: f32[rows, V], else -inf.
+
+    Nguyen et al., "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs",
+    2024.
+    """
+    least = logits.amax(1, keepdim=True) + math.log(min_p)
+    return logits.masked_fill(logits < least, -math.inf)
+
+
+def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
+    """Keep the `top_k` likeliest tokens, of at least as many: f32[rows, V], else -inf."""
+    least = logits.topk(top_k, dim=1).values[:, -1:]
+    return logits.masked_fill(logits < least, -math.inf)
+
+
+def keep_top_p(logits: Tensor, top_p: float, *, waits: bool = True) -> Tensor:
+    """Keep the likeliest tokens whose probabilities first add up to `top_p`.
+
+    Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020: the nucleus.
+
+    Args:
+        logits: f32[rows, V].
+        top_p: In (0, 1).
+        waits: See `filtered_logits`.
+
+    Returns:
+        f32[rows, V]; -inf outside the nucleus, which has one token at least.
+    """
+    probability = logits.softmax(1)
+    find = _least_ranked if waits else _least_bisected
+    return logits.masked_fill(probability < find(probability, top_p), -math.inf)
+
+
+def _least_ranked(probability: Tensor, top_p: float) -> Tensor:
+    """The least probability in the nucleus, f32[rows, 1], among those ranked first."""
+    least = torch.empty_like(probability[:, :1])
+    rows = torch.arange(len(probability), device=probability.device)
+    count = _FIRST_LOOK
+    while len(rows):
+        count = min(count, probability.shape[1])
+        ranked = probability[rows].topk(count, dim=1).values
+        total = ranked.double().cumsum(1)
+        # How many tokens come before the one that completes the nucleus. A sum does not depend on
+        # how far it is continued, so neither do the tokens kept.
+        place = (total < top_p).sum(1, keepdim=True)
+        found = (place < count)[:, 0] | (count == probability.shape[1])
+        least[rows[found]] = ranked.gather(1, place.clamp(max=count - 1))[found]
+        rows = rows[~found]
+        count *= _GROWTH
+    return least
+
+
+def _least_bisected(probability: Tensor, top_p: float) -> Tensor:
+    """The same without a look: the most of which all that are at least as likely add up to `top_p`.
+
+    Floats that are not negative are ordered as their bits are, so 30 halvings of those up to 1 find
+    it to the bit.
+    """
+    low = torch.zeros_like(probability[:, :1], dtype=torch.int32)
+    high = torch.full_like(low, _ONE_IN_BITS + 1)
+    for _ in range(_ONE_IN_BITS.bit_length()):
+        middle = (low + high) >> 1
+        enough = probability * (probability >= middle.view(torch.float32))
+        found = enough.sum(1, keepdim=True, dtype=torch.float64) >= top_p
+        low, high = torch.where(found, middle, low), torch.where(found, high, middle)
+    return low.view(torch.float32)
+
+
+class Sampled(NamedTuple):
+    """The next tokens of M rows."""
+
+    token: Tensor
+    """i64[M]."""
+    logprob: Tensor
+    """f32[M]."""
+    place: Tensor
+    """i64[M]; of the token in its response."""
+
+
+class TokenSampler:
+    """Samples tokens, each with its own random number.
+
+    Args:
+        uniform: f64[rows, max_new] on the model's device; the random numbers.
+        sampling: How responses are sampled.
+        ends: Tokens that end a response.
+        vocab_size: Tokens that may be sampled, the first of those that the model knows.
+        length: i64[rows]; tokens that there are of each response.
+        limit: i64[rows]; and how many there may be.
+        seen: bool[rows, V]; which tokens each text has. None without a penalty for repetition.
+
+    Attributes:
+        length: i64[rows + 1], on the device; tokens that have been noted, of nobody at the end.
+    """
+
+    def __init__(
+        self,
+        uniform: Tensor,
+        sampling: Sampling,
+        *,
+        ends: Tensor,
+        vocab_size: int,
+        length: Tensor,
+        limit: Tensor,
+        seen: Tensor | None,
+    ) -> None:
+        device = uniform.device
+        # One row more than there are: rows that count for nothing write theirs.
+        self._nobody = len(uniform)
+        self.length = torch.cat([length, length.new_zeros(1)]).to(device)
+        self._seen = None if seen is None else torch.cat([seen, seen.new_zeros(1, vocab_size)])
+        self._limit = limit.to(device)
+        self._uniform = uniform
+        self._sampling = sampling
+        self._filters = bool(sampling.filtered_by)
+        self._ends = ends.to(device)
+        # A token that ends a text may be no word of the vocabulary: then none does.
+        may_end = torch.zeros(vocab_size + 1, dtype=torch.bool, device=device)
+        may_end.index_fill_(0, self._ends.clamp(max=vocab_size), True)
+        self._may_end = may_end[:vocab_size]
+        self._true = torch.ones((), dtype=torch.bool, device=device)
+
+    def begin(self, row: int, uniform: Tensor, limit: int, text: Tensor) -> None:
+        """Begin another response in a row.
+
+        Args:
+            row: Which.
+            uniform: f64[n]; its random numbers.
+            limit: Tokens that it may have.
+            text: i64[T]; what it answers.
+        """
+        self._uniform[row, : len(uniform)] = uniform.to(self._uniform.device)
+        self.length[row], self._limit[row] = 0, limit
+        if self._seen is not None:
+            self._seen[row] = tokens_of(text[None].to(self._seen.device), len(self._may_end))[0]
+
+    def sample(self, logits: Tensor, row: Tensor, *, waits: bool) -> Sampled:
+        """Sample the next token of some rows; `note` what has been sampled before the next.
+
+        Args:
+            logits: [M, V], any float dtype; V may be more than `vocab_size`.
+            row: i64[M]; which response each of them is of.
+            waits: Whether the host may look at what was computed, which is faster on the CPU.
+        """
+        logits = logits[:, : len(self._may_end)]
+        max_new = self._uniform.shape[1]
+        place = self.length.index_select(0, row).clamp(max=max_new - 1)
+        temperature = self._sampling.temperature
+        uniform = self._uniform.take(row * max_new + place)
+        if self._filters:
+            seen = None if self._seen is None else self._seen.index_select(0, row)
+            barred = self._barred(place, waits=waits)
+            logits = filtered_logits(logits, self._sampling, seen=seen, barred=barred, waits=waits)
+            temperature = 1.0 if temperature else 0.0  # they are divided by it
+        token, logprob = sample_token(logits, uniform, temperature, waits=waits)
+        return Sampled(token, logprob, place)
+
+    def note(self, sampled: Sampled, row: Tensor, live: Tensor) -> None:
+        """Have the next tokens follow these.
+
+        Args:
+            sampled: From `sample`.
+            row: i64[M]; which response each row is of.
+            live: bool[M]; False for rows that fill a batch and count for nothing.
+        """
+        at = row.masked_fill(~live, self._nobody)
+        self.length.index_put_((at,), sampled.place + 1)
+        if self._seen is not None:
+            self._seen.index_put_((at, sampled.token), self._true)
+
+    def goes_on(self, sampled: Sampled, row: Tensor, live: Tensor) -> Tensor:
+        """Which of the live rows are to have more, bool[M]; stop strings are not looked for."""
+        ended = (sampled.token[:, None] == self._ends).any(1)
+        return live & ~ended & (self._limit.index_select(0, row) > sampled.place + 1)
+
+    def _barred(self, place: Tensor, *, waits: bool) -> Tensor | None:
+        """bool[M, V]: the tokens that would end a response too early; None if surely none would."""
+        if not self._sampling.min_new_tokens:
+            return None
+        early = place < self._sampling.min_new_tokens
+        if waits and not bool(early.any()):
+            return None
+        return early[:, None] & self._may_end
+
+
+def tokens_of(text: Tensor, vocab_size: int) -> Tensor:
+    """bool[n, V]: which tokens stand in each text, i64[n, T] padded with -1."""
+    seen = torch.zeros(len(text), vocab_size + 1, dtype=torch.bool, device=text.device)
+    others = (text < 0) | (text > vocab_size)
+    return seen.scatter_(1, text.masked_fill(others, vocab_size), True)[:, :vocab_size]
 
 
 class ResponseSampler:

@@ -299,11 +299,7 @@ class ModelWorker:
         num_minibatches: int,
         limits: MismatchLimits | None = None,
     ) -> TrainMetrics:
-        """Train in the call being served, on all of a batch or on a piece; see `Trainer.train`.
-
-        Raises:
-            RuntimeError: If the worker is frozen.
-        """
+        """Train in the call being served, on all of a batch or on a piece; see `Trainer.train`."""
         if self._trainer is None:
             raise RuntimeError(
                 f"'{self.context.role}' is frozen and cannot train; give its spec an optimizer= "
@@ -344,9 +340,6 @@ class ModelWorker:
         `compute` maps tokens and mask of some rows, cut to width W, to [rows, W] if `per_token`,
         else to [rows]; with a `width` to so many numbers in place of each. All processes that
         compute outputs of the rank get all results.
-
-        Raises:
-            WorkerError: If `what` it computes is not finite.
         """
         check_columns(tokens, mask)
         network, device = self._network, self.device

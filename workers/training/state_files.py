@@ -235,11 +235,7 @@ class _UnwantedError(Exception):
 
 
 def _check(source: _Source) -> None:
-    """Require that a tensor has not changed since it was taken.
-
-    Raises:
-        StateError: If it has: whoever changed it has not called `keep`.
-    """
+    """Require that a tensor has not changed since it was taken."""
     live = source.live
     if live is not None and live._version != source.version:  # pyright: ignore[reportPrivateUsage] - see `_sources`
         raise StateError(

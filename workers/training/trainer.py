@@ -233,11 +233,7 @@ class Trainer(Generic[O]):
         )
 
     def _step(self, grad: Tensor, rows: Sequence[object], sums: Sums, key: CallKey) -> float:
-        """One optimizer step on the gradient of some rows, and its norm.
-
-        Raises:
-            WorkerError: If that is not finite, on all processes.
-        """
+        """One optimizer step on the gradient of some rows, and its norm."""
         try:
             return self.optimizer.step(grad, self._spec.lr_at(self.calls))
         except FloatingPointError as error:
@@ -306,11 +302,7 @@ class Trainer(Generic[O]):
     def _loss(
         self, forward: Forward[O], loss: Loss[B, O], micro: B, totals: Tensor, sums: Sums
     ) -> Tensor:
-        """What some rows contribute to the minibatch's loss; adds its numbers to `sums`.
-
-        Raises:
-            ValueError: If the loss has no gradient.
-        """
+        """What some rows contribute to the minibatch's loss; adds its numbers to `sums`."""
         output = forward(micro, loss.needs_entropy)
         if self._mismatch is not None:
             self._mismatch.add(output, micro)

@@ -116,11 +116,7 @@ def _call_of(text: str) -> dict[str, Any] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Its value.
-
-    Raises:
-        ValueError: If it is none, or one that JSON cannot say.
-    """
+    """Its value."""
     value = ast.literal_eval(node)
     json.dumps(typed(value), allow_nan=False)
     if any(isinstance(one, ast.Constant) and type(one.value) in _UNSAID for one in ast.walk(node)):

@@ -285,11 +285,7 @@ class _Run:
         self._failed(child, None)
 
     def _failed(self, child: _Child, error: str | None) -> None:
-        """Replace a process, whose call has failed, or run out of time if there is no error.
-
-        Raises:
-            WorkerError: If it was to make the verifier; another one would fail likewise.
-        """
+        """Replace a process, whose call has failed, or run out of time if there is no error."""
         row = child.row
         self._pool.replace(child)
         if row == _MAKING:

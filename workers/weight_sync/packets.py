@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ...planner.resharding.box import Box, whole
 from ...planner.resharding.plan import TransferPlan
-from .checksums import checksums
 from .device_slices import (
     Message,
     Part,
@@ -31,6 +31,64 @@ from .device_slices import (
     write_view,
 )
 from .version_tracker import HeldWeights, WeightsError
+
+_ROW = 4096
+_WORDS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksums(message: Message, payload: Tensor, version: int) -> list[int]:
+    """One of each part of a packed message.
+
+    Args:
+        message: What is in it.
+        payload: u8[message.num_bytes], in host memory or on a device, which decides how.
+        version: Of the weights that it is part of.
+    """
+    if payload.device.type != "cpu":
+        return checksums_of_sums(message, payload, version)
+    return [
+        checksum(part, data, version)
+        for part, data in zip(message.parts, message.slices(payload), strict=True)
+    ]
+
+
+def checksum(part: Part, data: Tensor, version: int) -> int:
+    """XXH3 over a part's bytes, seeded with its identity: several times faster than a CRC.
+
+    Args:
+        part: What the bytes are.
+        data: u8[n], contiguous, in host memory.
+        version: Of the weights that they are part of.
+    """
+    digest = xxhash.xxh3_64_digest(data.numpy().data, _seed(part, len(data), version))
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def checksums_of_sums(message: Message, payload: Tensor, version: int) -> list[int]:
+    """The same over sums that are made where the payload is; they leave it together."""
+    words = _WORDS[message.element_bytes]
+    sums = [_sums(data.view(words)) for data in message.slices(payload)]
+    on_host = torch.cat(sums).cpu().split([len(one) for one in sums])
+    found: list[int] = []
+    for part, size, one in zip(message.parts, message.sizes, on_host, strict=True):
+        digest = xxhash.xxh3_64_digest(one.numpy().data, _seed(part, size, version))
+        found.append(int.from_bytes(digest, "little", signed=True))
+    return found
+
+
+def _sums(words: Tensor) -> Tensor:
+    """i64: of every column, of every row, and the words that are no whole row."""
+    rows = len(words) // _ROW
+    table, rest = words[: rows * _ROW].view(rows, _ROW), words[rows * _ROW :]
+    by_column, by_row = table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)
+    return torch.cat([by_column, by_row, rest.to(torch.int64)])
+
+
+def _seed(part: Part, num_bytes: int, version: int) -> int:
+    identity = f"{part.param.name}\0{part.move.box}\0{num_bytes}".encode()
+    stamp = version.to_bytes(8, "little", signed=True)
+    return xxhash.xxh3_64_intdigest(stamp, xxhash.xxh3_64_intdigest(identity))
+
 
 Bucket = Any
 """u8[bytes]: a numpy array in host memory, or a tensor on a device."""
@@ -268,11 +326,7 @@ def _check_packet(
 def _checked(
     plan: TransferPlan, device: int, packets: Sequence[Packet], version: int
 ) -> list[tuple[Part, Tensor]]:
-    """Every slice that a device is to receive, with its values.
-
-    Raises:
-        WeightsError: If one is missing or damaged, or of another version or plan.
-    """
+    """Every slice that a device is to receive, with its values."""
     index, stamp = _param_index(plan), plan_stamp(plan)
     expected: dict[int, list[Message]] = {}
     for message in messages_of(plan, [device])[device]:
@@ -296,11 +350,7 @@ def _checked(
 def _slices(
     packet: Packet, messages: Sequence[Message], dtype: torch.dtype
 ) -> list[tuple[Part, Tensor]]:
-    """Every slice of a packet with its values.
-
-    Raises:
-        WeightsError: If bytes are missing or damaged.
-    """
+    """Every slice of a packet with its values."""
     where = f"packet from device {packet.source} to device {packet.destination}"
     given = iter(packet.checksums.tolist())
     ready: list[tuple[Part, Tensor]] = []

@@ -98,11 +98,7 @@ class _Ledger:
 
 
 def _ledger_says(place: _Place) -> int:
-    """Which offer a sender's piece is for.
-
-    Raises:
-        OSError: If the sender has ended.
-    """
+    """Which offer a sender's piece is for."""
     file = os.open(place.ledger, os.O_RDONLY)
     try:
         mark, number = (os.pread(file, _WORD, _WORD * slot) for slot in (0, place.slot))

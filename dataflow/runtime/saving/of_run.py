@@ -364,11 +364,7 @@ class Saving:
 
 
 def _refused(error: OSError) -> str:
-    """What a disk refused.
-
-    Raises:
-        OSError: If it is no matter of the disk.
-    """
+    """What a disk refused."""
     said = disk_refusal(error)
     if said is None:
         raise error

@@ -24,13 +24,13 @@ def test_leave_one_out_keeps_double_precision() -> None:
 
 def test_nothing_is_left_where_nothing_was_sampled() -> None:
     coef = torch.ones(1)
-    logprobs = {"logprob": ONES, "ref_logprob": ONES}
-    assert kl_penalized_reward(HOLE, HALF, kl_coef=coef, **logprobs).tolist() == [[1, 0]]
+    penalized = kl_penalized_reward(HOLE, HALF, kl_coef=coef, logprob=ONES, ref_logprob=ONES)
+    assert penalized.tolist() == [[1, 0]]
     assert self_normalized(HOLE, HALF).tolist() == [[1, 0]]
     scaled = percentile_scaled(HALF, advantage=HOLE, value_target=HOLE)
     assert scaled.advantage.tolist() == scaled.value_target.tolist() == [[1, 0]]
-    never = {"logprob": -torch.inf * ONES, "ref_logprob": -torch.inf * ONES}
-    shaped = kl_shaped_reward(torch.ones(1), HALF, kl_coef=0.0, **never)
+    never = -torch.inf * ONES
+    shaped = kl_shaped_reward(torch.ones(1), HALF, kl_coef=0.0, logprob=never, ref_logprob=never)
     assert shaped.tolist() == [[1, 0]]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import StateError
-from penstock.dataflow.scheduler.consumption import Consumption
+from penstock.dataflow.scheduler.steps import Consumption
 
 SIZES = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 

@@ -13,8 +13,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.placement import place
-from penstock.launch.placement.auto_place import Choice, choose, idle_gpus
-from penstock.launch.placement.gpus import preset_of
+from penstock.launch.placement.auto_place import Choice, choose, idle_gpus, preset_of
 from penstock.launch.placement.reported import joined
 from penstock.workers.executors.assignment import Machine
 from penstock.workers.executors.registry import EXECUTORS

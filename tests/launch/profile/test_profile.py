@@ -22,13 +22,13 @@ from penstock.launch.profile.links import (
     link_of,
     within_nodes,
 )
-from penstock.launch.profile.measured_cluster import (
+from penstock.launch.profile.profile import (
     MeasuredNode,
     alike,
     machine_text,
     measured_cluster,
+    profile,
 )
-from penstock.launch.profile.profile import profile
 from penstock.launch.profile.rank import RankResult, Together
 from penstock.launch.profile.show import calibration_text
 from penstock.planner.cost.calibration import Calibration

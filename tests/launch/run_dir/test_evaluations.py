@@ -22,12 +22,12 @@ from penstock.launch.run_dir.evaluations import (
 
 def measured(*correct: int, num_samples: int = 1) -> Measured:
     """Of problems 10, 11, ... so many samples are right."""
-    scores = {
+    scores: dict[str, list[float | None]] = {
         str(10 + problem): [float(sample < right) for sample in range(num_samples)]
         for problem, right in enumerate(correct)
     }
     accuracy = sum(correct) / len(correct) / num_samples
-    rights = {problem: int(sum(its)) for problem, its in scores.items()}
+    rights = {problem: sum(one == 1 for one in its) for problem, its in scores.items()}
     return Measured({"a/b": 1.0}, accuracy, scores=scores, correct=rights)
 
 

@@ -8,7 +8,7 @@ import gymnasium
 import pytest
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.inputs.data import load_data
-from penstock.launch.stages.not_exact import not_exact
+from penstock.launch.stages.job import not_exact
 from penstock.launch.stages.stages import stages_of
 
 from ...workers.envs.toys import Worldly

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from penstock.planner.inputs.mesh import Mesh
-from penstock.planner.plan.runner_up import runner_up
+from penstock.planner.plan.planner import runner_up
 from penstock.planner.search.options import Option
 from penstock.planner.search.result import Assignment, GroupAssignment
 

@@ -14,8 +14,8 @@ from penstock.planner.cost.time_parts import CallTime
 from penstock.planner.inputs.calls import Call, calls_of
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.inputs.workload import Lengths, Workload
+from penstock.planner.plan.planner import part_lengths, part_times
 from penstock.planner.plan.simulate import Simulation, simulate
-from penstock.planner.plan.streamed import part_lengths, part_times
 
 SHAPE = ModelShape(
     name="tiny",

@@ -6,7 +6,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.workers.data.synthetic_negatives import wrong_answer
+from penstock.workers.data.sources import wrong_answer
 
 
 @settings(max_examples=40)

@@ -13,7 +13,7 @@ import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import VectorWrapper
 from penstock.dataflow.errors import StateError
-from penstock.workers.envs.attributes import copied, same
+from penstock.workers.envs.native import copied, same
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker
 

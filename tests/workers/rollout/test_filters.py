@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.algorithms.roles import Sampling
-from penstock.workers.rollout.filters import (
+from penstock.workers.rollout.response_sampler import (
     filtered_logits,
     keep_min_p,
     keep_top_k,

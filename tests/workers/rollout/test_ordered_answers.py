@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.workers.rollout.ordered_answers import OrderedAnswers
+from penstock.workers.rollout.generate_calls import OrderedAnswers
 
 Place = tuple[int, int]
 

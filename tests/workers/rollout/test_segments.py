@@ -23,8 +23,8 @@ from penstock.dataflow.runtime.worker_protocol import (
     drain_metrics,
 )
 from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.rollout.generate_calls import joined, new_groups, parted
 from penstock.workers.rollout.generator_policy import GeneratorPolicy
-from penstock.workers.rollout.segments import joined, new_groups, parted
 from torch import Tensor
 from torch_models import VOCAB, make_policy, make_prompts
 

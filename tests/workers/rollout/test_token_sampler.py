@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from penstock.algorithms.roles import Sampling
-from penstock.workers.rollout.token_sampler import TokenSampler, tokens_of
+from penstock.workers.rollout.response_sampler import TokenSampler, tokens_of
 
 VOCAB, EOS = 50, 2
 OPTIONS: list[dict[str, Any]] = [

@@ -115,11 +115,7 @@ class Endpoint:
         return _json(error_body(_not_served(request)), 404)
 
     def _conversation(self, request: Request) -> Sequences:
-        """Whose key a request brings.
-
-        Raises:
-            Refused: If the conversation has another, or does not go on, or it is no address.
-        """
+        """Whose key a request brings."""
         number, given = request.path_params["number"], request.headers.get("authorization", "")
         if not number.isdecimal() or len(number) > _MOST_DIGITS:
             raise _not_served(request)

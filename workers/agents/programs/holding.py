@@ -104,11 +104,7 @@ class ProgramHolder:
         *,
         is_last: bool,
     ) -> None:
-        """One conversation to its end, whatever the program does.
-
-        Raises:
-            ProgramKilled: If its process was killed, unless this is the last time.
-        """
+        """One conversation to its end, whatever the program does."""
         ending, failure = "done", None
         earned: float | None = 0.0
         with endpoint.opened(one.row, sequences) as (url, key):
@@ -146,11 +142,7 @@ def _release(floor: Floor, sequences: Sequences) -> None:
 
 
 def _earned(earned: Any) -> float | None:
-    """What an answer earns; None if there is no saying.
-
-    Raises:
-        ProgramFailed: If it is no number, or one that nothing can be learned from.
-    """
+    """What an answer earns; None if there is no saying."""
     try:
         return as_score(earned)
     except ValueError as error:

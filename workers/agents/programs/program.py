@@ -210,11 +210,7 @@ def _variables(access: Access) -> Mapping[str, str]:
 
 
 async def _read(stream: asyncio.StreamReader) -> bytes:
-    """All that comes.
-
-    Raises:
-        ProgramFailed: If it is too much.
-    """
+    """All that comes."""
     read = bytearray()
     while piece := await stream.read(1 << 16):
         read += piece

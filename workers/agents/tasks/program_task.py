@@ -94,11 +94,7 @@ class ProgramTask(AnsweredOtherwise):
 
 
 def _function(place: str) -> Function:
-    """The function at `module:function`.
-
-    Raises:
-        ConfigError: If there is none, or it has other arguments.
-    """
+    """The function at `module:function`."""
     found = imported(place)
     try:
         parameters = inspect.signature(found).parameters.values()

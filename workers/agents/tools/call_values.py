@@ -91,11 +91,7 @@ def bad_call(written: str, why: str) -> BadCall:
 
 
 def _check(value: object, depth: int) -> None:
-    """Refuse what is no JSON, or too deep or too large for others to handle.
-
-    Raises:
-        _Refused: If it is.
-    """
+    """Refuse what is no JSON, or too deep or too large for others to handle."""
     if depth > _DEEPEST:
         raise _Refused(f"lists and objects are nested deeper than {_DEEPEST}")
     if isinstance(value, str):

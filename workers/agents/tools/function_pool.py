@@ -100,11 +100,7 @@ class FunctionPool:
             await self._gone(process)
 
     async def _run(self, name: str, arguments: Mapping[str, Any], *, is_last: bool) -> ToolText:
-        """Make a call once.
-
-        Raises:
-            _Killed: If its process was killed, unless this is the last time.
-        """
+        """Make a call once."""
         try:
             process = await self._take(is_last=is_last)
         except NotSaid as error:
@@ -133,12 +129,7 @@ class FunctionPool:
             raise
 
     async def _take(self, *, is_last: bool) -> _Process:
-        """A process without a call.
-
-        Raises:
-            _Killed: If it is killed as it starts, unless this is the last time.
-            NotSaid: If none can be started.
-        """
+        """A process without a call."""
         while self._idle:
             process = self._idle.pop()
             if process.lines.quiet:

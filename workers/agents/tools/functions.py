@@ -335,11 +335,7 @@ def imported(place: str) -> Callable[..., Any]:
 
 
 def _functions_at(place: str) -> list[Function]:
-    """The function of a place, or the public methods of its class.
-
-    Raises:
-        ConfigError: If there is none, or no schema can be made of one.
-    """
+    """The function of a place, or the public methods of its class."""
     found = imported(place)
     if not inspect.isclass(found):
         return [Function(found, place)]

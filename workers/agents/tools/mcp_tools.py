@@ -103,11 +103,7 @@ class McpTools:
         return McpAddress(self.command, self.url, self.env, self.start_limit_s)
 
     def _listed(self) -> Sequence[Mapping[str, Any]]:
-        """Schemas of all tools, by a connection for that alone.
-
-        Raises:
-            ConfigError: If the server does not answer.
-        """
+        """Schemas of all tools, by a connection for that alone."""
         with tempfile.TemporaryFile("w+", errors="replace") as log:
 
             async def listed() -> Sequence[Mapping[str, Any]]:
@@ -198,11 +194,7 @@ class _Session:
         return ToolText(cut(str(lost), self._options.max_bytes), error=True)
 
     async def _call_once(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
-        """Call a tool of a server that knows what was said before, if that matters to it.
-
-        Raises:
-            ServerLost: If there is no server, or it is lost, or is not as the one before.
-        """
+        """Call a tool of a server that knows what was said before, if that matters to it."""
         if self._own is None or not self._options.deterministic:
             return await self._answer(name, arguments)
         which = self._server.which()

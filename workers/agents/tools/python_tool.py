@@ -175,13 +175,7 @@ class _Session:
         self._end()
 
     async def _start(self) -> tuple[Interpreter, Lines]:
-        """A confined interpreter.
-
-        Raises:
-            NotSaid: If it takes too long.
-            Unconfined: If it cannot be confined.
-            OSError: If the system starts no more processes.
-        """
+        """A confined interpreter."""
         options = self._options
         limits = Limits(time_s=options.cpu_limit_s, memory_mb=options.memory_mb)
         interpreter = Interpreter(self._kind, self._seed, limits)
@@ -199,11 +193,7 @@ class _Session:
         return self._running
 
     async def _ask(self, interpreter: Interpreter, lines: Lines, code: str) -> ToolText:
-        """Run a piece, with an eye on its threads.
-
-        Raises:
-            NotSaid: If there is no answer.
-        """
+        """Run a piece, with an eye on its threads."""
         nonce, most = secrets.token_hex(8), self._options.max_bytes
         if not lines.quiet:
             raise NotSaid("it ended or spoke between two calls", ended=True)
@@ -278,12 +268,7 @@ class _Session:
 
 
 async def _confined(interpreter: Interpreter) -> None:
-    """Wait until an interpreter is confined; kill it if it is not.
-
-    Raises:
-        NotSaid: If it takes too long.
-        Unconfined: If it cannot be.
-    """
+    """Wait until an interpreter is confined; kill it if it is not."""
     try:
         deadline = asyncio.get_running_loop().time() + START_S
         await ready(interpreter.verdict, deadline)

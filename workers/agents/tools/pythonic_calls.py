@@ -78,11 +78,7 @@ def _calls(said: str) -> tuple[ToolCall | BadCall, ...]:
 
 
 def _check_tokens(said: str) -> None:
-    """Refuse what literals and calls are not made of, before Python's parser sees it.
-
-    Raises:
-        _Refused: If there is something else, or brackets are nested too deep.
-    """
+    """Refuse what literals and calls are not made of, before Python's parser sees it."""
     if len(said) > _LONGEST:
         raise _Refused(f"the calls are longer than {_LONGEST} characters")
     place = depth = 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ....planner.resharding.box import Box, volume
+from ....planner.resharding.sharding import Pattern, Sharding, Slice, StoredParam
 from ...models.heads import Head
 from ...models.lora import LoraSpec, checkpoint_name, insert_adapters, merge, save_adapter
 from ...models.spec import ModelSpec
@@ -24,7 +27,153 @@ from .context_parallel import CutOutputs
 from .mesh import FsdpMesh
 from .model import FsdpModel
 from .optimizer import FsdpAdamW
-from .stored_part import StoredPart
+
+_BY_ROWS = re.compile(r"(.*\.)?(embed_tokens|lm_head|[qkv]_proj|gate_proj|up_proj)\.(weight|bias)")
+_BY_COLUMNS = re.compile(r"(.*\.)?(o_proj|down_proj)\.weight")
+
+
+def tensor_cut(name: str) -> int | None:
+    """The dimension in which tensor parallelism cuts a parameter of Llama, Qwen2 or Qwen3.
+
+    None if every process has all of it.
+    """
+    if _BY_ROWS.fullmatch(name):
+        return 0
+    return 1 if _BY_COLUMNS.fullmatch(name) else None
+
+
+def held_box(
+    name: str, shape: tuple[int, ...], shard: int, shards: int, place: int, tensor: int
+) -> Box:
+    """What one process holds of a parameter; may be empty.
+
+    Args:
+        name: The parameter.
+        shape: Its shape; `tensor` divides the dimension it is cut in.
+        shard: This process's shard, one of `shards`.
+        shards: Processes that divide rows.
+        place: This process's place, one of `tensor`.
+        tensor: Processes that divide matrix products.
+    """
+    box = [(0, size) for size in shape]
+    cut = tensor_cut(name) if tensor > 1 else None
+    if cut is not None:
+        width = shape[cut] // tensor
+        box[cut] = (place * width, (place + 1) * width)
+    start, stop = box[0]
+    size = -(-(stop - start) // shards)
+    begin = start + shard * size
+    box[0] = (min(begin, stop), min(begin + size, stop))
+    return tuple(box)
+
+
+def fsdp_sharding(
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    shards: int,
+    tensor: int,
+    replicas: int = 1,
+    first: int = 0,
+    dtype: str,
+) -> Sharding:
+    """Which process of an FSDP group stores what.
+
+    Args:
+        shapes: Parameter -> its shape, in the order of the checkpoint.
+        shards: Processes that divide rows.
+        tensor: Processes that divide matrix products.
+        replicas: Ranks, which hold the same.
+        first: The first process; the others follow, tensor place fastest, then shard, then rank.
+        dtype: Data type of the weights.
+    """
+    patterns: dict[Pattern, int] = {}
+    params: list[StoredParam] = []
+    for name, shape in shapes.items():
+        slices: list[Slice] = []
+        for process in range(replicas * shards * tensor):
+            beside, place = divmod(process, tensor)
+            box = held_box(name, shape, beside % shards, shards, place, tensor)
+            if volume(box):
+                slices.append(Slice(first + process, box, (0,) * len(shape)))
+        index = patterns.setdefault(tuple(slices), len(patterns))
+        params.append(StoredParam(name, shape, index, name, tuple(range(len(shape)))))
+    devices = tuple(range(first, first + replicas * shards * tensor))
+    return Sharding(devices, tuple(params), tuple(patterns), dtype)
+
+
+class StoredPart:
+    """Parameters where FSDP2 keeps them.
+
+    Args:
+        parameters: By the checkpoint's names, in its order; tied weights appear once.
+        mesh: Says which part this process computes.
+        context: Where the worker lives.
+        dtype: Data type of them all.
+
+    Attributes:
+        context: Where a worker would live that computed alone what this process does.
+        parameters: As given.
+        shapes: Parameter -> its whole shape.
+        size: Numbers that this process stores.
+        layout: Who in the group stores what; devices are numbered as its processes.
+        rank_layout: The same of this data-parallel rank's processes alone.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: FsdpMesh,
+        context: WorkerContext,
+        dtype: torch.dtype,
+    ) -> None:
+        self.context = mesh.beside
+        self.parameters = parameters
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.size = 0
+        self._local: dict[str, Tensor] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
+        for name, parameter in parameters.items():
+            assert isinstance(parameter, DTensor)
+            self.shapes[name] = tuple(parameter.shape)
+            local = parameter.to_local().detach()
+            self._check(name, local, mesh)
+            assert local.dtype == dtype, f"'{name}' is {local.dtype}, not {dtype}"
+            self._local[name] = local
+            self._spans[name] = (self.size, self.size + local.numel())
+            self.size += local.numel()
+        sizes: dict[str, Any] = {"shards": mesh.shards.num_ranks, "tensor": mesh.tensor_size}
+        sizes["dtype"] = str(dtype).removeprefix("torch.")
+        first = context.rank * context.tensor_parallel
+        self.layout = fsdp_sharding(self.shapes, replicas=context.num_ranks, **sizes)
+        self.rank_layout = fsdp_sharding(self.shapes, first=first, **sizes)
+
+    def _check(self, name: str, local: Tensor, mesh: FsdpMesh) -> None:
+        """Require that FSDP2 has cut as `layout` says, which other engines go by."""
+        shards = mesh.shards
+        place = 0 if mesh.tensor is None else mesh.tensor.rank()
+        box = held_box(
+            name, self.shapes[name], shards.rank, shards.num_ranks, place, mesh.tensor_size
+        )
+        expected = [stop - start for start, stop in box]
+        if list(local.shape) != expected:
+            raise RuntimeError(
+                f"this version of torch holds {list(local.shape)} of '{name}' on shard "
+                f"{shards.rank}, expected {expected}; engine=fsdp cannot use it"
+            )
+
+    def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
+        """What this process holds, or views of a flat buffer [size] laid out as it is."""
+        if buffer is None:
+            return dict(self._local)
+        return {
+            name: buffer[begin:end].view_as(self._local[name])
+            for name, (begin, end) in self._spans.items()
+        }
+
+    def spans_of(self, names: set[str]) -> list[tuple[int, int]]:
+        """Where some parameters lie in such a buffer."""
+        return [span for name, span in self._spans.items() if name in names]
+
 
 M = TypeVar("M")
 R = TypeVar("R")

@@ -17,17 +17,164 @@ On the CPU, where tests run it, every sample is that of `decode` bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....dataflow.errors import WorkerError
 from ....dataflow.runtime.call_context import call_in_flight
 from ...rollout.response_sampler import ResponseSampler
-from .cache_memory import rows_in_memory
+from .backbone import LeanBackbone
 from .decode import Batch, entering, padded
 from .network import LeanNetwork
-from .step_graphs import StepGraphs
+
+_RESERVED = 0.1
+"""The share of a device's memory that is left for reading texts and to other processes."""
+_BYTES_PER_WORD = 32
+"""Of a row, for each token of the vocabulary: logits, float32 and float64 numbers of the sample."""
+_BYTES_PER_SCORE = 12
+"""Of a row, for each position and head: the scores of one layer's attention."""
+_LEAST_ROWS = 16
+
+
+def rows_that_fit(free_bytes: int, *, total_bytes: int, bytes_per_row: int, most: int) -> int:
+    """Rows whose cache fits in free memory: all, or a multiple of 16.
+
+    A tenth of the device stays free. Of 1.5 billion weights in bfloat16 (28 layers of 2 key heads
+    of 128) a row of 1,024 + 8,192 tokens takes 252 MiB of cache; 512 of them would be 126 GiB.
+
+    Args:
+        free_bytes: That nobody uses.
+        total_bytes: Of the device.
+        bytes_per_row: What a row needs.
+        most: Rows that are wanted.
+
+    Raises:
+        WorkerError: If 16 rows, the fewest that are computed at once, do not fit even without the
+            reserve.
+    """
+    if free_bytes < _LEAST_ROWS * bytes_per_row:
+        raise WorkerError(
+            f"generation needs {_gib(_LEAST_ROWS * bytes_per_row)} GiB for a key-value cache of "
+            f"{_LEAST_ROWS} responses, the fewest that are sampled at once, and the device has "
+            f"{_gib(free_bytes)} GiB free\n    lower sampling.max_new_tokens or drop long prompts, "
+            "or have what else is on the device sleep or move"
+        )
+    fitting = int(free_bytes - _RESERVED * total_bytes) // bytes_per_row
+    return min(most, max(fitting // _LEAST_ROWS, 1) * _LEAST_ROWS)
+
+
+def rows_in_memory(backbone: LeanBackbone, device: torch.device, longest: int, most: int) -> int:
+    """The same for what a CUDA device has free now.
+
+    Args:
+        backbone: The model.
+        device: A CUDA device.
+        longest: Tokens, prompt and response, of the longest row.
+        most: Rows that are wanted.
+
+    Raises:
+        WorkerError: See `rows_that_fit`.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    # What torch has taken from the device and uses for nothing is free as well.
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return rows_that_fit(
+        free, total_bytes=total, bytes_per_row=bytes_per_row(backbone, longest), most=most
+    )
+
+
+def bytes_per_row(backbone: LeanBackbone, longest: int) -> int:
+    """What a row of a batch needs: its cache, and what computing and sampling a token takes.
+
+    Args:
+        backbone: The model.
+        longest: Tokens, prompt and response, of the longest row.
+    """
+    positions = padded(longest)
+    vocab_size, number = len(backbone.embedding), backbone.embedding.element_size()
+    cache = 2 * len(backbone.layers) * backbone.num_key_heads * backbone.head_dim * number
+    words = _BYTES_PER_WORD * vocab_size
+    return positions * (cache + _BYTES_PER_SCORE * backbone.num_heads) + words
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f}"
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device on which steps are captured: one, as cuBLAS keeps memory for each."""
+    return torch.cuda.Stream(device)
+
+
+class StepGraphs:
+    """Runs a step: the first time for a number of positions as it is, from then on as a graph.
+
+    All graphs share one pool of memory, for no two of them run at once and nothing is left in it
+    from one to the next.
+
+    It does not hold on to the step: what that writes into would live until Python looks for cycles.
+
+    Args:
+        device: A CUDA device.
+
+    Attributes:
+        num_captured: Graphs captured so far, dropped ones as well.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        self._weights_at = 0
+        self._stream = capture_stream(device)
+        self.num_captured = 0
+
+    def run(self, step: Callable[[int], None], span: int, weights_at: int) -> None:
+        """Do the step once.
+
+        Args:
+            step: Does something on the device, given the number of positions; always the same.
+            span: Positions.
+            weights_at: Address of the weights.
+        """
+        if weights_at != self._weights_at:
+            self.clear()
+            self._weights_at = weights_at
+        graph = self._graphs.get(span)
+        if graph is not None:
+            graph.replay()
+            return
+        with torch.cuda.device(self._device):
+            # Libraries set themselves up in their first call, which a graph must not record.
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                step(span)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._graphs[span] = self._captured(step, span)
+
+    def clear(self) -> None:
+        """Drop all graphs, and their memory."""
+        self._graphs.clear()
+        self._pool = None
+
+    def _captured(self, step: Callable[[int], None], span: int) -> torch.cuda.CUDAGraph:
+        """The step as a graph; nothing is computed."""
+        if self._pool is None:  # not again one whose graphs are gone
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on using the device meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            step(span)
+        self.num_captured += 1
+        return graph
+
 
 TOKENS_PER_LOOK = 16
 _LEAST_SPAN = 64

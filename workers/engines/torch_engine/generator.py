@@ -6,14 +6,24 @@ through the Hugging Face forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+import math
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....algorithms.roles.agents import Turn, TurnRequest
 from ....algorithms.roles.language import Sampling
 from ....dataflow.errors import ConfigError
+from ....dataflow.runtime.call_context import call_in_flight
+from ...models.architecture import quiet_transformers
 from ...models.tokenizer import TokenizerSpec
 from ...rollout.ended import Begun, Ended, collected
 from ...rollout.response_sampler import ResponseSampler
@@ -21,11 +31,242 @@ from ...rollout.responses import Responses, check_stop
 from ...rollout.sampling import SampleStreams
 from ...rollout.turn_sampler import TurnSampler
 from ...training.host_memory import HostCopy, give_back_freed
-from .decode import decode
-from .decode_plain import decode_plain
+from .attention import attend_cache
+from .decode import Batch, decode
 from .device_decode import decode_on_device
 from .network import LeanNetwork, TorchNetwork
-from .turns import TorchTurns
+
+_ALIGN = 16  # rows; see `decode`
+_ROWS_ALIKE = "penstock_rows_alike"
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a model made of texts of one length: their caches, the next logits."""
+
+    caches: list[Any]
+    logits: Tensor
+
+    def of(self, text: Tensor) -> tuple[Any, Tensor]:
+        """A cache of their own, and logits, for rows that go on from texts: i64[n]."""
+        if len(text) == 1 < len(self.caches):
+            own = _Read([self.caches[int(text)]], self.logits[text])
+            return own.of(torch.zeros_like(text))
+        cache = copy.deepcopy(self.caches[0])
+        for index, layer in enumerate(cache.layers):
+            layers = [part.layers[index] for part in self.caches]
+            layer.keys = torch.cat([part.keys for part in layers])[text]
+            layer.values = torch.cat([part.values for part in layers])[text]
+        return cache, self.logits[text]
+
+
+def decode_plain(module: Any, sampler: ResponseSampler, max_rows: int) -> Iterator[Tensor]:
+    """Sample the responses that are open; see `decode.decode`.
+
+    Rows whose texts have one length are sampled from beginning to end before any others.
+    """
+    waiting = torch.nonzero(sampler.open)[:, 0]
+    if not len(waiting):
+        return
+    texts, text = sampler.texts(waiting)
+    length = (texts >= 0).sum(1)[text]
+    for size in length.unique().tolist():
+        for rows in waiting[length == size].split(max_rows):
+            for _ in _sample(module, sampler, rows):
+                yield rows[:0]
+            yield rows
+
+
+def _sample(module: Any, sampler: ResponseSampler, rows: Tensor) -> Iterator[None]:
+    """Sample responses whose texts have one length: i64[n], ascending; pauses in flight."""
+    texts, text = (given.to(module.device) for given in sampler.texts(rows))
+    read, rows = _read(module, texts), rows.to(module.device)
+    with _rows_alike(module) as unit:
+        for place, live in _batches(torch.arange(len(rows), device=rows.device), unit):
+            cache, logits = read.of(text[place])
+            while True:
+                sampled, live = sampler.sample(logits, rows[place], live)
+                if not bool(live.any()):
+                    break
+                if call_in_flight():
+                    yield
+                out = module(input_ids=sampled[:, None], past_key_values=cache, use_cache=True)
+                logits = out.logits[:, -1]
+
+
+def _read(module: Any, texts: Tensor) -> _Read:
+    """Read texts of one length: on the CPU each of them alone."""
+    parts = texts.split(1) if texts.device.type == "cpu" else [texts]
+    outs = [module(input_ids=part, use_cache=True) for part in parts]
+    logits = torch.cat([out.logits[:, -1] for out in outs])
+    return _Read([out.past_key_values for out in outs], logits)
+
+
+def _batches(rows: Tensor, unit: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of each batch, i64[n], and which are to be sampled; spare ones repeat the first.
+
+    Args:
+        rows: i64[n].
+        unit: 1 makes a batch of each row, more one batch of a multiple of it, None one of all.
+    """
+    for part in rows.split(1) if unit == 1 else [rows]:
+        spare = 0 if unit is None else -len(part) % unit
+        place = torch.arange(len(part) + spare, device=rows.device)
+        yield torch.cat([part, part[:1].expand(spare)]), place < len(part)
+
+
+@contextmanager
+def _rows_alike(module: Any) -> Generator[int | None]:
+    """Have a model compute the rows of a batch alike; gives the unit of such batches' sizes."""
+    if module.device.type != "cpu":
+        yield None
+        return
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(_ROWS_ALIKE, _attend)
+    AttentionMaskInterface.register(_ROWS_ALIKE, sdpa_mask)
+    before = module.config._attn_implementation
+    with quiet_transformers():  # which says so where a model's attention cannot be chosen
+        module.set_attn_implementation(_ROWS_ALIKE)
+    try:
+        chosen = module.config._attn_implementation == _ROWS_ALIKE
+        experts = any("experts" in name for name in module.config.to_dict())
+        yield _ALIGN if chosen and not experts else 1
+    finally:
+        with quiet_transformers():
+            module.set_attn_implementation(before)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """What Hugging Face's `sdpa` computes, of one query per row: [M, 1, H, E] from [M, H, 1, E]."""
+    bias = torch.zeros(len(query), 1, key.shape[2])
+    if attention_mask is not None:
+        bias = bias.masked_fill(~attention_mask[:, 0], -math.inf)
+    scale = rest.get("scaling") or query.shape[-1] ** -0.5
+    mixed = attend_cache(query[:, :, 0], key, value, bias, scale)
+    return mixed.view(len(query), 1, query.shape[1], -1), None
+
+
+class TorchTurns:
+    """`Turns` of a network of ours.
+
+    Args:
+        network: The policy.
+        sampler: How tokens are sampled.
+        num_rows: Conversations.
+        max_rows: Those that are held at once; others begin when one is released.
+
+    Attributes:
+        num_read: Tokens of texts that were computed.
+        num_reused: Tokens of texts that were not, because the row held them.
+    """
+
+    def __init__(
+        self, network: LeanNetwork, sampler: TurnSampler, num_rows: int, max_rows: int
+    ) -> None:
+        self._sampler = sampler
+        self._batch = Batch(network, sampler, min(num_rows, max_rows))
+        self._most = min(num_rows, max_rows)
+        self._num_to_come = num_rows
+        self._waiting: deque[TurnRequest] = deque()
+        self._slots: dict[int, int] = {}
+        self._held: dict[int, list[int]] = {}
+        self.num_read = self.num_reused = 0
+
+    @property
+    def num_open(self) -> int:
+        """See `Turns.num_open`; without conversations that wait until another is released."""
+        new = sum(request.row not in self._held for request in self._waiting)
+        fitting = min(new, self._most - len(self._slots))
+        return self._batch.num_live + len(self._waiting) - new + fitting
+
+    def ask(self, request: TurnRequest) -> None:
+        """See `Turns.ask`."""
+        self._waiting.append(request)
+
+    @torch.no_grad()
+    def step(self) -> list[Turn]:
+        """See `Turns.step`."""
+        self._enter()
+        batch = self._batch
+        sampled, live = self._sampler.sample(batch.logits, batch.row, batch.live)
+        ended = batch.row[batch.live & ~live].tolist()
+        if ended:
+            batch.end(live)
+        turns = [self._ended(row) for row in sorted(ended)]
+        if batch.num_live:
+            keep = self._shrink()
+            batch.step(sampled if keep is None else sampled[keep])
+        return turns
+
+    def release(self, row: int) -> None:
+        """See `Turns.release`."""
+        self._held.pop(row, None)
+        slot = self._slots.pop(row, None)
+        if slot is not None:
+            self._batch.hold(slot, held=False)
+
+    def close(self) -> None:
+        """See `Turns.close`: it holds nothing but memory."""
+
+    def _enter(self) -> None:
+        """Begin the turns that wait, as far as there are rows."""
+        new: list[TurnRequest] = []
+        for request in [*self._waiting]:
+            held = self._held.get(request.row)
+            if held is None and len(self._slots) + len(new) >= self._most:
+                continue
+            self._waiting.remove(request)
+            self._sampler.begin(request)
+            self._num_to_come -= held is None
+            if held is None or not self._goes_on(request, held):
+                self.release(request.row)
+                new.append(request)
+        if not new:
+            return
+        rows = torch.tensor(sorted(request.row for request in new))
+        slots = self._batch.enter(rows)
+        self._slots |= dict(zip(rows.tolist(), slots.tolist(), strict=True))
+        for request in new:
+            self._batch.hold(self._slots[request.row], held=True)
+            self._held[request.row] = [*request.text]
+            self.num_read += len(request.text)
+
+    def _shrink(self) -> Tensor | None:
+        """Have rows of conversations that are over leave, once all others have theirs."""
+        keep = None if self._num_to_come else self._batch.shrink()
+        if keep is not None:
+            place = {slot: new for new, slot in enumerate(keep.tolist())}
+            self._slots = {row: place[slot] for row, slot in self._slots.items()}
+        return keep
+
+    def _goes_on(self, request: TurnRequest, held: list[int]) -> bool:
+        """Whether a row goes on from what it holds, and if so, have it read the rest."""
+        position = self._batch.position(self._slots[request.row])
+        known = sum(1 for _ in takewhile(bool, map(eq, request.text, held)))
+        shown = list(request.text[position:])
+        if known < position or len(shown) > position:
+            return False
+        self._sampler.read(request.row, shown)
+        self._batch.resume(self._slots[request.row], len(request.text) + request.max_new_tokens)
+        self._held[request.row] = [*request.text]
+        self.num_reused += position
+        self.num_read += len(shown)
+        return True
+
+    def _ended(self, row: int) -> Turn:
+        self._sampler.open[row] = False
+        turn = self._sampler.turn(row)
+        self._held[row] += turn.token.tolist()
+        return turn
 
 
 class TorchGenerator:

@@ -295,12 +295,6 @@ def _same_bits(on: bool) -> Generator[None]:
     Without it two runs of a step differ by rounding on a CUDA device: the gradient of attention's
     queries is added up in whatever order blocks end, and so are sums by index. The rest of what
     this engine does to train or evaluate is ordered.
-
-    Args:
-        on: False changes nothing.
-
-    Raises:
-        RuntimeError: From an operation, in here, that has no such kernel.
     """
     if not on:
         yield

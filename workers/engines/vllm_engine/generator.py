@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from ....algorithms.roles.agents import Turn, TurnRequest
 from ....algorithms.roles.language import Sampling
 from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
@@ -29,10 +31,183 @@ from ...rollout.sampling import SampleStreams
 from ...rollout.stop_strings import StopStrings
 from ...training.flat_parameters import read_tensors, write_tensors
 from .engine import EngineOptions, VllmEngine
-from .engine_cache import engine_key, keep, take
-from .request_rows import as_columns, as_requests
-from .requests import Progress
-from .turns import VllmTurns
+from .requests import Progress, Request, Sampled
+
+
+class VllmTurns:
+    """`Turns` of a vLLM engine, which samples for nobody else meanwhile.
+
+    Args:
+        engine: Samples.
+        sampling: How turns are sampled.
+        end_ids: Tokens that end a turn, as `sampling.stop_token_ids` do.
+
+    Attributes:
+        num_read: Tokens of texts that were computed.
+        num_reused: Tokens of texts that were found in the prefix cache.
+    """
+
+    def __init__(self, engine: VllmEngine, sampling: Sampling, end_ids: Sequence[int]) -> None:
+        self._batch = engine.begin({}, sampling, end_ids=end_ids)
+        self._is_greedy = sampling.temperature == 0
+        self._asked: list[TurnRequest] = []
+        self.num_read = self.num_reused = 0
+
+    @property
+    def num_open(self) -> int:
+        """See `Turns.num_open`."""
+        return len(self._batch)
+
+    def ask(self, request: TurnRequest) -> None:
+        """See `Turns.ask`."""
+        self._asked.append(request)
+        made = Request([*request.text], request.seed, request.max_new_tokens)
+        self._batch.add(len(self._asked) - 1, made)
+
+    def step(self) -> list[Turn]:
+        """See `Turns.step`."""
+        ended = self._batch.step()
+        return [self._turn(self._asked[number], ended[number]) for number in sorted(ended)]
+
+    def release(self, row: int) -> None:
+        """See `Turns.release`: the prefix cache forgets by itself."""
+
+    def close(self) -> None:
+        """See `Turns.close`."""
+        self._batch.give_up()
+
+    def _turn(self, asked: TurnRequest, said: Sampled) -> Turn:
+        self.num_reused += said.cached_tokens
+        self.num_read += len(asked.text) - said.cached_tokens
+        logprob = torch.tensor(said.logprobs, dtype=torch.float32)
+        if self._is_greedy:  # a likeliest token is certain
+            logprob = torch.zeros_like(logprob)
+        return Turn(
+            asked.row,
+            torch.tensor(said.tokens, dtype=torch.int64),
+            logprob,
+            torch.tensor(said.versions, dtype=torch.int64),
+            said.finished,
+        )
+
+
+def as_requests(
+    prompt: Tensor,
+    streams: SampleStreams,
+    sampling: Sampling,
+    begun: Begun | None,
+    *,
+    ends: Collection[int],
+    completes: Callable[[int, int], bool] | None,
+) -> tuple[dict[int, Request], dict[int, Sampled]]:
+    """What is to be sampled, by row, and the responses to which nothing is to be added.
+
+    Args:
+        prompt: i64[P, T], right padded with -1.
+        streams: The random numbers; a response that goes on has a seed of its own.
+        sampling: How many responses, and how long.
+        begun: What there is of them already.
+        ends: Tokens that end a response.
+        completes: Whether a response completes a stop string with its next token. It is told of all
+            tokens that there are.
+    """
+    rows = [[token for token in row if token >= 0] for row in prompt.tolist()]
+    rows = [row for row in rows for _ in range(sampling.num_samples)]
+    if begun is None:
+        before, is_over = [Sampled() for _ in rows], [False] * len(rows)
+        most_new = [sampling.max_new_tokens] * len(rows)
+    else:
+        before = _before(begun, ends, completes)
+        is_over = begun.ended.tolist()
+        most_new = torch.as_tensor(begun.most_new).expand(len(rows)).tolist()
+    seeds = streams.seeds([len(one.tokens) for one in before])
+    requests: dict[int, Request] = {}
+    over: dict[int, Sampled] = {}
+    for row, (ids, one) in enumerate(zip(rows, before, strict=True)):
+        rest = min(sampling.longest_response(len(ids)) - len(one.tokens), most_new[row])
+        if is_over[row] or rest <= 0:
+            over[row] = one
+        else:
+            requests[row] = Request(ids, seeds[row], rest, one)
+    return requests, over
+
+
+def _before(
+    begun: Begun, ends: Collection[int], completes: Callable[[int, int], bool] | None
+) -> list[Sampled]:
+    """What there is of each response."""
+    found: list[Sampled] = []
+    for row, (tokens, logprobs) in enumerate(zip(begun.token, begun.logprob, strict=True)):
+        length = int((tokens >= 0).sum())
+        # Whose weights sampled them, who has begun them knows.
+        one = Sampled(tokens[:length].tolist(), logprobs[:length].tolist(), [-1] * length)
+        for token in one.tokens:  # of which the last says whether it is finished
+            one.finished = token in ends or bool(completes and completes(row, token))
+        found.append(one)
+    return found
+
+
+def as_columns(step: Progress, sampling: Sampling) -> Ended:
+    """What ended in a step, padded to the longest allowed response."""
+    rows = sorted(step.ended)
+    responses = Responses.none_yet(len(rows), sampling.max_new_tokens)
+    for place, one in enumerate(step.ended[row] for row in rows):
+        length = len(one.tokens)
+        responses.token[place, :length] = torch.tensor(one.tokens, dtype=torch.int64)
+        if sampling.temperature > 0:  # a likeliest token is certain
+            responses.logprob[place, :length] = torch.tensor(one.logprobs)
+        responses.versions[place, :length] = torch.tensor(one.versions, dtype=torch.int64)
+        responses.length[place] = length
+        responses.finished[place] = one.finished
+    return Ended(torch.tensor(rows, dtype=torch.int64), responses, step.at_least)
+
+
+_WHERE_FROM = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+"""What a config says of its file rather than of the model."""
+
+_cached: dict[str, VllmEngine] = {}
+"""At most one, as a process can have."""
+
+
+def engine_key(config: Any, options: EngineOptions) -> str:
+    """What two engines have in common that differ in their weights alone.
+
+    Args:
+        config: Hugging Face's, of the model.
+        options: What the engine is started with.
+    """
+    model = {key: value for key, value in config.to_dict().items() if key not in _WHERE_FROM}
+    described = json.dumps(model, sort_keys=True, default=str)
+    return f"{described} {options}"
+
+
+def keep(key: str, engine: VllmEngine) -> None:
+    """Cache an engine, asleep, until one like it is asked for or another is started."""
+    engine.sleep()
+    _cached[key] = engine
+
+
+def take(key: str) -> VllmEngine | None:
+    """The engine that is cached under this key, awake, with the weights it had; None if none is.
+
+    One that is cached under another key is closed: a process has one engine.
+
+    Raises:
+        RuntimeError: If that one is shared with other processes.
+    """
+    engine = _cached.pop(key, None)
+    if _cached and torch.distributed.is_initialized():
+        # It would end torch.distributed with it, and so the next engine's way to its peers.
+        raise RuntimeError(
+            "processes that share a vLLM engine were kept for a model that has changed since; end "
+            "them with shutdown_ray() and start again"
+        )
+    while _cached:
+        _cached.popitem()[1].close()
+    if engine is not None:
+        engine.wake()
+    return engine
+
 
 Quantization = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
 """As vLLM calls its ways to quantize weights that are not; its "fp8" is for files that are."""
@@ -307,11 +482,7 @@ def engine_options(
 
 
 def _check_folder(model: ModelSpec, context: WorkerContext) -> None:
-    """Require of a model's folder what is required everywhere: vLLM's own loader is less strict.
-
-    Raises:
-        ConfigError: If it does not hold exactly the model's weights, or one that is no number.
-    """
+    """Require of a model's folder what is required everywhere: vLLM's own loader is less strict."""
     if model.folder is None:
         return
     model.check(scalar_head=False)

@@ -3,12 +3,71 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from ....algorithms.roles.environment import ActionSpace
 from ....dataflow.option_checks import check_range
+from ....dataflow.runtime.worker_protocol import WorkerContext
 from ..task import EnvTask
+from .boards import Boards, GameNames
 from .mnk_games import BoardSpec
-from .spec import LibraryGame, LibraryGameSpec
+from .pool import PoolBoards, pool_game_spaces
+from .worker import BoardGameWorker
+from .zoo import ZooBoards, zoo_game_spaces
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryGame:
+    """A game of two players of EnvPool or PettingZoo."""
+
+    id: str
+    """EnvPool's name of the game, `Hex-v1`; PettingZoo's, `connect_four_v3`, or `module:function`
+    for a function of your own that makes a game in PettingZoo's AEC form."""
+    backend: Literal["envpool", "pettingzoo"] = "envpool"
+    """The library that has it. EnvPool computes games together in its own threads, PettingZoo one
+    after another in Python."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Keyword arguments of the game; of EnvPool also those of the pool, as `num_threads`."""
+    max_turns: int = 64
+    """Turns of each player that there is room for. A game whose next player has had them all is
+    cut off, and worth what the critics say of it then."""
+    step_limit_s: float | None = 10.0
+    """Longest time of a move; EnvPool's are not interrupted. None for no limit but the engine's."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "max_turns", at_least=1)
+        check_range(self, "step_limit_s", above=0)
+
+    @property
+    def title(self) -> str:
+        """See `GameSpec.title`."""
+        return f"'{self.id}' of {'EnvPool' if self.backend == 'envpool' else 'PettingZoo'}"
+
+    def spaces(self) -> tuple[int, ActionSpace]:
+        """Numbers of an observation, and what can be done.
+
+        Raises:
+            ConfigError: If the library is not installed or has no such game, or it is none for two
+                players who choose in turn from what is allowed.
+        """
+        found = pool_game_spaces if self.backend == "envpool" else zoo_game_spaces
+        return found(self.id, self.options)
+
+    def boards(self, names: GameNames) -> Boards:
+        """Begin games, each with a seed of its own; raises as `spaces`."""
+        made = PoolBoards if self.backend == "envpool" else ZooBoards
+        return made(self.id, self.options, names, self.step_limit_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryGameSpec(LibraryGame):
+    """And the recipe for who plays it."""
+
+    def build(self, context: WorkerContext) -> BoardGameWorker:
+        """Make the worker; it keeps nothing from call to call."""
+        return BoardGameWorker(self, context)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,11 +239,7 @@ def _take(
     nodes: Mapping[Device, str],
     end_s: float,
 ) -> RayDevices:
-    """Reserve devices on the nodes that were chosen.
-
-    Raises:
-        NoRoom: If not all are there in a while; none is reserved then.
-    """
+    """Reserve devices on the nodes that were chosen."""
     takes = {d: resource for share in shares for d, resource in share.devices.items() if resource}
     numbers = {s.number: nodes[next(iter(s.devices))] for s in shares if s.number is not None}
     reserved: list[tuple[PlacementGroup, Sequence[Device]]] = []

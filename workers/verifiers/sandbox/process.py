@@ -129,11 +129,7 @@ def _run(
     *,
     is_last: bool,
 ) -> Ran:
-    """Run some work once.
-
-    Raises:
-        _Killed: If the process is killed, unless this is the last time.
-    """
+    """Run some work once."""
     num_calls, num_asserts = len(work["calls"]), len(work["asserts"])
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(unnamed_file(name)) for name in _STREAMS}

@@ -193,7 +193,7 @@ def test_a_reply_that_was_cut_off_gains_nothing(name: str) -> None:
     if not first.done:
         second = environment.step(Reply(1, "u", "u", finished=False))
     assert second.done
-    total = first.reward + (0.0 if first.done else second.reward)
+    total = (first.reward or 0.0) + (0.0 if first.done else second.reward or 0.0)
     assert total == task.unfinished_score
 
 

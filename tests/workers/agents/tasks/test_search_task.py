@@ -11,8 +11,13 @@ import pytest
 from omegaconf import OmegaConf
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import BadCall, Reply, ToolCall, TurnResult
-from penstock.workers.agents.tasks.search_task import SearchTask, SearchTaskSpec
-from penstock.workers.agents.tasks.search_world import MOST_TOWNS, facts_of, make_towns
+from penstock.workers.agents.tasks.search_task import (
+    MOST_TOWNS,
+    SearchTask,
+    SearchTaskSpec,
+    facts_of,
+    make_towns,
+)
 from penstock.workers.data.task import Message
 
 SPEC = SearchTaskSpec(num_towns=300, num_train=200, num_held_out=100, two_hops=0.5)

@@ -254,7 +254,7 @@ def test_what_a_killed_process_remembered_is_not_begun_anew() -> None:
     ("name", "given", "why_not"),
     [
         ("keep", None, "tool keep changes KEPT of its module"),
-        ("count", None, "tool count changes COUNT of its module"),
+        ("count", None, "tool count changes counted of its module"),
         ("put", None, "tool put changes TABLE of its module"),
         ("put", True, ""),
         ("look_up", None, ""),

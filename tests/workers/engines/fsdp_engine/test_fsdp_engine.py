@@ -41,7 +41,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.planner.inputs.layout import Layout as PlannedLayout
 from penstock.planner.inputs.model_shape import shape_of
 from penstock.planner.resharding.sharding import shard
-from penstock.workers.engines.fsdp_engine.layout import fsdp_sharding
+from penstock.workers.engines.fsdp_engine.network import fsdp_sharding
 from penstock.workers.engines.roles import PolicyWorker, last_masked
 from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec, TorchValueSpec
 from penstock.workers.models.spec import ModelSpec

@@ -12,7 +12,7 @@ from penstock.dataflow.errors import PlanError
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.resharding.box import volume
-from penstock.workers.engines.megatron_engine.layout import megatron_sharding
+from penstock.workers.engines.megatron_engine.specs import megatron_sharding
 from penstock.workers.models.heads import HeadName
 from penstock.workers.training.stored_pieces import StoredPiece, pieces_on, stored_view
 from torch import Tensor

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from penstock.dataflow.errors import WorkerError
-from penstock.workers.engines.torch_engine.cache_memory import (
+from penstock.workers.engines.torch_engine.device_decode import (
     bytes_per_row,
     rows_in_memory,
     rows_that_fit,

@@ -62,7 +62,7 @@ def stream(
 ) -> Iterator[Ended]:
     prompt, prompt_id = make_prompts(9, longest=40)
     streams = SampleStreams(7, "actor", CallKey(4, 1), prompt_id, sampling.num_samples)
-    engine = TorchGenerator(network, EOS, max_rows, TOKENIZER)
+    engine = TorchGenerator(network, [EOS], max_rows, TOKENIZER)
     return engine.stream(prompt, streams, sampling, begun)
 
 

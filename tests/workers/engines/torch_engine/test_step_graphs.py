@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.workers.engines.torch_engine import step_graphs
-from penstock.workers.engines.torch_engine.step_graphs import StepGraphs
+from penstock.workers.engines.torch_engine import device_decode
+from penstock.workers.engines.torch_engine.device_decode import StepGraphs
 
 
 class Driver:
@@ -55,7 +55,7 @@ class Driver:
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        monkeypatch.setattr(step_graphs, "capture_stream", Stream)
+        monkeypatch.setattr(device_decode, "capture_stream", Stream)
 
     def step(self, span: int) -> None:
         if self._into is None:

@@ -36,7 +36,7 @@ def network_of(name: str) -> Any:
 
 
 def generator(name: str = "qwen2-tied", max_rows: int = 512) -> TorchGenerator:
-    return TorchGenerator(network_of(name), EOS, max_rows, TOKENIZER)
+    return TorchGenerator(network_of(name), [EOS], max_rows, TOKENIZER)
 
 
 def streams_of(prompt_id: Tensor, sampling: Sampling) -> SampleStreams:
@@ -112,7 +112,7 @@ def test_a_response_does_not_depend_on_when_it_entered(
 def test_nor_on_how_far_the_longest_row_goes(threads: int):
     """Sums over 192 to 384 positions are where a plain product of float32 depends on it."""
     policy: Any = make_policy("four-queries")
-    engine = TorchGenerator(policy.network, EOS, 512)
+    engine = TorchGenerator(policy.network, [EOS], 512)
     prompt = torch.randint(3, VOCAB, (6, 330), generator=torch.Generator().manual_seed(2))
     for row, length in enumerate((190, 330, 20, 240, 120, 200)):
         prompt[row, length:] = -1
@@ -123,7 +123,7 @@ def test_nor_on_how_far_the_longest_row_goes(threads: int):
     try:
         expected = alone(engine, prompts, sampling)
         for max_rows in (12, 5):
-            few = TorchGenerator(policy.network, EOS, max_rows)
+            few = TorchGenerator(policy.network, [EOS], max_rows)
             assert_same(whole(few, prompts, sampling), expected)
     finally:
         torch.set_num_threads(before)

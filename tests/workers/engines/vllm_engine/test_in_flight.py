@@ -106,7 +106,7 @@ def test_a_step_that_was_computed_ahead_is_of_the_old_weights() -> None:
     engine = ComputesAhead()
     request = Request([5, 6], 1, 40)
     with call_scope(0, 0, version=0):
-        batch = RequestBatch(engine, "1", "1", {0: request}, SAMPLING, 1)
+        batch = RequestBatch(engine, "1", "1", {0: request}, SAMPLING, [1])
     for version in (0, 0, 0, 1, 1, 1, 1, 2, 2, 2):
         engine.weights = version
         with call_scope(0, 0, version=version):

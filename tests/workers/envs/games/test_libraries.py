@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from penstock.algorithms.roles.environment import ActionSpace, Trajectories
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.workers.envs.games.mnk_games import CONNECT_FOUR, TIC_TAC_TOE, BoardSpec
-from penstock.workers.envs.games.spec import LibraryGameSpec
+from penstock.workers.envs.games.task import LibraryGameSpec
 from penstock.workers.envs.group import env_seed
 
 from ....copies import copies_end, fork

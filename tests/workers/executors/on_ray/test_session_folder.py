@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.executors.on_ray.session_folder import SessionFolder
+from penstock.workers.executors.on_ray.executor import SessionFolder
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def top(monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
 
 HOLDS = """\
 import subprocess, sys
-from penstock.workers.executors.on_ray.session_folder import SessionFolder
+from penstock.workers.executors.on_ray.executor import SessionFolder
 folder = SessionFolder()
 code = "import time; time.sleep(600)"
 session = f"{folder.path}/session/"

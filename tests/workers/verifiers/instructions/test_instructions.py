@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from penstock.workers.verifiers.instructions.ifbench import palindromes
 from penstock.workers.verifiers.instructions.ifeval import (
+    LANGUAGES,
     count_bullets,
     count_highlights,
     count_placeholders,
+    language_of,
+    may_be,
 )
 from penstock.workers.verifiers.instructions.iftrain import count_lowercase
 from penstock.workers.verifiers.instructions.instructions import (
@@ -21,7 +24,6 @@ from penstock.workers.verifiers.instructions.instructions import (
     instructions_of,
     known_instructions,
 )
-from penstock.workers.verifiers.instructions.language import LANGUAGES, language_of, may_be
 from penstock.workers.verifiers.instructions.text import (
     count_keyword,
     count_words,

@@ -17,7 +17,7 @@ def spin_briefly() -> None:
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         return
     os.environ["GOMP_SPINCOUNT"] = "1000"
-    if "torch" in sys.modules:
+    if "torch._C" in sys.modules:
         warnings.warn(
             "torch was imported before penstock.run was looked up, so its waiting threads spin: "
             "steps are slow if anything else uses the same cores; import penstock and name "

@@ -25,8 +25,11 @@ def test_without_groups_none_is_equal() -> None:
     assert set(values([1.0, 1.0], [3, 4])) == {"mean", "mean_square"}
 
 
-def test_a_missing_score_equals_none() -> None:
-    assert values([float("nan"), float("nan")], [3, 3])["equal_groups"] == 0.0
+def test_what_has_no_score_is_in_no_mean_and_no_comparison() -> None:
+    missing = float("nan")
+    assert "equal_groups" not in values([1.0, missing, missing, 1.0], [3, 3, 4, 5])
+    found = values([1.0, missing, 1.0, 0.0], [3, 3, 3, 4])
+    assert found == pytest.approx({"mean": 2 / 3, "mean_square": 2 / 3, "equal_groups": 1.0})
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.25, 1.0])), min_size=1))

@@ -14,7 +14,7 @@ from .losses import ClippedPolicyLoss
 from .ops.advantages import KLPlacement, paired_baseline, remax_advantage
 from .ops.kl import kl_estimate
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_updates, scored_rows, train_policy
+from .options.policy_updates import check_updates, train_policy
 from .options.reference_kl import reference_logprob, reported_kl
 from .roles import (
     PerSample,
@@ -66,6 +66,7 @@ class ReMax:
         self,
         roll: Rollout,
         score: PerSample,
+        greedy: Rollout,
         greedy_score: PerSample,
         ref_logprob: PerToken | None,
     ) -> PerToken:
@@ -76,7 +77,9 @@ class ReMax:
         return remax_advantage(
             score,
             roll.mask,
-            greedy_score=greedy_score,
+            greedy_score=paired_baseline(
+                roll.prompt_id, baseline=greedy_score, baseline_prompt_id=greedy.prompt_id
+            ),
             kl=kl,
             kl_coef=self.kl_coef,
             kl_placement=self.kl_placement,
@@ -93,13 +96,9 @@ def remax_step(
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     greedy = actor.generate(prompts.prompt, prompts.prompt_id, cfg.greedy)
     greedy_score = reward.score(greedy.tokens, greedy.mask, greedy.prompt_id)
-    baseline = paired_baseline(
-        roll.prompt_id, baseline=greedy_score, baseline_prompt_id=greedy.prompt_id
-    )
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
-    advantage = cfg.advantage(roll, score, baseline, ref_logprob)
-    scored = scored_rows(scored_rows(roll, score), baseline)
+    advantage = cfg.advantage(roll, score, greedy, greedy_score, ref_logprob)
     return (
-        train_policy(actor, scored, advantage, cfg.loss, cfg),
+        train_policy(actor, roll, advantage, cfg.loss, cfg),
         reported_kl(roll, ref_logprob),
     )

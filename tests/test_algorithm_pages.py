@@ -47,9 +47,10 @@ def test_a_picture_of_no_algorithm_is_left() -> None:
     assert sorted(p.stem for p in (PAGES / "graphs").glob("*.svg")) == NAMES
 
 
-def test_from_ppo_to_remax_it_is_15_lines(scripts: Any) -> None:
+def test_from_ppo_to_remax_it_is_16_lines(scripts: Any) -> None:
+    """One of them clears the rows of PPO that have no score, which its critic is trained on."""
     step, _ = scripts.difference(scripts.loaded("ppo"), scripts.loaded("remax"))
-    assert step.added + step.removed <= 15
+    assert step.added + step.removed <= 16
 
 
 def test_every_public_function_is_listed(scripts: Any) -> None:

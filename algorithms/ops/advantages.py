@@ -334,12 +334,13 @@ def remax_advantage(
         discount: gamma, per token.
 
     Returns:
-        f32[rows, T].
+        f32[rows, T]; 0 where one of the two responses has no score.
 
     Raises:
         ValueError: If shapes differ or `kl_placement` is unknown.
     """
     score, greedy_score = floating(score), floating(greedy_score)
+    mask = mask & ~(score - greedy_score).isnan()[:, None]
     penalty = torch.zeros(mask.shape, dtype=score.dtype) if kl is None else -kl_coef * kl.detach()
     penalty = penalty.to(score)
     check_token_columns(mask, kl=penalty)

@@ -263,6 +263,7 @@ def test_kinds_and_scopes_are_as_declared() -> None:
         ("critic.value", NodeKind.FORWARD, "row"),
         ("ref.logprob", NodeKind.FORWARD, "row"),
         ("kl_shaped_reward", NodeKind.OP, "row"),
+        ("scored_tokens", NodeKind.OP, "row"),
         ("gae", NodeKind.OP, "row"),
         ("whiten", NodeKind.OP, "batch"),
         ("actor.train", NodeKind.TRAIN, "batch"),

@@ -33,8 +33,8 @@ SMOLLM2 = (
 """SmolLM2-135M's shape, on 12 prompts x 8 samples x 512 tokens."""
 
 PREDICTED = (
-    "'executor.memory_limit' is {limit}, but the planner predicts a peak of 4.81 GiB\n"
-    "    in 'actor.train': optimizer 1.50 GiB, activations 1.35 GiB, gradients 567 MiB; and "
+    "'executor.memory_limit' is {limit}, but the planner predicts a peak of 4.87 GiB\n"
+    "    in 'actor.train': optimizer 1.50 GiB, activations 1.35 GiB, gradients 675 MiB; and "
     "620 MiB of each process without models\n"
 )
 """What is said of it before it says what to set."""

@@ -70,15 +70,15 @@ def ma_rlhf_step(
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     value = critic.value(roll.tokens, roll.mask)
     ref_logprob = reference_logprob(ref, roll, cfg.kl_coef, cfg.sampling.temperature)
+    scored = scored_rows(roll, score)
     macro_id = macro_actions(
         roll.tokens,
-        roll.mask,
+        scored.mask,
         roll.behavior_logprob,
         termination=cfg.termination,
         length=cfg.macro_length,
         lengths=cfg.macro_lengths,
     )
-    scored = scored_rows(roll, score)
     target = macro_gae(
         scored.mask,
         macro_id,

@@ -88,7 +88,7 @@ def load_object(reference: str, at: str) -> Any:
 
 
 def see_working_directory() -> None:
-    """Have modules in the working directory found, as whoever names one of their own expects."""
+    """Put the working directory on the path of modules, where users name their own."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 

@@ -146,8 +146,8 @@ def read_bytes(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
     """
     with opened(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
-        # One that grows meanwhile is read as far as it went.
-        content = b"" if size_bytes > most_bytes else file.read(most_bytes)
+        # Of one that grows meanwhile the rest is left. A bound alone would be allocated first.
+        content = b"" if size_bytes > most_bytes else file.read(size_bytes)
     if size_bytes > most_bytes:
         said = f"It has {size_bytes} bytes, and at most {most_bytes} are read"
         raise OSError(errno.EFBIG, said, str(path))

@@ -39,7 +39,7 @@ def sum_rows(table: Tensor) -> Tensor:
 def scored_tokens(mask: TokenMask, score: PerSample) -> TokenMask:
     """The mask without rows that have no score: bool[rows, T].
 
-    Critics, whitening and losses then leave such a row out like tokens that nobody sampled.
+    Critics, whitening and losses then leave such a row out like tokens that were not sampled.
 
     Args:
         mask: bool[rows, T].

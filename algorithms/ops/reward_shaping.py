@@ -57,7 +57,7 @@ def check_known(what: str, column: Tensor, *, finite: bool = False) -> None:
 
 @op(scope="row")
 def signed_score(correct: PerSample) -> PerSample:
-    """1 for a correct response, -1 for another, nan where nobody knows; see `is_correct`."""
+    """1 for a correct response, -1 for another, nan without a score; see `is_correct`."""
     return 2 * floating(correct) - 1
 
 

@@ -195,13 +195,13 @@ def verifiable_reward(
     Lambert et al., "Tulu 3: Pushing Frontiers in Open Language Model Post-Training", 2024.
 
     Args:
-        verified: f32[rows]; above 0 means verified, and nan that nobody knows.
+        verified: f32[rows]; above 0 means verified; nan means that there is no verdict.
         finished: bool[rows], True where the end of sequence was reached; None: all were.
         scale: alpha.
         no_eos_reward: Replaces the reward of a response that was cut off; None leaves it.
 
     Returns:
-        f32[rows]; nan where nobody knows, unless the response was cut off.
+        f32[rows]; nan without a verdict, unless the response was cut off.
     """
     verified = floating(verified)
     reward = torch.where(verified > 0, scale, torch.zeros_like(verified))

@@ -201,7 +201,7 @@ def _hydra_process(command: str, words: list[str]) -> Generator[None]:
 
 @contextmanager
 def _our_messages() -> Generator[None]:
-    """Have Hydra read files of users as we do, and say what it refuses in our words."""
+    """Bound what Hydra reads of users' files, and turn its errors into `ConfigError`s."""
     Plugins.instance()  # registers its own sources
     SourcesRegistry.instance().types[UserFiles.scheme()] = UserFiles
     try:

@@ -170,7 +170,7 @@ def _length(values: RangeSweep) -> float:
 
 
 def unreadable(error: OverrideParseException) -> ConfigError:
-    """What Hydra's grammar refuses, in our words."""
+    """A `ConfigError` for what Hydra's grammar refuses."""
     word = error.override.lstrip("+")
     return ConfigError(
         f"'{word}' cannot be read: {error.message.splitlines()[0]}\n"

@@ -20,7 +20,7 @@ from ...workers.agents.adapters.gymnasium_text import GymnasiumTextTaskSpec
 from ...workers.agents.adapters.openenv_text import OpenEnvTaskSpec
 from ...workers.agents.adapters.verifiers_task import VerifiersTaskSpec
 from ...workers.agents.tasks.calculator import CalculatorTaskSpec
-from ...workers.agents.tasks.generated_task import TURNS
+from ...workers.agents.tasks.conversation_task import TURNS
 from ...workers.agents.tasks.maze import MazeTaskSpec
 from ...workers.agents.tasks.program_task import ProgramTaskSpec
 from ...workers.agents.tasks.search_task import SearchTaskSpec

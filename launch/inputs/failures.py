@@ -29,7 +29,7 @@ class Unforeseen(WorkerError):
 
 
 def left_debugger(error: BaseException) -> bool:
-    """Whether it is there because somebody typed `q` in pdb."""
+    """Whether the user left pdb by `q`."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, BdbQuit):
         seen = seen.__cause__ or seen.__context__

@@ -23,7 +23,7 @@ WHOLE = ""
 """Name of the suite that has none: the first held-out problems of the run's own task."""
 
 LOSS = "loss"
-"""What is logged of held-out demonstrations or pairs; lower is better."""
+"""Name of the loss on held-out demonstrations or pairs; lower is better."""
 
 SHARES = "verifier.score/reward"
 """Begins the metrics of an evaluation that tell which share of the answers is what."""

@@ -44,7 +44,7 @@ from .atomic import write_json, write_text
 from .environment import Environment
 from .origins import Origins
 from .run_files import field as json_field
-from .run_files import optional_field, parse_object, parsed, read_object, required_object
+from .run_files import optional_field, parse_object, parsed, read_object, required_object, typed
 from .trackers.jsonl import METRICS, finite_or_none
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -467,11 +467,19 @@ def _record(folder: RunFolder, about: Mapping[str, Any]) -> RunRecord:
         ),
         optional_field(about, "data", str),
         config=optional_field(about, "config", dict),
-        changes=tuple(one for one in changes if json_field({"change": one}, "change", dict)),
+        changes=tuple(_change(one) for one in changes),
         origins=Origins(sections["files"], sections["models"]),
         not_reproducible=optional_field(about, "not_reproducible", str) or "",
         environment=Environment(sections["versions"], sections["hardware"]),
     )
+
+
+def _change(entry: Any) -> dict[str, Any]:
+    """A change of configuration; raises `ValueError` unless `change_config` can have written it."""
+    change = typed(entry, dict[str, Any], "a change")
+    for name, kind in (("step", int), ("at", str), ("keys", dict)):
+        json_field(change, name, kind)
+    return change
 
 
 def code_version(root: Path = _ROOT) -> CodeVersion:

@@ -127,15 +127,7 @@ def _read(path: Path) -> list[Sample]:
         if len(content) > MOST_TEXT_BYTES:
             raise ValueError(f"it unpacks to more than {MOST_TEXT_BYTES} bytes")
         return [_sample(json.loads(line)) for line in content.splitlines()]
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except _DAMAGED as error:
         raise ConfigError(
             f"'{path}' cannot be read ({type(error).__name__}: {error})\n"
             "    remove it; the run does not need it"

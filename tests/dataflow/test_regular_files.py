@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,3 +149,14 @@ def test_what_is_no_plain_json_is_a_value_error(text: str | bytes, message: str)
 def test_other_json_is_what_python_makes_of_it(value: str) -> None:
 
     assert parse_json(value) == json.loads(value)
+
+
+def test_a_bound_is_not_allocated(tmp_path: Path) -> None:
+    """A reader of metrics allows 4 GiB, more than many machines let a process have."""
+    (tmp_path / "it").write_bytes(b"few")
+    tracemalloc.start()
+    try:
+        assert read_bytes(tmp_path / "it", 4 << 30) == b"few"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

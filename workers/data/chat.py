@@ -158,7 +158,7 @@ class PromptEncoder:
 
     @one_process()
     def tools(self, index: int) -> list[Mapping[str, Any]] | None:
-        """Schemas of the tools that the model is shown, be it by the template or in its place."""
+        """Schemas of the tools that the template, or `Tokenizer.render`, shows the model."""
         tools = self._task.tools(index) if isinstance(self._task, Converses) else None
         if not tools or (self._tells_calls and not self.has_tool_template):
             return None

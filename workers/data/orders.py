@@ -132,8 +132,8 @@ def _note_remainder(report: DataReport | None, what: str, used: int, count: int)
     """Say how many of the problems an epoch takes, if not all."""
     if report is not None and used < count:
         report.notes[
-            f"{report.source}: {used} of {count} {what}s an epoch, the others in others: what does "
-            "not fill a step waits"
+            f"{report.source}: an epoch has {used} of {count} {what}s; those that fill no step "
+            "come in other epochs"
         ] = 0
 
 

@@ -67,8 +67,8 @@ _OF_THE_LOADER = re.compile(
     r"loss_type|name_or_path|output_(attentions|hidden_states|router_logits)|pruned_heads|"
     r"(use_)?return_dict|sub_configs|torchscript|transformers_weights|trust_remote_code|use_kernels"
 )
-"""Keys that say how or by what code a model is loaded and computed, which nobody's config is to
-choose: an attention of "org/kernel" would be fetched from the hub and run."""
+"""Keys that say how or by what code a model is loaded and computed, which no config may choose: an
+attention of "org/kernel" would be fetched from the hub and run."""
 
 _TYPE_FAULT = re.compile(r"Field '(\w+)' expected ([\w| ]+), got")
 _TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a text"}

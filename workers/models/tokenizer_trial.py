@@ -93,7 +93,7 @@ def _templates(folder: Path) -> list[str]:
             raise ConfigError(f"'{own}' cannot be read: {error.strerror}") from error
     try:
         config: Any = read_json(folder / "tokenizer_config.json")
-    except (OSError, ValueError, RecursionError):  # whoever loads the tokenizer says so
+    except (OSError, ValueError, RecursionError):  # loading the tokenizer reports it
         return []
     found: Any = config.get("chat_template") if isinstance(config, dict) else None  # pyright: ignore[reportUnknownMemberType]
     if isinstance(found, list):
@@ -138,7 +138,7 @@ def _tokens_fault(folder: str) -> int:
         return _TOKENS if len(tokenizer.encode(_PROBE).ids) > most else _FINE
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - whoever loads the tokenizer says what is wrong with it
+    except Exception:  # noqa: BLE001 - loading the tokenizer reports it
         return _FINE
 
 

@@ -317,7 +317,7 @@ def export_command(arguments: Sequence[str]) -> int:
 
 
 def import_command(arguments: Sequence[str]) -> int:
-    """Unpack a run's archive, or make runs of somebody else's curves."""
+    """Unpack a run's archive, or make runs of curves that another program exported."""
     words = split_words("runs import", arguments, ("as", "runs"))
     if len(words.names) != 1:
         raise ConfigError(f"penstock runs import: expected one file, got {len(words.names)}")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.losses.macro import MacroPolicyBatch, MacroPolicyLoss
-from penstock.algorithms.ma_rlhf import MARLHF
+from penstock.algorithms.ma_rlhf import MARLHF, ma_rlhf_step
 from penstock.algorithms.ops.advantages import gae
 from penstock.algorithms.ops.macro_actions import (
     macro_actions,
@@ -19,6 +19,7 @@ from penstock.algorithms.ops.macro_actions import (
     sum_over_macros,
 )
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput
+from penstock.dataflow.graph.tracer import build
 from torch import Tensor
 
 VALUE = torch.arange(1, 8).double()[None] / 10
@@ -177,3 +178,14 @@ def test_joint_ratios_of_single_tokens_are_the_token_loss() -> None:
 def test_options_of_ppo_that_macro_actions_do_not_read_are_refused(options: Any) -> None:
     with pytest.raises(ValueError, match="leave whiten_rewards and gae_masking out"):
         MARLHF(**options)
+
+
+def test_a_response_without_a_score_has_no_macro_actions() -> None:
+    """It is neither in what the loss divides by nor in its metrics, and takes no part in GAE."""
+    graph = build(ma_rlhf_step, cfg=MARLHF(macro_ratio="joint"))
+    for name in ("macro_actions", "macro_gae"):
+        assert str(dict(graph[name].arguments)["mask"]) == "scored_tokens.out"
+    mask = torch.tensor([[False, True, True, True], [False] * 4])
+    macro_id = macro_actions(torch.zeros(2, 4).long(), mask, torch.zeros(2, 4), length=2)
+    assert macro_id.tolist() == [[-1, 0, 0, 1], [-1] * 4]
+    assert macro_mask(macro_id).tolist() == [[True, True], [False, False]]

@@ -51,6 +51,8 @@ def folder(tmp_path: Path) -> RunFolder:
         ("config", 5),
         ("changes", {"a": 1}),
         ("changes", [5]),
+        ("changes", [{}]),
+        ("changes", [{"step": 5, "at": "soon", "keys": ["seed"]}]),
         ("files", [1]),
         ("models", "m"),
         ("versions", 5),
@@ -238,7 +240,7 @@ OWN_PLACE = {
     "runs/archive.py": {"opened", "created"},  # archives
     "runs/sweep.py": {"json.loads"},  # its own text, to compare
     "stages/export.py": {"opened"},  # hashes models
-    "placement/pin_inputs.py": {"read_bytes", "yaml.safe_load", "json.loads"},  # the user's YAML
+    "placement/pin_inputs.py": {"json.loads"},  # of YAML that `load_yaml` has read
     "placement/plan_inputs.py": {"read_json"},  # a model folder's config.json
 }
 OPENERS = {

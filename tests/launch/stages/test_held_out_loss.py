@@ -132,8 +132,8 @@ def test_rows_that_do_not_fill_a_step_and_problems_not_asked_are_said() -> None:
     job = made_ready("sft", *FILE)
     (note,) = [note for report in job.reports for note in report.notes]
     assert note == (
-        "demonstrations of task 'chats': 32 of 39 demonstrations an epoch, the others in others: "
-        "what does not fill a step waits"
+        "demonstrations of task 'chats': an epoch has 32 of 39 demonstrations; those that fill no "
+        "step come in other epochs"
     )
     (line,) = job.statistics
     assert line.startswith("demonstrations of task 'chats': 51 rows (12 held out), 0.0% left out;")
@@ -156,8 +156,8 @@ def test_engines_and_ranks_find_the_same(kind: str, words: list[str], tmp_path: 
     common = ["run", f"algorithm={kind}", *KINDS[kind], *FILE, "algorithm.num_steps=2"]
     found: list[list[float]] = []
     for number, others in enumerate(([], words)):
-        assert main([*common, f"runs={number}", "tracker=none", *others]) == 0
-        (folder,) = (tmp_path / str(number)).iterdir()
+        assert main([*common, f"runs=found_{number}", "tracker=none", *others]) == 0
+        (folder,) = (tmp_path / f"found_{number}").iterdir()
         found.append([*Evaluations(folder).curve("loss").values()])
     assert len(found[0]) == 2
     assert found[0] == pytest.approx(found[1], abs=2e-4)

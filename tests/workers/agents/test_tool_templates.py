@@ -8,7 +8,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import ToolCall
 from penstock.workers.agents.tasks.calculator import CalculatorTaskSpec
-from penstock.workers.agents.tasks.generated_task import TURNS
+from penstock.workers.agents.tasks.conversation_task import TURNS
 from penstock.workers.agents.tasks.tool_task import ToolTaskSpec
 from penstock.workers.agents.worker import AgentSpec
 from penstock.workers.data.chat import ChatOptions, PromptEncoder

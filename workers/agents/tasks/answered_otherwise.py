@@ -9,7 +9,7 @@ from ....dataflow.errors import ConfigError
 from ...data.row_report import DataReport
 from ...data.task import Converses, HasReplies, Message, Task
 from ...models.tokenizer import PRINTABLE
-from .generated_task import TURNS
+from .conversation_task import TURNS
 
 
 class AnsweredOtherwise:

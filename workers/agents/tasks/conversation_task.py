@@ -1,4 +1,4 @@
-"""The base class of a task of one's own whose problems are answered in conversation."""
+"""The base class of tasks whose problems are answered in conversation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from ...data.task import Message
 from ...models.tokenizer import PRINTABLE
 from ...verifiers.pool import VerifierSpec
 from ..environment import Environment
-from .generated_task import TURNS
+
+TURNS = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else '\\n' }}{% endfor %}"
+)
+"""A chat template: every turn of the policy ends with the end of sequence, every other message with
+a line feed. There is no generation prompt, and schemas of tools are not shown."""
 
 
 class ConversationTask(ABC):

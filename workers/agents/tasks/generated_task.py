@@ -4,32 +4,22 @@ A problem is made from a generator seeded with the task's name, its seed and the
 alone, so it is the same in every process. Problems are taken in order and kept if their prompt is
 new; the first `num_held_out` of them are held out, so the held-out set does not change with
 `num_train`.
-
-Small models of single characters have no chat template of their own: `TURNS` is one for them.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
-from ...data.row_report import DataReport
 from ...data.task import Message
-from ...verifiers.pool import VerifierSpec
 from ..environment import Environment, Reply, TurnResult
-
-TURNS = (
-    "{% for message in messages %}{{ message['content'] }}"
-    "{{ eos_token if message['role'] == 'assistant' else '\\n' }}{% endfor %}"
-)
-"""A chat template: every turn of the policy ends with the end of sequence, every other message with
-a line feed. There is no generation prompt, and schemas of tools are not shown."""
+from .conversation_task import ConversationTask
 
 _MAX_IDLE_SAMPLES = 2000
 """Problems in a row without a new prompt after which a task counts as exhausted."""
@@ -123,41 +113,30 @@ class _Numbered(Generic[P]):
     problem: P
 
 
-class GeneratedTask(ABC, Generic[P]):
-    """Problems of a generator, answered in conversation; see `Task`, `Converses`, `HasReplies`.
+class GeneratedTask(ConversationTask, Generic[P]):
+    """Problems of a generator, answered in conversation; see `ConversationTask`.
 
     Args:
         task_id: Names the task; part of the seed of its problems.
         spec: How many problems, and their seed.
 
     Attributes:
-        deterministic: See `HasEnvironments`.
         tells_calls: See `TellsCalls`.
-        chat_template: See `HasTemplate`.
-        correct_score: A conversation with at least this sum of rewards counts as right.
         unfinished_score: The score of a conversation that its environment did not end.
 
     Raises:
         ConfigError: If there are fewer different prompts than are asked for.
     """
 
-    deterministic = True
     tells_calls = True
-    chat_template: str = TURNS
-    verifier: VerifierSpec | None = None
-    correct_score: float = 1.0
     unfinished_score: float = 0.0
 
     def __init__(self, task_id: str, spec: GeneratedSpec) -> None:
-        self.task_id = task_id
-        self._seed = spec.seed
+        self.task_id, self._seed = task_id, spec.seed
         found = self._sample(spec.num_train + spec.num_held_out)
         held_out, train = found[: spec.num_held_out], found[spec.num_held_out :]
         self._problems = train + held_out
-        self.train = range(spec.num_train)
-        self.held_out = range(spec.num_train, len(found))
-        self.report = DataReport(f"task '{task_id}'")
-        self.report.keep(len(found))
+        super().__init__(task_id, [one.prompt for one in self._problems], spec.num_held_out)
 
     @abstractmethod
     def make(self, number: int, rng: random.Random) -> P:
@@ -193,14 +172,6 @@ class GeneratedTask(ABC, Generic[P]):
         """The problem itself."""
         return self._problems[index].problem
 
-    def prompt_text(self, index: int) -> str:
-        """What the user says first."""
-        return self._problems[index].prompt
-
-    def messages(self, index: int) -> Sequence[Message] | None:
-        """The prompt, as the one message of a user."""
-        return [{"role": "user", "content": self.prompt_text(index)}]
-
     def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
         """See `schemas`."""
         del index
@@ -211,20 +182,10 @@ class GeneratedTask(ABC, Generic[P]):
         turns = self._expert(index)
         return None if turns is None else "\n".join(turns)
 
-    def imitates_history(self, index: int) -> bool:
-        """False: the prompt has no turns of the assistant."""
-        del index
-        return False
-
     def replies(self, index: int) -> Sequence[Sequence[Message]] | None:
         """The expert's conversation; None if there is no expert."""
         turns = self._expert(index)
         return None if turns is None else [play(self.begin(index), index, turns).messages]
-
-    def pair_texts(self, index: int) -> tuple[str, str] | None:
-        """None: there are no pairs."""
-        del index
-        return None
 
     def score(self, index: int, response: str) -> float:
         """The sum of the rewards of a conversation whose turns are the response's lines."""

@@ -110,7 +110,7 @@ class DividedNetwork:
         return vocabulary_top(logits, num_words, self.vocabulary_group)
 
     def _known(self, logits: Tensor) -> Tensor:
-        """This process's logits, those of words beyond `num_words` as good as impossible."""
+        """This process's logits, with those of words beyond `num_words` set to `_IMPOSSIBLE`."""
         group, width = self.vocabulary_group, logits.shape[1]
         first = 0 if group is None else group.rank() * width
         if self.num_words is None or first + width <= self.num_words:

@@ -18,7 +18,7 @@ from penstock.workers.agents.environment import Reply
 from penstock.workers.agents.programs.chat_request import Refused, read_request
 from penstock.workers.agents.programs.sequences import Sequences
 from penstock.workers.agents.rendering import TurnRenderer
-from penstock.workers.agents.tasks.generated_task import TURNS
+from penstock.workers.agents.tasks.conversation_task import TURNS
 from penstock.workers.models.tokenizer import PRINTABLE, Tokenizer, TokenizerSpec
 
 CHATML = (

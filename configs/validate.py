@@ -217,7 +217,8 @@ def check_keys(kind: Any, data: Any, at: str, root: tuple[Any, Any, str] | None 
             if key in known:
                 check_keys(known[key], value, _join(at, key), root)
             elif not _is_open(kind):
-                hint = nearest_key(key, known, at) or _elsewhere(root, _join(at, key), value)
+                near = nearest_key(key, known, at)
+                hint = _elsewhere(root, _join(at, key), value, near)
                 raise ConfigError(
                     f"there is no key '{_join(at, key)}'{hint}\n"
                     f"    {at or 'the configuration'} has: {', '.join(known)}"
@@ -229,20 +230,33 @@ def check_keys(kind: Any, data: Any, at: str, root: tuple[Any, Any, str] | None 
             check_keys(inner, value, _join(at, key), root)
 
 
-_ELSEWHERE = {"learning_rate": "algorithm.optimizer.lr", "batch_size": "algorithm.per_step"}
+_ELSEWHERE = {
+    "learning_rate": "algorithm.optimizer.lr",
+    "batch_size": "algorithm.per_step",
+    "sampling": "algorithm.cfg.sampling",
+}
 """What other trainers call a key -> ours."""
 
 
-def _elsewhere(root: tuple[Any, Any, str], path: str, value: Any) -> str:
-    """`; did you mean 'a.b.key'?` for a key that is declared, or set, in another section."""
+def _elsewhere(root: tuple[Any, Any, str], path: str, value: Any, near: str) -> str:
+    """`; did you mean 'a.b.key'?` for a key that is declared, or set, in another section.
+
+    A key of that very name counts before `near`, the hint of one that is spelled like it.
+    """
+    kind, data, at = root
+    unknown, name = f"{path}.", path.rpartition(".")[2]
     while isinstance(value, Mapping) and len(typing.cast("Mapping[str, Any]", value)) == 1:
         ((key, value),) = typing.cast("Mapping[str, Any]", value).items()
         path = _join(path, str(key))
-    kind, data, at = root
-    paths = {*_declared(kind, at), *_given(data, at)} - {path}
+    every = {*_declared(kind, at), *_given(data, at)}
+    if "algorithm.cfg" in every:  # whose keys the step declares, not the configuration
+        every.add("algorithm.cfg.sampling")
+    paths = {one for one in every if not f"{one}.".startswith(unknown)}
     last = path.rpartition(".")[2]
-    near = closest(last, {one.rpartition(".")[2] for one in paths})
-    for wanted in (path, _ELSEWHERE.get(last, last), near):
+    alike = closest(last, {one.rpartition(".")[2] for one in paths})
+    for wanted in (path, _ELSEWHERE.get(name, name), None, _ELSEWHERE.get(last, last), alike):
+        if wanted is None and near:
+            return near
         found = [one for one in paths if f".{one}".endswith(f".{wanted}")]
         if found:
             best = min(found, key=lambda one: (-len(commonprefix([one, path])), len(one), one))

@@ -28,7 +28,11 @@ from hydra.errors import (
 )
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import (
+    InterpolationKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from ...configs.references import CONFIGS, groups, see_working_directory
 from ...configs.yaml_files import yaml_text
@@ -213,6 +217,12 @@ def _our_messages() -> Generator[None]:
     except MissingMandatoryValue as error:
         key = getattr(error, "full_key", None) or str(error)
         raise ConfigError(f"'{key}' has no value yet\n    give it: {key}=...") from error
+    except InterpolationKeyError as error:
+        key, said = getattr(error, "full_key", None) or "a key", str(error).partition("\n")[0]
+        raise ConfigError(
+            f"'{key}' takes its value from another key, which the chosen options lack: {said}\n"
+            f"    choose an algorithm, a task and a model that go together, or give it: {key}=..."
+        ) from error
     except (ConfigCompositionException, OmegaConfBaseException) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
         said = [line for line in f"{error}\n{cause or ''}".splitlines() if line.strip()]
@@ -253,4 +263,9 @@ def _unknown_option(error: MissingConfigException) -> str:
 
 def _plain(composed: DictConfig) -> dict[str, Any]:
     data: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    if "experiment" in data:
+        raise ConfigError(
+            "the keys of the experiment's file are below 'experiment'\n"
+            "    let the file begin with the line: # @package _global_"
+        )
     return data

@@ -174,7 +174,7 @@ def unreadable(error: OverrideParseException) -> ConfigError:
     word = error.override.lstrip("+")
     return ConfigError(
         f"'{word}' cannot be read: {error.message.splitlines()[0]}\n"
-        "    write key=value; quote values with blanks or commas: 'key=\"a, b\"'"
+        "    write key=value; quote values with blanks, commas or braces: 'key=\"a, b\"'"
     )
 
 
@@ -203,8 +203,9 @@ def _parser(command: str) -> Any:
     parser._option_string_actions |= dict.fromkeys(several.option_strings, several)
 
     def refuse(reason: str) -> NoReturn:
+        keys = "; keys have no dashes: key=value" if "unrecognized arguments: --" in reason else ""
         raise ConfigError(
-            f"penstock {command}: {reason}\n    options are: {', '.join([*known, '--debug'])}"
+            f"penstock {command}: {reason}{keys}\n    options are: {', '.join([*known, '--debug'])}"
         )
 
     parser.error = refuse

@@ -152,8 +152,12 @@ def task_spec_of(section: TaskConfig) -> TaskSpec:
     options = section.options
     for option in options:
         if option not in known:
+            # A changed 'kind' leaves the keys of the option of task= that was composed before it.
+            kept = option in (fields_of(ReasoningTaskSpec) or ())
+            other = "; 'task.kind' alone keeps the keys of task=chain_sum, so choose an option too"
             raise ConfigError(
-                f"a '{section.kind}' task has no option '{option}'{nearest_key(option, known)}\n"
+                f"a '{section.kind}' task has no option '{option}'"
+                f"{nearest_key(option, known) or (other if kept else '')}\n"
                 f"    its options are: {', '.join(known)}"
             )
     if "max_bad_fraction" in known:

@@ -114,6 +114,8 @@ def check_lengths(
             _check_turns(node)
         names = [node.name, *(ref.node for _, ref in node.inputs)]
         read = next((rows[name] for name in names if name in rows), None)
+        if node.kind is NodeKind.ROLLOUT and read is not None:
+            _check_room(node, read.source, longest.get(read.source, 0))
         limit = positions.get(node.role or "")
         if limit is None or read is None or read.source not in longest:
             continue
@@ -190,6 +192,18 @@ def _check_turns(node: Node) -> None:
     if isinstance(sampling, Sampling):
         branch = bool(values.get("branch", False))
         check_turns(f"'{node.name}'", sampling, values.get("max_turns", 1), branch=branch)
+
+
+def _check_room(node: Node, source: str, prompt: int) -> None:
+    """Refuse prompts that fill `max_total_tokens` by themselves."""
+    sampling = _constant(node, Sampling)
+    if isinstance(sampling, Sampling) and 0 < sampling.max_total_tokens <= prompt:
+        key = "task.max_total_tokens" if converses(node) else "cfg.sampling.max_total_tokens"
+        raise ConfigError(
+            f"'{node.name}' has {source} of up to {prompt} tokens, and max_total_tokens is "
+            f"{sampling.max_total_tokens}: none are left for a response\n    raise {key}, or leave "
+            "long prompts out: task.max_prompt_tokens"
+        )
 
 
 def _constant(node: Node, kind: type) -> Any:

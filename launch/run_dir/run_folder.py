@@ -413,8 +413,10 @@ def open_run(path: Path) -> RunFolder:
     """
     folder = RunFolder(path)
     if not folder.about.is_file():
+        near = "runs" / path
+        typo = f"; did you mean '{near}'?" if (near / "run.json").is_file() else ""
         raise ConfigError(
-            f"'{path}' is not the folder of a run: it has no run.json\n"
+            f"'{path}' is not the folder of a run: it has no run.json{typo}\n"
             "    give a folder that `penstock run` made, such as runs/20261121-031454-grpo-seed0"
         )
     return folder

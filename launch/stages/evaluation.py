@@ -129,10 +129,11 @@ class Evaluator:
     def _measured(self, engine: Engine, number: int) -> Measured:
         prompts = {"prompts": self._suites[number].prompts}
         (result,) = engine.run(prompts, 1, program=_program(number))
-        # What answered in conversations has scored them as well.
+        # What answered in conversations has scored them as well. A mean of no scores is left out.
         metrics = {
             f"{SHARES}/{name.partition(_SCORED)[2]}" if _SCORED in name else name: value
             for name, value in result.metrics.items()
+            if not math.isnan(value)
         }
         found: dict[str, Any] = {}
         if self._examples.exists():

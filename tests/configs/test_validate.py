@@ -216,6 +216,7 @@ ELSEWHERE = {
     "batch_size=1": "'batch_size'; did you mean 'algorithm.per_step'?",
     "max_new_tokens=3": "'max_new_tokens'; did you mean 'algorithm.cfg.sampling.max_new_tokens'?",
     "sft.num_steps=3": "'sft'; did you mean 'algorithm.before.sft.num_steps'?",
+    "sampling.stop=[x]": "'sampling'; did you mean 'algorithm.cfg.sampling'?",
     "seeds=1": "'seeds'; did you mean 'seed'?",
     "bogus=1": "'bogus'",
     "executor.bogus=1": "'executor.bogus'",

@@ -330,6 +330,12 @@ def test_a_value_out_of_range(penstock: Penstock, words: str, message: str) -> N
             "leave long prompts out: task.max_prompt_tokens",
         ),
         (
+            ["algorithm.cfg.sampling.max_total_tokens=6"],
+            "'actor.generate' has prompts of up to 6 tokens, and max_total_tokens is 6: none are "
+            "left for a response\n    raise cfg.sampling.max_total_tokens, or leave long prompts "
+            "out: task.max_prompt_tokens",
+        ),
+        (
             ["model.architecture.max_position_embeddings=8"],
             "'actor.train' has demos of up to 10 tokens, but the model of 'actor' has 8 positions\n"
             "    leave long rows out: task.max_prompt_tokens, task.max_response_tokens",

@@ -98,7 +98,10 @@ class DataReport:
         if self.num_rows == 0:
             raise ConfigError(f"{self.source} has no rows\n    give a file with at least one row")
         if self.num_kept == 0:
-            raise ConfigError(f"{self}\n    no row is left to use; fix the rows above")
+            named = any("missing field" in reason for reason in self.reasons)
+            columns = ", or name your columns: task.prompt_field, task.answer_field"
+            fix = f"fix the rows above{columns if named else ''}"
+            raise ConfigError(f"{self}\n    no row is left to use; {fix}")
         if self.num_bad > max_bad_fraction * self.num_rows:
             raise ConfigError(
                 f"{self}\n    that is more than max_bad_fraction={max_bad_fraction:g} of all rows; "

@@ -185,6 +185,25 @@ def test_every_folder_counts_in_every_command(command: str, more: list[str]) -> 
 
 
 @pytest.mark.usefixtures("own")
+def test_an_experiment_chooses_an_own_task(own: Path) -> None:
+    text = "# @package _global_\ndefaults:\n  - override /task: mine\nalgorithm:\n  num_steps: 20\n"
+    (own / "conf/experiment/small.yaml").write_text(text)
+    (own / "conf/task").mkdir()
+    (own / "conf/task/mine.yaml").write_text("defaults: [file, _self_]\npath: rows.jsonl\n")
+    page = "penstock run --config-dir conf experiment=small --multirun seed=0,1"
+    for job in jobs_of(command_line("run", page.split()[2:])):
+        made = composed("run", job)
+        assert (made["task"]["path"], made["algorithm"]["num_steps"]) == ("rows.jsonl", 20)
+
+
+@pytest.mark.usefixtures("own")
+def test_an_experiment_without_its_first_line_is_refused(own: Path) -> None:
+    (own / "conf/experiment/small.yaml").write_text("algorithm: {num_steps: 3}\n")
+    with pytest.raises(ConfigError, match="let the file begin with the line: # @package _global_"):
+        compose("run", ["--config-dir", "conf", "experiment=small"])
+
+
+@pytest.mark.usefixtures("own")
 def test_own_options_are_among_those_of_a_pattern() -> None:
     jobs = jobs_of(command_line("run", ["-cd", "conf", "-m", "model=glob(mi*)"]))
     assert [job[-1] for job in jobs] == ["model=mini", "model=mixtral-8x7b"]
@@ -199,6 +218,13 @@ def test_a_search_has_own_configurations() -> None:
 
 
 REFUSED = {
+    "--seed=1": (
+        "penstock run: unrecognized arguments: --seed=1; keys have no dashes: key=value\n"
+    ),
+    "task=cartpole": (
+        "'algorithm.cfg.sampling.max_new_tokens' takes its value from another key, which the "
+        "chosen options lack: Interpolation key 'task.max_response_tokens' not found\n    choose "
+    ),
     "--config-dir nope": "--config-dir: there is no folder 'nope'",
     "--config-path conf": (
         "--config-path would replace penstock's own configurations\n    add yours to them: "

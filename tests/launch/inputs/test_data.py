@@ -53,6 +53,9 @@ def test_what_is_no_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         "    its options are: name, config, seed, num_train, num_held_out, prompt_template, "
         "strip_spaces, allow_eval"
     )
+    assert refusal("file", path="p", name="gcd").startswith(
+        "a 'file' task has no option 'name'; 'task.kind' alone keeps the keys of task=chain_sum"
+    )
     assert refusal("file").startswith("'task.path' is missing\n    ")
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     assert refusal("parities:NO_KIND") == (

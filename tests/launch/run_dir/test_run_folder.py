@@ -119,6 +119,15 @@ def test_a_damaged_run_is_listed_with_its_fault(tmp_path: Path) -> None:
     assert faults[1].startswith("summary.json cannot be read (JSONDecodeError: ")
 
 
+def test_a_name_alone_is_answered_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _create(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"no run.json; did you mean 'runs/{folder.id}'"):
+        open_run(Path(folder.id))
+
+
 def test_opening_what_is_no_run_says_so(tmp_path: Path) -> None:
     folder = _create(tmp_path)
     assert open_run(folder.path) == folder

@@ -101,6 +101,7 @@ def test_an_own_task_needs_no_more(penstock: Penstock, tmp_path: Path, words: tu
         (("+task.half=replies",), "without 'imitates_history', which a task with 'replies' has"),
         (("+task.derived=true", "+task.held_out=8"), "8 are held out"),
         (("task.max_total_tokens=0",), "max_total_tokens is 0, and a conversation needs an end"),
+        (("task.max_total_tokens=8",), "max_total_tokens is 8: none are left for a response"),
         (("algorithm.cfg.max_turns=0",), "max_turns is 0"),
         (("algorithm.cfg.sampling.stop=[x]",), "a turn ends with a token"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,22 @@ def test_without_a_rule_they_are_scored_with_its_defaults(tmp_path: Path, algori
 
 
 @pytest.mark.parametrize("correct_score", [-1.0, 0.0, 1.0])
-@pytest.mark.parametrize("fault", ["raise ValueError(response)", "return None", "return np.nan"])
+@pytest.mark.parametrize(
+    ("fault", "on"),
+    [
+        ("raise ValueError(response)", "ab"),
+        ("return None", "ab"),
+        ("return np.nan", "ab"),
+        ("raise ValueError(response)", "abcdefgh"),
+    ],
+)
 def test_an_answer_without_a_score_is_never_right(
-    tmp_path: Path, correct_score: float, fault: str
+    tmp_path: Path, correct_score: float, fault: str, on: str
 ) -> None:
     """Of a function of closeness 0 is the best score, which a failure must not be."""
     (tmp_path / "close.py").write_text(
         "import numpy as np\n\ndef reward(prompt, response, answer):\n"
-        f"    if prompt in 'ab':\n        {fault}\n    return np.float32({correct_score})\n"
+        f"    if prompt in '{on}':\n        {fault}\n    return np.float32({correct_score})\n"
     )
     rows = [{"prompt": each, "answer": "1"} for each in "abcdefgh"]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -101,11 +110,12 @@ def test_an_answer_without_a_score_is_never_right(
         model=model, end_ids=data.tokenizer.end.ids, num_words=data.tokenizer.vocab_size
     )
     (found,) = evaluate(policy, job.suites, 7).values()
-    failed = [example["prompt"] in "ab" for example in found.examples]
+    failed = [example["prompt"] in on for example in found.examples]
     assert [example["score"] is None for example in found.examples] == failed
     assert any(failed)
     share = sum(failed) / len(failed)
     assert found.accuracy == pytest.approx(1 - share)
     assert sum(found.correct.values()) == len(failed) - sum(failed)
     assert found.unscored == pytest.approx(share)
+    assert all(map(math.isfinite, found.metrics.values()))  # as its file needs them
     assert f"no score {share:.1%}" in measured_text("", found)

@@ -274,7 +274,8 @@ def test_a_file_that_is_mostly_bad_stops_the_run(tmp_path: Path) -> None:
         "max_bad_fraction to go on without them"
     )
     assert len(FileTaskSpec(path=path, max_bad_fraction=0.7).build().train) == 1
-    assert "no row is left to use" in _message(path=path, prompt_field="question")
+    found = _message(path=path, prompt_field="question")
+    assert "fix the rows above, or name your columns: task.prompt_field" in found
 
 
 def test_errors_about_options(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from ..data.task import TaskSpec
 from ..engines.torch_engine.specs import TorchRewardModelSpec
 from ..models.spec import ModelSpec
 from ..models.tokenizer import TokenizerSpec
-from ..rollout.missing_scores import LARGEST, check_unscored, filled_in
+from ..rollout.missing_scores import LARGEST, MissingScores, check_unscored, filled_in
 from ..rollout.reports import mean_score, score_metrics
 from ..verifiers.child import USER_ERRORS
 from ..verifiers.verifiers import blame, import_user_module, load_verifier
@@ -279,12 +279,18 @@ class Mixture(Reward):
         self._output = output
         self._violation_score = violation_score
         self._unscored = unscored
+        self._missing = MissingScores(
+            "the mixture of rewards",
+            unscored,
+            "give a part that scores some responses only unscored=0 in its own options",
+        )
 
     def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
         """Score by every part and combine: f32[rows].
 
         Raises:
-            WorkerError: If a part raises it, or a score is beyond float32.
+            WorkerError: If a part raises it, a score is beyond float32, or hardly any response has
+                a score from every part.
         """
         scores: dict[str, torch.Tensor] = {}
         rows = float(len(tokens))
@@ -310,10 +316,16 @@ class Mixture(Reward):
             weights = {n: part.weight for n, part in self._parts.items()}
             total = _finite("the weighted sum", weighted_sum(scores, weights))
             result = constrained_score(total, passed, violation_score=self._violation_score)
-        missing = float(result.isnan().sum())
+        lacks = result.isnan().tolist()
+        which = ", ".join(name for name, score in scores.items() if score.isnan().any())
+        failure = ("could not say", f"no score from a part; parts without some are: {which}")
+        self._missing.check([failure if lack else None for lack in lacks])
         result = filled_in(result, self._unscored)
         add_metrics(self.metrics, score_metrics(result, prompt_id))
-        own = {"reward/passed": mean_score(passed), "reward/unscored": Metric.mean(missing, rows)}
+        own = {
+            "reward/passed": mean_score(passed),
+            "reward/unscored": Metric.mean(float(sum(lacks)), rows),
+        }
         add_metrics(self.metrics, own)
         return result
 

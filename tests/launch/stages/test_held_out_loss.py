@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from penstock.launch.stages.held_out_loss import HeldOutLoss, held_out_losses
 from penstock.launch.stages.job import Job, prepare
 from penstock.launch.stages.report import measured_text
 from penstock.launch.stages.worker_specs import worker_specs
+from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
 from torch.nn.functional import logsigmoid
 
 FILE = ["task=file", "task.answer_field=null", "task.num_held_out=12"]
@@ -141,7 +143,15 @@ def test_rows_that_do_not_fill_a_step_and_problems_not_asked_are_said() -> None:
     assert job.statistics[-1] == "evaluations ask 3 of 8 held-out problems (evaluation.num_prompts)"
 
 
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    connect_ray()
+    yield
+    shutdown_ray()
+
+
 @pytest.mark.nightly
+@pytest.mark.usefixtures("ray")
 @pytest.mark.parametrize(
     "words",
     [
@@ -156,8 +166,9 @@ def test_engines_and_ranks_find_the_same(kind: str, words: list[str], tmp_path: 
     common = ["run", f"algorithm={kind}", *KINDS[kind], *FILE, "algorithm.num_steps=2"]
     found: list[list[float]] = []
     for number, others in enumerate(([], words)):
-        assert main([*common, f"runs=found_{number}", "tracker=none", *others]) == 0
-        (folder,) = (tmp_path / f"found_{number}").iterdir()
+        runs = tmp_path / str(number)  # Ray's processes have another working directory
+        assert main([*common, f"runs={runs}", "tracker=none", *others]) == 0
+        (folder,) = runs.iterdir()
         found.append([*Evaluations(folder).curve("loss").values()])
     assert len(found[0]) == 2
     assert found[0] == pytest.approx(found[1], abs=2e-4)

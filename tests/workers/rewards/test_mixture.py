@@ -20,6 +20,7 @@ from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
 from penstock.workers.rewards.kinds import CodeRewardSpec, ExactRewardSpec, InstructionRewardSpec
 from penstock.workers.rewards.mixture import Mixture, MixturePart, MixtureSpec, check_verifiers
 from penstock.workers.rewards.rule_reward import RuleRewardSpec
+from penstock.workers.rollout.missing_scores import WINDOW
 from torch import Tensor
 
 TOKENIZER = TokenizerSpec().build()
@@ -99,6 +100,18 @@ def test_the_sum_is_weighted_and_constraints_gate_it() -> None:
     mixture.close()
     assert good.closed
     assert safe.closed
+
+
+@pytest.mark.parametrize("unscored", [None, 0.0])
+def test_parts_that_never_score_the_same_responses_end_the_run(unscored: float | None) -> None:
+    """Each part scores half of them, which is enough of each, and the mixture none."""
+    nan, half = float("nan"), WINDOW // 2
+    rewards = {"odd": Fixed(*[1.0, nan] * half), "even": Fixed(*[nan, 1.0] * half)}
+    parts = {name: MixturePart(worker="exact", weight=1.0) for name in rewards}
+    mixture = Mixture(rewards, parts, unscored=unscored)
+    message = "gave 0 of the last 64 (?s:.*)without some are: odd, even"
+    with pytest.raises(WorkerError, match=message):
+        mixture.score(*rows(*["a"] * WINDOW))
 
 
 def test_a_mixture_is_built_from_names_and_fields(tmp_path: Path) -> None:

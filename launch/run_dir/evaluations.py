@@ -18,6 +18,7 @@ from typing import Any
 from ...dataflow.errors import ConfigError
 from ...dataflow.regular_files import read_json
 from .atomic import write_json
+from .run_folder import plain
 
 WHOLE = ""
 """Name of the suite that has none: the first held-out problems of the run's own task."""
@@ -208,7 +209,7 @@ class Evaluations:
     def write(self, step: int, found: Mapping[str, Measured]) -> None:
         """Keep what an evaluation after so many steps found, suite by suite."""
         self._folder.mkdir(exist_ok=True)
-        suites = {name: asdict(measured) for name, measured in found.items()}
+        suites = {name: plain(asdict(measured)) for name, measured in found.items()}
         write_json(self._file(step), {"step": step, "suites": suites})
 
     def read(self, step: int) -> dict[str, Measured]:
@@ -222,7 +223,7 @@ class Evaluations:
             if step == 0 and not file.exists():  # of a run of a version that kept no others
                 return {WHOLE: Measured(**read_json(file := self._home / _BEFORE))}
             content: Any = read_json(file)["suites"]
-            return {name: Measured(**found) for name, found in content.items()}
+            return {name: Measured(**_known(found)) for name, found in content.items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             known = isinstance(error, OSError | ValueError)
             raise ConfigError(
@@ -268,6 +269,14 @@ class Evaluations:
 
     def _file(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}.json"
+
+
+def _known(found: dict[str, Any]) -> dict[str, Any]:
+    """A suite as it was written, without the numbers that were not finite: they are null there."""
+    for kind in ("metrics", "losses", "episode_return"):
+        values = found.get(kind, {})
+        found[kind] = {name: value for name, value in values.items() if value is not None}
+    return found
 
 
 def logged_name(suite: str, name: str) -> str:

@@ -86,6 +86,24 @@ def test_what_was_found_comes_back(kept: Evaluations) -> None:
     assert kept.curve("soft/accuracy") == {}
 
 
+def test_a_number_that_nothing_was_known_for_is_left_out(tmp_path: Path) -> None:
+    """Such as the mean score where no answer has a score."""
+    nan, scores = math.nan, {"3": [None]}
+    found = Measured(
+        {"mean": nan, "correct": 0.0},
+        0.0,
+        scores=scores,
+        correct={"3": 0},
+        losses={"loss": math.inf, "loss/accuracy": 1.0},
+        episode_return={"actor": nan},
+    )
+    Evaluations(tmp_path).write(0, {WHOLE: found})
+    read = Evaluations(tmp_path).read(0)[WHOLE]
+    assert read.metrics == {"correct": 0.0}
+    assert read.values == {"accuracy": 0.0, "loss/accuracy": 1.0}
+    assert read.scores == scores
+
+
 def test_the_best_step_is_the_first_with_the_highest_value(kept: Evaluations) -> None:
     assert kept.best("accuracy") == 5
     assert kept.best("hard/pass@2") == 5, "what was measured before training has no checkpoint"

@@ -28,11 +28,7 @@ from hydra.errors import (
 )
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    InterpolationKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from ...configs.references import CONFIGS, groups, see_working_directory
 from ...configs.yaml_files import yaml_text

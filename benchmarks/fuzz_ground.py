@@ -48,7 +48,7 @@ class Ground:
         adapter: The same with `a` (an adapter of `m`).
         runs: A folder with `runs/one`, `runs/two` (finished), `runs/stopped`, and `one.tar`.
         plain: Weights that a run from the adapter comes to when its alpha is `ADAPTER`'s.
-        default: Weights that it comes to when `model.lora.alpha` is what it is by default.
+        default: Weights that it comes to with another alpha; "" if that is refused.
     """
 
     model: Path
@@ -103,8 +103,11 @@ def ground(base: Path, commands: Commands) -> Ground:
     (model / "m" / "tokenizer_config.json").write_text(json.dumps(config))
     shutil.copytree(model, adapter, dirs_exist_ok=True)
     _write_adapter(adapter / "a", json.loads((model / "m" / "config.json").read_text()))
-    plain = _weights(adapter, adapter_words("model.lora.alpha=8", "runs=plain"), commands, "plain")
-    default = _weights(adapter, adapter_words("model.lora.alpha=32", "runs=other"), commands, "")
+    plain = _weights(adapter, adapter_words("model.lora.alpha=8", "runs=made"), commands)
+    try:
+        default = _weights(adapter, adapter_words("model.lora.alpha=32", "runs=made"), commands)
+    except RuntimeError:  # as the folder has another
+        default = ""
     return Ground(model, adapter, runs, plain, default)
 
 
@@ -154,13 +157,12 @@ def _write_adapter(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(ADAPTER, indent=1))
 
 
-def _weights(folder: Path, words: tuple[str, ...], commands: Commands, name: str) -> str:
-    """What a run comes to, which is removed afterwards; the runs' folder is the last word's."""
+def _weights(folder: Path, words: tuple[str, ...], commands: Commands) -> str:
+    """What a run into `made` comes to; the run is removed afterwards."""
     commands.files_after(words, folder)
-    made = folder / (name or "other")
-    (summary,) = made.glob("*/summary.json")
+    (summary,) = (folder / "made").glob("*/summary.json")
     found: str = json.loads(summary.read_text())["weights_sha256"]
-    shutil.rmtree(made)
+    shutil.rmtree(folder / "made")
     return found
 
 

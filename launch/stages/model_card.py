@@ -145,7 +145,10 @@ def write_generation_config(folder: Path, job: Job) -> None:
     sampling: Mapping[str, Any] = job.main.config.cfg.get("sampling", {})
     end = job.data.tokenizer.end
     end = end.sampled_by(job.main.sampling) if job.main.sampling else end
-    given = {key: sampling[key] for key in _SAMPLING if sampling.get(key)}
+    # Zeros as well: without its key transformers takes top_k=50, or what the base model was given.
+    given = {key: sampling[key] for key in _SAMPLING if key in sampling}
+    if not given.get("temperature"):  # greedy: no word of the file says so
+        given = {}
     tokenizer = job.data.tokenizer
     with quiet_transformers(), writing(folder / "generation_config.json"):
         try:

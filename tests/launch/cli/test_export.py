@@ -67,6 +67,7 @@ def test_the_folder_loads_with_transformers_and_has_the_runs_weights(
     assert tokenizer.decode(ids).replace(" ", "") == "1+2="
     generation = transformers.GenerationConfig.from_pretrained("model")
     assert (generation.eos_token_id, generation.do_sample) == (tokenizer.eos_token_id, True)
+    assert (generation.top_k, generation.min_p) == (0, 0.0), "transformers' own top_k is 50"
     assert generation.stop_strings == ["=+"]
     _, front, card = Path("model/README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front) == {"library_name": "transformers", "tags": ["penstock", "grpo"]}

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from typing import cast
 
 import pytest
 from penstock.dataflow.errors import ConfigError
@@ -88,7 +89,7 @@ def test_what_was_found_comes_back(kept: Evaluations) -> None:
 
 def test_a_number_that_nothing_was_known_for_is_left_out(tmp_path: Path) -> None:
     """Such as the mean score where no answer has a score."""
-    nan, scores = math.nan, {"3": [None]}
+    nan, scores = math.nan, cast(dict[str, list[float | None]], {"3": [None]})
     found = Measured(
         {"mean": nan, "correct": 0.0},
         0.0,

@@ -61,7 +61,6 @@ class Case:
         weights: What the run must come to if it ends with exit code 0, as a SHA-256 sum.
         other_weights: What it must not come to: weights of a run that ignores a file.
         absent: Patterns of paths that may not be there afterwards.
-        mentions: Pattern of paths, and an expression that their text has if exit code 0 is right.
     """
 
     words: tuple[str, ...]
@@ -76,7 +75,6 @@ class Case:
     weights: str | None = None
     other_weights: str | None = None
     absent: tuple[str, ...] = ()
-    mentions: tuple[str, str] | None = None
 
     @property
     def command(self) -> str:
@@ -273,10 +271,6 @@ def _silent_changes(case: Case, folder: Path) -> list[tuple[str, str]]:
             faults.append(("silent", "the run came to other weights"))
         if case.other_weights in hashes:
             faults.append(("silent", "a file made no difference"))
-    if case.mentions is not None:
-        pattern, words = case.mentions
-        if not all(re.search(words, file.read_text()) for file in folder.glob(pattern)):
-            faults.append(("silent", f"{pattern} does not mention {words}"))
     configs = list(folder.glob("runs/*/config.yaml")) if case.stands else []
     for file in configs:
         config = yaml.safe_load(file.read_text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -143,19 +144,21 @@ def _(ground: Ground, chance: random.Random) -> Case:
     return _template(ground, template[:60], template + _GOOD, must_refuse=True)
 
 
-@kind("template: a clock or a random number")
+@kind("template: a random number")
 def _(ground: Ground, chance: random.Random) -> Case:
-    word = chance.choice(
-        (
-            "{{ strftime_now('%d %b %Y') }}",
-            "{{ strftime_now('%H:%M:%S') }}",
-            "{{ [1, 2, 3] | random }}",
-            "{{ range(1000) | random }}",
-        )
-    )
-    case = _template(ground, word, word + _GOOD)
-    mentions = ("runs/*/run.json", r"strftime_now|random|clock|template_date|template_time")
-    return Case(case.words, case.scene, case.files, case.what, mentions=mentions)
+    values = chance.choice(("[1, 2, 3]", "range(1000)", "'abc'"))
+    word = f"{{{{ {values} | random }}}}"
+    return _template(ground, word, word + _GOOD, must_refuse=True)
+
+
+@kind("template: a clock")
+def _(ground: Ground, chance: random.Random) -> Case:
+    """A template that fails unless the clock says another time than now."""
+    form = chance.choice(("%d %b %Y", "%H:%M:%S", "%Y-%m-%d"))
+    now = time.strftime("%Y")
+    word = f"{{% if strftime_now('%Y') == '{now}' %}}{{{{ 1 / 0 }}}}{{% endif %}}"
+    word += f"{{{{ strftime_now('{form}') }}}}"
+    return _template(ground, form, word + _GOOD, must_succeed=True)
 
 
 @kind("template: broken, or of another type")

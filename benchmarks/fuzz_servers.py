@@ -9,7 +9,7 @@ from fuzz_case import SCRIPT, Case, Content
 from fuzz_ground import Ground, as_json, chat_words, fifo, kind, link, sparse
 
 _WATCH = """\
-import os, sys, time, urllib.request
+import os, sys, time, urllib.error, urllib.request
 from penstock.launch.main import main
 
 read, write = os.pipe()
@@ -28,6 +28,8 @@ try:
         try:
             with urllib.request.urlopen(url + "/" + view, timeout=10) as answer:
                 answer.read()
+        except urllib.error.HTTPError:
+            pass  # which is an answer
         except OSError as error:
             late.append(f"{{view}}: {{error}}")
     if late:

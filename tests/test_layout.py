@@ -172,8 +172,11 @@ def _base_names(node: ast.ClassDef) -> Iterator[str]:
 
 
 def _depth(name: str, bases: dict[str, set[str]]) -> int:
-    """Steps from a class to its furthest ancestor of ours; `Role` is a mark without members."""
-    ours = [base for base in bases[name] if base in bases and base != "Role"]
+    """Steps from a class to its furthest ancestor of ours, but for bases of no behavior.
+
+    `Role` is a mark without members, and `ConversationTask` has the defaults of a protocol.
+    """
+    ours = [base for base in bases[name] if base in {*bases} - {"Role", "ConversationTask"}]
     return max((1 + _depth(base, bases) for base in ours), default=0)
 
 

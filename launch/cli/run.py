@@ -376,6 +376,5 @@ def _show_warning(
     file: Any = None,
     line: str | None = None,
 ) -> None:
-    del filename, lineno, file, line
     if category.__module__.startswith("penstock.") or issubclass(category, UserWarning):
         say(f"warning: {message}")

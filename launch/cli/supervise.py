@@ -75,7 +75,6 @@ class _Child:
 
     def hear(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on."""
-        del frame
         self.asked = self.asked or number
         if self._process is not None:
             self._process.send_signal(number)

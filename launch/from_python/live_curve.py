@@ -83,14 +83,12 @@ class LiveCurve:
 
     def rewind(self, step: int, stage: str) -> None:
         """A stage begins: its curve comes below that of the stage before."""
-        del step
         self._show()
         self._stage, self._lines = stage, []
         self._shown_s, self._display = -math.inf, None
 
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Note a step, and draw the curve again if the last picture is old enough."""
-        del stage
         own = {name: value for name, value in metrics.items() if not name.startswith(_MEASURED)}
         if not own:
             return  # an evaluation between two steps
@@ -102,7 +100,6 @@ class LiveCurve:
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Draw what has come since the last picture."""
-        del summary
         self._show()
 
     def _show(self) -> None:

@@ -355,7 +355,6 @@ class _Divides:
     workload: Workload
 
     def __call__(self, call_group: str, option: Option) -> bool:
-        del call_group
         return all(
             self.items.get(name, layout.dp) % layout.dp == 0
             and layout.dp <= self.workload.num_prompts

@@ -41,7 +41,6 @@ class _Rows:
 
     def batch(self, step: int) -> Prompts:
         """All of them."""
-        del step
         return Prompts(
             prompt=torch.zeros(_ROWS, _TOKENS, dtype=torch.int64), prompt_id=torch.arange(_ROWS)
         )

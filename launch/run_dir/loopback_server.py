@@ -162,7 +162,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Whatever is wrong with a request, it gets what one without the token gets."""
-        del code, message, explain
         self._reply(None)
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -154,12 +154,15 @@ class RunFolder:
             WorkerError: By the check.
         """
         held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        is_run = self.about.exists()  # a stage's folder is none
 
         def check() -> None:
             try:
                 same = os.path.samestat(os.fstat(held), os.stat(self.path))
             except FileNotFoundError:
                 same = False
+            # A checkpoint that is just being written keeps `rm -r` from removing the folder itself.
+            same = same and (self.about.exists() or not is_run)
             if not same:
                 raise WorkerError(
                     f"'{self.path}' is no longer there: the run's folder was removed or renamed "

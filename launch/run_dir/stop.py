@@ -49,7 +49,6 @@ class StopRequest:
             KeyboardInterrupt: If it is the second one, and SIGINT.
             Terminated: If it is the second one, and SIGTERM.
         """
-        del frame
         if self._signal is not None:
             raise _error(number, "")
         self._signal = number

@@ -50,7 +50,6 @@ class HeldOut:
 
     def batch(self, step: int) -> Prompts:
         """All of them."""
-        del step
         return self._prompts
 
 

@@ -127,7 +127,6 @@ class Pages:
         return self._runs.folder(query.text("run"))
 
     def _listed(self, query: Query) -> Any:
-        del query
         return {"runs": self._runs.listed()}
 
     def _metrics(self, query: Query) -> Any:

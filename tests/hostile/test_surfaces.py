@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-NUM_KINDS = 51
+NUM_KINDS = 52
 
 
 @pytest.fixture(scope="module")

@@ -188,7 +188,6 @@ class RowTask:
 
     def imitates_history(self, index: int) -> bool:
         """Whether all turns of the assistant are imitated; see `HasReplies`."""
-        del index
         return self.spec.messages_field is not None
 
     def replies(self, index: int) -> list[list[dict[str, Any]]] | None:

@@ -137,7 +137,6 @@ class JsonlTracker:
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Close the file."""
-        del summary
         if self._log is not None:
             for step, metrics in self._noted.items():
                 self._log.write(step, metrics)

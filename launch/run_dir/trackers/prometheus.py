@@ -76,7 +76,6 @@ class PrometheusTracker:
 
     def rewind(self, step: int, stage: str) -> None:
         """Forget the stage's numbers."""
-        del step
         with self._lock:
             self._values[stage] = {}
             self._steps.pop(stage, None)
@@ -89,7 +88,6 @@ class PrometheusTracker:
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Listen no more."""
-        del summary
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()

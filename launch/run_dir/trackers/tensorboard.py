@@ -63,13 +63,11 @@ class TensorBoardTracker:
 
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Add scalars and flush them."""
-        del stage
         values = [{"tag": name, "simple_value": float(x)} for name, x in metrics.items()]
         self._write(step, summary={"value": values})
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Close the file."""
-        del summary
         writer, self._writer = self._writer, None
         if writer is not None:
             with writing(self._path):

@@ -203,12 +203,16 @@ def renamed(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
 
 
+def removed_in_part(path: Path) -> None:
+    (path / "run.json").unlink()
+
+
 def made_again(path: Path) -> None:
     shutil.rmtree(path)
     path.mkdir()
 
 
-@pytest.mark.parametrize("change", [removed, renamed, made_again])
+@pytest.mark.parametrize("change", [removed, removed_in_part, renamed, made_again])
 def test_a_folder_that_is_gone_ends_its_run(
     folder: RunFolder, change: Callable[[Path], None]
 ) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.ops.distributions import action_logprob, entropy_of_logits
-from penstock.workers.engines.sharded.vocabulary_parallel import vocabulary_logprob
+from penstock.workers.engines.sharded.divided_network import vocabulary_logprob
 from penstock.workers.training import token_logprob as chunked
 from penstock.workers.training.transfers import sent
 from torch import Tensor

@@ -19,8 +19,7 @@ from penstock.workers.executors.process_backend import CallFailed
 from penstock.workers.weight_sync.channel import ChannelEnd, Offer, Receiver
 from penstock.workers.weight_sync.packets import Packet, pack, unpack_whole
 from penstock.workers.weight_sync.registry import check_transport
-from penstock.workers.weight_sync.shared_device import SharedDeviceChannel
-from penstock.workers.weight_sync.shared_memory import CudaMemory, open_memory
+from penstock.workers.weight_sync.shared_device import CudaMemory, SharedDeviceChannel, open_memory
 from penstock.workers.weight_sync.version_tracker import HeldWeights, WeightsError
 from torch import Tensor
 

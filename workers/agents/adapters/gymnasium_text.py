@@ -142,7 +142,6 @@ class GymnasiumTextTask(GeneratedTask[Seeded]):
 
     def make(self, number: int, rng: random.Random) -> Seeded:
         """Reset with a seed of 31 bits, which every environment takes."""
-        del number
         seed = rng.getrandbits(31)
         prompt = self._limited(self._thread.submit(_first_observation, self._env, seed))
         return Seeded(seed, prompt)
@@ -188,7 +187,6 @@ class TextEpisode:
 
     def reset(self, problem: int, seed: int) -> None:
         """Begin with the problem's own seed: the prompt is its first observation."""
-        del problem, seed
         self._env = self._spec.make()
         _first_observation(self._env, self._seed)
 

@@ -98,7 +98,6 @@ class OpenEnvTask(GeneratedTask[Seeded]):
 
     def make(self, number: int, rng: random.Random) -> Seeded:
         """Reset with a seed of 31 bits."""
-        del number
         seed = rng.getrandbits(31)
         return Seeded(seed, self._now(self._session.reset(seed)))
 
@@ -112,7 +111,6 @@ class OpenEnvTask(GeneratedTask[Seeded]):
         Raises:
             ConfigError: Always.
         """
-        del index
         raise ConfigError(
             f"task '{self.task_id}' scores whole conversations only\n"
             "    train it with an algorithm that converses"
@@ -155,7 +153,6 @@ class OpenEnvEnvironment:
 
     async def reset(self, problem: int, seed: int) -> None:
         """Begin with the problem's own seed. What goes wrong is told with the first turn."""
-        del problem, seed
         try:
             await self._session.reset(self._seed)
         except Exception as error:  # a server may do anything

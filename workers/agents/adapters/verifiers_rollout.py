@@ -63,7 +63,6 @@ class VerifiersEnvironment:
 
     async def reset(self, problem: int, seed: int) -> None:
         """Let the package begin. What goes wrong is told with the first turn."""
-        del problem, seed
         self._rollout = asyncio.create_task(self._run())
         asked = await self._next_prompt()
         self._num_shown = len(asked or ())

@@ -101,7 +101,6 @@ class VerifiersTask(ConversationTask):
 
     def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
         """The environment's tools, the same for every row."""
-        del index
         return self._schemas or None
 
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:

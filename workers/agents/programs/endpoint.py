@@ -110,7 +110,6 @@ class Endpoint:
 
     async def unknown(self, request: Request, error: Exception) -> Response:
         """Any other address."""
-        del error
         self.refused[404] += 1
         return _json(error_body(_not_served(request)), 404)
 

@@ -54,7 +54,6 @@ class AnsweredOtherwise:
 
     def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
         """None."""
-        del index
         return None
 
     def imitates_history(self, index: int) -> bool:

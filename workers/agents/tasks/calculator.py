@@ -100,7 +100,6 @@ class CalculatorTask(GeneratedTask[str]):
 
     def make(self, number: int, rng: random.Random) -> str:
         """An expression."""
-        del number
         spec = self.spec
         count = rng.randint(spec.min_terms, spec.max_terms)
         digits = [rng.randint(spec.min_digits, spec.max_digits) for _ in range(count)]

@@ -81,27 +81,22 @@ class ConversationTask(ABC):
 
     def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
         """JSON schemas of what the policy may call; none by default."""
-        del index
         return None
 
     def answer_text(self, index: int) -> str | None:
         """A right answer to imitate in one turn; none by default."""
-        del index
         return None
 
     def replies(self, index: int) -> Sequence[Sequence[Message]] | None:
         """A conversation to imitate, as what follows the prompt; none by default."""
-        del index
         return None
 
     def imitates_history(self, index: int) -> bool:
         """False: turns of the assistant in the prompt are only read."""
-        del index
         return False
 
     def pair_texts(self, index: int) -> tuple[str, str] | None:
         """A better and a worse answer; none by default."""
-        del index
         return None
 
     def score(self, index: int, response: str) -> float:
@@ -110,7 +105,6 @@ class ConversationTask(ABC):
         Raises:
             ConfigError: Always, unless overridden.
         """
-        del index, response
         raise ConfigError(
             f"task '{self.task_id}' scores whole conversations only\n"
             "    train it with an algorithm that converses"

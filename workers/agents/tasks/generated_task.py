@@ -157,7 +157,6 @@ class GeneratedTask(ConversationTask, Generic[P]):
 
     def turns(self, problem: P, rng: random.Random) -> list[str] | None:
         """What the expert says, turn by turn; None if there is no expert."""
-        del problem, rng
         return None
 
     def schemas(self) -> Sequence[Mapping[str, Any]] | None:
@@ -174,7 +173,6 @@ class GeneratedTask(ConversationTask, Generic[P]):
 
     def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
         """See `schemas`."""
-        del index
         return self.schemas()
 
     def answer_text(self, index: int) -> str | None:

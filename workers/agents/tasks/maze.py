@@ -169,7 +169,6 @@ class MazeTask(GeneratedTask[MazeProblem]):
 
     def make(self, number: int, rng: random.Random) -> MazeProblem:
         """Two different cells."""
-        del number
         start, goal = rng.sample(self.maze.cells, 2)
         return MazeProblem(start, goal)
 
@@ -209,7 +208,6 @@ class MazeEnvironment:
 
     def reset(self, problem: int, seed: int) -> None:
         """Stand at the start."""
-        del problem, seed
         self._cell, self._steps = self._problem.start, 0
 
     def step(self, reply: Reply) -> TurnResult:

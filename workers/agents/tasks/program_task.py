@@ -85,7 +85,6 @@ class ProgramTask(AnsweredOtherwise):
 
     def program(self, problem: int) -> Program:
         """The same for every problem."""
-        del problem
         return self._program
 
     def outcome(self, problem: int, answer: str) -> float | None:

@@ -218,7 +218,6 @@ class SearchTask(ToolQuestions[SearchQuestion]):
 
     def result(self, problem: SearchQuestion, call: ToolCall) -> str:
         """What is found."""
-        del problem
         return self._search.search(call.arguments["query"])
 
     def answer(self, problem: SearchQuestion) -> str:

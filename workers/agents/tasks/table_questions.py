@@ -142,7 +142,6 @@ class TableQuestionsTask(ToolQuestions[TableQuestion]):
 
     def make(self, number: int, rng: random.Random) -> TableQuestion:
         """A table, and a question about a column of it."""
-        del number
         names, columns = rng.sample(_ITEMS, self.spec.num_rows), rng.choice(_COLUMNS)
         rows = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in names]
         lines = [f"{name} {a} {b}" for name, (a, b) in zip(names, rows, strict=True)]

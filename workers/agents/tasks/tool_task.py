@@ -115,5 +115,4 @@ class ToolTask(AnsweredOtherwise):
 
     def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
         """Schemas of all tools."""
-        del index
         return schemas_of(self._tools)

@@ -129,7 +129,6 @@ class TwentyQuestionsTask(GeneratedTask[HiddenObject]):
 
     def make(self, number: int, rng: random.Random) -> HiddenObject:
         """Some objects, and one of them."""
-        del number
         candidates = sorted(rng.sample(range(self.spec.num_objects), self.spec.num_candidates))
         return HiddenObject(tuple(candidates), rng.choice(candidates))
 
@@ -184,7 +183,6 @@ class TwentyQuestionsEnvironment:
 
     def reset(self, problem: int, seed: int) -> None:
         """Begin; nothing has been asked."""
-        del problem, seed
         self._turns = 0
 
     def step(self, reply: Reply) -> TurnResult:

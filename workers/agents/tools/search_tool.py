@@ -125,7 +125,6 @@ class SearchTool:
 
     def open(self, seed: int) -> ToolSession:
         """Begin a conversation."""
-        del seed
         return self
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:

@@ -82,7 +82,6 @@ class ToolEnvironment:
 
     def reset(self, problem: int, seed: int) -> None:
         """Begin; tools start what is expensive with their first call."""
-        del problem
         self._num_calls = 0
         for number, tool in enumerate(self._tools):
             try:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.workers.engines.sharded import vocabulary_parallel
-from penstock.workers.engines.sharded.vocabulary_parallel import vocabulary_logprob, vocabulary_top
+from penstock.workers.engines.sharded import divided_network
+from penstock.workers.engines.sharded.divided_network import vocabulary_logprob, vocabulary_top
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,7 +83,7 @@ def test_looking_at_some_rows_at_a_time_changes_no_bit(
     target, weights = torch.randint(0, 50, (37,)), torch.randn(2, 37)
     results: list[tuple[Tensor, ...]] = []
     for at_once in (1 << 26, 7 * 50, 1):
-        monkeypatch.setattr(vocabulary_parallel, "_AT_ONCE", at_once)
+        monkeypatch.setattr(divided_network, "_AT_ONCE", at_once)
         logprob, entropy = vocabulary_logprob(logits, target, 0.7, None)
         loss = (weights[0] * logprob + weights[1] * entropy).sum()
         results.append((logprob, entropy, *torch.autograd.grad(loss, logits)))
@@ -108,7 +108,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_nothing_is_as_large_as_all_logits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary_parallel, "_AT_ONCE", 8 * 1000)
+    monkeypatch.setattr(divided_network, "_AT_ONCE", 8 * 1000)
     logits = torch.randn(64, 1000, dtype=torch.bfloat16, requires_grad=True)
     with Largest() as seen:
         logprob, entropy = vocabulary_logprob(logits, torch.arange(64), 1.0, None)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..verifiers.instructions.instructions import bound_options, instructions_of
 from ..verifiers.verifiers import BUILT_IN
 from .messages import NotMessages, check_messages, is_imitated, last_user_text, messages_in
 from .row_report import DataReport
@@ -142,6 +143,12 @@ def _validated(row: Any, columns: Columns, notes: list[str]) -> dict[str, str]:
     if good.get("reward", "exact_match") not in BUILT_IN:
         detail = f"'{good['reward']:.40}' is none of {', '.join(sorted(BUILT_IN))}"
         raise BadPart(f"unknown reward in '{columns.reward}'", detail)
+    if good.get("reward", columns.verifier) == "instructions" and "answer" in good:
+        try:
+            for instruction in instructions_of(good["answer"]):
+                bound_options(instruction)
+        except (ValueError, TypeError) as error:
+            raise BadPart("instructions that cannot be checked", f"{error!s:.300}") from None
     if "chosen" in written and written["chosen"] == written["rejected"]:
         raise BadPart("equal pair", f"'{columns.chosen}' and '{columns.rejected}' are the same")
     notes += _notes(row, written, columns)
@@ -337,6 +344,12 @@ def _notes(
                 f"task.tools_field={field}"
             )
     last = {"messages", "response", "chosen", "rejected"} & written.keys()
+    asked = [turn for turn in _turns(written) if turn["role"] in ("user", "assistant")]
+    if not last and len(asked) > 1:
+        notes.append(
+            "a prompt has several turns, of which rewards and judges read the last text of the "
+            "user alone"
+        )
     turns = _turns({part: written[part] for part in last})
     if any(is_imitated(t) and not (t["content"].strip() or t.get("tool_calls")) for t in turns):
         notes.append(

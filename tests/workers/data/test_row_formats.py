@@ -259,6 +259,29 @@ def test_whole_options_of_instructions_may_be_floats() -> None:
     assert BUILT_IN["instructions"]("", "green tea", answer) == 1.0
 
 
+def test_instructions_that_cannot_be_checked_are_left_out(
+    tmp_path: Path,
+) -> None:
+    wrong = [{"id": "keywords:nope"}, {**KEPT[1], "kwargs": {"words": ["tea"]}}]
+    rows = [{"prompt": str(i), "answer": [answer]} for i, answer in enumerate([*wrong, KEPT[1]])]
+    task = FORMATS["jsonl"](tmp_path, rows, reward="instructions", max_bad_fraction=1.0)
+    assert dict(task.report.reasons) == {"instructions that cannot be checked": 2}
+    first, second = (bad.detail for bad in task.report.examples)
+    assert first.startswith("there is no instruction 'keywords:nope'")
+    assert second.startswith("instruction 'keywords:existence' with options ['words']")
+
+
+def test_that_rewards_read_the_last_turn_alone_is_noted(tmp_path: Path) -> None:
+    asked = [_user("What is 2+3?"), _said("In words?"), _user("Ten.")]
+    rows = [{"prompt": asked, "answer": "five"}, {"prompt": [_user("a")], "answer": "b"}]
+    assert dict(FORMATS["jsonl"](tmp_path, rows).report.notes) == {
+        "a prompt has several turns, of which rewards and judges read the last text of the user "
+        "alone": 1
+    }
+    task = FORMATS["jsonl"](tmp_path, rows, response_field="answer")
+    assert not task.report.notes
+
+
 def test_a_file_that_changed_within_its_time_is_read_again(tmp_path: Path) -> None:
     import os
 

@@ -54,6 +54,20 @@ def follows(
         compat: Count keywords as published, as regular expressions that match inside words.
 
     Raises:
+        ValueError: As `bound_options`.
+    """
+    options = bound_options(instruction)
+    check = CHECKS[instruction.name]
+    if compat and COMPAT in inspect.signature(check).parameters:
+        options[COMPAT] = True
+    variants = [response] if mode == "strict" else _variants(response)
+    return any(variant.strip() and check(variant, **options) for variant in variants)
+
+
+def bound_options(instruction: Instruction) -> dict[str, Any]:
+    """The options as the instruction's check takes them.
+
+    Raises:
         ValueError: If there is no such instruction, or its options are not the ones it takes.
     """
     if instruction.name not in CHECKS:
@@ -71,8 +85,6 @@ def follows(
         for name, value in instruction.options.items()
         if value is not None
     }
-    if compat and COMPAT in parameters:
-        options[COMPAT] = True
     try:
         inspect.signature(check).bind("", **options)
     except TypeError as error:
@@ -81,8 +93,7 @@ def follows(
             f"instruction '{instruction.name}' with options {sorted(options)}: {error}; "
             f"its options are: {', '.join(taken) or 'none'}"
         ) from None
-    variants = [response] if mode == "strict" else _variants(response)
-    return any(variant.strip() and check(variant, **options) for variant in variants)
+    return options
 
 
 def _variants(response: str) -> list[str]:

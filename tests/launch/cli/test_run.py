@@ -314,8 +314,8 @@ def test_a_verifier_that_fails_on_held_out_problems_is_mentioned(penstock: Penst
     assert said.code == 0, said.err
     for when in ("before", "after"):
         assert (
-            f"accuracy {when} training: the verifier failed on 25.0% of the answers and ran out of "
-            "time on 0.0%; they count as wrong\n"
+            f"accuracy {when} training: 25.0% of the answers have no score (the verifier failed on "
+            "25.0% and ran out of time on 0.0%); they count as wrong\n"
         ) in said.err
     summary = summary_of(only_run())
     assert (summary["verifier_errors"], summary["verifier_timeouts"]) == (0.25, 0.0)

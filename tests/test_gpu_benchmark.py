@@ -127,8 +127,15 @@ def test_peaks_of_an_h100_are_within_a_hundredth_of_what_is_predicted(script: An
         sampled = [length - sizes.prompt]
         calls[name] = compute._call("forward", bench.shape(sizes.large), sizes.prompt, sampled)
     assert len(calls) == 5
+    # Measured while pieces of the head's gradient were added up in 16 bits: in float32, with the
+    # piece that is added, they take four bytes a weight of the head more.
+    added = {
+        f"memory of training, {name}": 4 * shape.vocab_size * shape.hidden_size / 2**30
+        for name in sizes.models
+        for shape in (bench.shape(name),)
+    }
     for name, call in calls.items():
-        assert compute._memory(name, call, peaks[name]).value < 0.01
+        assert compute._memory(name, call, peaks[name] + added.get(name, 0.0)).value < 0.01
 
 
 @pytest.mark.nightly

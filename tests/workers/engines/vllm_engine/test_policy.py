@@ -330,7 +330,7 @@ def test_models_that_vllm_cannot_run_here_are_refused():
     )
     with pytest.raises(ValueError, match=r"max_model_len is 300; the model is made for 256 pos"):
         start("llama", max_model_len=300)
-    with pytest.raises(ValueError, match=r"on 2 pipeline stages; this engine divides a model by"):
+    with pytest.raises(ConfigError, match=r"2 pipeline stages, and this engine divides a model by"):
         start("llama", context=WorkerContext("actor", pipeline_parallel=2))
 
 

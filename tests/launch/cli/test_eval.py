@@ -88,7 +88,7 @@ def test_a_run_is_the_same_with_and_without_evaluations(penstock: Penstock, max_
 def test_a_plain_run_says_what_it_said(penstock: Penstock) -> None:
     said = penstock("run", *TINY, "evaluation.num_prompts=16", "algorithm.num_steps=2")
     assert said.code == 0, said.err
-    assert "held out" not in said.err
+    assert "held-out loss" not in said.err
     assert " on 16 held-out problems, " in said.err.splitlines()[-1]
     run = only_run("runs")
     rows = read_metrics(run / "metrics.jsonl")

@@ -88,7 +88,9 @@ def test_adapters_are_as_many_as_peft_makes(
     made = config(**settings)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(made)
-    theirs = insert_adapters(module, LoraSpec(rank=3, target_modules=targets), but="lm_head")
+    theirs = insert_adapters(
+        module, LoraSpec(rank=3, alpha=6.0, target_modules=targets), but="lm_head"
+    )
     shape = shape_of(made.to_dict())
     adapters = adapter_params(shape, 3, targets)
     assert adapters == sum(parameter.numel() for parameter in theirs.values())

@@ -69,7 +69,7 @@ def test_what_is_not_installed_is_said_with_what_to_install() -> None:
         engine.spec("policy")
     assert str(caught.value) == (
         "engine=torch needs the package no-such-package, which is not installed\n"
-        "    pip install penstock-rl[such]"
+        "    pip install 'penstock-rl[such]'"
     )
     with pytest.raises(ConfigError, match="^rollout=torch needs the package no-such-package"):
         _ = engine.rollout_spec

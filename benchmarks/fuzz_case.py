@@ -123,6 +123,9 @@ class Commands:
         """End the process."""
         self._process.kill()
         self._process.wait(30)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def run(self, case: Case, limit_s: float = LIMIT_S) -> Outcome:
         """Run a case in a folder of its own and judge it."""

@@ -81,7 +81,6 @@ def usual_options(layout: Layout) -> dict[str, Any]:
 
 
 def _through_transformers(model: Any) -> str:
-    del model
     return "through transformers"
 
 

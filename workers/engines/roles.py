@@ -153,7 +153,6 @@ class PolicyRecipe(Recipe):
 
     def make_generator(self, network: LanguageNetwork) -> GenerationEngine | None:
         """What samples tokens from the same weights; None if the engine does not."""
-        del network
         return None
 
 
@@ -435,7 +434,6 @@ def _column_forward(
     """The forward pass of a model that gives one column."""
 
     def forward(rows: Any, needs_entropy: bool) -> O:
-        del needs_entropy
         check_columns(rows.tokens, rows.mask)
         return output(compute(rows.tokens, rows.mask))
 

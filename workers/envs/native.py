@@ -216,7 +216,6 @@ class NativeGroup:
 
     def seed_of(self, index: int) -> int:
         """That of the whole group."""
-        del index
         return self._seed
 
     def state(self) -> dict[str, Any]:

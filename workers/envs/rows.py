@@ -26,7 +26,6 @@ class EnvRowSource:
 
     def batch(self, step: int) -> EnvRows:
         """All of them, whatever the step."""
-        del step
         return self._rows
 
 
@@ -47,7 +46,6 @@ class GameRowSource:
 
     def batch(self, step: int) -> GameRows:
         """All of them, whatever the step."""
-        del step
         return self._rows
 
 

@@ -70,7 +70,6 @@ class EnvTask:
 
     def prompt_text(self, index: int) -> str:
         """The specification as JSON, without what may change while a run is resumed."""
-        del index
         described: Any = self.spec
         patience = {f.name: f.default for f in dataclasses.fields(described) if f.name in PATIENCE}
         described = dataclasses.replace(described, **patience)
@@ -90,10 +89,8 @@ class EnvTask:
 
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
         """There is no verifier."""
-        del index, response
         return ()
 
     def where(self, index: int) -> str:
         """Its name."""
-        del index
         return self.task_id

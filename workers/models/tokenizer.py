@@ -7,6 +7,7 @@ is what an engine may feed a model at padded positions. It always differs from `
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -394,13 +395,21 @@ class EndedTokenizerSpec(TokenizerSpec):
 
 
 def _vocab_size(backend: PreTrainedTokenizerBase) -> int:
-    word, last = max(backend.get_vocab().items(), key=lambda item: item[1], default=("", 0))
+    return max(len(backend), 1 + max(backend.get_vocab().values(), default=0))
+
+
+def _check_ids(file: Path) -> None:
+    """Refuse ids for which the tokenizers library would take gigabytes, or end the process."""
+    try:
+        vocabulary: Any = json.loads(file.read_bytes())["model"]["vocab"]
+        word, last = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return  # no table of words; what else is wrong is said by the library
     if last >= _MOST_IDS:
         raise ConfigError(
-            f"the tokenizer '{backend.name_or_path}' gives '{word}' the id {last}; expected one "
+            f"the tokenizer '{file.parent}' gives '{word:.40}' the id {last}; expected one "
             f"below {_MOST_IDS}\n    give the tokenizer that the model came with"
         )
-    return max(len(backend), last + 1)
 
 
 def _char_tokenizer(alphabet: str, chat_template: str | None) -> Tokenizer:
@@ -483,6 +492,7 @@ def _folder_tokenizer(folder: str | None) -> Tokenizer:
             f"tokenizer.folder '{folder}' {what}\n"
             "    give the folder of a local model; nothing is downloaded"
         )
+    _check_ids(path / "tokenizer.json")
     try:
         loaded = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # the tokenizers library raises Exception itself

@@ -85,7 +85,7 @@ def test_agents_that_disagree_in_number_are_named_with_seed_and_step() -> None:
     with pytest.raises(
         WorkerError,
         match=r"^environment \d of 'toys/Deserted-v0' \(seed \d+\) raised ValueError: showed 2 "
-        r"agents, where 3 take part \(teams.py:\d+\) at step 2 of its episode, failure 2 of its "
+        r"agents, where 3 take part \(spec.py:\d+\) at step 2 of its episode, failure 2 of its "
         r"group in one rollout; 1 may be made good by a restart \(task.max_restarts\)$",
     ):
         roll(worker, 0, num_envs=6, group_size=6)

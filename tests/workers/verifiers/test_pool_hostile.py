@@ -300,8 +300,9 @@ def test_odd_ends_are_failures_of_their_rows(make_pool: MakePool) -> None:
     pool = make_pool(time_limit_s=20.0)
     calls = [("huge",), ("loud",), ("interrupt",), ("generator",), ("leave", 0), ("return", 2)]
     errors = [outcome.error for outcome in pool.run(calls)]
-    assert [error and error.rstrip().splitlines()[-1] for error in errors] == [
-        "OverflowError: int too large to convert to float",
+    ends = [error and error.rstrip().splitlines()[-1] for error in errors]
+    assert (ends.pop(0) or "").endswith("000, not a finite number")
+    assert ends == [
         "hostile_reward.Loud: <exception str() failed>",
         "KeyboardInterrupt",
         "GeneratorExit",

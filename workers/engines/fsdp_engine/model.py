@@ -186,7 +186,6 @@ def _no_storage() -> Generator[None]:
     """Parameters that are registered inside have shape and dtype and no memory; buffers have."""
 
     def hook(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        del module, name
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

@@ -281,7 +281,6 @@ class FsdpNetwork(DividedNetwork):
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         """See `FsdpModel.forward`; every shard must come here equally often."""
-        del shared
         context = self._mesh.context
         if context is None:
             values, anchor = self._model(tokens, reads)

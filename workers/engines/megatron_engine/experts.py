@@ -123,7 +123,6 @@ class Mixture(nn.Module):
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """[s, b, hidden] to the same, and no bias; padding is computed as tokens are."""
-        del padding_mask
         sequence = self._part.sequence
         enter = gather_from_sequence_parallel_region if sequence else _copied
         whole: Tensor = enter(hidden)

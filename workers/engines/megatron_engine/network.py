@@ -165,7 +165,6 @@ class MegatronNetwork(DividedNetwork):
         What follows a token does not change its output, so padding needs no mask. The anchor
         depends on the states: the stage before waits for a gradient whatever is read.
         """
-        del shared
         states = self.states(tokens)
         if self._backbone.config.sequence_parallel:
             # The head below adds up its input's gradient over processes, so here it is only cut.
@@ -207,7 +206,6 @@ class MegatronNetwork(DividedNetwork):
         def forward_step(
             waiting: Iterator[M], model: nn.Module
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, None]]]:
-            del model
             part = next(waiting, None)
             if part is None:
                 sent = self._idle()

@@ -58,7 +58,6 @@ class TorchMemory:
 
     def resident(self, call: Call, layout: Layout) -> Parts:
         """See `EngineMemory`."""
-        del layout
         return torch_resident_parts(call, trains=call.kind != "generate")
 
     def transient(
@@ -71,7 +70,6 @@ class TorchMemory:
         rows: int | None = None,
     ) -> Parts:
         """See `EngineMemory`; `rows` are those of `max_decode_rows`."""
-        del rows
         running = torch_transient_parts(
             call,
             num_ranks=layout.num_devices,

@@ -13,7 +13,6 @@ from .costs import MICRO_BATCH_TOKENS, TorchMemory, TorchSaving
 
 
 def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
-    del shape
     shares = layout.zero > 0 and kind != "generate"
     alone = layout.num_devices == layout.dp and layout.ep == 1
     if not alone or shares:

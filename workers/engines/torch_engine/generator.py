@@ -373,7 +373,6 @@ class TorchGenerator:
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """See `GenerationEngine.load`; nothing is kept of what was computed before."""
-        del version
         self.network.flat.load(tensors)
 
     def sleep(self) -> int:

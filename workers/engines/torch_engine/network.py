@@ -88,7 +88,6 @@ class TorchNetwork(WholeNetwork):
 
     def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
         """See `LanguageNetwork.whole_module`."""
-        del first
         adapted = self._split is not None and self._split.lora
         return merged(self.module) if adapted else self.module
 
@@ -189,7 +188,6 @@ class PlainNetwork(TorchNetwork):
         self._again: list[nn.Module] = []
 
     def _outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None) -> Outputs:
-        del shared
         used = reads.any(1)
         width = int((reads * torch.arange(1, reads.shape[1] + 1, device=reads.device)).max())
         rows = tokens[used, :width]
@@ -267,7 +265,6 @@ def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
     seen: list[Tensor] = []
 
     def note(called: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
-        del called
         seen.extend((given[0], made))
 
     hook = linear.register_forward_hook(note)

@@ -16,7 +16,6 @@ _NAME = "vllm"
 
 
 def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
-    del shape
     if kind != "generate":
         return "vLLM only generates"
     if layout.pp > 1:

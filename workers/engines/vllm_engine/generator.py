@@ -397,7 +397,6 @@ class VllmGenerator:
 
     def turns(self, sampling: Sampling, num_rows: int) -> VllmTurns:
         """See `GenerationEngine.turns`."""
-        del num_rows
         return VllmTurns(self.vllm, sampling, self._spec.end_ids)
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:

@@ -126,7 +126,6 @@ class TorchQNetwork(ModelWorker, QNetwork):
         recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
         """See `Actor.act`: one number decides whether a choice is random, and which one then."""
-        del action_mask, recurrent_state
         self._on_host.follow()
         value = self._numpy.outputs(obs)
         count, best = value.shape[1], value.argmax(axis=1)
@@ -175,7 +174,6 @@ class TorchQNetwork(ModelWorker, QNetwork):
             )
 
         def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
-            del needs_entropy
             return ValueOutput(value=self._value(rows.obs, rows.action))
 
         try:

@@ -109,7 +109,6 @@ class ReplayMemory(Replay):
 
     def sample(self, stored: Tensor, *, num_steps: int, at_least: int = 1) -> Transitions:
         """See `Replay.sample`; nothing but zeros comes of a replay that nothing was added to."""
-        del stored
         key = call_key(self.context.role, "sample")
         random = stream_generator(self.context.seed, self.context.role, "sample", key)
         there = self.num_stored >= max(at_least, 1)

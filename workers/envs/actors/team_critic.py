@@ -109,7 +109,6 @@ class TorchTeamCritic(ModelWorker, TeamCritic):
         """See `TeamCritic.train`."""
 
         def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
-            del needs_entropy
             return ValueOutput(value=self.module.value(rows.obs[:, 0])[:, None])
 
         return self._train(forward, loss, single_steps(batch), epochs, num_minibatches)

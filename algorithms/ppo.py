@@ -134,7 +134,7 @@ def critic_states(roll: Rollout, cfg: PPO) -> tuple[Rollout, TokenMask]:
 def scored_states(
     roll: Rollout, states: TokenMask, score: PerSample, cfg: PPO
 ) -> tuple[Rollout, TokenMask]:
-    """Both, but for rows without a score nothing to train on; see `scored_tokens`."""
+    """Return both with empty masks on rows without a score; see `scored_tokens`."""
     kept = scored_tokens(states, score) if cfg.score_slot == "after_last" else states
     return scored_rows(roll, score), kept
 

@@ -475,8 +475,6 @@ def _(ground: Ground, chance: random.Random) -> Case:
             "penstock.open_run('a\\0b')",
             "penstock.open_run('runs/one').stage(None)",
             "penstock.open_run('runs/one').stage('../..')",
-            "penstock.open_run('runs/one').metrics['nope']",
-            "penstock.open_run('runs/one').metrics[None]",
             f"penstock.run({small}, seed=10**5000)",
             f"penstock.run({small}, runs='a\\0b')",
             f"penstock.run({small}, seed=float('nan'))",

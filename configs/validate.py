@@ -235,7 +235,7 @@ _ELSEWHERE = {
     "batch_size": "algorithm.per_step",
     "sampling": "algorithm.cfg.sampling",
 }
-"""What other trainers call a key -> ours."""
+"""Names of keys in other trainers -> ours."""
 
 
 def _elsewhere(root: tuple[Any, Any, str], path: str, value: Any, near: str) -> str:

@@ -46,7 +46,7 @@ def yaml_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
 
 
 def load_yaml(path: Path, most_bytes: int = _MOST_BYTES) -> Any:
-    """What a YAML file says; raises as `yaml_text`."""
+    """Parse a YAML file; raises as `yaml_text`."""
     return yaml.safe_load(yaml_text(path, most_bytes))
 
 

@@ -187,7 +187,7 @@ def _of_row(column: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PairLoss(CountedMean, Loss[ComparedPairBatch, PolicyOutput]):
-    """What losses of two responses to one prompt share; a pair without both scores is left out."""
+    """Losses of two responses to one prompt; a pair without both scores is left out."""
 
     unit: ClassVar[Literal["row", "group"]] = "group"
 

@@ -74,7 +74,7 @@ def check_groups(options: SampledUpdates) -> None:
 
 
 def scored_rows(roll: R, score: PerSample) -> R:
-    """The same rows, but for those without a score nothing to train on; see `scored_tokens`."""
+    """Return the rows with empty masks where there is no score; see `scored_tokens`."""
     return replace(roll, mask=scored_tokens(roll.mask, score))
 
 

@@ -95,7 +95,7 @@ class PageServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
 
     def answered(self, target: str) -> Answer | None:
-        """What `answer` gives within a deadline, so that no file keeps a connection for good."""
+        """Answer within a deadline, so that no file keeps a connection for good."""
         if not self._answering.acquire(blocking=False):
             return _BUSY
 

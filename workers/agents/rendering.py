@@ -156,7 +156,7 @@ class TurnRenderer:
 
 
 def _any_of(marks: set[str]) -> re.Pattern[str]:
-    """What finds one of some marks, the longest first."""
+    """Compile an expression that finds one of some marks, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(marks, key=lambda mark: (-len(mark), mark)))))
 
 

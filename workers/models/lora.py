@@ -50,7 +50,7 @@ class LoraSpec:
     rank: int = 0
     """Rows of A and columns of B; 0 takes the folder's, or trains the weights themselves."""
     alpha: float | None = None
-    """What B A x is scaled by, times the rank; null for the folder's, or else 32."""
+    """Factor of B A x, times the rank; null for the folder's, or else 32."""
     target_modules: tuple[str, ...] = ()
     """Ends of the names of the linear maps that get one: `[q_proj, v_proj]`. Empty for the
     folder's, or else for all but the head."""

@@ -261,7 +261,7 @@ def load_faults(info: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """What generation_config.json says; nothing if there is none.
+    """Read generation_config.json; empty if there is none.
 
     Raises:
         ConfigError: If it cannot be read.

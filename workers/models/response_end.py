@@ -16,7 +16,7 @@ from ...algorithms.roles.language import Sampling
 
 @dataclass(frozen=True)
 class ResponseEnd:
-    """What ends a response.
+    """The ends of a response.
 
     Attributes:
         ids: Tokens; the first is the tokenizer's end of sequence.
@@ -34,7 +34,7 @@ class ResponseEnd:
         )
 
     def sampled_by(self, sampling: Sampling) -> ResponseEnd:
-        """What ends responses that are sampled like this: of strings, those named there alone."""
+        """Return the ends of responses under a sampling, whose strings replace these."""
         return ResponseEnd(self.ids).also(sampling.stop_token_ids, sampling.stop)
 
     def as_generation_config(self) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _begin(self) -> list[int]:
-        """What the tokenizer's own call puts before a text: its beginning of sequence, or nothing.
+        """Ids that the tokenizer puts before a text: its beginning of sequence, or nothing.
 
         Of its own call alone: whether one is named says nothing, models without one name it too.
         """
@@ -299,7 +299,7 @@ class Tokenizer:
         return text if isinstance(text, str) else "".join(text)
 
     def decode_responses(self, tokens: Tensor, mask: Tensor) -> list[str]:
-        """What each row's response says: its masked tokens without what ended it.
+        """Decode each row's response: its masked tokens without its end.
 
         Args:
             tokens: i64[rows, T], padded with -1.
@@ -367,12 +367,12 @@ class TokenizerSpec:
         raise ConfigError(f"tokenizer.kind is '{self.kind}'\n    use 'char', 'byte' or 'folder'")
 
     def ending(self, end: ResponseEnd) -> EndedTokenizerSpec:
-        """The same tokenizer where responses end as `end` says as well."""
+        """Return this tokenizer with further ends of responses."""
         own = {field.name: getattr(self, field.name) for field in fields(TokenizerSpec)}
         return EndedTokenizerSpec(**own, end=end)
 
     def sampled_by(self, sampling: Sampling) -> EndedTokenizerSpec:
-        """The same tokenizer for responses that are sampled like this."""
+        """Return this tokenizer with the ends that a sampling adds."""
         return self.ending(ResponseEnd(()).sampled_by(sampling))
 
 

@@ -76,7 +76,7 @@ class MixtureSpec:
     violation_score: float = 0.0
     """What a response that violates a constraint gets in place of the sum."""
     unscored: float | None = None
-    """What a response gets that a part has no score for; null leaves it out of training."""
+    """Score of a response that a part cannot score; null leaves it out of training."""
     task_fingerprint: str | None = None
     """`fingerprint` of the task the prompts come from."""
 
@@ -204,7 +204,7 @@ def _options(own: Sequence[str]) -> list[str]:
 
 
 def _factory(name: str, part: MixturePart) -> Callable[..., Any]:
-    """What `module:factory` names; it takes the part's options."""
+    """Load the factory `module:factory`, which takes the part's options."""
     what = f"part '{name}' of the mixture"
     module, _, factory = part.worker.rpartition(":")
     make = getattr(import_user_module(what, module), factory, None)

@@ -77,7 +77,7 @@ class VerifierSpec:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one call; no score is not the score 0."""
+    """The result of one call; no score is not the score 0."""
 
     score: float | None = None
     """None if the verifier cannot say, failed or ran out of time."""

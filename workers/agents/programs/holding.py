@@ -142,7 +142,7 @@ def _release(floor: Floor, sequences: Sequences) -> None:
 
 
 def _earned(earned: Any) -> float | None:
-    """What an answer earns; None if there is no saying."""
+    """Score an answer; None if it cannot be scored."""
     try:
         return as_score(earned)
     except ValueError as error:

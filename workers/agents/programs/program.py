@@ -91,7 +91,7 @@ class HasPrograms(Protocol):
         ...
 
     def outcome(self, problem: int, answer: str) -> float | None:
-        """What an answer earns; None if there is no saying."""
+        """Score an answer; None if it cannot be scored."""
         ...
 
 

@@ -166,7 +166,7 @@ class Function:
         self._required = [name for name, p in parameters.items() if p.default is empty]
 
     def of(self, made: dict[type, Any]) -> Callable[..., Any]:
-        """What to call, given the objects of a conversation; a missing one is made."""
+        """Return the callable, given the objects of a conversation; make a missing one."""
         if self.owner is None:
             return self.function
         if self.owner not in made:

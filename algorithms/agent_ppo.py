@@ -42,8 +42,8 @@ class AgentPPO(PPO):
     """Whether each token has an advantage of its own, or each turn; `discount` and `gae_lambda`
     count tokens or turns."""
     cut_off: Literal["bootstrap", "ended"] = "bootstrap"
-    """What a conversation that had all its turns or tokens is worth after its last turn: what the
-    critic expects of a next one ("bootstrap"), or nothing, as if the other side had "ended" it."""
+    """Value after a conversation that ran out of turns or tokens: the critic's value of a next turn
+    ("bootstrap"), or 0, as if the other side had "ended" it."""
     no_eos: Literal["none"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
     """What a turn earns says the environment, also of one that was cut off."""
 
@@ -110,7 +110,7 @@ def agent_ppo_step(
 def critic_values(
     critic: ValueModel, held: Conversations, cfg: AgentPPO
 ) -> tuple[Conversations, PerToken, PerSample | None]:
-    """The conversations, the critic's values, and what it expects after those that were cut off."""
+    """Return the conversations, the critic's values, and its value after each that was cut off."""
     if cfg.cut_off == "ended":
         return held, critic.value(held.tokens, held.mask), None
     longer = with_next_turn(held)

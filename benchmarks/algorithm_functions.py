@@ -130,7 +130,7 @@ def _functions() -> dict[str, list[tuple[str, str, Callable[..., Any]]]]:
 
 
 def _public(module: ModuleType) -> set[str]:
-    """What `__all__` names, or else what the module itself defines without an underscore."""
+    """Return the names in `__all__`, or else those defined without an underscore."""
     defined = {
         name
         for name, value in vars(module).items()

@@ -1,4 +1,4 @@
-"""Fuzzing of all that is read: keys, bytes of every file, and what else a stranger can send.
+"""Fuzz everything that is read: keys, the bytes of every file, and other input of strangers.
 
 `python benchmarks/fuzz.py --minutes 10 --seed 0 --json FILE`. What is tried follows from the seed
 alone; only how far it gets in that time does not. A command may be accepted (exit code 0), refused
@@ -139,7 +139,7 @@ def try_values(seed: int, seconds: float, found: Found) -> None:
 
 
 def try_surfaces(seed: int, num_cases: int, seconds: float, found: Found) -> None:
-    """Run so many cases of `fuzz_surfaces.py`, or as many as fit; faults are told apart by kind."""
+    """Run `num_cases` cases of `fuzz_surfaces.py`, or as many as fit; group faults by cause."""
     commands, started = Commands(), time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="penstock-ground-") as name:

@@ -33,15 +33,15 @@ _MOST_CHARACTERS = 8000
 """Of what a command says: more is no message."""
 UNKNOWN = "an error that penstock does not know"
 SCRIPT = "@script"
-"""The first word of a case whose second is Python code instead of a command's words."""
+"""First word of a case whose second word is Python code instead of a command's words."""
 PRECIOUS = "precious"
-"""A file beside the case's folder, which no command has a reason to touch."""
+"""Name of a file beside the case's folder that no command has a reason to touch."""
 _PRECIOUS = b"what nobody may overwrite\n"
 _MOST_DISK_BYTES = 256 << 20
-"""Of what a command leaves; the runs here are a few hundred kilobytes."""
+"""Limit on the files that a command leaves; the runs here take a few hundred kilobytes."""
 _MOST_RESIDENT_BYTES = 4 << 30
 Content = bytes | None | Callable[[Path], None]
-"""What stands at a path: bytes, nothing, or what a function of the path puts there."""
+"""Content of a path: bytes, None for no file, or a function that makes something there."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _judged(case: Case, found: Mapping[str, Any], folder: Path, new: Sequence[st
 
 
 def _faults_of_machine(folder: Path, found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a command did to the disk, the memory and the files of others."""
+    """Return the faults in what a command did to the disk, the memory and the files of others."""
     faults: list[tuple[str, str]] = []
     precious = folder.parent / PRECIOUS
     if not precious.is_file() or precious.read_bytes() != _PRECIOUS:

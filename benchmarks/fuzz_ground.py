@@ -1,4 +1,4 @@
-"""Folders in which commands succeed, as the ground of `fuzz_surfaces.py`: made once, then copied.
+"""Folders in which commands succeed: made once, then copied for each case of `fuzz_surfaces.py`.
 
 What is made here is made by commands of the code that is tried, so it has the forms of that code:
 a model's folder with a chat template, an adapter of peft's form with its run, finished and stopped
@@ -36,12 +36,12 @@ ADAPTER = {
     "bias": "none",
     "target_modules": ["q_proj", "v_proj"],
 }
-"""The configuration of the ground's adapter."""
+"""The adapter_config.json of the ground's adapter."""
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What cases start from.
+    """Folders that cases start from, and the weights that runs in them come to.
 
     Attributes:
         model: A folder with `m` (a model), `d.jsonl` and `chat.jsonl` (rows of texts and messages).
@@ -58,12 +58,12 @@ class Ground:
     default: str
 
     def text(self, name: str) -> dict[str, Any]:
-        """A JSON file of the model's folder."""
+        """Return the content of a JSON file of the model's folder."""
         return json.loads((self.model / "m" / name).read_text())
 
 
 def model_words(*words: str) -> tuple[str, ...]:
-    """One step of GRPO from the folder's model, on its rows."""
+    """Return the words of a run of one GRPO step from the folder's model, on its rows."""
     small = small_words("grpo")
     kept = [w for w in small if "before" not in w and not w.startswith(("model.", "task."))]
     return (
@@ -74,17 +74,17 @@ def model_words(*words: str) -> tuple[str, ...]:
 
 
 def chat_words(*words: str) -> tuple[str, ...]:
-    """The same, on rows of messages."""
+    """Return the words of `model_words` with rows of messages."""
     return model_words("task.path=chat.jsonl", *words)
 
 
 def adapter_words(*words: str) -> tuple[str, ...]:
-    """The same, going on from the adapter."""
+    """Return the words of `model_words` for a run that goes on from the adapter."""
     return model_words("model.lora.rank=2", "model.lora.folder=a", _TARGETS, *words)
 
 
 _REWARD = "def varied(prompt, response, answer):\n    return float(sum(map(ord, response)) % 7)\n"
-"""Differs between responses, so that a step changes weights."""
+"""A reward that differs between responses, so that a step changes weights."""
 _BYTES = "model.tokenizer.kind=byte"
 _TARGETS = "model.lora.target_modules=[q_proj,v_proj]"
 
@@ -106,7 +106,7 @@ def ground(base: Path, commands: Commands) -> Ground:
     plain = _weights(adapter, adapter_words("model.lora.alpha=8", "runs=made"), commands)
     try:
         default = _weights(adapter, adapter_words("model.lora.alpha=32", "runs=made"), commands)
-    except RuntimeError:  # as the folder has another
+    except RuntimeError:  # the folder has another alpha, so it is refused
         default = ""
     return Ground(model, adapter, runs, plain, default)
 
@@ -158,7 +158,7 @@ def _write_adapter(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _weights(folder: Path, words: tuple[str, ...], commands: Commands) -> str:
-    """What a run into `made` comes to; the run is removed afterwards."""
+    """Return the hash of the weights of a run into `made`, and remove the run."""
     commands.files_after(words, folder)
     (summary,) = (folder / "made").glob("*/summary.json")
     found: str = json.loads(summary.read_text())["weights_sha256"]
@@ -167,7 +167,7 @@ def _weights(folder: Path, words: tuple[str, ...], commands: Commands) -> str:
 
 
 def link(target: str) -> Callable[[Path], None]:
-    """A symbolic link."""
+    """Return a function that makes a symbolic link to a target."""
 
     def place(path: Path) -> None:
         path.symlink_to(target)
@@ -176,12 +176,12 @@ def link(target: str) -> Callable[[Path], None]:
 
 
 def fifo(path: Path) -> None:
-    """A pipe that nothing writes to."""
+    """Make a pipe that nothing writes to."""
     os.mkfifo(path)
 
 
 def sparse(size_bytes: int, begin: bytes = b"") -> Callable[[Path], None]:
-    """A file with a hole."""
+    """Return a function that makes a file with a hole."""
 
     def place(path: Path) -> None:
         with path.open("wb") as file:
@@ -193,7 +193,7 @@ def sparse(size_bytes: int, begin: bytes = b"") -> Callable[[Path], None]:
 
 Make = Callable[[Ground, random.Random], Case]
 KINDS: dict[str, Make] = {}
-"""Every kind by its name."""
+"""Functions that make cases, by the name of their kind."""
 
 
 def kind(name: str) -> Callable[[Make], Make]:
@@ -207,5 +207,5 @@ def kind(name: str) -> Callable[[Make], Make]:
 
 
 def as_json(value: Any) -> bytes:
-    """A value as a file has it."""
+    """Return a value as the bytes of a JSON file."""
     return json.dumps(value).encode()

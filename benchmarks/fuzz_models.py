@@ -27,7 +27,7 @@ from fuzz_ground import (
 
 
 def _adapter(ground: Ground, what: str, config: Content, **expected: Any) -> Case:
-    """A run that goes on from an adapter with another configuration."""
+    """Return a run that goes on from an adapter with another adapter_config.json."""
     files: dict[str, Content] = {"a/adapter_config.json": config}
     return Case(adapter_words(), ground.adapter, files, f"adapter_config.json: {what}", **expected)
 
@@ -153,7 +153,7 @@ def _(ground: Ground, chance: random.Random) -> Case:
 
 @kind("template: a clock")
 def _(ground: Ground, chance: random.Random) -> Case:
-    """A template that fails unless the clock says another time than now."""
+    """Try a template that fails if its clock shows the present time."""
     form = chance.choice(("%d %b %Y", "%H:%M:%S", "%Y-%m-%d"))
     now = time.strftime("%Y")
     word = f"{{% if strftime_now('%Y') == '{now}' %}}{{{{ 1 / 0 }}}}{{% endif %}}"

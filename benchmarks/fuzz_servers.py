@@ -29,7 +29,7 @@ try:
             with urllib.request.urlopen(url + "/" + view, timeout=10) as answer:
                 answer.read()
         except urllib.error.HTTPError:
-            pass  # which is an answer
+            pass  # an error status is an answer, too
         except OSError as error:
             late.append(f"{{view}}: {{error}}")
     if late:
@@ -109,7 +109,7 @@ _HOSTILE = (
 
 
 def _conversation_words(*words: str) -> tuple[str, ...]:
-    """A step of conversations, on the ground's model and its rows of messages."""
+    """Return the words of a step of conversations, on the ground's model and rows of messages."""
     kept = [w for w in chat_words() if not w.startswith(("task", "algorithm=", "algorithm.cfg"))]
     return (
         *kept,

@@ -34,7 +34,7 @@ _SMALL = small_words("grpo")
 
 
 def surface_cases(ground: Ground, seed: int) -> Iterator[tuple[str, Case]]:
-    """Cases without end: each round has every kind once, in another order."""
+    """Yield cases without end; each round has every kind once, in another order."""
     for name in ("fuzz_models", "fuzz_servers"):
         importlib.import_module(name)  # which registers its kinds
     chance = random.Random(f"{seed}/surfaces")
@@ -46,7 +46,7 @@ def surface_cases(ground: Ground, seed: int) -> Iterator[tuple[str, Case]]:
 
 
 def _odd_file(chance: random.Random) -> tuple[str, Content]:
-    """What is no file, where one belongs."""
+    """Return something that is not a regular file, to put where one belongs, and its name."""
     places: tuple[tuple[str, Content], ...] = (
         ("a pipe", fifo),
         ("a link to a device", link("/dev/zero")),
@@ -170,7 +170,7 @@ def _about(ground: Ground) -> bytes:
 
 
 def _changed(ground: Ground, name: str, chance: random.Random, values: Sequence[Any]) -> Content:
-    """A JSON file of a run, as another value or with one changed."""
+    """Return a JSON file of a run, replaced by another value or with one value changed."""
     if values and chance.randrange(2):
         return as_json(chance.choice(values))
     data = json.loads((ground.runs / "runs" / "two" / name).read_text())
@@ -281,7 +281,7 @@ def _(ground: Ground, chance: random.Random) -> Case:
 def _archive(
     ground: Ground, change: Callable[[list[tuple[tarfile.TarInfo, bytes]]], None]
 ) -> bytes:
-    """The ground's archive with other members."""
+    """Return the ground's archive with its members changed."""
     with tarfile.open(ground.runs / "one.tar") as tar:
         members = [(m, (tar.extractfile(m) or io.BytesIO()).read()) for m in tar.getmembers()]
     change(members)

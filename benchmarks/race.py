@@ -25,7 +25,7 @@ DEADLINE_S = 1800.0
 
 
 def run_again(run: Path, python: Path) -> tuple[tuple[float, ...], str]:
-    """Seconds of each step of one run by the checkout of the interpreter, and its weights' hash."""
+    """Return the seconds of each step of a run by one checkout, and the hash of its weights."""
     command = [str(python), "-m", "penstock.launch.main", "runs", "reproduce", str(run)]
     with tempfile.TemporaryDirectory(prefix="penstock-") as place:
         words = [f"into={place}", f"runs={run.parent}"]

@@ -237,7 +237,7 @@ class ExecutorConfig(Section):
     @field_validator("nodes", mode="before")
     @classmethod
     def _in_dots(cls, value: Any) -> Any:
-        """A command line makes a mapping of `executor.nodes.actor.generate=rollout`."""
+        """Accept the mapping that a command line makes of `executor.nodes.actor.generate=x`."""
         if not isinstance(value, Mapping):
             return value
         found: dict[str, Any] = {}
@@ -337,12 +337,12 @@ class SuiteConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Before and after training, and between steps: accuracy, loss, or episodes' return."""
+    """Evaluation before, during and after training: accuracy, loss, or episodes' return."""
 
     every: AtLeastOne | None = None
     """Steps between evaluations during training; null for none but those before and after."""
     num_prompts: Count = 512
-    """Held-out problems of the task, or of each suite that it names, at most; 0 asks none."""
+    """Most held-out problems of the task, or of each suite that it names; 0 evaluates none."""
     sampling: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of `Sampling` to answer with; by default one greedy response per prompt
     (`temperature: 0`) of at most `task.max_response_tokens`. With `num_samples: 8` accuracy is the

@@ -235,13 +235,13 @@ _ELSEWHERE = {
     "batch_size": "algorithm.per_step",
     "sampling": "algorithm.cfg.sampling",
 }
-"""Names of keys in other trainers -> ours."""
+"""Names of keys in other trainers -> our keys."""
 
 
 def _elsewhere(root: tuple[Any, Any, str], path: str, value: Any, near: str) -> str:
-    """`; did you mean 'a.b.key'?` for a key that is declared, or set, in another section.
+    """Return `; did you mean 'a.b.key'?` for a key that is declared, or set, in another section.
 
-    A key of that very name counts before `near`, the hint of one that is spelled like it.
+    A key of exactly that name comes before `near`, the hint for one with a similar spelling.
     """
     kind, data, at = root
     unknown, name = f"{path}.", path.rpartition(".")[2]
@@ -249,7 +249,7 @@ def _elsewhere(root: tuple[Any, Any, str], path: str, value: Any, near: str) -> 
         ((key, value),) = typing.cast("Mapping[str, Any]", value).items()
         path = _join(path, str(key))
     every = {*_declared(kind, at), *_given(data, at)}
-    if "algorithm.cfg" in every:  # whose keys the step declares, not the configuration
+    if "algorithm.cfg" in every:  # the step declares its keys
         every.add("algorithm.cfg.sampling")
     paths = {one for one in every if not f"{one}.".startswith(unknown)}
     last = path.rpartition(".")[2]
@@ -265,7 +265,7 @@ def _elsewhere(root: tuple[Any, Any, str], path: str, value: Any, near: str) -> 
 
 
 def _declared(kind: Any, at: str) -> Iterator[str]:
-    """Every key that a class declares, however deep, but for those of free mappings."""
+    """Yield every key that a class declares at any depth, except those of free mappings."""
     for name, annotation in (fields_of(kind) or {}).items():
         yield _join(at, name)
         inner = _plain_type(annotation, {})
@@ -274,7 +274,7 @@ def _declared(kind: Any, at: str) -> Iterator[str]:
 
 
 def _given(data: Any, at: str) -> Iterator[str]:
-    """Every key that has a value, however deep."""
+    """Yield every key that has a value, at any depth."""
     if isinstance(data, Mapping):
         for name, value in typing.cast("Mapping[str, Any]", data).items():
             yield _join(at, str(name))

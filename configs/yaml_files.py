@@ -1,4 +1,4 @@
-"""YAML files of users: read with a bound on their size and on what they say."""
+"""Read YAML files of users, with bounds on their size and on the number of values."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..dataflow.regular_files import check_regular, read_bytes
 
 _MOST_BYTES = 250_000
 _MOST_VALUES = 100_000
-"""Of a file, every alias counted as what it stands for: a short text can stand for billions."""
+"""Most values in a file, aliases expanded: a short text can stand for billions of values."""
 _PLAIN = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp", "merge", "value")
 
 
 def yaml_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
-    """The text of a YAML file that is safe to be loaded.
+    """Return the text of a YAML file that is safe to load.
 
     Raises:
-        ConfigError: If it is too large, says too much, holds itself, or has values that are no
-            plain data.
+        ConfigError: If it is too large, has too many values, contains itself, or has values that
+            are not plain data.
         OSError: If it cannot be read.
         UnicodeDecodeError: If it is not UTF-8.
         yaml.YAMLError: If it is no YAML.
@@ -35,7 +35,7 @@ def yaml_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
         )
     text = read_bytes(path).decode()
     stream: Any = StringIO(text)
-    stream.name = str(path)  # which messages name
+    stream.name = str(path)  # PyYAML's messages name it
     root = yaml.compose(stream, Loader=yaml.SafeLoader)
     if root is not None and _num_values(root, {}, path) > _MOST_VALUES:
         raise ConfigError(
@@ -51,7 +51,7 @@ def load_yaml(path: Path, most_bytes: int = _MOST_BYTES) -> Any:
 
 
 def _num_values(node: Any, known: dict[int, int], path: Path) -> int:
-    """Values below a node, itself included; those of a node that is there several times, again.
+    """Count the values below a node, itself included; a node that occurs twice counts twice.
 
     A node that is being counted is in `known` as 0.
     """

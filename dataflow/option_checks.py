@@ -6,7 +6,7 @@ import math
 import operator
 
 _MOST_BITS = 63
-"""Of an integer: larger ones are slips of the finger, and no tensor takes them."""
+"""Most bits of an integer: a larger one is a typing error, and no tensor holds it."""
 
 
 def check_range(

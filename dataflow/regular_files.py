@@ -1,4 +1,4 @@
-"""The place that opens files which someone else may have made: regular files, and nothing else.
+"""Open files that someone else may have made: regular files, and nothing else.
 
 A FIFO or a device where a file belongs would be waited for or read without end, and a link where a
 process writes would have it write somewhere else. Opening never waits, and what was opened is
@@ -19,13 +19,13 @@ from typing import Any
 from .errors import ConfigError
 
 MOST_TEXT_BYTES = 256 << 20
-"""Of a file that is read as a whole; what Penstock writes and reads so is far smaller."""
+"""Largest file that is read as a whole; those that Penstock writes and reads so are far smaller."""
 
 _MOST_DIGITS = 400
-"""Of a whole number: more than any float has, and fewer than take time to read."""
+"""Most digits of a whole number: more than any float has, and few enough to be read fast."""
 
 _MOST_DEPTH = 100
-"""Of objects and lists in each other."""
+"""Deepest nesting of objects and lists."""
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -38,7 +38,7 @@ _KINDS = (
 
 
 class NotAFile(ConfigError, OSError):
-    """Something other than a regular file where one belongs."""
+    """Raised where something other than a regular file stands in place of one."""
 
     def __str__(self) -> str:
         return f"'{self.filename}': {self.strerror}\n    remove it, or put a file in its place"
@@ -49,7 +49,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, links: bool = True) ->
 
     Args:
         path: The file.
-        flags: Of `os.open`; what `O_CREAT` makes can be read by all and written by its owner.
+        flags: For `os.open`; files that `O_CREAT` makes can be read by all, written by the owner.
         links: Whether the last part of the path may be a link; never where something is written.
 
     Returns:
@@ -86,7 +86,7 @@ def check_regular(path: Path) -> None:
 
 
 def check_folder_files(folder: Path) -> None:
-    """Require that what stands in a folder are regular files, folders, and links to these.
+    """Require that a folder holds only regular files, folders, and links to these.
 
     Libraries choose by themselves which files of a model they read. A folder that is not there, and
     a link that leads nowhere, are left to them.
@@ -121,7 +121,7 @@ def opened(path: Path) -> BufferedReader:
 
 
 def opened_to_append(path: Path) -> FileIO:
-    """Open a file to append to it, without a buffer; it is made if it is not there.
+    """Open a file to append to it without a buffer, and make it if it does not exist.
 
     Raises:
         NotAFile: If a link or something else stands there.
@@ -138,7 +138,7 @@ def created(path: Path) -> FileIO:
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
-    """Read a regular file that has no more than so many bytes.
+    """Read a regular file that has at most `most_bytes` bytes.
 
     Raises:
         NotAFile: If something else stands there.
@@ -146,7 +146,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
     """
     with opened(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
-        # Of one that grows meanwhile the rest is left. A bound alone would be allocated first.
+        # Read the size at opening: `read(most_bytes)` would allocate the whole bound first.
         content = b"" if size_bytes > most_bytes else file.read(size_bytes)
     if size_bytes > most_bytes:
         said = f"It has {size_bytes} bytes, and at most {most_bytes} are read"
@@ -155,7 +155,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file whose numbers are finite, and which is not nested beyond reason.
+    """Read a JSON file whose numbers are finite and whose nesting is bounded.
 
     Raises:
         OSError: As `read_bytes`.
@@ -165,7 +165,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value of a JSON text; see `read_json`."""
+    """Return the value of a JSON text; see `read_json`."""
     try:
         found: Any = json.loads(
             content, parse_int=_whole, parse_float=_finite, parse_constant=_finite

@@ -1,4 +1,4 @@
-"""How OpenMP's waiting threads spend their time, for the command line and for Python alike."""
+"""Set how OpenMP's waiting threads spend their time, on the command line and from Python."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_a_picture_of_no_algorithm_is_left() -> None:
 
 
 def test_from_ppo_to_remax_it_is_16_lines(scripts: Any) -> None:
-    """One of them clears the rows of PPO that have no score, which its critic is trained on."""
+    """One of them empties the masks of rows without a score, for PPO's critic."""
     step, _ = scripts.difference(scripts.loaded("ppo"), scripts.loaded("remax"))
     assert step.added + step.removed <= 16
 

@@ -172,7 +172,7 @@ def _base_names(node: ast.ClassDef) -> Iterator[str]:
 
 
 def _depth(name: str, bases: dict[str, set[str]]) -> int:
-    """Steps from a class to its furthest ancestor of ours, but for bases of no behavior.
+    """Count the steps from a class to its furthest ancestor of ours that has behavior.
 
     `Role` is a mark without members, and `ConversationTask` has the defaults of a protocol.
     """

@@ -230,7 +230,7 @@ class PairLoss(CountedMean, Loss[ComparedPairBatch, PolicyOutput]):
 
 
 def _scored_pairs(batch: ComparedPairBatch) -> Tensor:
-    """i64[pairs, 2]: the two rows of every prompt that both have a score."""
+    """Return the two rows of every prompt that both have a score: i64[pairs, 2]."""
     rows = _pairs(batch.prompt_id)
     return rows[~batch.score[rows].isnan().any(dim=1)]
 

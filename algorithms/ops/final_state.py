@@ -70,9 +70,9 @@ class ConversationsWithFinalState(Conversations):
     """
 
     states: TokenMask
-    """`mask`, and True as well on the slot after the row's last token."""
+    """`mask` with True added on the slot after the row's last token."""
     ended: SampleFlag
-    """False where it had as many turns or tokens as it may have, and would have gone on."""
+    """False where the conversation ran out of turns or tokens, and would have gone on."""
 
 
 @op(scope="row", makes_rows=True)
@@ -96,7 +96,7 @@ def with_next_turn(held: Conversations) -> ConversationsWithFinalState:
 
 
 def lengthened(held: Conversations) -> dict[str, Any]:
-    """Columns of conversations with one token more in every row, a copy of its last one."""
+    """Return the columns of conversations, every row longer by a copy of its last token."""
     longer = vars(with_final_state(held))
     own = {name: column for name, column in vars(held).items() if name not in longer}
     own["turn"] = F.pad(held.turn, (0, 1), value=-1)

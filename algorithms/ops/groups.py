@@ -14,8 +14,8 @@ SingletonGroup = Literal["error", "score", "zero"]
 """Advantage of a sample alone in its group: refuse, the score itself, or 0."""
 
 MissingScore = Literal["zero", "propagate"]
-"""What a row without a score, which is nan, does: it is left out of all statistics and gets
-advantage 0, or it leaves no finite number in its group."""
+"""How to treat a row without a score (nan): "zero" leaves it out of all statistics and gives it
+advantage 0, "propagate" leaves no finite number in its group."""
 
 
 def floating(column: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def sum_rows(table: Tensor) -> Tensor:
 
 @op(scope="row")
 def scored_tokens(mask: TokenMask, score: PerSample) -> TokenMask:
-    """The mask without rows that have no score: bool[rows, T].
+    """Return the mask with all False in rows that have no score: bool[rows, T].
 
     Critics, whitening and losses then leave such a row out like tokens that were not sampled.
 
@@ -133,7 +133,7 @@ class Groups:
             raise ValueError(
                 f"singleton_group {singleton_group!r} is unknown; choose 'error', 'score' or 'zero'"
             )
-        alone = alone & (self._rows == 1)  # one with others that have no score is none's fault
+        alone = alone & (self._rows == 1)  # not where only others' scores are missing
         if bool(alone.any()):
             raise ValueError(
                 f"group {int(self._prompt_id[alone][0])} has a single sample, and a comparison "

@@ -27,7 +27,7 @@ def response_length(mask: TokenMask) -> PerSample:
 
 @op(scope="row")
 def is_correct(score: PerSample, *, threshold: float = 1.0) -> PerSample:
-    """1 where `score >= threshold`, else 0, and nan for a row without a score: f32[rows]."""
+    """Return 1 where `score >= threshold`, else 0, and nan for a row without a score: f32[rows]."""
     correct = (score >= threshold).to(floating(score))
     return torch.where(score.isnan(), torch.nan, correct)
 
@@ -57,7 +57,7 @@ def check_known(what: str, column: Tensor, *, finite: bool = False) -> None:
 
 @op(scope="row")
 def signed_score(correct: PerSample) -> PerSample:
-    """1 for a correct response, -1 for another, nan without a score; see `is_correct`."""
+    """Return 1 for a correct response, -1 for a wrong one, nan for no score; see `is_correct`."""
     return 2 * floating(correct) - 1
 
 

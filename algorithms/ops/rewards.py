@@ -178,7 +178,7 @@ def process_shaped_reward(
 
 @op(scope="row")
 def known_throughout(score: PerSample, step_score: PerToken, step_end: TokenMask) -> PerSample:
-    """The score of a response, nan as well where one of its steps has none: f32[rows]."""
+    """Return the score of a response, nan also where one of its steps has no score: f32[rows]."""
     return torch.where((step_score.isnan() & step_end).any(dim=1), torch.nan, floating(score))
 
 

@@ -75,8 +75,8 @@ class RolloutCorrection:
     self_normalized: bool = False
     """Divide weights by their mean over the batch's tokens."""
     zero_weights: Literal["counted", "left_out"] = "counted"
-    """Whether tokens of weight 0, which a mask or the mean bounds leave, are "counted" in what the
-    loss divides by, as in TRL, or "left_out" of it and of its KL and entropy terms, as in verl."""
+    """Whether tokens whose weight a mask or the mean bounds set to 0 are "counted" in what the loss
+    divides by, as in TRL, or "left_out" of it and of the KL and entropy terms, as in verl."""
 
     def __post_init__(self) -> None:
         check_range(self, "floor", "mean_floor", at_least=0)
@@ -129,7 +129,7 @@ def _between(weight: Tensor, floor: float, cap: float | None) -> Tensor:
 
 @op(scope="row")
 def weighted_tokens(mask: TokenMask, weight: PerToken) -> TokenMask:
-    """The mask without tokens of weight 0: bool[rows, T]."""
+    """Return the mask without tokens of weight 0: bool[rows, T]."""
     return mask & (weight != 0)
 
 

@@ -105,7 +105,7 @@ def percentile_scale(
 
 
 def _percentile(ordered: Tensor, percent: float) -> float:
-    """A percentile of f64[n], ascending, n at least 1; between two numbers if need be."""
+    """Return a percentile of f64[n], ascending, n at least 1; interpolated between two numbers."""
     if bool(ordered[-1].isnan()):  # they come last
         return math.nan
     place = percent / 100 * (len(ordered) - 1)

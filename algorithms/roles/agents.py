@@ -57,7 +57,7 @@ class Conversations(Rollout):
     turn: TurnIndex
     reward: PerToken
     score: PerSample
-    """Sum of the row's rewards; nan where the other side broke or gave none."""
+    """Sum of the row's rewards; nan where the other side failed or gave no reward."""
     ending: Annotated[Tensor, i64(SAMPLE)]
     """Index into `ENDINGS`."""
     branch: TurnNumber

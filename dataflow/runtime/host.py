@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 
 def pack_table(table: Any) -> Part:
-    """A table's columns, in the order of its fields.
+    """Return a table's columns, in the order of its fields.
 
     Raises:
         WorkerError: If a column contradicts its annotation, or a ragged one has no ids beside it.
@@ -88,7 +88,7 @@ def pack_table(table: Any) -> Part:
 
 
 def unpack_table(kind: type[T], part: Part) -> T:
-    """The table that `pack_table` made a part of."""
+    """Return the table that `pack_table` packed."""
     columns = zip(_specs(kind), part, strict=True)
     return kind(**{name: unpack(packed, spec.dtype) for (name, spec), packed in columns})
 

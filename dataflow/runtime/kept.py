@@ -85,7 +85,7 @@ def _makers(graph: Graph) -> dict[str, Node]:
 
 
 def _asked(graph: Graph, name: str) -> tuple[Ref, ...]:
-    """The columns of a name."""
+    """Return the columns that a name stands for; refuse a name of none."""
     makers = _makers(graph)
     if name in makers:
         return tuple(Ref(name, output.name) for output in makers[name].outputs)

@@ -169,7 +169,7 @@ class ServedWeights:
 def _answer_together(
     worker: BatchedInference, requests: Sequence[InferenceRequest]
 ) -> Sequence[Any]:
-    """The answers; each request by itself if that fails, so that only its own fault harms it."""
+    """Answer requests together; if that fails each by itself, so that faults harm no other."""
     one = requests[0]
     try:
         answers = worker.answer_all(one.method, [each.arguments for each in requests])

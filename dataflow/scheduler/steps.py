@@ -41,7 +41,7 @@ class Consumption:
         """Note that a chunk has been sampled.
 
         Raises:
-            StateError: If its rank answered one before that sorts after it.
+            StateError: If its rank has answered a chunk before that comes after it in the order.
         """
         if self.by_arrival:
             self.sizes[chunk] = size
@@ -64,9 +64,9 @@ class Consumption:
             self.order.append(heapq.heappop(self._unplaced)[1])
 
     def spread(self, num_ranks: int) -> None:
-        """Rank r of so many has what is left of chunks r, r + num_ranks, ... from now on.
+        """From now on give rank r the remaining ones of chunks r, r + num_ranks, ...
 
-        No rank is at work on any. What has its place keeps it: nothing that is left sorts before.
+        No rank may be at work on any. Chunks with a place keep it: none that is left comes before.
         """
         left = [chunk for chunk in range(self._num_chunks) if chunk not in self.sizes]
         self._left = [0] * num_ranks
@@ -76,12 +76,12 @@ class Consumption:
         self._slowest = [(_FIRST, rank) for rank, count in enumerate(self._left) if count]
 
     def _known(self) -> _Key | None:
-        """The last answer of the rank that is furthest behind; None if all chunks are answered."""
+        """Return the last answer of the rank that is furthest behind; None if all are answered."""
         while self._slowest:
             last, rank = self._slowest[0]
             if self._left[rank] and last == self._last[rank]:
                 return last
-            heapq.heappop(self._slowest)  # it has answered since
+            heapq.heappop(self._slowest)  # outdated: the rank has answered since
         return None
 
 

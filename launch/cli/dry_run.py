@@ -63,7 +63,7 @@ def _described(section: Any) -> ClusterSpec | None:
 
 
 def _text(job: Job, cluster: ClusterSpec | None) -> str:
-    """What would run where."""
+    """Describe what would run where."""
     from ...planner.inputs.cluster import ClusterSpec
     from ...planner.report.plan_texts import cluster_text
     from ..placement.described import check_fits, seats

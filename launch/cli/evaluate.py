@@ -169,7 +169,7 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
 
 
 def example_text(example: Mapping[str, Any]) -> str:
-    """A prompt, or the turns of a conversation, with the response and its score."""
+    """Describe a prompt, or a conversation's turns, with the response and its score."""
     from ..run_dir.evaluations import score_text
 
     said = f"{example['response']!r} ({score_text(example)})"

@@ -113,7 +113,7 @@ def _write(kept: KeptRun, point: KeptCheckpoint, role: str, folder: Path, *, ada
 
 
 def _adapter_of(model: Path, role: str, tokenizer: Tokenizer | None) -> Path:
-    """The folder of the adapter in an exported model's, with the tokenizer and a scalar head."""
+    """Return an exported model's adapter folder, completed with tokenizer and scalar head."""
     from ...workers.engines.roles import ADAPTER
     from ...workers.models.heads import HEAD_FILE
 
@@ -131,7 +131,7 @@ def _adapter_of(model: Path, role: str, tokenizer: Tokenizer | None) -> Path:
 
 
 def _pushed(keys: ExportConfig, folder: Path, message: str) -> str:
-    """Upload the folder; returns where it is."""
+    """Upload the folder and return its address."""
     assert keys.push is not None, "who asks for no upload does not come here"
     return push_folder(folder, keys.push, message, private=keys.private)
 

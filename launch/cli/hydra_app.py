@@ -39,10 +39,10 @@ Task = Callable[[dict[str, Any]], None]
 
 
 class UserFiles(FileConfigSource):
-    """Files of one's own configurations, which are bounded; see `yaml_text`."""
+    """Hydra's source of users' own configuration files, with the bounds of `yaml_text`."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The configuration of a file."""
+        """Load the configuration of a file, once its text is safe to load."""
         yaml_text(Path(self.path) / self._normalize_file_name(config_path))
         return super().load_config(config_path)
 
@@ -91,7 +91,7 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
 
 
 def compose(command: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """The composition of the words after a command as plain data, without running anything.
+    """Compose the words after a command into plain data, without running anything.
 
     Raises:
         ConfigError: If it cannot be composed.
@@ -102,7 +102,7 @@ def compose(command: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def composed(config: str, keys: Sequence[str]) -> dict[str, Any]:
-    """The composition of keys that `command_line` has read.
+    """Compose the keys that `command_line` has read.
 
     Args:
         config: Name of the primary configuration, which is the command's.
@@ -202,7 +202,7 @@ def _hydra_process(command: str, words: list[str]) -> Generator[None]:
 @contextmanager
 def _our_messages() -> Generator[None]:
     """Bound what Hydra reads of users' files, and turn its errors into `ConfigError`s."""
-    Plugins.instance()  # registers its own sources
+    Plugins.instance()  # registers Hydra's sources, one of which is replaced here
     SourcesRegistry.instance().types[UserFiles.scheme()] = UserFiles
     try:
         yield

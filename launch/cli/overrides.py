@@ -1,4 +1,4 @@
-"""The words of a command line as Hydra's overrides.
+"""Read the words of a command line into Hydra's overrides.
 
 Every command and every sweep reads its words here, so that a key, an escape and a folder of one's
 own configurations mean the same everywhere.
@@ -25,22 +25,22 @@ from ...dataflow.errors import ConfigError
 from ...workers.models.hub import is_hub_id
 
 _MOST_CHARACTERS = 10_000
-"""Of a word: reading a longer one takes Hydra's grammar many seconds."""
+"""Most characters of a word: Hydra's grammar takes many seconds for a longer one."""
 _MOST_JOBS = 10_000
-"""Of a sweep over every combination, each of which is composed before the first is run."""
+"""Most jobs of a sweep over every combination: all are composed before the first is run."""
 
 _FOLDER = "--config-dir"
 _SEARCH_PATH = "hydra.searchpath="
 _KEY = re.compile(r"^[A-Za-z_][\w.]*=")
 _VALUE_PART = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s'"()\[\]{}:=,]+""", re.DOTALL)
-"""Of a value: a text in quotes, or characters up to a separator."""
+"""A part of a value: a text in quotes, or characters up to a separator."""
 _ESCAPE = re.compile(r"(\\+)([ntr])")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The words after a command, sorted.
+    """The words after a command, sorted into keys and options.
 
     Attributes:
         keys: `key=value`, `+key=value` and `~key`, with escapes read.
@@ -54,17 +54,17 @@ class CommandLine:
 
     @property
     def words(self) -> list[str]:
-        """The words as Hydra wants them, keys first."""
+        """Return the words in the order that Hydra expects, keys first."""
         return [*overrides(self.keys), *self.options]
 
     @property
     def is_sweep(self) -> bool:
-        """Whether several jobs are asked for."""
+        """Whether the words ask for several jobs."""
         return not {"-m", "--multirun"}.isdisjoint(self.options)
 
 
 def command_line(command: str, arguments: Sequence[str]) -> CommandLine:
-    """Sort the words after a command.
+    """Sort the words after a command into keys and options.
 
     Folders of `--config-dir` become part of Hydra's search path, of which the first that has a file
     counts.
@@ -99,13 +99,13 @@ def command_line(command: str, arguments: Sequence[str]) -> CommandLine:
 
 
 def overrides(keys: Sequence[str]) -> list[str]:
-    """Keys as Hydra reads them: no `+` is needed, and `model=org/name` is an option and its key."""
+    """Spell keys for Hydra: no `+` is needed, and `model=org/name` is an option and its key."""
     own = _own_options("model", _places(keys))
     return [_forced(word) for key in keys for word in _spelled_out(key, own)]
 
 
 def with_escapes(word: str) -> str:
-    r"""`key=value` with `\n`, `\t` and `\r` of the value as the characters that they name.
+    r"""Replace `\n`, `\t` and `\r` in the value of `key=value` by the characters they name.
 
     Twice the backslash stands for itself in front of these letters (`\\n`); in front of all others
     it is left to Hydra, so that regular expressions stay as they are. A value without quotes gets
@@ -129,19 +129,19 @@ def _character(escape: re.Match[str]) -> str:
 
 
 def literal(text: str) -> str:
-    """A text between quotes that `with_escapes` and Hydra read back as it is."""
+    """Quote a text so that `with_escapes` and Hydra read it back unchanged."""
     return quoted(_ESCAPE.sub(r"\1\1\2", text))
 
 
 def quoted(text: str) -> str:
-    """A text as Hydra reads it: in front of a quote, and at the end, a backslash counts double."""
+    """Quote a text for Hydra: a backslash in front of a quote, or at the end, is doubled."""
     inner = re.sub(r"(\\*)(')", r"\1\1\\\2", text)
     trailing = len(inner) - len(inner.rstrip("\\"))
     return f"'{inner}{chr(92) * trailing}'"
 
 
 def read_override(word: str) -> Override:
-    """A key with its value or its values, as Hydra's grammar has it.
+    """Parse a key with its value or values by Hydra's grammar.
 
     Raises:
         ConfigError: If it cannot be read, or a range has no step or more values than a sweep may.
@@ -162,7 +162,7 @@ def read_override(word: str) -> Override:
 
 
 def _length(values: RangeSweep) -> float:
-    """How many values a range has, without counting them."""
+    """Return how many values a range has, without listing them."""
     start, stop, step = (float(one or 0) for one in (values.start, values.stop, values.step))
     if not step:
         raise ValueError("the step of a range is 0")
@@ -170,7 +170,7 @@ def _length(values: RangeSweep) -> float:
 
 
 def unreadable(error: OverrideParseException) -> ConfigError:
-    """A `ConfigError` for what Hydra's grammar refuses."""
+    """Return a `ConfigError` for what Hydra's grammar refuses."""
     word = error.override.lstrip("+")
     return ConfigError(
         f"'{word}' cannot be read: {error.message.splitlines()[0]}\n"
@@ -179,7 +179,7 @@ def unreadable(error: OverrideParseException) -> ConfigError:
 
 
 def jobs_of(line: CommandLine) -> list[list[str]]:
-    """The overrides of every combination that a sweep asks for.
+    """Return the overrides of every combination that a sweep asks for.
 
     Raises:
         ConfigError: If there are too many.
@@ -195,7 +195,7 @@ def jobs_of(line: CommandLine) -> list[list[str]]:
 
 
 def _parser(command: str) -> Any:
-    """Hydra's parser of options, with as many folders as are given."""
+    """Return Hydra's parser of options, which accepts `--config-dir` several times."""
     parser: Any = get_args_parser()
     known = [name for one in parser._actions for name in one.option_strings]
     # Hydra's own action keeps the last folder alone.
@@ -226,7 +226,7 @@ def _without_folders(options: Sequence[str]) -> list[str]:
 
 
 def _with_folders(keys: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """The keys with the folders in Hydra's search path, in front of what is there."""
+    """Return the keys with the folders in Hydra's search path, before those already there."""
     for folder in folders:
         if not Path(folder).is_dir():
             raise ConfigError(f"{_FOLDER}: there is no folder '{folder}'")
@@ -236,7 +236,7 @@ def _with_folders(keys: Sequence[str], folders: Sequence[str]) -> list[str]:
 
 
 def _search_path(keys: Sequence[str]) -> list[str]:
-    """The value of `hydra.searchpath`, or nothing."""
+    """Return the folders of `hydra.searchpath`; none if it is not set."""
     for key in keys:
         if key.startswith(_SEARCH_PATH):
             value: Any = read_override(key).value()
@@ -250,7 +250,7 @@ def _search_path(keys: Sequence[str]) -> list[str]:
 
 
 def _places(keys: Sequence[str]) -> list[Path]:
-    """Folders of one's own configurations."""
+    """Return the folders of the user's own configurations."""
     return [Path(place.removeprefix("file://")) for place in _search_path(keys)]
 
 
@@ -259,7 +259,7 @@ def _own_options(group: str, places: Sequence[Path]) -> set[str]:
 
 
 def _listed(word: str, places: Sequence[Path]) -> str:
-    """`group=glob(*)` as the options that it stands for: Hydra looks in its own folders alone."""
+    """Replace `group=glob(*)` by its options: Hydra looks only in its own folders."""
     if "glob(" not in word or not isinstance(found := read_override(word).value(), Glob):
         return word
     group = word.partition("=")[0]
@@ -273,7 +273,7 @@ def _listed(word: str, places: Sequence[Path]) -> str:
 
 
 def _spelled_out(word: str, own: set[str]) -> list[str]:
-    """`model=org/name` and `model=PATH` as an option of the group, and its key."""
+    """Turn `model=org/name` and `model=PATH` into an option of the group and its key."""
     key, _, name = word.partition("=")
     if key != "model" or name in options_of("model") or name in own:
         return [word]
@@ -289,7 +289,7 @@ def _spelled_out(word: str, own: set[str]) -> list[str]:
 
 
 def _forced(word: str) -> str:
-    """`a.b=1` as `++a.b=1`, unless `a` is a group or Hydra's own."""
+    """Turn `a.b=1` into `++a.b=1`, unless `a` is a group or Hydra's own."""
     if not _KEY.match(word):
         return word
     key = word.partition("=")[0]

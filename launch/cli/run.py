@@ -216,7 +216,7 @@ def _tracked(
 
 
 def _note_changes(resumed: Resumed, job: Job, config: str, plan: str) -> None:
-    """Write down that the run goes on otherwise than it did, once it is clear that it can."""
+    """Record that the run goes on with other settings, once it is clear that it can."""
     from ..run_dir.run_folder import change_config
     from ..stages.train import steps_taken
 

@@ -57,7 +57,7 @@ def supervise_command(arguments: Sequence[str]) -> int:
             f"{SUPERVISE} looks after one run, and {several[0]} makes several\n    leave one of "
             "them out"
         )
-    # Without a name: a parent that is killed leaves nothing.
+    # A file without a name, so that a killed parent leaves nothing behind.
     with TemporaryFile(buffering=0) as told, _passing_on() as child:
         return _looked_after(child, list(arguments), told.fileno())
 
@@ -124,7 +124,7 @@ def _passing_on() -> Generator[_Child]:
 
 
 def _end_with_parent() -> None:
-    """Have the run stop, with a checkpoint, when the process that looks after it is killed."""
+    """Ask the system to stop the run, with a checkpoint, when its supervisor is killed."""
     if sys.platform == "linux":  # elsewhere the run goes on without it
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -101,7 +101,7 @@ def _text(key: str, value: Any) -> str:
 
 
 def _inner_key(key: str, name: Any) -> str:
-    """A key of a mapping inside a list, which Hydra reads without quotes."""
+    """Return the key of a mapping inside a list, which Hydra reads without quotes."""
     if isinstance(name, str) and _PLAIN.fullmatch(name):
         return name
     raise ConfigError(
@@ -111,7 +111,7 @@ def _inner_key(key: str, name: Any) -> str:
 
 
 def _name(key: str, value: Any) -> str:
-    """The name by which a configuration finds a function or a class."""
+    """Return the name by which a configuration finds a function or a class."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module and name and getattr(sys.modules.get(module), name, None) is value:
         return f"{module}:{name}"

@@ -167,7 +167,7 @@ def resolve(config: RunConfig, device: str | None = None) -> Resolved:
 
 
 def _recovery_of(config: RunConfig) -> Recovery:
-    """What is done when processes die."""
+    """Return what to do when processes die."""
     kind = entry_or_own(config.executor.kind, EXECUTORS, "executor.kind", "executor", ExecutorKind)
     if config.checkpoint.mirror == "neighbor" and not kind.has_processes:
         raise ConfigError(

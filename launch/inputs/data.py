@@ -92,7 +92,7 @@ class Data:
 
     @property
     def chat(self) -> ChatOptions:
-        """How prompts that are conversations are rendered; to one that is answered all are."""
+        """How conversations are rendered, and texts too where another side answers."""
         section = self.section
         wrap = section.chat or has_other_side(self.task)
         return ChatOptions(wrap=wrap, template_kwargs=section.chat_template_kwargs)
@@ -121,7 +121,7 @@ class Data:
 
     @cached_property
     def about_tools(self) -> str:
-        """That tools are shown in another way than by the chat template; "" if they are not."""
+        """A note if the chat template shows no tools, which go into the first message; else ""."""
         if not self.has_text or self.prompts.has_tool_template or not self.prompts.has_tools:
             return ""
         return (
@@ -174,7 +174,7 @@ def task_spec_of(section: TaskConfig) -> TaskSpec:
 
 
 def _part(at: str, given: Any) -> TaskSpec:
-    """A task within another, from its own section."""
+    """Return the spec of a task within another, from its own section."""
     if isinstance(given, str):
         if given not in options_of("task"):
             raise ConfigError(
@@ -240,11 +240,11 @@ _TOGETHER: Mapping[str, tuple[str, ...]] = {
     "environment": ("deterministic",),
     "program": ("outcome", "deterministic", "time_limit_s", "max_running", "max_branches"),
 }
-"""Optional member of a task -> what it needs beside it."""
+"""Optional member of a task -> members that it needs beside it."""
 
 
 def _has(task: object, name: str) -> bool:
-    """Whether it has a member; a `verifier` that says why it has no value is one."""
+    """Whether a task has a member; one that raises because it has no value counts."""
     try:
         return hasattr(task, name)
     except ConfigError:

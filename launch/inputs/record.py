@@ -50,7 +50,7 @@ class Recorded:
 
     @property
     def sampling(self) -> Sampling | None:
-        """How its responses are sampled, by the first node that does; None if none does."""
+        """Sampling of the first node that samples responses; None if none does."""
         given = [
             argument.value
             for node in self.graph.nodes

@@ -81,7 +81,7 @@ def _games(wanted: _Wanted, data: Data) -> Source:
 
 
 def _group_size(wanted: _Wanted, spec: EnvTaskSpec | GameTaskSpec, whole: int) -> int:
-    """Rows that step together; a multiple of `whole`."""
+    """Return how many rows step together, a multiple of `whole`."""
     count, least = wanted.count, wanted.num_groups
     size = spec.group_size or count // least // whole * whole
     if size == 0 or -(-count // size) < least:

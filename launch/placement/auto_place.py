@@ -46,7 +46,7 @@ from .place import executor_kind
 from .plan_inputs import PlanInputs
 
 _FORM = frozenset(["nvidia", "geforce", "sxm", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e"])
-"""Words of a device's name that change none of its preset's figures."""
+"""Words of a device's name that its preset does not depend on."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Gpu:
 
 
 def gpus_here() -> list[Gpu]:
-    """The CUDA devices that this process sees; none without CUDA."""
+    """Return the CUDA devices that this process sees; none without CUDA."""
     import torch
 
     if not torch.cuda.is_available():
@@ -73,7 +73,7 @@ def gpus_here() -> list[Gpu]:
 
 
 def preset_of(name: str, options: Iterable[str]) -> str | None:
-    """Which option of `cluster=` describes a device, if one does.
+    """Return the option of `cluster=` that describes a device, if one does.
 
     Args:
         name: As its driver calls it.
@@ -94,7 +94,7 @@ def preset_of(name: str, options: Iterable[str]) -> str | None:
 
 
 def _words(name: str) -> set[str]:
-    """Lower-case words of a name; "80GB" is "80g"."""
+    """Return the lower-case words of a name; "80GB" becomes "80g"."""
     found = re.findall(r"[a-z0-9.]+", name.lower())
     return {re.sub(r"^(\d+)gb$", r"\1g", word) for word in found}
 
@@ -102,11 +102,11 @@ def _words(name: str) -> set[str]:
 def as_cluster(
     gpus: Iterable[Gpu], known: Mapping[str, ClusterSpec] | None = None
 ) -> ClusterSpec | None:
-    """One node of such devices; None if one is of no option, or they are of several kinds.
+    """Return one node of the devices; None if they differ or no option describes them.
 
     Args:
         gpus: The devices, at least one.
-        known: Option of `cluster=` -> what it describes; those there are by default.
+        known: Option of `cluster=` -> the cluster it describes; all options by default.
     """
     known = presets() if known is None else known
     several = list(gpus)
@@ -126,7 +126,7 @@ def as_cluster(
 
 
 def said_of(gpus: Iterable[Gpu]) -> str:
-    """The devices for people.
+    """Describe the devices for people.
 
     Example:
         >>> said_of([Gpu("NVIDIA H200", 150 * 10**9)] * 8)
@@ -255,7 +255,7 @@ def _machine(inputs: PlacementInputs) -> _Machine | str:
 
 
 def _gpus(section: ExecutorConfig) -> _Machine | str:
-    """GPUs of which nothing was measured: those of joined nodes, or of this machine."""
+    """Return GPUs that were not measured: those of joined nodes, or of this machine."""
     nodes = [n for n in executor_kind(section.kind, "executor.kind").machines() if _num_gpus(n)]
     gpus = [] if nodes else gpus_here()
     cluster = as_cluster(gpus) if gpus else None
@@ -302,7 +302,7 @@ def _best(
     workload: Workload,
     machine: _Machine,
 ) -> Plan:
-    """The fastest plan over all devices, half of them, a quarter, ... and one."""
+    """Return the fastest plan over all devices, half of them, a quarter, ... and one."""
     graph = run.main.graph
     items = train_items(graph, run.main.config.per_step)
     engines, others = run.engines.planned()

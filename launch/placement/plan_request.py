@@ -41,10 +41,10 @@ from .settled import local_model, with_dtype
 
 
 def measured_run(name: str, graph: Graph, workload: Workload) -> Alternative:
-    """What a run took, as its folder's plan and trace have it.
+    """Return what a run took, read from the plan and the trace of its folder.
 
     Args:
-        name: Of its folder, as `plan.compare` has it.
+        name: Name of its folder, as in `plan.compare`.
         graph: The step that is planned.
         workload: Its rows and tokens.
 
@@ -102,7 +102,7 @@ def _sizes_text(work: Workload) -> str:
 
 
 def _spans(events: Sequence[Mapping[str, Any]], graph: Graph) -> tuple[TaskSpan, ...]:
-    """A span for each call of each step, in seconds from the first, in the order of their ends."""
+    """Return a span for each call of each step, in seconds from the first, ordered by end."""
     groups = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     calls = {node.name for node in graph.nodes if node.role}
     tasks = [e for e in events if e.get("cat") == "task" and e["name"] in calls]
@@ -121,7 +121,7 @@ def _spans(events: Sequence[Mapping[str, Any]], graph: Graph) -> tuple[TaskSpan,
 
 
 def _ends(spans: Sequence[TaskSpan]) -> list[float]:
-    """When each step, and all before it, were done."""
+    """Return when each step, and all before it, were done."""
     last: dict[int, float] = {}
     for span in spans:
         last[span.step] = max(last.get(span.step, 0.0), span.end_s)
@@ -231,7 +231,7 @@ class PlanRequest:
 
 
 def _fastest(plans: Sequence[Plan], unfit: Iterable[int]) -> Plan:
-    """The fastest of plans under several schedules, which says what the others would take."""
+    """Return the fastest of plans under several schedules, with what the others would take."""
     best = min(plans, key=_step_time_s)
     others = [_as_other(plan) for plan in plans if plan is not best]
     others += [one for plan in plans if plan.prediction for one in plan.prediction.other_schedules]
@@ -398,7 +398,7 @@ def _is_auto(composed: Mapping[str, Any]) -> bool:
 def _schedules(
     graph: Graph, configured: Schedule, options: PlanOptions, composed: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, str]]:
-    """The lags and segments to plan for, and why not others: those configured, or to compare."""
+    """Return the lags and segments to plan for, configured or to compare, and why not others."""
     segment = configured.segment_tokens
     if not _is_auto(composed):
         _check_schedule(graph, configured.max_lag, segment)

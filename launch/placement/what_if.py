@@ -55,7 +55,7 @@ def _under(request: PlanRequest, file: str, pins: Pins | Alternative) -> Alterna
 
 
 def _sized(request: PlanRequest, target_s: float) -> tuple[Plan, Comparison]:
-    """The plan of the fewest nodes that are fast enough; the fastest if none is."""
+    """Return the plan of the fewest nodes that are fast enough; the fastest if none is."""
     sizes = _planned(request, smaller(request.cluster))
     fits = [one for one in sizes if one.plan is not None]
     if not fits:

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeasuredNode:
-    """A machine.
+    """One machine and what was measured on it.
 
     Attributes:
         ranks: What its ranks found.
-        device_name: What an option of `cluster=` calls its GPUs; "" for the maker's name.
-        labels: What a machine must be labeled with to have such devices.
+        device_name: Its GPUs' name in an option of `cluster=`; "" for the maker's name.
+        labels: Labels that a machine needs to have such devices.
     """
 
     ranks: Sequence[RankResult]
@@ -58,7 +58,7 @@ class MeasuredNode:
 
 
 def alike(nodes: Sequence[MeasuredNode]) -> list[list[MeasuredNode]]:
-    """The nodes, those that are alike together."""
+    """Return the nodes, grouped with those that are like them."""
     kinds: list[list[MeasuredNode]] = []
     for node in nodes:
         same = next((kind for kind in kinds if kind[0].is_like(node)), None)
@@ -70,7 +70,7 @@ def alike(nodes: Sequence[MeasuredNode]) -> list[list[MeasuredNode]]:
 
 
 def machine_text(kinds: Sequence[Sequence[MeasuredNode]]) -> str:
-    """For people: "2 nodes of 8 x NVIDIA H100", or without nodes if there is one."""
+    """Describe nodes: "2 nodes of 8 x NVIDIA H100", or the devices alone if there is one node."""
     texts: list[str] = []
     for kind in kinds:
         devices = f"{len(kind[0].ranks)} x {kind[0].ranks[0].device_name}"
@@ -82,7 +82,7 @@ def machine_text(kinds: Sequence[Sequence[MeasuredNode]]) -> str:
 def measured_cluster(
     name: str, device: str, kinds: Sequence[Sequence[MeasuredNode]], notes: list[str]
 ) -> tuple[ClusterSpec, Constants]:
-    """The cluster, and the constants of its links.
+    """Return the cluster, and the constants of its links.
 
     The share of bandwidth that collectives reach is that of the slowest node's link, or of the link
     between nodes if they have one device each.
@@ -128,7 +128,7 @@ def _group(
     link: LinkSpec,
     constants: Constants,
 ) -> NodeGroup:
-    """Equal nodes; a node with one device has no link of its own, and a preset stands for it."""
+    """Return a group of equal nodes; one with a single device takes its link from a preset."""
     ranks = [rank for node in kind for rank in node.ranks]
     own = _slowest([rank.within for rank in ranks])
     within = link if own is not None and own is decisive else preset
@@ -144,7 +144,7 @@ def _group(
 
 
 def _device(device: str, name: str, ranks: Sequence[RankResult]) -> DeviceSpec:
-    """Of several devices the slowest and smallest counts."""
+    """Return a spec with the lowest speed and the least memory of several devices."""
     return DeviceSpec(
         name="cpu" if device == "cpu" else name or ranks[0].device_name,
         memory_bytes=min(rank.memory_bytes for rank in ranks),

@@ -271,7 +271,7 @@ def fault_of(folder: Path) -> str | None:
 
 
 def _read_manifest(folder: Path) -> dict[str, _Entry]:
-    """File name -> entry."""
+    """Return file name -> entry."""
     try:
         content: Any = read_json(folder / _MANIFEST)
         version, step, entries = content["format"], content["step"], content["files"]
@@ -318,7 +318,7 @@ def _seal(folder: Path, step: int, written: Mapping[str, WrittenFile]) -> None:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Every file below `folder`, by its path within."""
+    """Yield the path of every file below `folder`, relative to it."""
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise ValueError(f"'{path.relative_to(folder)}' is neither a plain file nor a folder")

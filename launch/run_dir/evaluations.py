@@ -104,9 +104,9 @@ class Measured:
 
     @property
     def values(self) -> dict[str, float]:
-        """What is logged of it: `accuracy`, `pass@4`, `loss`, and `actor/return` of actors.
+        """What is logged of a suite: `accuracy`, `pass@4`, `loss`, and `actor/return` of actors.
 
-        pass@k stands there for k = 2, 4, 8... below the number of samples, and that number.
+        pass@k is among them for k = 2, 4, 8... below the number of samples, and for that number.
         """
         values = {f"{role}/return": value for role, value in self.episode_return.items()}
         if self.accuracy is not None:
@@ -121,7 +121,7 @@ class Measured:
 
 
 def score_text(example: Mapping[str, Any]) -> str:
-    """What an example scored."""
+    """Return an example's score as text."""
     return "no score" if example["score"] is None else f"{example['score']:g}"
 
 
@@ -253,17 +253,17 @@ class Evaluations:
         return points
 
     def best(self, metric: str) -> int | None:
-        """The step above 0 with the best value, the earliest of equals; None without any."""
+        """Return the step above 0 with the best value, the earliest of equals; None without any."""
         points = {step: value for step, value in self._merits(metric).items() if step}
         return max(points, key=lambda step: (points[step], -step), default=None)
 
     def without_improvement(self, metric: str) -> int:
-        """Evaluations since the metric was better than ever before."""
+        """Count the evaluations since the metric was at its best."""
         values = list(self._merits(metric).values())
         return len(values) - 1 - values.index(max(values)) if values else 0
 
     def _merits(self, metric: str) -> dict[int, float]:
-        """Its curve, the better the higher: a loss with the other sign."""
+        """Return the metric's curve with higher values better: a loss has the other sign."""
         sign = -1.0 if metric == LOSS else 1.0
         return {step: sign * value for step, value in self.curve(metric).items()}
 
@@ -272,7 +272,7 @@ class Evaluations:
 
 
 def _known(found: dict[str, Any]) -> dict[str, Any]:
-    """A suite as it was written, without the numbers that were not finite: they are null there."""
+    """Return a suite as written, without the nulls that stand for numbers that were not finite."""
     for kind in ("metrics", "losses", "episode_return"):
         values = found.get(kind, {})
         found[kind] = {name: value for name, value in values.items() if value is not None}

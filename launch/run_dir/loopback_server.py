@@ -41,7 +41,7 @@ _HEADERS = {
 _LOOPBACK = ("127.0.0.1", "localhost")
 _REQUEST_DEADLINE_S = 10.0
 _ANSWER_DEADLINE_S = 30.0
-"""For reading what an answer says: a file system may hang."""
+"""Longest time to compute an answer: a file system may hang."""
 
 _MOST_CONNECTIONS = 64
 _MOST_TARGET_CHARACTERS = 8192
@@ -95,7 +95,7 @@ class PageServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
 
     def answered(self, target: str) -> Answer | None:
-        """Answer within a deadline, so that no file keeps a connection for good."""
+        """Compute an answer within a deadline, so that no file keeps a connection for good."""
         if not self._answering.acquire(blocking=False):
             return _BUSY
 

@@ -38,7 +38,7 @@ _LEARNING = (_NUM_STEPS, "algorithm.optimizer.lr", "algorithm.roles.ROLE.optimiz
 """And how it learns from there on; ROLE stands for any role."""
 
 _MOST_BYTES = 10_000_000
-"""Of config.yaml, in which every default is spelled out."""
+"""Largest config.yaml, in which every default is spelled out."""
 
 _MAY_CHANGE = (*_ELSEWHERE, *_PATIENCE, *_LEARNING)
 

@@ -1,7 +1,7 @@
-"""The place that parses the files of a run's folder, which someone else may have made or damaged.
+"""Parse the files of a run's folder, which someone else may have made or damaged.
 
-Each reader names the file and what is wrong with it in one `ConfigError`. Whoever shows several
-runs catches that and goes on with the others.
+Each reader names the file and its fault in one `ConfigError`. Commands that show several runs
+catch it and go on with the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...dataflow.regular_files import NotAFile, parse_json, read_bytes
 _T = TypeVar("_T")
 
 _MOST_LINES_BYTES = 4 << 30
-"""Of a file with a line for each step."""
+"""Largest file with a line for each step."""
 
 _KINDS: Mapping[type, str] = {
     str: "a text",
@@ -28,7 +28,7 @@ _KINDS: Mapping[type, str] = {
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object of a file; None if there is no such file.
+    """Return the JSON object of a file; None if there is no such file.
 
     Raises:
         ConfigError: If something else is there.
@@ -37,10 +37,10 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def required_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file that must be there.
+    """Return the JSON object of a file that must exist.
 
     Raises:
-        ConfigError: If it is not, or something else is.
+        ConfigError: If it does not exist, or holds something else.
     """
     found = read_object(path)
     if found is None:
@@ -49,16 +49,16 @@ def required_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """The object of a JSON text.
+    """Return the object of a JSON text.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is no object.
     """
     return typed(parse_json(content), dict[str, Any])
 
 
 def parsed(path: Path, parse: Callable[[bytes], _T]) -> _T | None:
-    """What a function makes of a file's content; None if there is no file.
+    """Return what a function makes of a file's content; None if there is no file.
 
     Args:
         path: The file.
@@ -82,10 +82,10 @@ def parsed(path: Path, parse: Callable[[bytes], _T]) -> _T | None:
 
 
 def typed(value: Any, kind: type[_T], name: str = "it") -> _T:
-    """A value that must be of a kind that JSON has; a whole number is a number as well.
+    """Return a value if it is of a JSON kind; whole numbers are numbers as well.
 
     Raises:
-        ValueError: If it is of another.
+        ValueError: If it is of another kind.
     """
     plain: type[Any] = get_origin(kind) or kind
     fits = isinstance(value, (int, float) if plain is float else plain)
@@ -95,7 +95,7 @@ def typed(value: Any, kind: type[_T], name: str = "it") -> _T:
 
 
 def field(found: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
-    """A field of a kind; one that may be absent is read by `optional_field`.
+    """Return a field of a kind; `optional_field` reads one that may be absent.
 
     Raises:
         ValueError: If it is of another kind, or absent.
@@ -106,7 +106,7 @@ def field(found: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
 
 
 def optional_field(found: Mapping[str, Any], name: str, kind: type[_T]) -> _T | None:
-    """A field of a kind; None if it is absent or null.
+    """Return a field of a kind; None if it is absent or null.
 
     Raises:
         ValueError: If it is of another kind.
@@ -116,11 +116,11 @@ def optional_field(found: Mapping[str, Any], name: str, kind: type[_T]) -> _T | 
 
 
 def read_lines(path: Path, *, complete: bool = True) -> list[str]:
-    """The lines of a file; none if there is no file.
+    """Return the lines of a file; none if there is no file.
 
     Args:
         path: The file.
-        complete: Whether what follows the last line end, cut short by a kill, is left out.
+        complete: Whether to leave out a last line without a line end, which a kill cut short.
 
     Raises:
         ConfigError: If something else is there.

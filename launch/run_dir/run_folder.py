@@ -146,15 +146,15 @@ class RunFolder:
 
     @contextmanager
     def watched(self) -> Generator[Callable[[], None]]:
-        """Give a check that this is the same folder as now, which is neither removed nor renamed.
+        """Give a check that this folder has been neither removed nor renamed.
 
-        Files that are open can be written to when they are gone, so no write would say so.
+        Open files can still be written to after they were removed, so no write would fail.
 
         Raises:
             WorkerError: By the check.
         """
         held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        is_run = self.about.exists()  # a stage's folder is none
+        is_run = self.about.exists()  # the folder of a stage is not a run's
 
         def check() -> None:
             try:
@@ -172,7 +172,7 @@ class RunFolder:
         try:
             yield check
         finally:
-            os.close(held)  # while it is open no new folder has its inode
+            os.close(held)  # kept open until here, so that no new folder got its inode
 
     @contextmanager
     def locked(self) -> Generator[None]:
@@ -204,9 +204,9 @@ _FLOCK = ("qqihh", 3, 2) if sys.platform == "darwin" else ("hhqqi4x", 0, 4)
 
 
 def lock_holder(descriptor: int) -> int | None:
-    """The process that holds a file's lock; None if no other process does.
+    """Return the process that holds a file's lock; None if no other process does.
 
-    It asks and takes nothing: a lock held for a moment could refuse a run that just starts.
+    It does not take the lock: holding it for a moment could refuse a run that just starts.
     """
     layout, kind, process = _FLOCK
     fields = [0, 0, 0, 0, 0]
@@ -451,7 +451,7 @@ def record_of(folder: RunFolder) -> RunRecord:
 
 
 def _record(folder: RunFolder, about: Mapping[str, Any]) -> RunRecord:
-    """Raises `ValueError`, or what follows from a value of another kind than is written."""
+    """Parse run.json; raises `ValueError`, or what follows from values of an unexpected kind."""
     created = datetime.fromisoformat(json_field(about, "created", str))
     if created.tzinfo is None:
         raise ValueError(f"'created' has no time zone: {about['created']:.40}")
@@ -480,7 +480,7 @@ def _record(folder: RunFolder, about: Mapping[str, Any]) -> RunRecord:
 
 
 def _change(entry: Any) -> dict[str, Any]:
-    """A change of configuration; raises `ValueError` unless `change_config` can have written it."""
+    """Parse a change of configuration; raises `ValueError` unless `change_config` can write it."""
     change = typed(entry, dict[str, Any], "a change")
     for name, kind in (("step", int), ("at", str), ("keys", dict)):
         json_field(change, name, kind)

@@ -22,7 +22,7 @@ from ...workers.data.sample_files import step_files
 from .stop import visible
 
 _DAMAGED = (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
-"""What reading a file raises that no run has written."""
+"""Errors that reading a file may raise which no run has written."""
 
 SAMPLES = "samples"
 """Below a stage's folder."""

@@ -17,7 +17,7 @@ _VARIABLE = "PENSTOCK_SUPERVISED"
 
 
 def environment_of(descriptor: int) -> dict[str, str]:
-    """What a child of this process finds in its environment, so that it tells in a file."""
+    """Return environment variables that tell a child process where to write to its parent."""
     return {_VARIABLE: f"{os.getpid()}:{descriptor}"}
 
 

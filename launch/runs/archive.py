@@ -213,7 +213,7 @@ def _listed(entry: Any) -> _Member:
 
 
 def _next(tar: tarfile.TarFile) -> tarfile.TarInfo | None:
-    """The next member."""
+    """Return the next member; None after the last one."""
     try:
         header = tar.next()
     except (ValueError, LookupError, ArithmeticError, TypeError) as error:  # of damaged headers
@@ -226,7 +226,7 @@ def _next(tar: tarfile.TarFile) -> tarfile.TarInfo | None:
 def _check_name(name: str, run: str) -> None:
     """Of a file: below the run's folder, whose name is one part."""
     parts = name.split("/")
-    name.encode()  # half of a surrogate pair names no file
+    name.encode()  # fails for half of a surrogate pair
     strange = "/" in run or run.startswith(".") or "\\" in name or "\0" in name
     if strange or len(parts) < 2 or parts[0] != run or {"", ".", ".."} & {*parts}:
         raise ValueError(f"{name!r:.100} is no name of a file of run {run!r:.60}")

@@ -16,7 +16,7 @@ SUMMARIZED = (
     *("peak_memory_bytes", "cpu_utilization", "nodes", "stage_times_s", "warnings", "num_steps"),
     *("verifier_errors", "verifier_timeouts", "env_restarts"),
 )
-"""Numbers of a run's summary, and the sections that hold such, that runs can be judged by."""
+"""Numbers of a run's summary, and sections of such numbers, by which runs can be judged."""
 
 
 class Figures:

@@ -26,7 +26,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure and the 95 % interval around it, NaN to NaN where one run says nothing of it."""
+    """A figure and the 95 % interval around it, which is NaN to NaN for a single run."""
 
     value: float
     low: float

@@ -68,7 +68,7 @@ class Key:
 
     @property
     def first(self) -> Value:
-        """One of them."""
+        """One of the values: the first choice, or the lowest number."""
         low = int(self.low) if self.whole else self.low
         return self.choices[0] if self.choices else low
 
@@ -198,7 +198,7 @@ class Sweep:
 
 
 def _trials(content: bytes) -> tuple[dict[str, Any], list[Trial]]:
-    """What a sweep.json says of its search, and its trials."""
+    """Return the search of a sweep.json, and its trials."""
     found = parse_object(content)
     return found, [Trial(**one) for one in found.pop("trials")]
 

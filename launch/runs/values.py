@@ -123,7 +123,7 @@ def named_runs(word: str, home: Path) -> list[RunRecord]:
 
 
 def _whole(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Those whose files can be read; of each other one it is said that it is left out."""
+    """Return the records whose files can be read, and say which ones are left out."""
     for record in records:
         if record.fault:
             say(f"run '{record.folder.id}' is left out: {record.fault}")

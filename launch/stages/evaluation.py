@@ -159,7 +159,7 @@ def _judge(makes: Callable[..., RuleRewardSpec], suite: Suite) -> tuple[RuleRewa
     """What scores answers, as the verifier says, and the score of a right one."""
     data, tokenizer = suite.data, suite.tokenizer_spec
     spec = makes(task=data.spec, tokenizer=tokenizer, task_fingerprint=data.fingerprint)
-    # A factor, and what is named for responses without a score, are for what learns of them.
+    # `factor` and `unscored` only change what is learned from.
     measures = replace(spec, scale=1.0, unscored=math.nan)
     return measures, 1.0 if spec.verifier else data.task.correct_score
 

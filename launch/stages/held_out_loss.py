@@ -1,4 +1,4 @@
-"""The loss on held-out demonstrations or pairs: of the step's own loss, without gradients.
+"""Measure the step's own loss on held-out demonstrations or pairs, without gradients.
 
 The trained role's log-probabilities or scores are computed where it is trained, by any engine, and
 the loss is taken of all rows at once in this process: it does not depend on micro-batches or ranks.
@@ -31,7 +31,7 @@ _PROGRAM = "held_out_loss"
 
 
 def _always(table: Any) -> Any:
-    """A source that gives this table in every step."""
+    """Return a source that gives this table in every step."""
     return SimpleNamespace(batch=lambda _: table)  # pyright: ignore[reportUnknownLambdaType]
 
 
@@ -51,7 +51,7 @@ class HeldOutRows:
 
     @classmethod
     def of(cls, graph: Graph, sources: Mapping[str, Source]) -> HeldOutRows | None:
-        """Those of a step that learns from rows alone; None of others, or if no rows are held out.
+        """Return the rows of a step that learns from rows alone; None for others or without rows.
 
         A loss that reads more than log-probabilities or scores is left out as well.
         """
@@ -76,7 +76,7 @@ class HeldOutRows:
         return cls(own, train, rows)
 
     def measure(self, engine: Engine, program: str) -> dict[str, float]:
-        """The loss with the current weights, and of pairs how many are told apart."""
+        """Return the loss with the current weights and, for pairs, the share that is told apart."""
         given = dict(self.train.arguments)
         batch: Any = given["batch"]
         made = self.graph.nodes[-1]
@@ -98,7 +98,7 @@ class HeldOutRows:
 
 
 def _forward(graph: Graph, train: Node) -> Node | None:
-    """The call that computes what a train call's loss reads; None if there is none such."""
+    """Return the call that computes what a train call's loss reads; None if there is none."""
     given = dict(train.arguments)
     fields: dict[str, Any] = dict(getattr(given["batch"], "fields", ()))
     contract, tokens = graph.roles[train.role or ""], fields.get("tokens")
@@ -147,7 +147,7 @@ class HeldOutLoss:
         self.workers: dict[str, WorkerSpec | Role] = inner.workers if inner else {}
 
     def measure(self, engine: Engine) -> dict[str, Measured]:
-        """What the other one found, with the loss beside the suite without a name."""
+        """Measure with the other evaluator, and add the loss to the suite without a name."""
         found = self._inner.measure(engine) if self._inner else {}
         losses = self._rows.measure(engine, _PROGRAM)
         return {**found, WHOLE: replace(found.get(WHOLE, Measured({})), losses=losses)}
@@ -161,7 +161,7 @@ def held_out_losses(
     seed: int,
     deadline_s: float | None,
 ) -> dict[str, float]:
-    """The loss of some weights in this process, outside any run; see `evaluate`."""
+    """Return the loss of some weights in this process, outside any run; see `evaluate`."""
     with Engine(
         rows.graph,
         one_group(rows.graph, device=device),

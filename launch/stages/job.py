@@ -47,19 +47,19 @@ from .suites import HeldOut, Suite, check_metric, metrics_of, suites_of
 from .worker_specs import check_agents, check_groups, check_options, high_rates, model_positions
 
 _NUM_STEPS = 16
-"""Steps of environments that are tried before they are saved, and after."""
+"""Steps that are taken to try an environment before its state is saved, and after."""
 
 
 def not_exact(
     stages: Sequence[Stage], schedule: Schedule, task: Task, spec: Any, *, tries: bool = False
 ) -> list[str]:
-    """A line for every group that cannot be restarted exactly; none if all can.
+    """Return a line for every group that cannot be restarted exactly; none if all can.
 
     Args:
         stages: What is trained.
         schedule: How far generation may run ahead.
-        task: What on.
-        spec: The section it was made of.
+        task: The task that is trained on.
+        spec: The section that the task was made of.
         tries: Whether environments are started and stepped to find out; they may be slow, or change
             something outside.
     """
@@ -76,7 +76,7 @@ def not_exact(
 def _reasons(
     stage: Stage, schedule: Schedule, task: Task, spec: Any, tries: bool
 ) -> Iterator[tuple[str, str]]:
-    """The roles concerned, each with why and what to change."""
+    """Yield the roles that cannot be restarted exactly, each with why and what to change."""
     for role in _sampling(stage):
         if schedule.order == "arrival":
             yield (
@@ -124,7 +124,7 @@ def _sampling(stage: Stage) -> set[str]:
 
 
 def _groups(stage: Stage, role: str) -> list[str]:
-    """The groups in which a role is asked, or given to another that asks it."""
+    """Return the groups in which a role is called, or passed to a role that calls it."""
     nodes = [
         node.name
         for node in stage.graph.nodes
@@ -158,7 +158,7 @@ def _values(options: Any) -> Iterator[Any]:
 
 
 def _why_random(spec: EnvTaskSpec, tries: bool) -> str:
-    """Why seed and actions do not make an environment's episodes: it says so, or is tried."""
+    """Return why seed and actions do not fix an environment's episodes, as declared or tried."""
     if spec.backend == "gymnasium":
         import gymnasium
 
@@ -238,7 +238,7 @@ class Job:
 
     @property
     def high_rates(self) -> list[str]:
-        """Learning rates that are too high for the model's size, each in a line."""
+        """Describe learning rates that are too high for the model's size, each in a line."""
         return [line for stage in self.stages for line in high_rates(stage, self.run.model)]
 
     @property
@@ -450,13 +450,13 @@ def _check_rule(data: Data) -> None:
 
 
 def _agents(stages: Sequence[Stage]) -> list[Mapping[str, Any]]:
-    """Options of the roles that answer a policy in conversation."""
+    """Return the options of the roles that answer a policy in conversation."""
     plans = (plan for stage in stages for plan in stage.roles.values())
     return [plan.config.options for plan in plans if plan.worker in TASK_AGENTS]
 
 
 def _suites(run: Resolved, main: Stage, data: Data, rows: HeldOutRows | None) -> tuple[Suite, ...]:
-    """What the main stage's policy is evaluated on, besides the loss on held-out `rows`."""
+    """Return the suites that evaluate the main stage's policy, besides the loss on `rows`."""
     config, losses = run.evaluation, [LOSS] if rows else []
     if main.policy is None:
         if config.suites:
@@ -475,7 +475,7 @@ def _suites(run: Resolved, main: Stage, data: Data, rows: HeldOutRows | None) ->
 
 
 def _can_score(data: Data) -> bool:
-    """Whether the task has what answers to its problems are scored by."""
+    """Whether the task can score answers to its problems."""
     try:
         _ = data.task.verifier
     except ConfigError:

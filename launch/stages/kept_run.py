@@ -99,7 +99,7 @@ class KeptRun:
     def policy(
         self, step: int | str | None, role: str | None = None
     ) -> tuple[KeptCheckpoint, WorkerSpec]:
-        """The main stage's policy, or another role, at a step, or where only models are left.
+        """Return the main stage's policy, or another role, at a step or as the run exported it.
 
         Raises:
             ConfigError: If the stage trains none, or nothing is there of that step.

@@ -185,7 +185,7 @@ def write_report(
 
 
 def whose_accuracy(stage: Recorded) -> str:
-    """Whose accuracy is measured, as "solver's ", where a step trains several policies."""
+    """Return whose accuracy is measured ("solver's "), where a step trains several policies."""
     kinds = stage.graph.roles
     policies = [role for role in stage.graph.learning_roles if issubclass(kinds[role], Policy)]
     return f"{stage.trained(Policy)}'s " if len(policies) > 1 else ""
@@ -269,7 +269,7 @@ def measured_text(name: str, measured: Measured) -> str:
 
 
 def _figure(key: str, value: float, now: float | None = None) -> str:
-    """One of `Measured.values`, or two: shares in percent, what concerns the loss as it is."""
+    """Describe one of `Measured.values`, or two: shares in percent, losses as they are."""
     form = ".4g" if key.partition("/")[0] == LOSS else ".1%"
     return f"{key} {value:{form}}" + ("" if now is None else f" -> {now:{form}}")
 
@@ -289,7 +289,7 @@ def _change_text(name: str, before: Measured, after: Measured) -> str:
 
 
 def _unverified(outcome: Outcome) -> list[str]:
-    """How many answers have no score, which says nothing about them."""
+    """Say how many answers have no score, and that they count as wrong."""
     return [
         f"accuracy {when} training: {measured.unscored:.1%} of the answers have no score (the "
         f"verifier failed on {measured.errors or 0:.1%} and ran out of time on "
@@ -321,7 +321,7 @@ def _stage_times(times_s: Mapping[str, float]) -> list[str]:
 def _summary_line(
     folder: RunFolder, summary: dict[str, Any], env_unit: str, whose: str = ""
 ) -> str:
-    """What came out; where several policies are trained, accuracy is said with `whose` it is."""
+    """Summarize the run in a line; `whose` says which of several policies its accuracy is of."""
     parts = [f"{folder.id}: {summary['num_steps']} steps"]
     parts += ["not reproducible"] if summary["not_reproducible"] else []
     if summary["accuracy_before_rl"] is not None:

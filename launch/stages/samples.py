@@ -48,7 +48,7 @@ def sample_watch(
     role = SAMPLES
     while role in stage.graph.roles:
         role += "_log"
-    # What a program sent is not the problem's prompt: its tokens tell.
+    # A program's prompt may differ from the problem's, so it is decoded from the tokens.
     told = isinstance(data.task, Converses) and not isinstance(data.task, HasPrograms)
     spec = SampleLogSpec(
         folder=str((home / SAMPLES).resolve()),
@@ -143,7 +143,7 @@ def sample_columns(graph: Graph, trained: Node) -> dict[str, Ref]:
     assert mask is not None, "looked at before"
     rows = graph[tokens.node].output(tokens.column).rows
     if any(output.name == "mask" for output in graph[rows].outputs):
-        mask = Ref(rows, "mask")  # what is trained on may be less, as without a score
+        mask = Ref(rows, "mask")  # the trained mask may lack rows without a score
     found = {"tokens": tokens, "mask": mask}
     before = nx.ancestors(graph.dag, trained.name)
     for node in graph.nodes:

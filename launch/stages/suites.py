@@ -73,7 +73,7 @@ class Suite:
 
     @property
     def tokenizer_spec(self) -> TokenizerSpec:
-        """The run's tokenizer, where responses end as they are sampled here."""
+        """The run's tokenizer, with responses ending as they are sampled here."""
         return self.data.tokenizer_spec.sampled_by(self.sampling)
 
     @property

@@ -42,7 +42,7 @@ from .sign_rules import RULES, SHORT, Past, Progress, Row, Rule, SignFacts
 from .stages import Stage
 
 KINDS: tuple[str, ...] = tuple(dict.fromkeys(rule.kind for rule in RULES))
-"""Every kind of sign."""
+"""All kinds of signs."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class BadSign:
 
     Attributes:
         kind: One of `KINDS`.
-        node: Whose metric shows it.
+        node: The node whose metric shows it.
         first_step: The first of the steps in a row that show it.
         step: The last one so far.
         seen: What was seen, with numbers.
@@ -74,7 +74,7 @@ class BadSign:
 
 
 class Signs:
-    """Looks at one stage's steps in order.
+    """Finds signs of trouble in the steps of one stage, in order.
 
     Args:
         facts: What is known of the stage.
@@ -91,13 +91,13 @@ class Signs:
         self._seen: dict[tuple[str, str], _Stretch] = {}
 
     def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take up what earlier steps showed, and told of; rows of `metrics.jsonl`."""
+        """Take up what the rows of `metrics.jsonl` of earlier steps showed and reported."""
         for row in rows:
             values = {name: math.nan if v is None else float(v) for name, v in row.items()}
             self.look(int(row["step"]), values)
 
     def look(self, step: int, values: Row) -> list[BadSign]:
-        """What one more step makes certain.
+        """Return the signs that one more step makes certain.
 
         Args:
             step: Its index.
@@ -129,13 +129,13 @@ class Signs:
 
 
 def _num_responses(values: Row) -> float:
-    """Rows that a step made, as far as its own metrics say."""
+    """Return how many rows a step made, by its own metrics."""
     return values.get("run/samples_per_s", math.nan) * values.get("run/step_time_s", math.nan)
 
 
 @dataclass
 class _Stretch:
-    """How long a sign has been there, or away."""
+    """How long a sign has been present, or absent."""
 
     first: int = 0
     num_steps: int = 0
@@ -155,7 +155,7 @@ class _Stretch:
             self.told = self.told and self.num_away < SHORT
 
     def is_due(self, rule: Rule) -> bool:
-        """Whether the sign has been there long enough, and was not told of."""
+        """Whether the sign has been there long enough, and was not reported yet."""
         enough = not self.num_responses < rule.num_responses  # nan where it is not known
         return not self.told and self.num_steps >= rule.num_steps and enough
 
@@ -166,7 +166,7 @@ Spans = Sequence[tuple[float, float]]
 
 
 class Waits:
-    """Says what the steps of one stage wait for.
+    """Measures what the steps of one stage wait for.
 
     Args:
         graph: The stage's step.
@@ -176,7 +176,7 @@ class Waits:
         self._what = {node.name: _what(graph, node) for node in graph.nodes}
 
     def of(self, result: StepResult, begin_s: float, end_s: float) -> Mapping[str, float]:
-        """What was waited for -> seconds, "other" for the time in which no worker was at work.
+        """Return what was waited for -> seconds; in "other" ones no worker was at work.
 
         Args:
             result: The step.
@@ -195,7 +195,7 @@ class Waits:
 
 
 def union_s(spans: Spans, begin_s: float, end_s: float) -> float:
-    """Seconds between two moments in which at least one of the spans was going on."""
+    """Return the seconds between two moments in which at least one span was going on."""
     total_s, reached_s = 0.0, begin_s
     for start_s, stop_s in sorted(spans):
         start_s, stop_s = max(start_s, reached_s), min(stop_s, end_s)
@@ -219,7 +219,7 @@ def _what(graph: Graph, node: Node) -> str:
 
 
 def facts_of(stage: Stage, mismatch: MismatchConfig, schedule: Schedule) -> SignFacts:
-    """What is known of a stage before its first step.
+    """Return what is known of a stage before its first step.
 
     Args:
         stage: The stage.
@@ -249,7 +249,7 @@ def facts_of(stage: Stage, mismatch: MismatchConfig, schedule: Schedule) -> Sign
 
 
 def _options(value: Any, at: str) -> Iterator[tuple[str, str, Any]]:
-    """Name, whole key and value of every option of a config, those above others first."""
+    """Yield name, whole key and value of every option of a config, outer ones first."""
     if not is_dataclass(value):
         return
     own = [(field.name, getattr(value, field.name)) for field in fields(value)]
@@ -260,7 +260,7 @@ def _options(value: Any, at: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def _is_least(name: str, value: Any) -> bool:
-    """Whether it is a number of passes or parts that cannot be lowered."""
+    """Whether an option is a number of passes or parts at its least."""
     return name in ("epochs", "num_minibatches") and value == 1
 
 

@@ -49,19 +49,19 @@ from .telling import TimedEvaluator, stage_scale, told
 from .worker_specs import Results, exporting_specs, worker_specs
 
 Tell = Callable[[str, int, str, dict[str, Any]], None]
-"""Is told of a death: its kind, the step, the words, and further fields of the event."""
+"""Function called with a death: its kind, the step, a message, and further fields of the event."""
 
 _MEMORY = Path("/dev/shm")
 
 
 @dataclass
 class Deaths:
-    """The deaths that a stage went on from.
+    """The deaths of processes that a stage went on from.
 
     Attributes:
         recovered: Those after which it went back, in order.
         restarts: Groups that were started again beside it.
-        tell: Who is told; nobody before the first step.
+        tell: Is called with each death; does nothing before the first step.
         num_complete: Steps that are complete.
     """
 
@@ -88,7 +88,7 @@ class Deaths:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Of the run's summary.json."""
+        """The fields about deaths of the run's summary.json."""
         return {
             "num_recoveries": len(self.recovered),
             "num_restarts": len(self.restarts),
@@ -104,7 +104,7 @@ class Deaths:
 
     @property
     def text(self) -> str:
-        """What came of them, in a line; "" if nobody died."""
+        """Describe the deaths in a line; "" if nobody died."""
         if not (self.recovered or self.restarts):
             return ""
         said = self.summary
@@ -129,11 +129,11 @@ def _means(one: Recovered) -> str:
 
 @contextmanager
 def mirror_of(folder: Path, *, mirrored: bool) -> Generator[CheckpointStore | None]:
-    """Where a stage's state is kept in this machine's memory after every step, if it is to be.
+    """Open the store for a stage's state in this machine's memory; None unless `mirrored`.
 
     Args:
-        folder: The stage's; what a process that was killed has left of it is removed.
-        mirrored: Whether it is to be.
+        folder: The stage's folder; what a killed process has left of its store is removed.
+        mirrored: Whether the state is kept there after every step.
     """
     if not mirrored:
         yield None
@@ -318,7 +318,7 @@ def _carried_out(
 
 
 def _ledger(stage: Stage, home: RunFolder, num_steps: int) -> str:
-    """What the stage's ledger says."""
+    """Describe what the stage's ledger says."""
     lines = read_ledger(home.path / LEDGER)
     if not lines:
         return "no step was taken since there are ledgers"

@@ -176,7 +176,7 @@ def check_groups(stages: Sequence[Stage], run: Resolved, data: Data) -> None:
 
 
 def _first_start(plan: RolePlan, stages: Mapping[str, Stage]) -> str:
-    """Where the model came from that a role starts from, before any stage trained it."""
+    """Return where the model that a role starts from came from, before any stage trained it."""
     while plan.start in stages:
         earlier = stages[plan.start]
         plan = earlier.roles[_started_from(earlier, plan.contract)]
@@ -195,7 +195,7 @@ def _check_start(stage: Stage, role: str, plan: RolePlan, run: Resolved) -> None
 
 
 def _spec_class(engine: Engine, worker: str) -> Any:
-    """The class of a worker's spec in an engine."""
+    """Return the class of a worker's spec in an engine."""
     if worker in engine.roles:
         return engine.spec(worker)
     able = [other for other in ENGINES.values() if worker in other.roles]
@@ -312,7 +312,7 @@ def check_agents(datas: Sequence[Data], options: Mapping[str, Any]) -> None:
 
     Args:
         datas: Each with problems; those that are not answered in conversation are passed over.
-        options: Of the agent.
+        options: Options of the agent.
 
     Raises:
         ConfigError: Naming what is missing.
@@ -323,7 +323,7 @@ def check_agents(datas: Sequence[Data], options: Mapping[str, Any]) -> None:
 
 
 def stage_tokenizer(stage: Stage, data: Data) -> TokenizerSpec:
-    """The run's tokenizer, where responses end as the stage samples them."""
+    """Return the run's tokenizer, with responses ending as the stage samples them."""
     spec, sampling = data.tokenizer_spec, stage.sampling
     return spec if sampling is None else spec.sampled_by(sampling)
 
@@ -386,7 +386,7 @@ def _check_adapters(stage: Stage, run: Resolved) -> None:
 
 
 def optimizer_of(stage: Stage, role: str, plan: RolePlan) -> OptimizerSpec | None:
-    """Of a role; None if nothing trains it.
+    """Return the optimizer of a role; None if nothing trains it.
 
     Raises:
         ConfigError: If its schedule falls over the stage's calls, and all of them warm up.
@@ -504,14 +504,14 @@ def _check_has_score(at: str, start: str, earlier: Stage | None, model: ModelCon
 
 
 _LARGE = 20_000_000
-"""Parameters from which on the rates of the algorithms' YAML are too high: those suit a million."""
+"""Parameters from which on the rates of the algorithms' YAML, made for a million, are too high."""
 _RATES = {"lora": 2e-4, "sampling": 1e-5, "data": 5e-5}
 """Usual learning rates of large pretrained models: of adapters, of all weights where a policy
 learns from what it samples, and where it learns from data."""
 
 
 def high_rates(stage: Stage, model: ModelConfig) -> list[str]:
-    """What to say of learning rates that a pretrained model of its size does not survive."""
+    """Describe learning rates that a pretrained model of its size does not survive."""
     started = {r: p for r, p in stage.roles.items() if p.trained and p.worker in _HEADS}
     if model.folder is None or not started:
         return []

@@ -21,7 +21,7 @@ _CHUNK_BYTES = 8192
 MOST_LINE_BYTES = 4 << 20
 """Of a line; what is longer counts as damaged, so that no file fills the memory."""
 _MOST_SEARCHED_BYTES = 16 * MOST_LINE_BYTES
-"""A file in which no line ends for so long is none of ours; a hole can be larger than any disk."""
+"""Bytes searched for a line end: no line of ours is so long, and a hole can exceed any disk."""
 _MARKED_BYTES = 64
 
 

@@ -43,17 +43,17 @@ from .prediction import (
 from .simulate import simulate
 
 _MOST_TIMES = 64
-"""More nodes than this many times those there are not suggested."""
+"""Nodes that may be suggested, as a multiple of those there are."""
 _NODE = 8
-"""Nor are more devices of a node: it is what most have."""
+"""Most devices of a node that may be suggested; most nodes have so many."""
 _RANK = 16
-"""Of adapters that are suggested."""
+"""Rank of adapters that are suggested."""
 
 
 def refusal(
     calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec, error: InfeasibleError
 ) -> InfeasibleError:
-    """The error to raise in place of the search's own.
+    """Return the error to raise in place of the search's own.
 
     The attempt that is shown has every call group on all devices, each in the way that needs least:
     nothing else spreads the states of every model further.
@@ -101,7 +101,7 @@ def _fits(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> boo
 
 
 def _again(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> str:
-    """To compute activations again, where a pin forbids that and all else is as it is."""
+    """Suggest recomputing activations, if a pin forbids it and that alone makes the plan fit."""
     held = [name for name, fields in table.pins.items() if fields.get("checkpointing") is False]
     pins = dict(table.pins) | {name: {**table.pins[name], "checkpointing": True} for name in held}
     if not held or not _fits(calls, table.variant(pins=pins), cluster):
@@ -110,7 +110,7 @@ def _again(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> st
 
 
 def _adapters(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> str:
-    """To train adapters instead of all weights."""
+    """Suggest training adapters instead of all weights, if that makes the plan fit."""
     if any(call.model.adapter_params for call in calls):
         return ""
     adapted = [
@@ -125,7 +125,7 @@ def _with_adapters(model: ModelShape) -> ModelShape:
 
 
 def _more_devices(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> str:
-    """The least number of devices of a node, or of nodes, with which the attempt fits.
+    """Suggest the least number of a node's devices, or of nodes, with which the attempt fits.
 
     Returns:
         "" if that is out of reach.
@@ -153,7 +153,7 @@ def _more_memory(attempt: GroupLedger, cluster: ClusterSpec) -> str:
 
 
 def part_lengths(response: Lengths, num_rows: int, num_parts: int) -> tuple[Lengths, ...]:
-    """Lengths of the rows of each part, the part with the shortest longest row first.
+    """Return the lengths of each part's rows, the part with the shortest longest row first.
 
     Args:
         response: Lengths of all rows.
@@ -181,15 +181,15 @@ def part_lengths(response: Lengths, num_rows: int, num_parts: int) -> tuple[Leng
 def part_times(
     call: Call, duration_s: float, time: Callable[[Call], CallTime], num_parts: int
 ) -> tuple[float, ...]:
-    """Seconds of each part of a call.
+    """Return the seconds of each part of a call.
 
-    Of a generation that is how long after the part before one is there. A train call sums gradients
-    over ranks and takes the optimizer's step with its last part.
+    For a generation that is the time since the part before it. A train call sums gradients over
+    ranks and takes the optimizer's step with its last part.
 
     Args:
         call: Of a step with at least as many prompts as parts, whose rows end in it.
         duration_s: What it takes with all rows at once.
-        time: What a call takes in the layout that the plan has for it.
+        time: Predicts the time of a call in the layout that the plan has for it.
         num_parts: Parts.
     """
     num_rows = max(1, round(call.num_sequences / num_parts))
@@ -197,20 +197,20 @@ def part_times(
     if call.kind == "generate":
         return _answers(call, duration_s, time, lengths)
     parts = [_each(time(replace(call, num_sequences=num_rows, response=own))) for own in lengths]
-    # What is done once, moving and loading weights too, comes with the last.
+    # The last part bears what is done once, such as moving and loading weights.
     parts[-1] += max(0.0, duration_s - _each(time(call)))
     return tuple(parts)
 
 
 def _each(time: CallTime) -> float:
-    """What of a call is done for every part."""
+    """Return the seconds of a call that each part takes again."""
     return time.total_s - time.grad_sync_s - time.optimizer_s
 
 
 def _answers(
     call: Call, duration_s: float, time: Callable[[Call], CallTime], lengths: Sequence[Lengths]
 ) -> tuple[float, ...]:
-    """How long after the one before each part has been sampled; all together take the duration."""
+    """Return the seconds from each part's end to the next's; they add up to the duration."""
     begun: list[float] = [0.0]
     for own in lengths:
         shorter = [(t, s) for t, s in zip(call.response.tokens, call.response.shares, strict=True)
@@ -225,14 +225,14 @@ def _answers(
 
 
 _SAME = 1e-9
-"""Step times that differ by less than this share are equal: sums of floats in other orders."""
+"""Step times that differ by a smaller share are equal: floats were summed in another order."""
 
 _CLOSE = 0.005
-"""Step times that differ by less than this share look the same with three digits."""
+"""Step times that differ by a smaller share look the same with three digits."""
 
 
 def runner_up(second: Assignment | None, best: Assignment) -> RunnerUp | None:
-    """The second best plan in words; None if there is none.
+    """Describe the second best plan; None if there is none.
 
     Its busiest group alone may need longer than a whole step of the best plan; or groups wait for
     each other. The best plan's own groups are not compared: a step of it may be waiting too.

@@ -27,12 +27,12 @@ _PLOT = WIDTH - _LEFT - _RIGHT
 
 
 def part_color(part: str) -> str:
-    """CSS color of a part of memory."""
+    """Return the CSS color of a part of memory."""
     return f"var(--{part if part in PART_COLORS else 'other'})"
 
 
 def memory_bars(plan: Plan) -> str:
-    """Stacked bars against each group's capacity; nothing if the plan predicts no memory.
+    """Return stacked bars against each group's capacity; nothing without predicted memory.
 
     For each group there is a bar of what is always held, and one for each call with what the call
     adds. Every piece carries its bytes as `data-bytes`.
@@ -62,7 +62,7 @@ def memory_bars(plan: Plan) -> str:
 
 
 def memory_legend(plan: Plan) -> str:
-    """A key for each part that some device holds."""
+    """Return a legend with each part that some device holds."""
     memory = plan.prediction.memory if plan.prediction else {}
     used = dict.fromkeys(
         part
@@ -135,7 +135,7 @@ def _row(
 
 
 def _joined(pieces: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
-    """The pieces as they are; equal descriptions are added up."""
+    """Return the pieces, those with equal descriptions added up."""
     sizes: dict[tuple[str, str], int] = {}
     for what, part, size in pieces:
         sizes[what, part] = sizes.get((what, part), 0) + size
@@ -143,11 +143,11 @@ def _joined(pieces: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
 
 
 _NUMBERS = range(1, 7)
-"""Columns whose cells end at the same place."""
+"""Columns of numbers, which are aligned at their end."""
 
 
 def comparison_sections(graph: Graph, comparisons: Sequence[Comparison]) -> str:
-    """A card for each question; where calls are compared, with the timelines over one another.
+    """Return a card for each question, with the timelines where calls are compared.
 
     Args:
         graph: The step.
@@ -177,7 +177,7 @@ def _cell(tag: str, column: int, text: str) -> str:
 
 
 def _timelines(graph: Graph, comparison: Comparison) -> str:
-    """The devices of every plan over time, all on the axis of the slowest."""
+    """Draw the devices of every plan over time, all on the axis of the slowest."""
     played = [
         (one.name, plan, one.simulation or simulate_plan(graph, plan))
         for one, plan, _ in comparison.plans

@@ -26,7 +26,7 @@ from .sharding import Sharding, Slice
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of every device, in the order of `devices`.
+    """Bytes that each device sends, receives and stages, in the order of `devices`.
 
     Attributes:
         devices: Ascending.
@@ -41,7 +41,7 @@ class Traffic:
     staged: NDArray[np.int64]
 
     def staging_bytes(self, buckets: Sequence[int]) -> list[int]:
-        """The most that each device packs and unpacks in one bucket."""
+        """Return the most that each device packs and unpacks in one bucket."""
         staged = np.zeros((1 + max(buckets), len(self.devices)), np.int64)
         np.add.at(staged, list(buckets), self.staged)
         return staged.max(axis=0).tolist()
@@ -54,7 +54,7 @@ def traffic_of(
     devices: tuple[int, ...],
     element_bytes: int,
 ) -> Traffic:
-    """Add up moves.
+    """Add up the bytes of moves.
 
     Args:
         moves: The moves of one plan.
@@ -85,7 +85,7 @@ def traffic_of(
 
 
 def buckets_of(traffic: Traffic, kinds: Sequence[Sequence[int]], bucket_bytes: int) -> list[int]:
-    """The bucket of every parameter: as many as no device exceeds `bucket_bytes` with.
+    """Return each parameter's bucket, so that no device exceeds `bucket_bytes` in one.
 
     Kinds take turns in proportion to their numbers, so that every bucket loads all pipeline stages
     and not one after the other.
@@ -109,7 +109,7 @@ def buckets_of(traffic: Traffic, kinds: Sequence[Sequence[int]], bucket_bytes: i
 
 
 MAX_PARTS = 64
-"""A piece is cut into no more than this: beyond it, plans grow and messages shrink for nothing."""
+"""Most parts of a piece: more would only make plans larger and messages smaller."""
 
 
 class Send(NamedTuple):
@@ -131,10 +131,10 @@ class Send(NamedTuple):
 
 
 def choose_sources(pieces: Sequence[Piece], *, min_part_elements: int) -> tuple[Send, ...]:
-    """Decide who sends what.
+    """Decide which device sends what.
 
-    Of devices that hold the same none sends more than another by more than the largest part times
-    the parameters that move alike.
+    Of devices that hold the same, none sends more than another by more than the largest part times
+    the number of parameters that move alike.
 
     Args:
         pieces: What is needed, and who holds it.
@@ -142,7 +142,7 @@ def choose_sources(pieces: Sequence[Piece], *, min_part_elements: int) -> tuple[
     """
     sent = {device: 0 for piece in pieces for device in piece.holders}
     sends: list[Send] = []
-    # The largest first: what is left to the end evens out best.
+    # The largest first, so that small ones at the end even out the rest.
     sizes = [volume(piece.box) * len(piece.kind.params) for piece in pieces]
     for index in sorted(range(len(pieces)), key=lambda i: -sizes[i]):
         holders, needers = sorted(pieces[index].holders), sorted(pieces[index].needers)

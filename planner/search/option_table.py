@@ -297,7 +297,7 @@ class ModelTable:
         with_source: bool,
         only: Mapping[str, Layout] | None,
     ) -> list[CallPlan]:
-        """One call's ways in a layout of its weights, the fastest first."""
+        """Return the options of one call in a layout of its weights, the fastest first."""
         layout, engine = sized[1], self.engine_of(call)
         if call.kind == "generate":
             return list(self._generations(call, layout, mesh, with_source))

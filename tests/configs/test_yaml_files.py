@@ -1,4 +1,4 @@
-"""YAML files of users: what is too large, stands for too much or is no plain data is refused."""
+"""YAML files of users that are too large, expand too much or hold no plain data are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that others made: only regular ones are opened, and nothing is waited for."""
+"""Of files that others made only regular ones are opened, and opening never waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The own environment and the own tools of docs/agents.md, as a reader copies them."""
+"""The environment and the tools of docs/agents.md work as a reader copies them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOOLS = (
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a reader who has copied the page's files."""
+    """Make the folder of a reader who has copied the page's files."""
     for name, text in _FILE.findall(PAGE.read_text()):
         (tmp_path / name).write_text(text)
     asked = [("Velden", 4200), ("Arlon", 30100)]

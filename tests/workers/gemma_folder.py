@@ -1,4 +1,4 @@
-"""A folder in the manner of Gemma: `<eos>` ends a sequence, the token `<end_of_turn>` a turn."""
+"""A folder like Gemma's: `<eos>` ends a sequence, the token `<end_of_turn>` a turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
 
 
 def gemma_folder(folder: Path, **generation: Any) -> TokenizerSpec:
-    """A tokenizer of bytes with a template, and a model that says "a" or ends its turn."""
+    """Write a byte tokenizer with a template, and a model that says "a" or ends its turn."""
     backend = TokenizerSpec(kind="byte").build().backend
     backend.add_special_tokens({"additional_special_tokens": ["<start_of_turn>", END]})  # pyright: ignore[reportArgumentType]
     backend.split_special_tokens = False

@@ -118,7 +118,7 @@ class Conversation:
 
     @property
     def score(self) -> float:
-        """The sum of its rewards; nan if it has no score."""
+        """Sum of the rewards; nan if the conversation has no score."""
         return sum(self.rewards) if self.scored else math.nan
 
     def _stream(self, turn: int) -> int:
@@ -171,7 +171,7 @@ class BadAnswer(Exception):
 
 
 async def _answered(call: Callable[[], Awaitable[T] | T], limit_s: float) -> T:
-    """What a method of either kind returns."""
+    """Return what a method returns, awaited if need be, within a time limit."""
     try:
         return await asyncio.wait_for(_called(call), limit_s)
     except TimeoutError as error:

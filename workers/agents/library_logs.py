@@ -1,4 +1,4 @@
-"""What server and protocol libraries log, as single lines of ours: the first of each kind.
+"""Log messages of server and protocol libraries in single lines: the first of each kind.
 
 Those libraries log whatever the other side does wrong, with tracebacks, so that a server that
 prints or a client that hangs up could fill a run's output.
@@ -11,23 +11,23 @@ from collections import Counter
 from contextvars import ContextVar
 
 SPEAKER: ContextVar[str] = ContextVar("penstock_speaker", default="")
-"""Whom a connection is to, for messages; tasks that serve the connection inherit it."""
+"""Other side of a connection, for messages; tasks that serve the connection inherit it."""
 
 _LOG = logging.getLogger("penstock.agents")
 _MOST_KINDS = 64
-"""Kinds of messages that are told apart; of more, nothing is said."""
+"""Most kinds of messages that are told apart; messages of further kinds are not shown."""
 _SHOWN = 200
-"""Characters of a line that are shown."""
+"""Most characters of a line that are shown."""
 
 
 class LibraryLines(logging.Handler):
-    """Says the first record of each kind and speaker in one line, and counts the others.
+    """Logs the first record of each kind and speaker in one line, and counts the others.
 
     Args:
-        library: Its name, where no speaker is known.
+        library: Name of the library, for records without a known speaker.
 
     Attributes:
-        num_seen: Records, by speaker and kind.
+        num_seen: Number of records by speaker and kind.
     """
 
     def __init__(self, library: str) -> None:
@@ -36,9 +36,9 @@ class LibraryLines(logging.Handler):
         self.num_seen: Counter[tuple[str, str]] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a record."""
+        """Log a record if it is the first of its kind; else count it."""
         speaker, error = SPEAKER.get() or self._library, record.exc_info and record.exc_info[1]
-        # Of a message with an error the kind is what was logged, whatever the error says.
+        # A message with an error is of the same kind whatever the error says.
         key = (speaker, f"{record.pathname}:{record.lineno}")
         if key not in self.num_seen and len(self.num_seen) >= _MOST_KINDS:
             return
@@ -51,10 +51,10 @@ class LibraryLines(logging.Handler):
 
 
 def tame(*loggers: str) -> None:
-    """Have all records of some loggers, and of those below them, said in single lines.
+    """Log all records of some loggers, and of those below them, in single lines.
 
     Args:
-        *loggers: Their names; one that is tamed already stays so.
+        *loggers: Names of the loggers; one that is tamed already stays so.
     """
     for name in loggers:
         logger = logging.getLogger(name)
@@ -64,7 +64,7 @@ def tame(*loggers: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """What was wrong; of a text that could not be read, the text."""
+    """Describe an error; a text that could not be read is quoted."""
     errors = getattr(error, "errors", None)
     if callable(errors):  # pydantic's
         first = errors(include_url=False)[0]  # pyright: ignore[reportIndexIssue, reportUnknownVariableType]

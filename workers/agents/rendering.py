@@ -19,7 +19,7 @@ _PROBE = "penstock9turn"
 _THOUGHT = "penstock9thought"
 _THOUGHT_MARKS = ("<think>", "</think>")
 _MOST_PASSES = 4
-"""Times that marks are looked for: taking one apart may make another, of few tokenizers."""
+"""Most passes that look for marks: in few tokenizers, taking one apart makes another."""
 
 
 class TurnRenderer:
@@ -116,7 +116,7 @@ class TurnRenderer:
         return ids[1:] if finished and self._tokenizer.ends_with(ids[:1]) else ids
 
     def _apart(self, message: Message) -> Message:
-        """The message without what would become a token of its own: a result ends no turn.
+        """Return the message with special tokens in its texts taken apart: a result ends no turn.
 
         That holds of its content, of names, and of the arguments of calls. The assistant may think:
         what begins and ends a thought of its own stays.
@@ -127,7 +127,7 @@ class TurnRenderer:
         return {"role": message["role"], **plain}
 
     def _plain(self, value: Any) -> Any:
-        """The value, with a space in each mark in its texts."""
+        """Return the value, with a space in each mark in its texts."""
         if isinstance(value, str):
             return _parted(value, self._marks)
         if isinstance(value, Mapping):
@@ -161,7 +161,7 @@ def _any_of(marks: set[str]) -> re.Pattern[str]:
 
 
 def _parted(text: str, marks: re.Pattern[str]) -> str:
-    """The text with a space behind the first character of each mark."""
+    """Return the text with a space behind the first character of each mark."""
     for _ in range(_MOST_PASSES):
         text, count = marks.subn(lambda found: f"{found[0][0]} {found[0][1:]}", text)
         if not count:

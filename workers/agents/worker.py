@@ -65,8 +65,8 @@ class AgentSpec:
     answer_limit_s: float = 30.0
     """Longest wait for one answer of an environment, in seconds; then its conversation ends."""
     unscored: float | None = None
-    """What a conversation gets that has no score, because its environment fails or says None or
-    nan; null leaves it out of training, and nan does so however many there are."""
+    """Score of a conversation whose environment fails or says None or nan; null leaves it out of
+    training and ends a run in which nearly all are missing, nan allows any number of them."""
     keeps_history: bool = False
     """Whether the policy reads its turns as it said them though its chat template would leave out
     parts of earlier ones; such a template is refused otherwise."""
@@ -88,7 +88,7 @@ class AgentSpec:
     def ways(
         self, task: Task, tokenizer: Tokenizer
     ) -> tuple[PromptEncoder, TurnRenderer, CallParser]:
-        """How conversations are rendered and read: prompts, what follows a turn, and turns.
+        """Return how conversations are rendered and read: prompts, what follows a turn, and turns.
 
         Args:
             task: What `task` builds.
@@ -315,7 +315,7 @@ class AgentWorker(Agent):
 
 
 def _failure(one: Conversation) -> tuple[str, str] | None:
-    """Why there is no score; see `MissingScores.check`."""
+    """Return why a conversation has no score; see `MissingScores.check`."""
     if one.scored:
         return None
     if one.error is not None:
@@ -326,7 +326,7 @@ def _failure(one: Conversation) -> tuple[str, str] | None:
 def _calls_of(
     spec: AgentSpec, tokenizer: Tokenizer, prompts: PromptEncoder, *, brings_tools: bool
 ) -> FormatName | None:
-    """The format of calls: as the model is shown them; None if they are not to be read."""
+    """Return the format in which the model is shown calls; None if they are not to be read."""
     variables, shown = spec.chat.template_kwargs, prompts.has_tool_template
     if not (brings_tools or prompts.has_tools):
         template = variables.get("chat_template") or tokenizer.backend.chat_template

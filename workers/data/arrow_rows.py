@@ -1,4 +1,4 @@
-"""Rows of Arrow tables as they were written: Parquet files, and data sets of `datasets`.
+"""Read rows of Arrow tables as they were written: Parquet files, and data sets of `datasets`.
 
 A column of objects has one type, so Arrow gives each object the fields of all, null where it has
 none. Such nulls are taken out again. A null that was written as the value of a field cannot be told
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def arrow_rows(table: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a table or record batch; a column that is null in a row is there as None."""
+    """Yield the rows of a table or record batch, with None where a column is null."""
     types = {field.name: field.type for field in table.schema}
     for row in table.to_pylist():
         yield {name: _written(value, types[name]) for name, value in row.items()}

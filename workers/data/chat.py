@@ -72,7 +72,7 @@ class BadPrompt:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The text of a prompt, and whether no template has written it."""
+    """The text of a prompt, and whether it was written without a template."""
 
     text: str
     is_plain: bool
@@ -109,7 +109,7 @@ class PromptEncoder:
         return messages
 
     def _with_known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A developer's messages as the system's where the template does not name the role."""
+        """Give a developer's messages to the system where the template does not name the role."""
         template = self._chat.template_kwargs.get("chat_template")
         if "developer" in str(template or self._tokenizer.backend.chat_template):
             return messages
@@ -158,7 +158,7 @@ class PromptEncoder:
 
     @one_process()
     def tools(self, index: int) -> list[Mapping[str, Any]] | None:
-        """Schemas of the tools that the template, or `Tokenizer.render`, shows the model."""
+        """Return schemas of the tools that the template, or `Tokenizer.render`, shows the model."""
         tools = self._task.tools(index) if isinstance(self._task, Converses) else None
         if not tools or (self._tells_calls and not self.has_tool_template):
             return None
@@ -171,7 +171,7 @@ class PromptEncoder:
 
     @property
     def has_tools(self) -> bool:
-        """Whether there is a problem with tools that the model is shown."""
+        """Whether the model is shown tools for any of the problems."""
         indices = (*self._task.train, *self._task.held_out)
         return any(self.tools(index) is not None for index in indices)
 

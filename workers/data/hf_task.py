@@ -17,7 +17,7 @@ from .row_task import RowSource, RowTask, RowTaskSpec
 
 _ROWS_AT_ONCE = 1024
 _SAVED = ("state.json", "dataset_dict.json")
-"""Files by which a folder is one of `save_to_disk`."""
+"""Files that only folders of `save_to_disk` have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class HfTaskSpec(RowTaskSpec):
         return load_dataset(self.dataset, **options, split=split)
 
     def _saved(self, split: str) -> Any:
-        """A data set of `save_to_disk`; one without splits is all of `train`."""
+        """Return a data set of `save_to_disk`; one without splits is all of `train`."""
         from datasets import DatasetDict, load_from_disk
 
         loaded = load_from_disk(self.dataset)
@@ -121,7 +121,7 @@ class HfTaskSpec(RowTaskSpec):
 
 
 def _content_of(files: list[Path]) -> str:
-    """SHA-256 of the files' contents, as 16 hex digits."""
+    """Return the SHA-256 of the files' contents, as 16 hex digits."""
     digest = hashlib.sha256()
     for file in files:
         with opened(file) as content:

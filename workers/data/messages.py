@@ -19,7 +19,7 @@ _NOT_READ = {
     "train": "give weight: 0 for what is not imitated",
     "loss": "give weight: 0 for what is not imitated",
 }
-"""Fields of other forms that would change what is trained on, and what to write instead."""
+"""Fields of other formats that would change what is trained on -> what to write instead."""
 
 
 class NotMessages(ValueError):
@@ -27,7 +27,7 @@ class NotMessages(ValueError):
 
 
 def check_messages(given: Any) -> list[dict[str, Any]]:
-    """The value as messages: parts of text joined, further fields of a message kept.
+    """Return the value as messages: parts of text joined, further fields of a message kept.
 
     Raises:
         NotMessages: If it is no list of messages, saying which one is wrong and how.
@@ -48,7 +48,7 @@ def check_messages(given: Any) -> list[dict[str, Any]]:
 
 
 def messages_in(text: str) -> list[Any] | None:
-    """The conversation that a text holds as JSON; None if it is a plain text."""
+    """Return the conversation that a text holds as JSON; None if it is a plain text."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -60,12 +60,12 @@ def messages_in(text: str) -> list[Any] | None:
 
 
 def is_imitated(message: Mapping[str, Any]) -> bool:
-    """Whether training imitates it: the assistant's, and not with a weight of 0."""
+    """Whether training imitates a message: the assistant's, unless it has a weight of 0."""
     return message["role"] == "assistant" and message.get("weight", 1) != 0
 
 
 def _joined(number: int, parts: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a content in parts, as OpenAI's files have it."""
+    """Return the text of a content that is given in parts, as in OpenAI's files."""
     for part in parts:
         if not isinstance(part.get("text"), str):
             kind = f"{part.get('type')!r:.40}"

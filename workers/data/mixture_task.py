@@ -100,7 +100,7 @@ class MixtureTask:
 
     @property
     def tells_calls(self) -> bool:
-        """Whether one of the tasks does; see `TellsCalls`."""
+        """Whether one of the tasks tells its calls; see `TellsCalls`."""
         return any(isinstance(task, TellsCalls) and task.tells_calls for task in self._tasks)
 
     def replies(self, index: int) -> Sequence[Sequence[Mapping[str, Any]]] | None:

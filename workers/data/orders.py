@@ -262,7 +262,7 @@ def _in_shares(
             )
         shares.append(share)
         rows.append(_Epochs(own, most, _part_seed(seed, number)))
-        # Of the `most` that are set apart for a step, it takes its share.
+        # A step takes its share of the `most` problems set apart for it.
         used = round(rows[-1].steps_per_epoch * share * batch_size)
         _note_remainder(report, f"part {number + 1}'s {what}", used, len(own))
     return _Shares(shares, rows, batch_size)

@@ -308,7 +308,7 @@ def _make_dataset(spec: ReasoningTaskSpec, size: int) -> Any:
 
 
 def _problem(spec: ReasoningTaskSpec, dataset: Any, number: int) -> dict[str, Any]:
-    """One problem."""
+    """Return one problem."""
     # Imported here: it brings torch, which describing a task does without.
     from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
 

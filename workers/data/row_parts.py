@@ -34,7 +34,7 @@ _Messages = list[dict[str, Any]]
 
 
 class WrittenFloat(float):
-    """A number of a JSON file, with the text that stands there."""
+    """A number of a JSON file that keeps its text."""
 
     text: str
 
@@ -66,7 +66,7 @@ class Columns:
     pass_rate: str | None = None
     id: str | None = None
     verifier: str = ""
-    """The reward of rows that name none; no field of theirs."""
+    """Name of the reward of rows that name none; it is not the name of a field."""
 
     @property
     def parts(self) -> dict[str, str]:
@@ -242,7 +242,7 @@ class _Exchange:
 
 
 def _written(row: Mapping[str, Any], part: str, field: str, as_text: bool) -> str | _Messages:
-    """A text or messages, which may be given as JSON text as well unless `as_text`."""
+    """Return a text or messages, which may be given as JSON text as well unless `as_text`."""
     value = row.get(field)
     if isinstance(value, str) and not as_text:
         value = messages_in(value) or value
@@ -316,7 +316,7 @@ def _json(value: Any, field: str) -> str:
 
 
 def _structured(row: Mapping[str, Any], field: str, columns: Columns) -> str:
-    """An answer that is a list or an object as JSON text, for the rewards that read it."""
+    """Return an answer that is a list or an object as JSON text, for the rewards that read it."""
     reward = row.get(columns.reward) if columns.reward else columns.verifier
     if reward not in _READ_JSON:
         detail = f"expected text, got {_kind(row[field])}; {' and '.join(_READ_JSON)} read others"
@@ -327,7 +327,7 @@ def _structured(row: Mapping[str, Any], field: str, columns: Columns) -> str:
 def _notes(
     row: Mapping[str, Any], written: Mapping[str, str | _Messages], columns: Columns
 ) -> list[str]:
-    """What to say of a row that is kept: what a run reads otherwise than its author may think."""
+    """Return notes on a row that is kept but read otherwise than its author may expect."""
     notes: list[str] = []
     for part, field in columns.parts.items():
         if part not in ("pass_rate", "chosen_score", "rejected_score") and _has_float(
@@ -360,12 +360,12 @@ def _notes(
 
 
 def _turns(written: Mapping[str, str | _Messages]) -> _Messages:
-    """The messages of all parts that are conversations."""
+    """Return the messages of all parts that are conversations."""
     return [turn for part in written.values() if not isinstance(part, str) for turn in part]
 
 
 def _has_float(value: Any) -> bool:
-    """Whether numbers in it have lost their text; those of JSON files have kept it."""
+    """Whether a value has numbers that have lost their text; those of JSON files keep it."""
     if isinstance(value, list):
         return any(map(_has_float, value))
     if isinstance(value, Mapping):

@@ -297,7 +297,7 @@ def _absolute(reference: str) -> str:
 
 
 def _observed(source: RowSource, look: Callable[[Iterable[str]], None]) -> RowSource:
-    """The same rows; `look` is called with the names of the first one's columns."""
+    """Return the same rows; `look` is called with the names of the first one's columns."""
 
     def rows() -> Iterator[tuple[str, Any]]:
         for number, (where, row) in enumerate(source.rows):

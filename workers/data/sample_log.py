@@ -229,7 +229,7 @@ class SampleLog(Role):
 
 
 def _pieces(column: Tensor | None, num_rows: int) -> list[dict[str, int]]:
-    """Which conversation of the step each row belongs to, and which of its rows it is.
+    """Return which conversation of the step each row belongs to, and which of its rows it is.
 
     Nothing where every conversation is one row.
     """

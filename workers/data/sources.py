@@ -25,7 +25,7 @@ from .row_report import DataReport
 from .task import HasReplies, Message, ScoresPairs, Task
 
 Response = str | Sequence[Message]
-"""What is learned from: a text, or the messages that follow the prompt's."""
+"""What a row teaches: a text, or the messages that follow the prompt's."""
 
 
 class RowEncoder:
@@ -34,10 +34,10 @@ class RowEncoder:
     Args:
         task: The problems.
         tokenizer: Encodes them.
-        report: Is told what is left out.
+        report: Records what is left out.
         chat: How conversations are rendered.
-        max_prompt_tokens: Of what comes before the first token that is trained on.
-        max_response_tokens: Of the rest.
+        max_prompt_tokens: Most tokens before the first one that is trained on.
+        max_response_tokens: Most tokens from there on.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RowEncoder:
         self._max_response_tokens = max_response_tokens
 
     def prompts(self, indices: Sequence[int]) -> dict[int, list[int]]:
-        """Index -> ids of the prompts that can be used, in order."""
+        """Return index -> ids of the prompts that can be used, in order."""
         usable = self._encoded_prompts(indices)
         self._report.keep(len(usable))
         return usable
@@ -65,7 +65,7 @@ class RowEncoder:
     def with_responses(
         self, indices: Sequence[int], texts_of: Callable[[int], Sequence[str | None]]
     ) -> dict[int, list[Encoded]]:
-        """Index -> its prompt with each of its responses, of those that can be used.
+        """Return index -> its prompt with each of its responses, of those that can be used.
 
         Args:
             indices: The problems.
@@ -84,7 +84,7 @@ class RowEncoder:
         return kept
 
     def with_response(self, index: int, prompt: list[int], response: Response) -> Encoded:
-        """A prompt with a response, by the chat template if the prompt is a conversation.
+        """Encode a prompt with a response, by the chat template if the prompt is a conversation.
 
         Raises:
             ChatTemplateError: If the template refuses it.
@@ -157,7 +157,7 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,1000}")
 def wrong_answer(
     answer: str, other: str, rng: random.Random, accept: Callable[[str], bool] = lambda _: True
 ) -> str:
-    """A text that differs from `answer`, also as a whole number.
+    """Return a text that differs from `answer`, also as a whole number.
 
     Args:
         answer: The right answer; not empty.
@@ -369,7 +369,7 @@ class DemonstrationSource:
         return self._table(self._rows.at(step))
 
     def held_out(self) -> Demonstrations | None:
-        """All held-out demonstrations; None if there are none."""
+        """Return all held-out demonstrations; None if there are none."""
         return self._table(self._held_out) if self._held_out else None
 
     def _table(self, problems: Sequence[int]) -> Demonstrations:
@@ -444,7 +444,7 @@ class PairSource:
         return self._table(self._rows.at(step), step // self.steps_per_epoch)
 
     def held_out(self) -> PreferencePairs | None:
-        """All held-out pairs, made-up responses those of the first epoch; None without any."""
+        """Return all held-out pairs, with the first epoch's made-up responses; None without any."""
         return self._table(self._held_out, 0) if self._held_out else None
 
     def _table(self, problems: Sequence[int], epoch: int) -> PreferencePairs:
@@ -501,7 +501,7 @@ class ScoredPairSource(PairSource):
     """
 
     def _table(self, problems: Sequence[int], epoch: int) -> ScoredPairs:
-        """As `PairSource` makes it, with scores."""
+        """Make the table of `PairSource`, with scores."""
         pairs = super()._table(problems, epoch)
         scores = [
             score for index in pairs.pair_id[::2].tolist() for score in self._scores(index, epoch)
@@ -536,13 +536,13 @@ def _need_answers(task: Task, what: str) -> None:
 def _wanted(
     task: Task, left_out: Container[int], texts_of: Callable[[int], Sequence[str | None]]
 ) -> list[int]:
-    """The problems to learn from, and those held-out ones that have what is learned from."""
+    """Return the problems to learn from, and held-out ones that have responses to learn from."""
     held_out = [index for index in task.held_out if None not in texts_of(index)]
     return [*(index for index in task.train if index not in left_out), *held_out]
 
 
 def _parts(task: Task, usable: Container[int]) -> tuple[list[int], list[int]]:
-    """The training and the held-out problems that are usable."""
+    """Return the training and the held-out problems that are usable."""
     train, held_out = ([i for i in part if i in usable] for part in (task.train, task.held_out))
     return train, held_out
 

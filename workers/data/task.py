@@ -75,7 +75,7 @@ class Task(Protocol):
         ...
 
     def score(self, index: int, response: str) -> float | None:
-        """Score a response, in this process; None if there is no saying.
+        """Score a response, in this process; None if the task cannot say.
 
         It may return and raise whatever a verifier does: `as_score` reads it.
         """

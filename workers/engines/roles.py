@@ -142,7 +142,7 @@ class PolicyRecipe(Recipe):
     end_ids: tuple[int, ...]
     """Tokens that end a response: a tokenizer's `end.ids`."""
     num_words: int | None = None
-    """Tokens that the tokenizer has, if the model may have more: no others are sampled, and
+    """Number of tokens of the tokenizer, if the model may have more: no others are sampled, and
     probabilities are of these alone."""
     mismatch: MismatchLimits = MismatchLimits()
     """How far what it is trained on may be from its own log-probabilities."""
@@ -388,7 +388,7 @@ class RewardWorker(LanguageWorker, RewardModel):
 
 
 def _check_behavior(batch: Any) -> None:
-    """Require that whatever was sampled could be: a clip would hide it in one of two signs."""
+    """Require that every sampled token had a probability: a clip would hide that for one sign."""
     logprob: Tensor | None = getattr(batch, "behavior_logprob", None)
     if logprob is not None and bool((none := logprob.isinf() & batch.mask).any()):
         raise ValueError(
@@ -431,7 +431,7 @@ def _prompt_lengths(mask: Tensor) -> Tensor:
 def _column_forward(
     compute: Callable[[Tensor, Tensor], Tensor], output: Callable[[Tensor], O]
 ) -> Forward[O]:
-    """The forward pass of a model that gives one column."""
+    """Return the forward pass of a model that gives one column."""
 
     def forward(rows: Any, needs_entropy: bool) -> O:
         check_columns(rows.tokens, rows.mask)

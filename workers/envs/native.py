@@ -33,14 +33,14 @@ _KINDS = "biufU"
 
 
 def can_save(value: object) -> bool:
-    """Whether `to_json` can say it."""
+    """Whether `to_json` can write a value."""
     if isinstance(value, (np.ndarray, np.generic)):
         return cast("NDArray[Any]", value).dtype.kind in _KINDS
     return value is None or isinstance(value, (bool, int, float, str))
 
 
 def to_json(value: Any) -> Any:
-    """An array, a number of numpy's or Python's, a text or None as JSON."""
+    """Return an array, a number of numpy's or Python's, a text or None as JSON."""
     if isinstance(value, (np.ndarray, np.generic)):
         shape = list(value.shape) if isinstance(value, np.ndarray) else None
         values = value.reshape(-1).tolist()
@@ -49,7 +49,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` was given."""
+    """Return the value that `to_json` was given."""
     if not isinstance(value, dict):
         return value
     array = np.array(value["values"], dtype=value["dtype"])
@@ -57,7 +57,7 @@ def from_json(value: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """A copy to compare with later; the thing itself if it cannot be copied."""
+    """Return a copy to compare with later; the value itself if it cannot be copied."""
     try:
         return copy.deepcopy(value)
     except Exception:  # noqa: BLE001 - a class may refuse in any way; then only another is noticed
@@ -65,11 +65,11 @@ def copied(value: Any) -> Any:
 
 
 def same(one: Any, other: Any, known: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Whether two things are equal, or of one kind with parts that are.
+    """Whether two values are equal, or of one kind with parts that are.
 
     Args:
-        one: The one.
-        other: The other.
+        one: A value.
+        other: Another value.
         known: Pairs being compared, taken to be equal: things may refer to each other in circles.
     """
     pair = (id(one), id(other))

@@ -266,7 +266,7 @@ class PoolGroup:
 def pool_spaces(
     env_id: str, options: Mapping[str, Any], *, masked: bool = False
 ) -> tuple[int, ActionSpace]:
-    """Numbers of an observation, and what can be done.
+    """Return the numbers of an observation, and the actions that there are.
 
     Args:
         env_id: EnvPool's name of the environment.

@@ -183,7 +183,7 @@ def finite(stepped: Stepped) -> Stepped:
 
 
 def as_f32(array: NDArray[Any]) -> NDArray[np.float32]:
-    """As float32; what is too large is infinite there, and no warning is needed to see it.
+    """Convert to float32; numbers that are too large become infinite, without a warning.
 
     Raises:
         BadEnv: If a whole number would be rounded.

@@ -44,12 +44,12 @@ def num_features(space: gym.Space[Any], name: str) -> int:
 def to_features(
     space: gym.Space[Any], *, many: bool = False
 ) -> Callable[[Any], NDArray[np.float32]]:
-    """A function from an observation to its numbers, laid out flat.
+    """Return a function from an observation to its numbers, laid out flat.
 
     Args:
         space: The space of a single environment, of which `num_features` has been asked.
-        many: Whether it is given the observations of several environments: f32[envs, ...] comes of
-            them, and of one f32[features].
+        many: Whether it takes the observations of several environments, and returns f32[envs, ...];
+            else f32[features].
 
     Raises:
         BadEnv: The function does, if a whole number would be rounded.
@@ -70,7 +70,7 @@ def to_features(
 
 
 def _leaves(space: gym.Space[Any]) -> list[gym.Space[Any]]:
-    """The parts of nested spaces, in the order of `flatten`."""
+    """Return the parts of nested spaces, in the order of `flatten`."""
     match space:
         case spaces.Dict():
             parts = list(space.spaces.values())
@@ -82,7 +82,7 @@ def _leaves(space: gym.Space[Any]) -> list[gym.Space[Any]]:
 
 
 def _scale(leaf: gym.Space[Any]) -> NDArray[np.float32]:
-    """What its numbers are divided by."""
+    """Return what a space's numbers are divided by."""
     image = (
         isinstance(leaf, spaces.Box)
         and leaf.dtype == np.uint8

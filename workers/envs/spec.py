@@ -26,7 +26,7 @@ from .spaces import action_space, num_features
 
 
 class CountsAgents(gym.Wrapper[Any, Any, Any, Any]):
-    """An environment that must show as many agents as it says.
+    """An environment that must show as many agents as it declares.
 
     Args:
         env: The environment.
@@ -125,7 +125,7 @@ class TeamGroup:
 def agent_spaces(
     num_features: int, actions: ActionSpace, num_agents: int, name: str
 ) -> tuple[int, ActionSpace]:
-    """What one agent of an environment sees and can do.
+    """Return what one agent of an environment sees and can do.
 
     Args:
         num_features: Numbers of an observation of all agents together.
@@ -134,7 +134,7 @@ def agent_spaces(
         name: The environment's, for the message.
 
     Raises:
-        ConfigError: If it does not fall into as many equal parts.
+        ConfigError: If observations or actions do not divide into as many equal parts.
     """
     sizes = actions.sizes
     each = len(sizes) // num_agents
@@ -149,7 +149,7 @@ def agent_spaces(
 
 
 def team_numbers(numbers: list[int], num_agents: int) -> list[int]:
-    """The environments that some rows are the agents of.
+    """Return the environments that some rows are the agents of.
 
     Raises:
         ConfigError: If the agents of one are not all there, next to each other and in order.

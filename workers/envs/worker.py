@@ -69,7 +69,7 @@ class Episodes:
 
     @property
     def over(self) -> bool:
-        """Whether nothing that may come counts."""
+        """Whether no further episode counts."""
         return not self._left.any()
 
     def add(

@@ -65,14 +65,14 @@ from .rank_process import Answer, part_from_numpy, part_to_numpy
 from .revival import dead_processes, reserve_again
 
 _LOOK_S = 1.0
-"""Between two looks at whether a server lives: nobody calls it who would notice."""
+"""Seconds between checks that a server lives whose clients would not notice its death."""
 
 
 class Connections:
     """The connections of one executor's groups.
 
     Args:
-        programs: All that it runs.
+        programs: All programs that the executor runs.
 
     Attributes:
         servers: Group that serves -> the groups that it serves.
@@ -132,7 +132,7 @@ class Connections:
         ]
 
     def to_look_at(self, busy: Iterable[str]) -> Generator[str]:
-        """Servers that it is time to look at: somebody may be asking them.
+        """Yield servers that it is time to check, because clients may be waiting for them.
 
         Args:
             busy: Groups that have work.
@@ -165,7 +165,7 @@ class RestartBudget:
         self._in_a_row: Counter[_Place] = Counter()
 
     def answered(self, group: str, rank: int) -> None:
-        """The rank has done something that it was asked for: it lives.
+        """Note that a rank has answered, which forgives it its deaths.
 
         Args:
             group: Its group.
@@ -175,12 +175,12 @@ class RestartBudget:
         self._in_a_row.pop((group, None), None)
 
     def pause_s(self, group: str, rank: int | None, said: str) -> float:
-        """Seconds to wait before it is started again once more.
+        """Return the seconds to wait before a rank is started again.
 
         Args:
-            group: Whose rank has died.
-            rank: The rank; None if all are started again.
-            said: Who died, and how.
+            group: The group whose rank has died.
+            rank: The rank; None if all of the group are started again.
+            said: Which process died, and how.
 
         Raises:
             WorkerError: If it is not to be started again.

@@ -72,7 +72,7 @@ class InferenceClient:
                 ) from error
 
     def _answer(self, frame: bytes, end_s: float) -> Any:
-        """Ask once."""
+        """Send a request once, and return the answer."""
         link, is_new = self._taken(end_s)
         try:
             _limit(link, end_s)

@@ -141,7 +141,7 @@ def checked_config(given: Mapping[str, Any], folder: Path | None = None) -> Any:
 
 
 def _without_loader(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config and of its parts, but for those that are the loader's."""
+    """Return the fields of a config and of its parts, without those of the loader."""
     return {
         key: _without_loader(cast("Mapping[str, Any]", value)) if isinstance(value, dict) else value
         for key, value in given.items()

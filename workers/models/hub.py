@@ -76,7 +76,7 @@ def hub_folder(name: str, revision: str | None, *, weights: bool, key: str = "mo
 
 
 def hub_name(folder: str) -> tuple[str, str] | None:
-    """Name and commit of the hub's model that a folder of its client's cache holds; or None."""
+    """Return name and commit of the hub's model in a folder of its client's cache; or None."""
     found = re.search(r"models--([^/]+?)--([^/]+)/snapshots/([^/]+)/?$", folder)
     return None if found is None else (f"{found[1]}/{found[2]}", found[3])
 

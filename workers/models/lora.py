@@ -196,7 +196,7 @@ _WITHOUT_EFFECT = re.compile(
 
 
 def _saved_settings(folder: str) -> dict[str, Any]:
-    """The settings of a saved adapter, by the names of `LoraSpec`."""
+    """Return the settings of a saved adapter, by the names of `LoraSpec`."""
     file = Path(folder) / ADAPTER_SETTINGS
     if not file.exists():
         what = f"has no {ADAPTER_SETTINGS}, which says how its weights are used"
@@ -260,7 +260,7 @@ def check_lora(spec: LoraSpec, module: nn.Module, *, but: str = "lm_head") -> No
         for name, part in maps.items()
         if not spec.target_modules or any(_ends_in(name, end) for end in spec.target_modules)
     }
-    if spec.folder is None:  # of a folder's patterns peft passes over those that fit nothing
+    if spec.folder is None:  # peft ignores a folder's patterns that fit nothing
         for key in (*spec.rank_pattern, *spec.alpha_pattern):
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in adapted):
                 raise ConfigError(_no_target(key, list(adapted), heads, "patterns"))
@@ -278,7 +278,7 @@ def check_lora(spec: LoraSpec, module: nn.Module, *, but: str = "lm_head") -> No
 
 
 def _heads(module: nn.Module, but: str) -> set[str]:
-    """Names of what a model ends in: some families call the language model's own head otherwise."""
+    """Return the names of a model's heads: families name the language model's head differently."""
     head = getattr(module, "get_output_embeddings", lambda: None)()
     return {but, *(name for name, part in module.named_modules() if part is head)}
 

@@ -69,7 +69,7 @@ def folder_config(folder: Path) -> Any:
         ConfigError: If there is none, or it describes no model that can be computed.
     """
     file = folder / _CONFIG
-    check_folder_files(folder)  # transformers reads more of them than is asked for here
+    check_folder_files(folder)  # transformers reads further files of the folder
     if not file.is_file():
         raise ConfigError(
             f"model folder '{folder}' has no config.json\n    give a local folder written by "
@@ -133,7 +133,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _headers(folder: Path) -> dict[str, _Saved]:
-    """All tensors of a folder."""
+    """Return all tensors of a folder."""
     saved: dict[str, _Saved] = {}
     for file in weight_files(folder):
         try:
@@ -200,7 +200,7 @@ def check_tensors(folder: Path, *, scalar_head: bool) -> None:
 
 
 def _refuse_classifier(folder: Path, saved: Mapping[str, _Saved]) -> None:
-    """Sequence classifiers of transformers, reward models of other libraries among them."""
+    """Refuse sequence classifiers of transformers, such as reward models of other libraries."""
     if _SCORE not in saved:
         return
     shape = saved[_SCORE].shape

@@ -81,7 +81,7 @@ def cache_folder() -> Path:
 
 
 def packaged_name(folder: str) -> str | None:
-    """The package's model that a folder of the cache holds; None if it is no such folder."""
+    """Return the package's model in a folder of the cache; None for any other folder."""
     places = {
         cache_folder() / "models" / f"{name}-{m.sha256[:12]}": name for name, m in PACKAGED.items()
     }
@@ -136,7 +136,7 @@ def _keep(draft: Path, place: Path) -> None:
 
 
 def _source(name: str, model: PackagedModel) -> Path:
-    """The package's file."""
+    """Return the package's file."""
     missing = [one for one in model.needs if importlib.util.find_spec(one) is None]
     if missing:
         raise ConfigError(

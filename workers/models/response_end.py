@@ -27,7 +27,7 @@ class ResponseEnd:
     strings: tuple[str, ...] = ()
 
     def also(self, ids: Iterable[int], strings: Iterable[str] = ()) -> ResponseEnd:
-        """The same, and more."""
+        """Return these ends and more."""
         return ResponseEnd(
             tuple(dict.fromkeys((*self.ids, *ids))),
             tuple(dict.fromkeys((*self.strings, *strings))),
@@ -38,13 +38,13 @@ class ResponseEnd:
         return ResponseEnd(self.ids).also(sampling.stop_token_ids, sampling.stop)
 
     def as_generation_config(self) -> dict[str, Any]:
-        """The fields of generation_config.json that say so."""
+        """Return the ends as fields of generation_config.json."""
         ids = [*self.ids]
         found: dict[str, Any] = {"eos_token_id": ids if len(ids) > 1 else ids[0]}
         return {**found, "stop_strings": [*self.strings]} if self.strings else found
 
     def said(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """The text of one response without what ended it, if it has ended.
+        """Return the text of one response without what ended it, if it has ended.
 
         Args:
             ids: Its tokens.
@@ -57,13 +57,13 @@ class ResponseEnd:
         if not self.strings:
             return text
         # Only the last token can have ended it: `min_new_tokens` may have let a string pass before.
-        # What it was before the last token may end with bytes that were no whole character yet.
+        # Before the last token the text may have ended with part of a character's bytes.
         before = len(decode(ids[:-1]).rstrip("\ufffd"))
         places = [text.find(one, max(before + 1 - len(one), 0)) for one in self.strings]
         return text[: min((place for place in places if place >= 0), default=len(text))]
 
     def past_turn(self, turn: Sequence[int], start: int, marks: Iterable[int]) -> int:
-        """The place behind a turn that is imitated; what a template writes after it is not.
+        """Return the place behind a turn that is imitated; what a template writes after it is not.
 
         Args:
             turn: Tokens up to the end of the turn as the template writes it.

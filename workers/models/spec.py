@@ -45,7 +45,7 @@ class ModelSpec:
     init_seed: int = 0
     """Seeds the random weights of an `architecture`; equal seeds give equal weights."""
     num_words: int | None = None
-    """Words of an `architecture` that texts have, if its vocabulary is larger, as where tensor
+    """Words that texts have, if the vocabulary of the `architecture` is larger, as where tensor
     parallelism divides it. Random weights are those of a model of so many words; the rows of the
     others are added after."""
     dtype: Literal["float32", "bfloat16"] = "float32"

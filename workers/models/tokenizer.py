@@ -47,10 +47,10 @@ _SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "u
 
 
 _MOST_IDS = 1 << 24
-"""Of a vocabulary; no model has as many."""
+"""Most ids of a vocabulary; no model has as many."""
 
 _DATE = datetime(2024, 7, 26)  # noqa: DTZ001 - a day, and no moment
-"""What the clock of chat templates says, always: the day that Llama 3's takes where there is none.
+"""Time that the clock of chat templates always shows: the day that Llama 3's takes without one.
 So a run that goes on tomorrow, or is made again, has the same prompts."""
 
 
@@ -122,18 +122,18 @@ class Tokenizer:
             ) from error
 
     def begun(self, ids: list[int]) -> list[int]:
-        """Ids of a prompt that is a plain text, begun as the tokenizer begins a text by itself.
+        """Return ids of a prompt that is a plain text, begun as the tokenizer begins a text.
 
-        Chat templates spell what they begin with. A text that begins so already gets no second.
+        Chat templates write their own beginning. A text that begins so already gets no second.
         """
         begin = self._begin
         return ids if not ids or ids[: len(begin)] == begin else [*begin, *ids]
 
     @functools.cached_property
     def _begin(self) -> list[int]:
-        """Ids that the tokenizer puts before a text: its beginning of sequence, or nothing.
+        """Return ids that the tokenizer puts before a text: its beginning of sequence, or nothing.
 
-        Of its own call alone: whether one is named says nothing, models without one name it too.
+        Only its own call tells: a tokenizer may name a beginning of sequence and not use it.
         """
         own: Any = self.backend("a")["input_ids"]
         text = self.encode("a")
@@ -141,7 +141,7 @@ class Tokenizer:
         return list(own[: starts[0]]) if starts else []
 
     def encode_response(self, text: str) -> list[int]:
-        """A whole response that says `text`, with the end of sequence."""
+        """Encode a whole response that says `text`, with the end of sequence."""
         return [*self.encode(text), self.eos_id]
 
     def end_of_turn(self, turn: Sequence[int], start: int) -> int:
@@ -217,7 +217,7 @@ class Tokenizer:
         return str(text)
 
     def _frozen(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Variables of the template with a clock that stands still."""
+        """Return the variables of the template, with a clock that stands still."""
         source = str(variables.get("chat_template") or self.backend.chat_template)
         if _draws(source):
             raise ConfigError(
@@ -230,7 +230,7 @@ class Tokenizer:
         """Whether the chat template writes the schemas of tools, found out by giving it one.
 
         Args:
-            variables: Further ones of the template.
+            variables: Further variables of the template.
         """
         asked = [{"role": "user", "content": "a"}]
         return self._writes(PROBE_TOOL["function"]["name"], asked, [PROBE_TOOL], variables)
@@ -241,7 +241,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
-        """Messages and schemas as the template takes them: all in messages if it has no tools."""
+        """Return messages and schemas as the template takes them: no schemas if it has no tools."""
         used = tools or any(message.get("tool_calls") for message in messages)
         if not used or self.shows_tools(variables):
             return messages, tools
@@ -256,10 +256,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> bool:
-        """Whether the template writes a word of these; each template is asked once."""
+        """Whether the template writes a word for these; each template is asked once."""
         key = (str(variables.get("chat_template") or self.backend.chat_template), word)
         if key not in self._written:
-            self._written[key] = tools is not None  # of one that fails, the real call tells
+            self._written[key] = tools is not None  # if it fails, so does the real call
             with suppress(ChatTemplateError):
                 self._written[key] = word in self.render(messages, tools=tools, **variables)
         return self._written[key]
@@ -309,7 +309,7 @@ class Tokenizer:
         return [self.said([t for t, keep in zip(*both, strict=True) if keep]) for both in rows]
 
     def said(self, ids: Sequence[int]) -> str:
-        """The text of one response, as it is scored, judged, read and shown: without its end."""
+        """Return the text of one response as scored, judged, read and shown: without its end."""
         return self.end.said(ids, self.decode)
 
     def ends_with(self, ids: Sequence[int]) -> bool:
@@ -378,10 +378,10 @@ class TokenizerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class EndedTokenizerSpec(TokenizerSpec):
-    """A tokenizer, and what ends responses besides what its own folder says."""
+    """A tokenizer with further ends of responses, besides those of its folder."""
 
     end: ResponseEnd = ResponseEnd(())
-    """More ids; and the strings, which take the place of the folder's."""
+    """Further ids; and the strings, which replace the folder's."""
 
     def build(self) -> Tokenizer:
         """See `TokenizerSpec.build`."""
@@ -506,10 +506,10 @@ def _folder_tokenizer(folder: str | None) -> Tokenizer:
 
 
 def folder_end(folder: Path, own: ResponseEnd = ResponseEnd(())) -> ResponseEnd:  # noqa: B008
-    """What the generation_config.json of a folder says to end a response, besides `own`.
+    """Return the ends of responses in the generation_config.json of a folder, besides `own`.
 
     Raises:
-        ConfigError: If it says so of what is no token.
+        ConfigError: If an id there is no token.
     """
     from .model_folder import generation_config
 

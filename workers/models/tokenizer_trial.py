@@ -1,4 +1,4 @@
-"""A look at a folder's tokenizer and chat template in a process with limits, before they are used.
+"""Try a folder's tokenizer and chat template in a process with limits, before they are used.
 
 Both are programs that came with a model: a normalizer may make millions of characters of one, and a
 template may loop for hours. `check_tokenizer` lets a child process try them on little input, with
@@ -22,9 +22,9 @@ from ..verifiers.pool import VerifierPool, VerifierSpec
 _LIMIT_S = 10.0
 _MEMORY_BYTES = 2 << 30
 _MOST_TOKENS = 64
-"""Of a character; a byte is one token at most, and no character has more than four."""
+"""Most tokens of a character: a byte makes one at most, and a character has up to four."""
 _MOST_CHARS = 1 << 20
-"""Of a conversation of a few words in which a template writes tools, dates and instructions."""
+"""Longest text of a conversation of a few words, with tools, dates and instructions."""
 _FINE, _TOKENS, _CHARS, _MEMORY, _IDS = range(5)
 _FAULTS = {
     _TOKENS: f"its tokenizer makes more than {_MOST_TOKENS} tokens of a character",
@@ -35,7 +35,7 @@ _FAULTS = {
 }
 _PROBE = "".join(map(chr, range(32, 127))) + "\n\t\u00e9\u4e2d\U0001f600"
 _GENERATED = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""Marks that transformers reads, and that make no text."""
+"""Marks that transformers reads and that write no text."""
 
 
 def check_tokenizer(folder: Path, given: Any = None) -> None:
@@ -44,7 +44,7 @@ def check_tokenizer(folder: Path, given: Any = None) -> None:
     Two words with one id are refused as well: of those, only this process sees both.
 
     Args:
-        folder: Of a model.
+        folder: Folder of a model.
         given: A chat template to use instead of the folder's.
 
     Raises:
@@ -84,7 +84,7 @@ def _check(folder: str, given: str | None, stamps: tuple[Any, ...]) -> None:
 
 
 def _templates(folder: Path) -> list[str]:
-    """The chat templates of a folder."""
+    """Return the chat templates of a folder."""
     own = folder / "chat_template.jinja"
     if own.is_file():
         try:
@@ -106,7 +106,7 @@ def _templates(folder: Path) -> list[str]:
 
 
 def make_trial() -> Callable[[str, Sequence[str]], float]:
-    """The trial of a folder, in a process that may have so much memory and no more."""
+    """Return the trial of a folder, which runs in a process with bounded memory."""
     import resource
 
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -180,6 +180,6 @@ _TOOL: Mapping[str, Any] = {
 
 
 def _conversations() -> list[list[dict[str, str]]]:
-    """Few words, in one message and in many: what grows with each must show."""
+    """Return conversations of few words, in one message and in many: growth with each must show."""
     asks, says = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     return [[asks], [{"role": "system", "content": "s"}, asks], [*[asks, says] * 20, asks]]

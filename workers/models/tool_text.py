@@ -18,7 +18,7 @@ PROBE_TOOL: Mapping[str, Any] = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-"""A tool whose name a template writes if it writes any."""
+"""A tool whose name every template writes that shows tools."""
 
 _INTRODUCTION = """# Tools
 
@@ -42,7 +42,7 @@ def with_tools_as_text(
     *,
     system: bool,
 ) -> list[Mapping[str, Any]]:
-    """The conversation with everything about tools in the contents of its messages.
+    """Return the conversation with everything about tools in the contents of its messages.
 
     Args:
         messages: Of which some may have `tool_calls`, or be a tool's.
@@ -65,7 +65,7 @@ def with_tools_as_text(
 
 
 def _plain(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message that only has a role and a content, if it was about tools."""
+    """Return a message about tools with a role and a content alone; others as they are."""
     content = message.get("content") or ""
     if message.get("role") == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}

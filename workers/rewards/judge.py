@@ -75,8 +75,8 @@ class JudgeSpec(ChatOptions):
     high: float = 10.0
     """The highest verdict; it becomes 1."""
     unscored: float | None = None
-    """What a response without a verdict gets; null leaves it out of training, and nan does so
-    however many there are."""
+    """Score of a response without a verdict; null leaves it out of training and ends a run in which
+    nearly all are missing, nan allows any number of them."""
     concurrency: int = 16
     """Requests at once, from each rank that scores."""
     task_fingerprint: str | None = None
@@ -208,7 +208,7 @@ class Judge(Reward):
 
 
 def _failure(verdict: Verdict) -> tuple[str, str] | None:
-    """Why there is no verdict; see `MissingScores.check`."""
+    """Return why there is no verdict; see `MissingScores.check`."""
     if verdict.score is not None:
         return None
     kinds = {"errors": "failed", "timeouts": "ran out of time", "parse_errors": "said no score"}

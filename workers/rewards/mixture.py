@@ -199,7 +199,7 @@ def _check(name: str, part: MixturePart) -> None:
 
 
 def _options(own: Sequence[str]) -> list[str]:
-    """What a user may set: not what the launcher fills in."""
+    """Return the options that a user may set, without those that the launcher fills in."""
     return [name for name in own if name not in ("task", "tokenizer", "task_fingerprint")]
 
 
@@ -218,7 +218,7 @@ def _factory(name: str, part: MixturePart) -> Callable[..., Any]:
             "function of (prompt, response, answer) is "
             f"{{worker: rule, options: {{verifier: '{part.worker}'}}}}"
         ) from error
-    except ValueError:  # it does not tell its signature
+    except ValueError:  # it has no signature
         pass
     return make
 
@@ -303,7 +303,7 @@ class Mixture(Reward):
             own |= {n.removeprefix("reward/"): m for n, m in drain_metrics(reward).items()}
             bound = self._parts[name].at_least
             if bound is not None:
-                # No score says neither.
+                # A row without a score is neither correct nor wrong.
                 keeps = torch.where(
                     scores[name].isnan(), torch.nan, (scores[name] >= bound).float()
                 )
@@ -335,7 +335,7 @@ class Mixture(Reward):
 
 
 def _finite(what: str, scores: torch.Tensor) -> torch.Tensor:
-    """The scores as f32[rows]; what is not a number stays so."""
+    """Return the scores as f32[rows], where nan stays; refuse infinite ones."""
     found = scores.float()
     if found.isinf().any():
         row = int(found.isinf().nonzero()[0])

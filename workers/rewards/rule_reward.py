@@ -51,8 +51,8 @@ class RuleRewardSpec:
     scale: float = 1.0
     """Factor on the score; metrics of correctness are without it."""
     unscored: float | None = None
-    """What a response gets on which the verifier fails, runs out of time or says None or nan; null
-    leaves it out of training, and nan does so however many there are. It is never correct."""
+    """Score where the verifier fails, runs out of time or says None or nan; it is never right. null
+    leaves it out, and ends a run in which nearly all are missing, nan leaves out any number."""
     task_fingerprint: str | None = None
     """`fingerprint` of the task the prompts come from, to be sure that both are the same."""
 
@@ -162,7 +162,7 @@ class RuleReward(Reward):
 
     @property
     def first_error(self) -> str | None:
-        """Why the first response without a score has none, and where; logged once."""
+        """Return why the first response without a score has none, and where; logged once."""
         return self._missing.first
 
     def close(self) -> None:
@@ -215,7 +215,7 @@ class RuleReward(Reward):
 
 
 def _failure(outcome: Outcome) -> tuple[str, str] | None:
-    """Why there is no score; see `MissingScores.check`."""
+    """Return why there is no score; see `MissingScores.check`."""
     if outcome.score is not None:
         return None
     if outcome.timed_out:

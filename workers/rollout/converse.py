@@ -84,7 +84,7 @@ def converse(
 
 
 def check_turns(at: str, sampling: Sampling, max_turns: int, *, branch: bool) -> None:
-    """Refuse what no conversation can be held with.
+    """Refuse settings with which no conversation can be held.
 
     Args:
         at: Which call, for messages.

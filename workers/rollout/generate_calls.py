@@ -25,7 +25,7 @@ from .sampling import SampleStreams
 
 
 def new_groups(prompt: Tensor, prompt_id: Tensor, step: int, num_samples: int) -> Unfinished:
-    """Groups of which nothing has been sampled.
+    """Return groups of which nothing has been sampled.
 
     Args:
         prompt: i64[P, T], right padded with -1.
@@ -47,7 +47,7 @@ def new_groups(prompt: Tensor, prompt_id: Tensor, step: int, num_samples: int) -
 
 
 def joined(parts: Sequence[Unfinished]) -> Unfinished:
-    """The groups of all parts, one after another."""
+    """Return the groups of all parts, one after another."""
     columns: dict[str, Tensor] = {}
     for field in fields(Unfinished):
         pieces: list[Tensor] = [getattr(part, field.name).cpu() for part in parts]
@@ -60,15 +60,15 @@ def joined(parts: Sequence[Unfinished]) -> Unfinished:
 
 
 def num_tokens(groups: Unfinished) -> Tensor:
-    """Tokens that there are of each response: i64[rows]."""
+    """Return the number of tokens of each response: i64[rows]."""
     return (groups.response >= 0).sum(1)
 
 
 def as_begun(groups: Unfinished, sampling: Sampling, length: int) -> Begun:
-    """What an engine needs to go on.
+    """Return what an engine needs to go on with groups.
 
     Args:
-        groups: With what there is of them.
+        groups: The groups, with what has been sampled of them.
         sampling: How they are sampled.
         length: By how much a response may grow.
 
@@ -93,10 +93,10 @@ def as_begun(groups: Unfinished, sampling: Sampling, length: int) -> Begun:
 
 
 def grown(groups: Unfinished, responses: Responses, sampling: Sampling) -> Unfinished:
-    """The groups after a segment.
+    """Return the groups after a segment.
 
     Args:
-        groups: Before it.
+        groups: The groups before it.
         responses: All that there is of each response after it.
         sampling: How they are sampled.
     """
@@ -119,14 +119,14 @@ def grown(groups: Unfinished, responses: Responses, sampling: Sampling) -> Unfin
 
 
 def parted(groups: Unfinished) -> tuple[Unfinished, Unfinished]:
-    """The groups all of whose responses have ended, and the others."""
+    """Return the groups all of whose responses have ended, and the others."""
     num_samples = len(groups.ended) // max(len(groups.prompt), 1)
     whole = groups.ended.view(len(groups.prompt), num_samples).all(1)
     return _chosen(groups, whole), _chosen(groups, ~whole)
 
 
 def _chosen(groups: Unfinished, kept: Tensor) -> Unfinished:
-    """Some groups, as bool[P] says."""
+    """Return the groups that `kept`, bool[P], chooses."""
     rows = kept.repeat_interleave(len(groups.ended) // max(len(kept), 1))
     per_prompt = ("prompt", "prompt_id", "began")
     return Unfinished(
@@ -138,7 +138,7 @@ def _chosen(groups: Unfinished, kept: Tensor) -> Unfinished:
 
 
 def as_rollout(groups: Unfinished) -> tuple[Rollout, Responses]:
-    """Groups that are whole as what `generate` returns, and their responses alone."""
+    """Return complete groups as `generate` returns them, and their responses alone."""
     responses = Responses(
         groups.response,
         groups.behavior_logprob,
@@ -152,7 +152,7 @@ def as_rollout(groups: Unfinished) -> tuple[Rollout, Responses]:
 
 
 class OrderedAnswers:
-    """Told which responses have ended, says which calls are to be answered.
+    """Says which calls are to be answered, given which responses have ended.
 
     Args:
         num_rows: Responses of each call. Rows are numbered through all calls, in their order.
@@ -183,9 +183,9 @@ class OrderedAnswers:
         """Note that some responses have ended; none, if only `at_least` has grown.
 
         Args:
-            rows: Which.
+            rows: The responses.
             lengths: Tokens of each, with those that it had before.
-            at_least: Tokens that each of the others has at its end, or more, counted alike.
+            at_least: Least tokens, counted alike, that each of the others has at its end.
 
         Returns:
             (size, call) of the calls that are to be answered now, in order.
@@ -202,7 +202,7 @@ class OrderedAnswers:
         return answers
 
     def _reached(self, call: int, at_least: int) -> int:
-        """The least size that a call which is not complete may come to have."""
+        """Return the least size that a call which is not complete may come to have."""
         rows = self._by_begun[call]
         while self._has_ended[rows[-1]]:
             rows.pop()
@@ -356,7 +356,7 @@ def _sampled(
     sampling: Sampling,
     length: int | None,
 ) -> Generator[tuple[int, int, Responses] | None]:
-    """Size, call and responses of each call, in the order of answers; None where one pauses."""
+    """Yield size, call and responses of each call, in order of answers; None where one pauses."""
     every = joined(groups)
     ids, began = every.prompt_id, every.began
     streams = _checked_streams(engine, context, every.prompt, ids, sampling, began)
@@ -457,7 +457,7 @@ def _answer(
 
 
 def _common_sampling(method: str, calls: Sequence[Mapping[str, Any]], role: str) -> Sampling:
-    """How all of the calls are to be sampled."""
+    """Return the sampling that all of the calls share."""
     if method != "generate":
         raise ValueError(
             f"'{role}' was asked to stream its '{method}', and only 'generate' streams; make those "

@@ -1,4 +1,4 @@
-"""Responses without a score: what stands in their place, and when there are too many of them.
+"""Responses without a score: the value in their place, and when there are too many of them.
 
 No score is not the score 0. In a column of scores it is nan: statistics over scores leave such a
 row out, and its advantage is 0, unless the user names a value.
@@ -18,9 +18,9 @@ from ...dataflow.errors import WorkerError
 
 _LOG = logging.getLogger("penstock.reward")
 LARGEST = torch.finfo(torch.float32).max
-"""Of a reward, and of the options that rewards are computed with."""
+"""Largest reward, and largest option that rewards are computed with."""
 WINDOW = 64
-"""Responses, at least, among which scores must not be missing nearly everywhere."""
+"""Fewest responses after which a run ends if nearly all lack a score."""
 _FEWEST = 0.05
 """Share of the responses of a window that must have a score."""
 
@@ -36,15 +36,15 @@ def check_unscored(value: float | None) -> None:
 
 
 def filled_in(scores: Tensor, unscored: float | None) -> Tensor:
-    """The scores, with a value that the user has named, if any, where they are nan."""
+    """Return the scores, with nan replaced by `unscored` unless that is None."""
     return scores if unscored is None else torch.where(scores.isnan(), unscored, scores)
 
 
 class MissingScores:
-    """Looks at what one worker could not score, and ends the run if that is nearly everything.
+    """Counts what one worker could not score, and ends the run if that is nearly everything.
 
     Args:
-        who: Scores: "the verifier of task 'sums'".
+        who: The worker, for messages: "the verifier of task 'sums'".
         unscored: What the user names for such responses: a number; None leaves them out; nan does
             so however many there are.
         advice: What to look at if nothing is ever scored.
@@ -58,7 +58,7 @@ class MissingScores:
         self.works = False
 
     def check(self, failures: Sequence[tuple[str, str] | None]) -> None:
-        """Count responses.
+        """Count responses that have a score, and those that have none.
 
         Args:
             failures: Of each that has no score, what happened in two or three words ("failed"),

@@ -76,6 +76,6 @@ def score_metrics(scores: Tensor, prompt_id: Tensor) -> dict[str, Metric]:
 
 
 def mean_score(scores: Tensor) -> Metric:
-    """The mean of the scores that are known; rows that have none, and are nan, do not count."""
+    """Return the mean of the scores that are known; rows without a score (nan) do not count."""
     exact = scores[~scores.isnan()].double()
     return Metric.mean(float(exact.sum()), float(len(exact)))

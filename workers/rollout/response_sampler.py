@@ -26,7 +26,7 @@ _FIRST_LOOK = 64
 96 rows of 49,152, these 10 ms."""
 _GROWTH = 8
 _ONE_IN_BITS = 0x3F800000
-"""A float32 of 1."""
+"""Bits of the float32 1.0."""
 
 
 def filtered_logits(
@@ -37,7 +37,7 @@ def filtered_logits(
     barred: Tensor | None,
     waits: bool = True,
 ) -> Tensor:
-    """Logits whose softmax is the distribution that a token is sampled from.
+    """Return logits whose softmax is the distribution that a token is sampled from.
 
     Args:
         logits: [rows, V], any float dtype; kept as they are.
@@ -115,7 +115,7 @@ def keep_top_p(logits: Tensor, top_p: float, *, waits: bool = True) -> Tensor:
 
 
 def _least_ranked(probability: Tensor, top_p: float) -> Tensor:
-    """The least probability in the nucleus, f32[rows, 1], among those ranked first."""
+    """Return the least probability in the nucleus, f32[rows, 1], searched among the likeliest."""
     least = torch.empty_like(probability[:, :1])
     rows = torch.arange(len(probability), device=probability.device)
     count = _FIRST_LOOK
@@ -134,7 +134,7 @@ def _least_ranked(probability: Tensor, top_p: float) -> Tensor:
 
 
 def _least_bisected(probability: Tensor, top_p: float) -> Tensor:
-    """The same without a look: the most of which all that are at least as likely add up to `top_p`.
+    """Find by bisection, on the device, the least probability that `_least_ranked` returns.
 
     Floats that are not negative are ordered as their bits are, so 30 halvings of those up to 1 find
     it to the bit.
@@ -157,7 +157,7 @@ class Sampled(NamedTuple):
     logprob: Tensor
     """f32[M]."""
     place: Tensor
-    """i64[M]; of the token in its response."""
+    """i64[M]; index of the token in its response."""
 
 
 class TokenSampler:
@@ -188,7 +188,7 @@ class TokenSampler:
         seen: Tensor | None,
     ) -> None:
         device = uniform.device
-        # One row more than there are: rows that count for nothing write theirs.
+        # One row more than there are, for rows that only fill a batch.
         self._nobody = len(uniform)
         self.length = torch.cat([length, length.new_zeros(1)]).to(device)
         self._seen = None if seen is None else torch.cat([seen, seen.new_zeros(1, vocab_size)])
@@ -197,7 +197,7 @@ class TokenSampler:
         self._sampling = sampling
         self._filters = bool(sampling.filtered_by)
         self._ends = ends.to(device)
-        # A token that ends a text may be no word of the vocabulary: then none does.
+        # An end token beyond the vocabulary marks the last entry, which is cut off.
         may_end = torch.zeros(vocab_size + 1, dtype=torch.bool, device=device)
         may_end.index_fill_(0, self._ends.clamp(max=vocab_size), True)
         self._may_end = may_end[:vocab_size]
@@ -207,7 +207,7 @@ class TokenSampler:
         """Begin another response in a row.
 
         Args:
-            row: Which.
+            row: The row.
             uniform: f64[n]; its random numbers.
             limit: Tokens that it may have.
             text: i64[T]; what it answers.
@@ -239,7 +239,7 @@ class TokenSampler:
         return Sampled(token, logprob, place)
 
     def note(self, sampled: Sampled, row: Tensor, live: Tensor) -> None:
-        """Have the next tokens follow these.
+        """Append these tokens to the texts that the next ones follow.
 
         Args:
             sampled: From `sample`.
@@ -252,12 +252,12 @@ class TokenSampler:
             self._seen.index_put_((at, sampled.token), self._true)
 
     def goes_on(self, sampled: Sampled, row: Tensor, live: Tensor) -> Tensor:
-        """Which of the live rows are to have more, bool[M]; stop strings are not looked for."""
+        """Return which of the live rows go on, bool[M]; stop strings are not looked for."""
         ended = (sampled.token[:, None] == self._ends).any(1)
         return live & ~ended & (self._limit.index_select(0, row) > sampled.place + 1)
 
     def _barred(self, place: Tensor, *, waits: bool) -> Tensor | None:
-        """bool[M, V]: the tokens that would end a response too early; None if surely none would."""
+        """Return the tokens that end a response too early, bool[M, V]; None if surely none does."""
         if not self._sampling.min_new_tokens:
             return None
         early = place < self._sampling.min_new_tokens
@@ -267,7 +267,7 @@ class TokenSampler:
 
 
 def tokens_of(text: Tensor, vocab_size: int) -> Tensor:
-    """bool[n, V]: which tokens stand in each text, i64[n, T] padded with -1."""
+    """Return which tokens occur in each text, bool[n, V], of i64[n, T] padded with -1."""
     seen = torch.zeros(len(text), vocab_size + 1, dtype=torch.bool, device=text.device)
     others = (text < 0) | (text > vocab_size)
     return seen.scatter_(1, text.masked_fill(others, vocab_size), True)[:, :vocab_size]

@@ -76,7 +76,7 @@ class OptimizerSpec:
         return not self.schedule.startswith("constant")
 
     def over(self, num_calls: int) -> OptimizerSpec:
-        """The same with a schedule over so many train calls, unless it says otherwise.
+        """Return the same with a schedule over so many train calls, unless it says otherwise.
 
         Raises:
             ValueError: If the warm-up takes them all.
@@ -130,7 +130,7 @@ def forget_moments(buffers: Mapping[str, Tensor]) -> None:
 
 
 def square_sum(x: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
-    """Sum of the squares of a long float32 vector: pieces in float32, their sums in float64.
+    """Return the squares' sum of a long float32 vector: pieces in float32, their sums in float64.
 
     Args:
         x: f32[size].

@@ -29,7 +29,7 @@ _ON_DEVICE, _ON_DEVICE_IN_FLOAT32 = 1 << 28, 1 << 27
 
 
 def known_words(head: Any, num_words: int | None) -> tuple[Tensor, Tensor | None]:
-    """Weight [V, D] and bias of a head, of its first words alone if so many are given."""
+    """Return weight [V, D] and bias of a head, or those of its first `num_words` words."""
     if num_words is None:
         return head.weight, head.bias
     return head.weight[:num_words], None if head.bias is None else head.bias[:num_words]
@@ -105,7 +105,7 @@ def top_words(
 
 
 def exponential_sums(z: Tensor, *, weighted: bool) -> list[Tensor]:
-    """What log-probabilities and entropies are made of: `sum exp(z)` and `sum z exp(z)`.
+    """Return `sum exp(z)` and `sum z exp(z)`, which give log-probabilities and entropies.
 
     The largest z must be 0. Then the logarithm of the first and minus the second have one sign, so
     that `entropy_of_sums` loses no digits; `lse - sum(p logit)` does where logits are large.
@@ -122,12 +122,12 @@ def exponential_sums(z: Tensor, *, weighted: bool) -> list[Tensor]:
 
 
 def entropy_of_sums(total: Tensor, weighted: Tensor) -> Tensor:
-    """Entropies in nats, never below 0, from `exponential_sums`."""
+    """Return entropies in nats, never below 0, from `exponential_sums`."""
     return total.log() - weighted / total
 
 
 def finite_(z: Tensor) -> Tensor:
-    """Put the lowest finite number in place of -inf, so that 0 times it is 0; in place."""
+    """Replace -inf by the lowest finite number, in place, so that 0 times it is 0."""
     return z.clamp_(min=torch.finfo(z.dtype).min)
 
 
@@ -183,7 +183,7 @@ class _TokenLogprob(torch.autograd.Function):
         upstream = grads[0][ctx.order]
         to_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         at_once, in_float32 = _bounds(weight)
-        # Of 16 bits each sum over pieces would be rounded again.
+        # In 16 bits the sum over pieces would be rounded again for every piece.
         exact = weight.dtype if len(states) <= at_once else torch.float32
         to_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
         to_bias = largest.new_zeros(len(weight)) if ctx.needs_input_grad[2] else None

@@ -233,7 +233,7 @@ class Trainer(Generic[O]):
         )
 
     def _step(self, grad: Tensor, rows: Sequence[object], sums: Sums, key: CallKey) -> float:
-        """One optimizer step on the gradient of some rows, and its norm."""
+        """Take one optimizer step on the gradient of some rows, and return its norm."""
         try:
             return self.optimizer.step(grad, self._spec.lr_at(self.calls))
         except FloatingPointError as error:
@@ -302,7 +302,7 @@ class Trainer(Generic[O]):
     def _loss(
         self, forward: Forward[O], loss: Loss[B, O], micro: B, totals: Tensor, sums: Sums
     ) -> Tensor:
-        """What some rows contribute to the minibatch's loss; adds its numbers to `sums`."""
+        """Return what some rows contribute to the minibatch's loss; add its numbers to `sums`."""
         output = forward(micro, loss.needs_entropy)
         if self._mismatch is not None:
             self._mismatch.add(output, micro)

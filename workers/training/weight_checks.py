@@ -41,7 +41,7 @@ def refuse_faults(place: Path, owner: str, faults: Mapping[str, Iterable[str]]) 
 
 
 def not_mapped(file: Path, error: MemoryError | RuntimeError) -> ConfigError:
-    """A file of weights that the system does not map into this process's memory."""
+    """Return the error for a file of weights that the system does not map into memory."""
     return ConfigError(
         f"'{file}' of {file.stat().st_size / 2**30:.1f} GiB does not fit into memory: {error}\n"
         "    give a smaller model, a machine with more memory, or the process a higher limit "

@@ -199,7 +199,7 @@ def verdict(
 
 
 def as_score(value: Any) -> float | None:
-    """What user code returned as a score; None where it says that there is none.
+    """Read what user code returned as a score; None where it says that there is none.
 
     Every reward, judge and environment is read by this. A number is a Python or numpy number, a
     truth value, or an array or tensor without dimensions. None and nan mean "cannot say".

@@ -116,7 +116,7 @@ def _call_of(text: str) -> dict[str, Any] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Its value."""
+    """Return the value of a literal; refuse one that JSON cannot hold."""
     value = ast.literal_eval(node)
     json.dumps(typed(value), allow_nan=False)
     if any(isinstance(one, ast.Constant) and type(one.value) in _UNSAID for one in ast.walk(node)):
@@ -220,7 +220,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _same(given: Any, expected: Any) -> bool:
-    """Equality of JSON values and their types; floats may differ by rounding, and 4.0 is not 4."""
+    """Whether JSON values and their types are equal; floats may differ by rounding."""
     if isinstance(given, bool) or isinstance(expected, bool):
         return given is expected
     if isinstance(given, float) or isinstance(expected, float):

@@ -80,7 +80,7 @@ class Outcome:
     """The result of one call; no score is not the score 0."""
 
     score: float | None = None
-    """None if the verifier cannot say, failed or ran out of time."""
+    """None if the verifier cannot say, has failed or has run out of time."""
     error: str | None = None
     """What failed, and where."""
     timed_out: bool = False

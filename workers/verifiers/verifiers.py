@@ -58,7 +58,7 @@ def math_verify(prompt: str, response: str, answer: str | None) -> float:
     if answer is None:
         raise ValueError("math_verify needs an answer to compare with")
     if _WITH_EXPONENT.fullmatch(answer.strip()):
-        answer = format(Decimal(answer.strip()), "f")  # it would be read up to the exponent
+        answer = format(Decimal(answer.strip()), "f")  # an exponent would cut the number short
     # Each of the two says once that its time limit is off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     from math_verify import parse, verify
@@ -226,7 +226,7 @@ def _check_signature(reference: str, function: Any) -> None:
         raise ConfigError(
             f"reward '{reference}' takes {inspect.signature(function)}: {error}\n    {_SIGNATURE}"
         ) from error
-    except ValueError:  # a builtin that does not tell its signature
+    except ValueError:  # a builtin without a signature
         return
 
 
@@ -248,7 +248,7 @@ def check_parameters(
     """
     try:
         parameters = [*inspect.signature(function).parameters.values()]
-    except ValueError:  # a builtin that does not tell its signature
+    except ValueError:  # a builtin without a signature
         return
     passed = ("prompt", "response", "answer")
     known = set(columns)

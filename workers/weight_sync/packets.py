@@ -37,12 +37,12 @@ _WORDS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.in
 
 
 def checksums(message: Message, payload: Tensor, version: int) -> list[int]:
-    """One of each part of a packed message.
+    """Return a checksum of each part of a packed message.
 
     Args:
-        message: What is in it.
+        message: Describes the parts.
         payload: u8[message.num_bytes], in host memory or on a device, which decides how.
-        version: Of the weights that it is part of.
+        version: Version of the weights.
     """
     if payload.device.type != "cpu":
         return checksums_of_sums(message, payload, version)
@@ -58,14 +58,14 @@ def checksum(part: Part, data: Tensor, version: int) -> int:
     Args:
         part: What the bytes are.
         data: u8[n], contiguous, in host memory.
-        version: Of the weights that they are part of.
+        version: Version of the weights.
     """
     digest = xxhash.xxh3_64_digest(data.numpy().data, _seed(part, len(data), version))
     return int.from_bytes(digest, "little", signed=True)
 
 
 def checksums_of_sums(message: Message, payload: Tensor, version: int) -> list[int]:
-    """The same over sums that are made where the payload is; they leave it together."""
+    """Return checksums of sums that are made on the payload's device and copied together."""
     words = _WORDS[message.element_bytes]
     sums = [_sums(data.view(words)) for data in message.slices(payload)]
     on_host = torch.cat(sums).cpu().split([len(one) for one in sums])
@@ -77,7 +77,7 @@ def checksums_of_sums(message: Message, payload: Tensor, version: int) -> list[i
 
 
 def _sums(words: Tensor) -> Tensor:
-    """i64: of every column, of every row, and the words that are no whole row."""
+    """Return the sums of every column and of every row, and the words of no whole row: i64."""
     rows = len(words) // _ROW
     table, rest = words[: rows * _ROW].view(rows, _ROW), words[rows * _ROW :]
     by_column, by_row = table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)
@@ -326,7 +326,7 @@ def _check_packet(
 def _checked(
     plan: TransferPlan, device: int, packets: Sequence[Packet], version: int
 ) -> list[tuple[Part, Tensor]]:
-    """Every slice that a device is to receive, with its values."""
+    """Return every slice that a device is to receive, with its values."""
     index, stamp = _param_index(plan), plan_stamp(plan)
     expected: dict[int, list[Message]] = {}
     for message in messages_of(plan, [device])[device]:
@@ -350,7 +350,7 @@ def _checked(
 def _slices(
     packet: Packet, messages: Sequence[Message], dtype: torch.dtype
 ) -> list[tuple[Part, Tensor]]:
-    """Every slice of a packet with its values."""
+    """Return every slice of a packet with its values."""
     where = f"packet from device {packet.source} to device {packet.destination}"
     given = iter(packet.checksums.tolist())
     ready: list[tuple[Part, Tensor]] = []

@@ -35,7 +35,7 @@ from .packets import Bucket, Packet
 from .version_tracker import WeightsError
 
 _DEVICE = 6
-"""Where the number of the device is among what `rebuild_cuda_tensor` takes."""
+"""Index of the device's number among the arguments of `rebuild_cuda_tensor`."""
 
 
 class SharedFile:
@@ -54,17 +54,17 @@ class SharedFile:
 
     @property
     def path(self) -> str:
-        """Where this process and others open it."""
+        """Path by which this process and others open the file."""
         return f"/proc/{os.getpid()}/fd/{self.number}"
 
     def close(self) -> None:
-        """It lives on while somebody has it mapped."""
+        """Close the file; it lives on while a process has it mapped."""
         os.close(self.number)
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory of the host.
+    """Memory of the host that other processes can open.
 
     Attributes:
         path: See `SharedFile`.
@@ -77,7 +77,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class CudaMemory:
-    """Memory of a GPU.
+    """Memory of a GPU that other processes can open.
 
     Attributes:
         gpu: The GPU's own identifier, the same in all processes.
@@ -91,11 +91,11 @@ class CudaMemory:
 
 
 Memory = HostMemory | CudaMemory
-"""What a process is told of memory that it may open."""
+"""What another process needs to open memory."""
 
 
 def share_memory(num_bytes: int, device: torch.device) -> tuple[Tensor, Memory, SharedFile | None]:
-    """New memory on a device that others can open.
+    """Make memory on a device that other processes can open.
 
     Returns:
         u8[num_bytes], what others open it by, and the file to be closed that it lies in, if any.
@@ -109,7 +109,7 @@ def share_memory(num_bytes: int, device: torch.device) -> tuple[Tensor, Memory, 
 
 
 def open_memory(memory: Memory) -> Tensor:
-    """Another process's memory, u8[num_bytes]; it stays that process's, and is only to be read.
+    """Open another process's memory, u8[num_bytes]; it is only to be read.
 
     Raises:
         OSError: If that process has ended.
@@ -129,7 +129,7 @@ def open_memory(memory: Memory) -> Tensor:
 
 
 def _mapped(path: str, num_bytes: int) -> Tensor:
-    if not os.path.exists(path):  # torch would say less
+    if not os.path.exists(path):  # torch's message would say less
         raise FileNotFoundError(f"{path} is not there: its process has ended")
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
@@ -206,7 +206,7 @@ class _Ledger:
 
 
 def _ledger_says(place: _Place) -> int:
-    """Which offer a sender's piece is for."""
+    """Return which offer a sender's piece is for."""
     file = os.open(place.ledger, os.O_RDONLY)
     try:
         mark, number = (os.pread(file, _WORD, _WORD * slot) for slot in (0, place.slot))

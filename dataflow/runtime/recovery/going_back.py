@@ -99,7 +99,7 @@ class GoingBack:
         )
 
     def _check_can(self, lost: WorkerLost) -> None:
-        """Whether there is anything to go on from."""
+        """Raise unless there is a checkpoint or a beginning to go on from."""
         saved = self._saving is not None and self._saving.has_any()
         if saved or (self._reset is not None and (self._saving is not None or not self._homes)):
             return

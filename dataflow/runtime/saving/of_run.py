@@ -364,7 +364,7 @@ class Saving:
 
 
 def _refused(error: OSError) -> str:
-    """What a disk refused."""
+    """Describe what a disk refused."""
     said = disk_refusal(error)
     if said is None:
         raise error

@@ -26,14 +26,14 @@ from ..words import Words, chosen, split_words, whole_number
 from .table import print_table
 
 _SHOWN = ("state", "num_steps", "accuracy_after_rl", "wall_time_s")
-"""What a listing says of a run by default, where any of the runs has it."""
+"""Figures that a listing shows by default, where any of the runs has them."""
 
 _LEFT_OUT = ("examples_", "changes", "nodes.")
-"""Beginnings of what `show` leaves to summary.json."""
+"""Beginnings of keys that `show` does not print; summary.json has them."""
 
 
 def list_command(arguments: Sequence[str]) -> int:
-    """A line per run."""
+    """Print a line per run."""
     words = split_words("runs list", arguments, ("sort", "show", "limit", "runs"), where=True)
     if words.names:
         raise ConfigError(f"penstock runs list: expected KEY=VALUE, got '{words.names[0]:.80}'")
@@ -62,7 +62,7 @@ def _check_shown(wanted: Sequence[str], found: Sequence[RunValues]) -> None:
 
 
 def show_run(arguments: Sequence[str]) -> int:
-    """What one run is, what came out of it, and how each of its metrics went."""
+    """Print what one run is, its results, and the course of each of its metrics."""
     words = split_words("runs show", arguments, ("runs",))
     if len(words.names) != 1:
         raise ConfigError(f"penstock runs show: expected one run, got {len(words.names)}")
@@ -89,7 +89,7 @@ def show_run(arguments: Sequence[str]) -> int:
 
 
 def _print_warnings(record: RunRecord) -> None:
-    """What it warned of, in the words of the run."""
+    """Print the run's warnings."""
     found = stage_events(record.folder.path)
     if found:
         print("\nwarnings")
@@ -122,7 +122,7 @@ def _section(title: str, values: Mapping[str, Any]) -> None:
 
 
 def diff_runs(arguments: Sequence[str]) -> int:
-    """What two runs differ in, with both values."""
+    """Print what two runs differ in, with both values."""
     words = split_words("runs diff", arguments, ("runs",))
     if len(words.names) != 2:
         raise ConfigError(f"penstock runs diff: expected two runs, got {len(words.names)}")
@@ -161,7 +161,7 @@ def reproduce_run(arguments: Sequence[str]) -> int:
     before = repeatable(words.names[0], words.home)
     for line in _differing(before):
         print(visible(f"differs: {line}"), flush=True)
-    from ..run import carry_out_again  # here: nothing else of this command starts a run
+    from ..run import carry_out_again  # imported here: no other subcommand starts a run
 
     config = stored_config(before.folder)
     config.pop("resume", None)
@@ -171,7 +171,7 @@ def reproduce_run(arguments: Sequence[str]) -> int:
 
 
 def repeatable(word: str, home: Path) -> RunRecord:
-    """The run that a word names, if it can be run again as it was.
+    """Return the run that a word names, if it can be run again as it was.
 
     Raises:
         ConfigError: If there is none, it has not finished, or its configuration changed on its way.
@@ -192,7 +192,7 @@ def repeatable(word: str, home: Path) -> RunRecord:
 
 
 def _differing(record: RunRecord) -> Iterator[str]:
-    """What is known not to be as it was, before anything is run."""
+    """Yield what is known to have changed since the run, before anything is run."""
     from ...placement.machine import machine_name  # here: it needs torch
 
     code, now = code_version(), environment_now(machine_name())
@@ -234,7 +234,7 @@ _COMPARE = ("key", "by", "report", "runs")
 
 
 def plot_runs(arguments: Sequence[str]) -> int:
-    """Curves of sets of runs: into a file, or one line each on the terminal."""
+    """Draw curves of sets of runs into a file, or one line each on the terminal."""
     words = split_words("runs plot", arguments, _PLOT, where=True)
     if "metric" not in words.options:
         raise ConfigError(
@@ -257,7 +257,7 @@ def plot_runs(arguments: Sequence[str]) -> int:
 
 
 def _curves(words: Words, metrics: Sequence[str], over: Over) -> dict[str, dict[str, list[Series]]]:
-    """Metric -> label -> a series of each run."""
+    """Return metric -> label -> a series of each run."""
     sets = sets_by(words.names, words.where, words.option("by"), words.home)
     curves: dict[str, dict[str, list[Series]]] = {metric: {} for metric in metrics}
     for label, runs in sets.items():
@@ -279,7 +279,7 @@ def _curves(words: Words, metrics: Sequence[str], over: Over) -> dict[str, dict[
 
 
 def compare_runs(arguments: Sequence[str]) -> int:
-    """How much better one set of runs came out than another, and how sure that is."""
+    """Print how much better one set of runs is than another, and how sure that is."""
     words = split_words("runs compare", arguments, _COMPARE, where=True)
     sets = sets_by(words.names, words.where, words.option("by"), words.home)
     if len(sets) != 2:

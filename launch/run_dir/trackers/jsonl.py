@@ -30,7 +30,7 @@ METRICS = "metrics.jsonl"
 _STEP = "step"
 _TIME = "wall_time_s"
 _MOST_WHOLE = 1 << 1000
-"""A float holds less than 2^1024."""
+"""Bound on whole numbers of a row; a float holds less than 2^1024."""
 
 
 def finite_or_none(value: float) -> float | None:

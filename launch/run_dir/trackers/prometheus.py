@@ -25,9 +25,9 @@ from .tracker import RunInfo
 _TARGET = "metrics"
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LEAST_CHARACTERS = 16
-"""Of a token that the user chose."""
+"""Fewest characters of a token that the user chose."""
 _MOST_TOKEN_BYTES = 4096
-"""Of a token file."""
+"""Largest token file."""
 
 _DEADLINE_S = 10.0
 """For the server's thread to end."""

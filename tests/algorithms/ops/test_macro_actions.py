@@ -181,7 +181,7 @@ def test_options_of_ppo_that_macro_actions_do_not_read_are_refused(options: Any)
 
 
 def test_a_response_without_a_score_has_no_macro_actions() -> None:
-    """It is neither in what the loss divides by nor in its metrics, and takes no part in GAE."""
+    """The loss does not divide by it, metrics do not count it, and it takes no part in GAE."""
     graph = build(ma_rlhf_step, cfg=MARLHF(macro_ratio="joint"))
     for name in ("macro_actions", "macro_gae"):
         assert str(dict(graph[name].arguments)["mask"]) == "scored_tokens.out"

@@ -1,4 +1,4 @@
-"""Numbers at the edges: double precision kept, half precision added up, nothing under masks."""
+"""Numbers at the edges: double precision is kept, half precision added up, masked ones ignored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_has_no_meaning_is_refused() -> None:
 
 
 def test_many_numbers_have_percentiles() -> None:
-    """`torch.quantile` takes 2^24 at most."""
+    """`torch.quantile` takes at most 2^24 numbers."""
     assert percentile_scale(torch.zeros(2**24 + 1).float(), decay=0.0) == 0.0
 
 

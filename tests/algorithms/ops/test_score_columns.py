@@ -201,7 +201,7 @@ CHOSEN = (
     "selection_weights",
     "better_responses",
 )
-"""Choose rows, or say how much each counts."""
+"""Functions that choose rows, or say how much each counts."""
 ADVANTAGES = (
     "batch_centered",
     "batch_std_advantage",
@@ -220,7 +220,7 @@ ONE_MISSING = torch.tensor([torch.nan, 1.0, 0.5, 2.0, 3.0, 1.0])
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in REFUSED])
 @pytest.mark.parametrize("shift", [-5.0, -1.0, 0.0, 5.0])
 def test_a_row_without_a_score_is_in_no_statistic(name: str, shift: float) -> None:
-    """The others get what they would get without it, be scores below, around or above 0."""
+    """The other rows get what they get without it, whether scores are negative or positive."""
     score, rows = ONE_MISSING + shift, Rows(6, 3)
     made = FUNCTIONS[name](score, rows)
     if name in CHOSEN:
@@ -253,7 +253,7 @@ def test_a_row_without_a_score_is_in_no_statistic(name: str, shift: float) -> No
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in REFUSED])
 @pytest.mark.parametrize("left", [0, 1])
 def test_a_group_may_have_one_score_or_none(name: str, left: int) -> None:
-    """Nothing is compared then, and nothing fails."""
+    """There is nothing to compare then, and nothing fails."""
     score = torch.full((6,), torch.nan)
     score[:left] = 3.0
     made = FUNCTIONS[name](score, Rows(6, 3))

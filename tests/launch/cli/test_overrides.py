@@ -72,7 +72,7 @@ def test_a_word_without_backslashes_stays_as_it_is(text: str) -> None:
 
 
 def documented(page: str, key: str) -> list[str]:
-    """The words of the command of a page that gives a key."""
+    """Return the words of the page's command that sets a key."""
     found = [one.words for one in commands(ROOT / page) if any(f"{key}=" in w for w in one.words)]
     return list(found[0][2:])
 
@@ -132,7 +132,7 @@ OWN = {
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with two folders of configurations."""
+    """Make a working directory with two folders of configurations."""
     for name, text in OWN.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -88,7 +88,7 @@ def test_what_was_found_comes_back(kept: Evaluations) -> None:
 
 
 def test_a_number_that_nothing_was_known_for_is_left_out(tmp_path: Path) -> None:
-    """Such as the mean score where no answer has a score."""
+    """The mean score is one where no answer has a score."""
     nan, scores = math.nan, cast(dict[str, list[float | None]], {"3": [None]})
     found = Measured(
         {"mean": nan, "correct": 0.0},

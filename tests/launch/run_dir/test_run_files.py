@@ -256,7 +256,7 @@ MODULES = ("json", "os", "gzip", "yaml", "io", "tarfile")
 
 
 def test_files_of_runs_are_opened_in_run_dir_alone() -> None:
-    """What opens or parses a file elsewhere in `launch` is known, and is none of a run's."""
+    """Functions elsewhere in `launch` that open or parse files are listed; none reads a run's."""
     launch = Path(str(penstock.__file__)).parent / "launch"
     found: dict[str, set[str]] = {}
     for path in sorted(launch.rglob("*.py")):
@@ -274,7 +274,7 @@ def test_files_of_runs_are_opened_in_run_dir_alone() -> None:
 
 
 def called_name(function: ast.expr) -> str:
-    """`json.loads` of a module's function, `read_text` of a method or a plain name."""
+    """Return `json.loads` for a module's function, `read_text` for a method or a plain name."""
     if isinstance(function, ast.Attribute):
         owner = function.value
         if isinstance(owner, ast.Name) and owner.id in MODULES:

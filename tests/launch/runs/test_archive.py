@@ -216,7 +216,7 @@ def test_an_import_that_was_killed_is_begun_anew(run: RunRecord, tmp_path: Path)
 
 
 def test_a_sparse_file_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    """GNU's sparse member of 512 bytes becomes as large as it says."""
+    """A sparse member of GNU tar takes 512 bytes and becomes as large as it says."""
     holed = tmp_path / "it" / "run.json"
     holed.parent.mkdir()
     holed.touch()

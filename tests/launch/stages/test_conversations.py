@@ -1,4 +1,4 @@
-"""Conversation tasks of one's own: what is missing is said before the start."""
+"""Conversation tasks of users: what is missing is reported before the start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WithTools(Derived):
         return [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 class Own:
-    """With all that a task needs and nothing else."""
+    """A task with everything that is required and nothing else."""
     task_id, correct_score, verifier, deterministic = "own", 1.0, None, True
 
     def __init__(self):

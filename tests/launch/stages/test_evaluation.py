@@ -84,7 +84,7 @@ def test_without_a_rule_they_are_scored_with_its_defaults(tmp_path: Path, algori
 def test_an_answer_without_a_score_is_never_right(
     tmp_path: Path, correct_score: float, fault: str, on: str
 ) -> None:
-    """Of a function of closeness 0 is the best score, which a failure must not be."""
+    """The best value of a closeness is 0, so a failure must not count as 0."""
     (tmp_path / "close.py").write_text(
         "import numpy as np\n\ndef reward(prompt, response, answer):\n"
         f"    if prompt in '{on}':\n        {fault}\n    return np.float32({correct_score})\n"

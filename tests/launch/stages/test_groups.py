@@ -1,4 +1,4 @@
-"""Groups on which a stage's models could not be built: refused before any stage trains."""
+"""Groups on which a stage's models could not be built are refused before any stage trains."""
 
 from __future__ import annotations
 

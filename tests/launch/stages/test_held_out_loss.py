@@ -51,7 +51,7 @@ def made_ready(kind: str, *words: str) -> Job:
 
 
 def by_hand(job: Job, workers: dict[str, Any]) -> float:
-    """The mean over tokens, or pairs, of what the paper says, row by row."""
+    """Return the mean over tokens, or pairs, of the paper's loss, computed row by row."""
     rows: Any = job.held_out_rows
     (table,) = rows.tables.values()
     role = workers[rows.train.role]

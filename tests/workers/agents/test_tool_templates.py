@@ -1,4 +1,4 @@
-"""What a model is shown of tools, and how its calls are read, whatever its chat template has."""
+"""Tools are shown to a model, and its calls are read, whatever its chat template writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRICT = (
     "{{ raise_exception('Roles must alternate') }}{% endif %}{{ m['content'] }}{{ eos_token }}"
     "{% endfor %}"
 )
-"""In the manner of Mistral and Gemma: no system, no tools."""
+"""A template in the manner of Mistral and Gemma: no system messages, no tools."""
 SCHEMAS = "{% if tools %}<system>{{ tools | tojson }}{{ eos_token }}{% endif %}"
 CALLS = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% for c in m['tool_calls'] or [] %}"

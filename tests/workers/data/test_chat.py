@@ -89,7 +89,7 @@ BEGINNINGS = {"none": "", "its own": "<bos>", "with an end": "<bos>|<eos>"}
 
 @pytest.mark.parametrize("begins", BEGINNINGS)
 def test_a_sequence_begins_once_whoever_spells_it(tmp_path: Path, begins: str) -> None:
-    """Texts as the tokenizer's own call begins them, conversations as the template does."""
+    """Texts begin as by the tokenizer's own call, conversations as by the template."""
     tokenizer = chat_tokenizer(tmp_path / "model", WITH_TOOLS)
     before, _, after = BEGINNINGS[begins].partition("|")
     if before:

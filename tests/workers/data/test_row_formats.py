@@ -52,7 +52,7 @@ def _hf(kind: str, write: Callable[[Path, Rows], Any], **more: Any) -> Callable[
 
 
 def _of_json_columns(folder: Path, rows: Rows) -> Any:
-    """Parquet as `datasets` writes it: columns of different objects are JSON text."""
+    """Write Parquet as `datasets` does: columns of different objects become JSON text."""
     from datasets import load_dataset
 
     loaded: Any = load_dataset("json", data_files=[str(_jsonl(folder, rows))], split="train")
@@ -156,7 +156,7 @@ def _read(text: Any) -> Any:
 
 
 def _wanted(tokenizer: Tokenizer, row: dict[str, Any]) -> tuple[list[int], list[list[int]]]:
-    """The prompt's tokens, and those of each whole conversation, of the row as it is written."""
+    """Return the tokens of the prompt and of each whole conversation, of the row as written."""
 
     def tokens(messages: Any, begins: bool) -> list[int]:
         full = [{"content": "", **one} for one in messages]

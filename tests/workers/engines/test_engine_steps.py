@@ -49,7 +49,7 @@ def ray() -> Iterator[None]:
 
 
 def model() -> ModelSpec:
-    """With a vocabulary that two processes can share; the tokenizer lacks the last words."""
+    """Return a model whose vocabulary two processes can share, larger than the tokenizer's."""
     return ModelSpec(architecture={**runs.model().architecture, "vocab_size": 32})
 
 

@@ -1,4 +1,4 @@
-"""Tokens that a model has and its tokenizer lacks: never sampled, and no part of a distribution."""
+"""Tokens that a model has and its tokenizer lacks are never sampled, and have no probability."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.workers.training.optimizer import OptimizerSpec
 from torch_models import make_policy, make_prompts, module_of, to_batch
 
 KNOWN = 40
-"""Of the 61 words that these models have."""
+"""Words that the tokenizer has, of the 61 of these models."""
 
 
 def known_prompts() -> tuple[torch.Tensor, torch.Tensor]:

@@ -67,7 +67,7 @@ ACTIONS = [
 
 @pytest.mark.parametrize("space", ACTIONS, ids=str)
 def test_an_action_has_the_shape_and_the_type_of_its_space(space: spaces.Space[Any]) -> None:
-    """Alone, and as one of several: those are what a vector environment takes."""
+    """Checks an action alone, and as one of several, as a vector environment takes them."""
     found = action_space(space, "any")
     columns = np.ones((5, found.num_components), np.float32)
     take = from_columns(space)

@@ -177,7 +177,7 @@ def test_a_family_that_is_no_language_model() -> None:
 def test_a_vocabulary_that_is_made_larger_changes_no_first_weight(
     given: dict[str, Any], tied: bool
 ) -> None:
-    """As for tensor parallelism: rows are added to a model of the words that texts have."""
+    """Tensor parallelism needs such rows, added to a model of the words that texts have."""
     fields = {**given, "tie_word_embeddings": tied}
     small = ModelSpec(architecture={**fields, "vocab_size": 29}).causal_lm("cpu")
     large = ModelSpec(architecture={**fields, "vocab_size": 64}, num_words=29).causal_lm("cpu")

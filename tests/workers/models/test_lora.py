@@ -60,7 +60,7 @@ def _logprob(logits: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """A folder of adapters that peft wrote, and what peft says with each of them."""
+    """Make a folder of adapters that peft wrote, and return the logits of peft with each."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     home, expected = tmp_path_factory.mktemp("adapters"), dict[str, Tensor]()
@@ -95,7 +95,7 @@ def _said(worker: PolicyWorker) -> Tensor:
 def test_a_saved_adapter_says_what_peft_says_with_it(
     made: tuple[Path, dict[str, Tensor]], name: str, tmp_path: Path
 ) -> None:
-    """So do its merged export, its adapter saved again, and an engine's merged copy."""
+    """The merged export, the adapter saved again and an engine's merged copy do, too."""
     home, expected = made
     lora = LoraSpec(folder=str(home / name))
     worker = _policy(lora)

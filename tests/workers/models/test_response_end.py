@@ -1,4 +1,4 @@
-"""What ends a response, and what it says without that: the same in every place that asks."""
+"""Every place agrees on what ends a response, and on its text without that."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ENDINGS: dict[str, tuple[list[int], Sampling]] = {
 
 
 def responses(ending: str) -> tuple[TokenizerSpec, torch.Tensor, torch.Tensor, Responses]:
-    """The tokenizer of such a run, and "42" with the ending as it was sampled."""
+    """Return the tokenizer of such a run, and "42" with the ending as it was sampled."""
     end, sampling = ENDINGS[ending]
     said = BUILT.encode("42")
     least = 3 if "early" in ending else 0
@@ -213,7 +213,7 @@ def test_a_generation_config_that_names_no_token_is_refused(tmp_path: Path, wron
 
 
 def test_the_rule_is_asked_for_nowhere_but_in_workers_models() -> None:
-    """The end of sequence is a decision about ends only where all of them are known."""
+    """Whoever asks for the end of sequence decides about ends without knowing all of them."""
     allowed = {"launch/stages/worker_specs.py"}  # the config of an architecture without a folder
     found: list[str] = []
     for package in ("dataflow", "algorithms", "planner", "workers", "configs", "launch"):

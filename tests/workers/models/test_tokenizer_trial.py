@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates that are bombs are refused by a process with limits, in time."""
+"""A process with limits refuses tokenizers and chat templates that are bombs, in time."""
 
 from __future__ import annotations
 

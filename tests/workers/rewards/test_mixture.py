@@ -104,7 +104,7 @@ def test_the_sum_is_weighted_and_constraints_gate_it() -> None:
 
 @pytest.mark.parametrize("unscored", [None, 0.0])
 def test_parts_that_never_score_the_same_responses_end_the_run(unscored: float | None) -> None:
-    """Each part scores half of them, which is enough of each, and the mixture none."""
+    """Each part scores half of the responses, which is enough of each, but the mixture none."""
     nan, half = float("nan"), WINDOW // 2
     rewards = {"odd": Fixed(*[1.0, nan] * half), "even": Fixed(*[nan, 1.0] * half)}
     parts = {name: MixturePart(worker="exact", weight=1.0) for name in rewards}

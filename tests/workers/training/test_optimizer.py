@@ -107,7 +107,7 @@ def test_learning_rate(spec: OptimizerSpec, expected: list[float]):
 def test_warm_up_as_a_share_and_names_of_transformers(
     options: dict[str, Any], expected: list[float]
 ) -> None:
-    """Over the four train calls of a stage."""
+    """The schedule falls over the four train calls of a stage."""
     spec = OptimizerSpec(lr=1.0, **options).over(4)
     assert [spec.lr_at(call) for call in range(4)] == pytest.approx(expected)
     assert spec.over(9) == spec
@@ -119,7 +119,7 @@ def test_a_warm_up_has_one_length() -> None:
 
 
 def _norm_by(engine: str, grad: torch.Tensor) -> float:
-    """The norm that an engine's optimizer reports; the weights are cut as each of them does."""
+    """Return the norm that an engine's optimizer reports, with weights cut as it cuts them."""
     spec = OptimizerSpec(max_grad_norm=0)
     data, alone = torch.zeros(len(grad)), RankGroup(0, 1, torch.device("cpu"))
     if engine == "torch":
@@ -148,7 +148,7 @@ def _norm_by(engine: str, grad: torch.Tensor) -> float:
 @pytest.mark.parametrize("engine", ["torch", "fsdp", "megatron"])
 @pytest.mark.parametrize("size", [70_016 + 2, 10**6 + 7, 10**7])
 def test_a_norm_is_exact_however_long_the_gradient(engine: str, size: int):
-    """To 1e-6, in every engine: one float32 sum of 10M squares loses 4e-4 on a CPU."""
+    """Norms agree to 1e-6 in every engine: one float32 sum of 10M squares loses 4e-4 on a CPU."""
     grad = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-3
     grad[70_000:70_016] = 0
     exact = float(grad.double().square().sum().sqrt())

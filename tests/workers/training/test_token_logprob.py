@@ -87,7 +87,7 @@ def test_numbers_and_gradients_are_those_of_plain_autograd(
 
 
 def _through_the_head(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of states that are the logits, under a head that leaves them as they are."""
+    """Return both for states that are the logits, under a head that leaves them as they are."""
     target = torch.zeros(len(logits), dtype=torch.int64)
     logprob, entropy = chunked.token_logprob(
         logits, torch.eye(logits.shape[1]), None, target, None, 1.0, needs_entropy=True
@@ -121,7 +121,7 @@ def _by_autograd(logits: Tensor) -> tuple[Tensor, Tensor]:
 def test_entropy_keeps_its_digits_where_logits_are_large(
     compute: Callable[[Tensor], tuple[Tensor, Tensor]], logits: list[float]
 ) -> None:
-    """To a rounding of 1 in float32: the sum of exponentials is at least that."""
+    """Errors stay below a rounding of 1 in float32: the sum of exponentials is at least that."""
     found, exact = (torch.tensor([logits], dtype=d) for d in (torch.float32, torch.float64))
     results: list[tuple[Tensor, ...]] = []
     for z, rule in ((found, compute), (exact, _by_autograd)):
@@ -152,7 +152,7 @@ def test_no_entropy_is_negative_and_words_without_a_chance_count_for_nothing(
 def test_a_head_s_gradient_in_24_pieces_is_as_exact_as_in_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To 2 % of its error there; added up in bfloat16 the error was 11 % larger."""
+    """Errors agree to 2 %; added up in bfloat16 the error was 11 % larger."""
     random = torch.Generator().manual_seed(0)
     states, weight = (torch.randn(n, 64, generator=random).bfloat16() for n in (960, 500))
     target = torch.randint(500, (960,), generator=random)

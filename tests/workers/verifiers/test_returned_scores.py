@@ -1,4 +1,4 @@
-"""What user code may return as a score: a number, nothing, or a fault, and the same both ways."""
+"""User code scores with a number, None or a fault, alike in this process and in another."""
 
 from __future__ import annotations
 

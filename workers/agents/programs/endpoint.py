@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 _MOST_BYTES = 4 << 20
 """Of a request's body."""
 _MOST_DIGITS = 18
-"""Of a conversation's number."""
+"""Most digits of a conversation's number."""
 _SHOWN = 200
-"""Characters of an address that are shown."""
+"""Most characters of an address that are shown."""
 _START_LIMIT_S = 30.0
 _CLOSE_LIMIT_S = 2
 
@@ -114,7 +114,7 @@ class Endpoint:
         return _json(error_body(_not_served(request)), 404)
 
     def _conversation(self, request: Request) -> Sequences:
-        """Whose key a request brings."""
+        """Return the conversation whose key a request brings."""
         number, given = request.path_params["number"], request.headers.get("authorization", "")
         if not number.isdecimal() or len(number) > _MOST_DIGITS:
             raise _not_served(request)

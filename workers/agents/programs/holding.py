@@ -104,7 +104,7 @@ class ProgramHolder:
         *,
         is_last: bool,
     ) -> None:
-        """One conversation to its end, whatever the program does."""
+        """Hold one conversation to its end, whatever the program does."""
         ending, failure = "done", None
         earned: float | None = 0.0
         with endpoint.opened(one.row, sequences) as (url, key):

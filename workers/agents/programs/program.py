@@ -210,7 +210,7 @@ def _variables(access: Access) -> Mapping[str, str]:
 
 
 async def _read(stream: asyncio.StreamReader) -> bytes:
-    """All that comes."""
+    """Read a stream to its end; refuse one that is too long."""
     read = bytearray()
     while piece := await stream.read(1 << 16):
         read += piece

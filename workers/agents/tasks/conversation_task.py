@@ -22,7 +22,7 @@ a line feed. There is no generation prompt, and schemas of tools are not shown."
 
 
 class ConversationTask(ABC):
-    """Problems by index, each with an environment; all but that has a default.
+    """Problems by index, each with an environment; everything else has a default.
 
     Args:
         task_id: Names the task in messages and file names.
@@ -64,7 +64,7 @@ class ConversationTask(ABC):
 
     @abstractmethod
     def environment(self, problem: int) -> Environment:
-        """A new environment for one conversation about a problem."""
+        """Return a new environment for one conversation about a problem."""
 
     @property
     def further_characters(self) -> str:
@@ -72,31 +72,31 @@ class ConversationTask(ABC):
         return PRINTABLE
 
     def prompt_text(self, index: int) -> str:
-        """The prompt."""
+        """Return the prompt."""
         return self._prompts[index]
 
     def messages(self, index: int) -> Sequence[Message] | None:
-        """The prompt, as the one message of a user."""
+        """Return the prompt as one message of the user."""
         return [{"role": "user", "content": self.prompt_text(index)}]
 
     def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
-        """JSON schemas of what the policy may call; none by default."""
+        """Return JSON schemas of the tools that the policy may call; none by default."""
         return None
 
     def answer_text(self, index: int) -> str | None:
-        """A right answer to imitate in one turn; none by default."""
+        """Return a right answer to imitate in one turn; none by default."""
         return None
 
     def replies(self, index: int) -> Sequence[Sequence[Message]] | None:
-        """A conversation to imitate, as what follows the prompt; none by default."""
+        """Return a conversation to imitate, without its prompt; none by default."""
         return None
 
     def imitates_history(self, index: int) -> bool:
-        """False: turns of the assistant in the prompt are only read."""
+        """Return False: turns of the assistant in the prompt are not imitated."""
         return False
 
     def pair_texts(self, index: int) -> tuple[str, str] | None:
-        """A better and a worse answer; none by default."""
+        """Return a better and a worse answer; none by default."""
         return None
 
     def score(self, index: int, response: str) -> float:
@@ -111,9 +111,9 @@ class ConversationTask(ABC):
         )
 
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        """The prompt and the response."""
+        """Return the prompt and the response."""
         return (self.prompt_text(index), response)
 
     def where(self, index: int) -> str:
-        """The task and the problem's index."""
+        """Return the task and the problem's index."""
         return f"{self.task_id}[{index}]"

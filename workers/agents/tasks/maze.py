@@ -35,11 +35,11 @@ MOVES: Mapping[str, Cell] = {"u": (0, -1), "d": (0, 1), "l": (-1, 0), "r": (1, 0
 
 
 class Maze:
-    """Where walls are.
+    """A square of cells with walls between them, made at random.
 
     Args:
         size: Cells in a row, and rows.
-        rng: All the randomness there is.
+        rng: Source of all randomness.
     """
 
     def __init__(self, size: int, rng: random.Random) -> None:
@@ -61,19 +61,19 @@ class Maze:
 
     @cached_property
     def cells(self) -> list[Cell]:
-        """All of them, row by row."""
+        """Return all cells, row by row."""
         return [(x, y) for y in range(self.size) for x in range(self.size)]
 
     def after(self, cell: Cell, move: str) -> Cell:
-        """Where a move ends: in the same cell if there is a wall."""
+        """Return the cell in which a move ends: the same one if there is a wall."""
         return self._open[cell].get(move, cell)
 
     def walls(self, cell: Cell) -> str:
-        """Letters of the moves that a wall stops, in the order of `MOVES`."""
+        """Return the letters of the moves that a wall stops, in the order of `MOVES`."""
         return "".join(move for move in MOVES if move not in self._open[cell])
 
     def shortest(self, start: Cell, goal: Cell) -> list[str]:
-        """The moves of the shortest path."""
+        """Return the moves of the shortest path."""
         came: dict[Cell, tuple[Cell, str]] = {}
         waiting = deque([start])
         while waiting:

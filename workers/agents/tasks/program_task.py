@@ -93,7 +93,7 @@ class ProgramTask(AnsweredOtherwise):
 
 
 def _function(place: str) -> Function:
-    """The function at `module:function`."""
+    """Return the function at `module:function`."""
     found = imported(place)
     try:
         parameters = inspect.signature(found).parameters.values()

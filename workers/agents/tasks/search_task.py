@@ -40,19 +40,19 @@ _LAST = ("ach", "ank", "eck", "eder", "ell", "ert", "ing", "itz", "ohn", "oss", 
 _RIVER = ("a", "ava", "e", "ena", "ina", "ira", "o", "ona", "ura", "usa")
 
 MOST_TOWNS = 2000
-"""Names of rivers that there are; of towns and people there are more."""
+"""Number of different names of rivers; there are more names of towns and people."""
 
 
 @dataclass(frozen=True)
 class Town:
-    """What is true of a town and its mayor.
+    """Facts about a town and its mayor.
 
     Attributes:
-        name: Of the town.
-        river: That runs through it.
-        founded: The year.
-        mayor: First and last name.
-        born: The year in which the mayor was.
+        name: Name of the town.
+        river: The river that runs through it.
+        founded: Year in which it was founded.
+        mayor: First and last name of the mayor.
+        born: Year in which the mayor was born.
         home: The town where the mayor was born.
     """
 
@@ -65,11 +65,11 @@ class Town:
 
 
 def make_towns(num_towns: int, seed: int) -> Sequence[Town]:
-    """The first towns of a seed's world.
+    """Return the first towns of a seed's world.
 
     Args:
-        num_towns: How many.
-        seed: Of all names and years.
+        num_towns: Number of towns.
+        seed: Seed of all names and years.
 
     Raises:
         ConfigError: If there are not so many names.
@@ -93,7 +93,7 @@ def make_towns(num_towns: int, seed: int) -> Sequence[Town]:
 
 
 def facts_of(town: Town) -> Sequence[str]:
-    """All that is said of a town and its mayor, a sentence for each."""
+    """Return all facts about a town and its mayor, a sentence for each."""
     return (
         f"The mayor of {town.name} is {town.mayor}.",
         f"The river of {town.name} is the {town.river}.",

@@ -123,10 +123,10 @@ def _constant(name: str) -> NoReturn:
 
 
 def distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object with these members.
+    """Return an object with these members.
 
     Raises:
-        ValueError: If a key stands twice: which of its values is meant cannot be known.
+        ValueError: If a key occurs twice: which of its values is meant cannot be known.
     """
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -129,7 +129,7 @@ class FunctionPool:
             raise
 
     async def _take(self, *, is_last: bool) -> _Process:
-        """A process without a call."""
+        """Return a process that serves no call."""
         while self._idle:
             process = self._idle.pop()
             if process.lines.quiet:

@@ -38,7 +38,7 @@ _CHANGES = frozenset(
         *("discard", "update", "setdefault", "popitem", "appendleft", "popleft", "subtract"),
     )
 )
-"""Methods of containers that change them."""
+"""Methods that change a container."""
 _CONTAINERS = (list, dict, set, bytearray)
 _SHOWN = 80
 """Characters of a wrong argument that are shown."""
@@ -335,7 +335,7 @@ def imported(place: str) -> Callable[..., Any]:
 
 
 def _functions_at(place: str) -> list[Function]:
-    """The function of a place, or the public methods of its class."""
+    """Return the function of a place, or the public methods of its class."""
     found = imported(place)
     if not inspect.isclass(found):
         return [Function(found, place)]
@@ -345,7 +345,7 @@ def _functions_at(place: str) -> list[Function]:
             f"class '{place}' has no public methods to be tools\n    give it some, each with type "
             "hints and a docstring"
         )
-    unmade: Any = object.__new__(found)  # of which only signatures are read
+    unmade: Any = object.__new__(found)  # only signatures of its methods are read
     return [Function(getattr(unmade, name), f"{place}.{name}", found) for name in names]
 
 
@@ -365,9 +365,9 @@ def _without_result(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_names(function: Callable[..., Any]) -> list[str]:
-    """Names of its module that a function assigns to, or whose contents it changes; sorted.
+    """Return names of its module that a function assigns to, or whose contents it changes; sorted.
 
-    What it calls is not followed, so an empty list promises nothing.
+    Functions that it calls are not looked at, so an empty list promises nothing.
 
     Args:
         function: One with source, or nothing is found.
@@ -384,7 +384,7 @@ def changed_names(function: Callable[..., Any]) -> list[str]:
 
 
 def _assigned(tree: ast.AST) -> set[str]:
-    """Names that are declared global and assigned to."""
+    """Return the names that are declared global and assigned to."""
     nodes = list(ast.walk(tree))
     declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
     stored = (ast.Store, ast.Del)
@@ -393,7 +393,7 @@ def _assigned(tree: ast.AST) -> set[str]:
 
 
 def _filled(tree: ast.AST) -> Iterator[str]:
-    """Names of what items are put into or taken out of."""
+    """Yield the names of objects that items are put into or taken out of."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if (

@@ -150,7 +150,7 @@ class McpServer:
         self._closing.clear()
 
     def _connected(self) -> _Connection:
-        """The connection, begun now if there is none."""
+        """Return the connection, begun now if there is none."""
         loop = asyncio.get_running_loop()
         if self._connection is not None and self._connection.loop is not loop:
             self._connection = None  # it ended with its event loop; nobody is to blame
@@ -166,7 +166,7 @@ class McpServer:
         return self._connection
 
     async def _client(self, connection: _Connection) -> Client:
-        """What to call, when the connection is there."""
+        """Return the client, once the connection is there."""
         try:
             return await connection.client()
         except Exception as error:

@@ -103,7 +103,7 @@ class McpTools:
         return McpAddress(self.command, self.url, self.env, self.start_limit_s)
 
     def _listed(self) -> Sequence[Mapping[str, Any]]:
-        """Schemas of all tools, by a connection for that alone."""
+        """Return the schemas of all tools, asked for by a connection of its own."""
         with tempfile.TemporaryFile("w+", errors="replace") as log:
 
             async def listed() -> Sequence[Mapping[str, Any]]:

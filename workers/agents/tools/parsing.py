@@ -117,7 +117,7 @@ def format_of(chat_template: str) -> FormatName | None:
 
 
 def format_shown(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> FormatName | None:
-    """The format of calls of a tokenizer whose chat template shows tools.
+    """Return the format of calls of a tokenizer whose chat template shows tools.
 
     A call is rendered and read again: the format is the one whose reader finds it. Where none does,
     marks in the template tell, and then whether the tokenizer has a `response_template`.

@@ -175,7 +175,7 @@ class _Session:
         self._end()
 
     async def _start(self) -> tuple[Interpreter, Lines]:
-        """A confined interpreter."""
+        """Start a confined interpreter."""
         options = self._options
         limits = Limits(time_s=options.cpu_limit_s, memory_mb=options.memory_mb)
         interpreter = Interpreter(self._kind, self._seed, limits)

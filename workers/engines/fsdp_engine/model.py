@@ -199,7 +199,7 @@ def _no_storage() -> Generator[None]:
 
 
 def check_divided(spec: ModelSpec, lora: LoraSpec, known: bool, *, tensor: int, cut: bool) -> None:
-    """Refuse a model that cannot be divided so; nothing of it need be built.
+    """Refuse a model that cannot be divided as asked, without building anything of it.
 
     Args:
         spec: Its architecture.

@@ -33,7 +33,7 @@ _BY_COLUMNS = re.compile(r"(.*\.)?(o_proj|down_proj)\.weight")
 
 
 def tensor_cut(name: str) -> int | None:
-    """The dimension in which tensor parallelism cuts a parameter of Llama, Qwen2 or Qwen3.
+    """Return the dimension in which tensor parallelism cuts a parameter of Llama, Qwen2 or Qwen3.
 
     None if every process has all of it.
     """
@@ -45,7 +45,7 @@ def tensor_cut(name: str) -> int | None:
 def held_box(
     name: str, shape: tuple[int, ...], shard: int, shards: int, place: int, tensor: int
 ) -> Box:
-    """What one process holds of a parameter; may be empty.
+    """Return the part of a parameter that one process holds; may be empty.
 
     Args:
         name: The parameter.
@@ -76,7 +76,7 @@ def fsdp_sharding(
     first: int = 0,
     dtype: str,
 ) -> Sharding:
-    """Which process of an FSDP group stores what.
+    """Return which process of an FSDP group stores what.
 
     Args:
         shapes: Parameter -> its shape, in the order of the checkpoint.
@@ -162,7 +162,7 @@ class StoredPart:
             )
 
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
-        """What this process holds, or views of a flat buffer [size] laid out as it is."""
+        """Return what this process holds, or views of a flat buffer [size] laid out like it."""
         if buffer is None:
             return dict(self._local)
         return {
@@ -171,7 +171,7 @@ class StoredPart:
         }
 
     def spans_of(self, names: set[str]) -> list[tuple[int, int]]:
-        """Where some parameters lie in such a buffer."""
+        """Return where some parameters lie in a flat buffer of `tensors`."""
         return [span for name, span in self._spans.items() if name in names]
 
 

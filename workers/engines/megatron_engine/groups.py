@@ -96,7 +96,7 @@ def _sizes(context: WorkerContext) -> tuple[int, int, int]:
 
 
 def beside_experts(context: WorkerContext, experts: int) -> WorkerContext:
-    """The context of a worker that computes alone what this process does.
+    """Return the context of a worker that computes alone what this process does.
 
     Raises:
         ConfigError: If the group's processes cannot be divided so.

@@ -44,7 +44,7 @@ _RENAMED_IN_LAYER = (
 def megatron_sharding(
     model: ModelShape, layout: Layout, devices: Sequence[int], *, head: HeadName = "lm_head"
 ) -> Sharding:
-    """Which process of a Megatron group stores what, and where in which tensor.
+    """Return which process of a Megatron group stores what, and where in which tensor.
 
     - Query, key and value rows lie in `linear_qkv`, key-value head by key-value head: the queries
       that share it, its key, its value.
@@ -87,7 +87,7 @@ def _check(model: ModelShape, layout: Layout) -> None:
 
 
 def _scalar_head(sharding: Sharding, head: HeadName) -> Sharding:
-    """The scalar head under the name its worker's checkpoints use, and its bias."""
+    """Name the scalar head as its worker's checkpoints do, and add its bias."""
     (weight,) = (param for param in sharding.params if param.name == "score.weight")
     held = sharding.patterns[weight.pattern]
     pattern: Pattern = tuple(Slice(piece.device, ((0, 1),), (0,)) for piece in held)

@@ -19,13 +19,13 @@ from ...training.stored_pieces import gather_weights
 from ...training.token_logprob import entropy_of_sums, exponential_sums, finite_
 
 _AT_ONCE = 1 << 26
-"""Logits that exist at once in float32: 256 MiB, so that few kernels are started for many rows."""
+"""Most logits that exist in float32 at once: 256 MiB, so that many rows need few kernels."""
 
 
 def vocabulary_logprob(
     logits: Tensor, target: Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution.
+    """Return the log-probability of each target and the entropy of each distribution.
 
     Process r of `group` holds words `r * V` to `(r + 1) * V`. Every process gets the same result
     and computes its own words' gradient, as if it alone went backward through the result.
@@ -47,7 +47,7 @@ def vocabulary_logprob(
 def vocabulary_top(
     logits: Tensor, num_words: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """The likeliest words, most likely first; no gradient passes.
+    """Return the likeliest words, most likely first; no gradient passes.
 
     Args:
         logits: f32[n, V], this process's words; see `vocabulary_logprob`.
@@ -71,7 +71,7 @@ def vocabulary_top(
 
 
 def _gathered(column: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """A tensor of the same shape in all processes, from each of them."""
+    """Return the tensors of all processes, which have the same shape."""
     parts = [torch.empty_like(column) for _ in range(group.size())]
     dist.all_gather(parts, column.contiguous(), group)
     return parts
@@ -137,7 +137,7 @@ def _shifted(logits: Tensor, temperature: float, largest: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32, unless it is wider."""
+    """Convert to float32, unless the type is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -238,7 +238,7 @@ class DividedNetwork:
         return vocabulary_top(logits, num_words, self.vocabulary_group)
 
     def _known(self, logits: Tensor) -> Tensor:
-        """This process's logits, with those of words beyond `num_words` set to `_IMPOSSIBLE`."""
+        """Return this process's logits, with words beyond `num_words` set to `_IMPOSSIBLE`."""
         group, width = self.vocabulary_group, logits.shape[1]
         first = 0 if group is None else group.rank() * width
         if self.num_words is None or first + width <= self.num_words:

@@ -32,23 +32,23 @@ from .decode import Batch, entering, padded
 from .network import LeanNetwork
 
 _RESERVED = 0.1
-"""The share of a device's memory that is left for reading texts and to other processes."""
+"""Share of a device's memory that is left for reading texts and to other processes."""
 _BYTES_PER_WORD = 32
-"""Of a row, for each token of the vocabulary: logits, float32 and float64 numbers of the sample."""
+"""Bytes of a row for each token of the vocabulary: logits, float32 and float64 of the sample."""
 _BYTES_PER_SCORE = 12
-"""Of a row, for each position and head: the scores of one layer's attention."""
+"""Bytes of a row for each position and head: the scores of one layer's attention."""
 _LEAST_ROWS = 16
 
 
 def rows_that_fit(free_bytes: int, *, total_bytes: int, bytes_per_row: int, most: int) -> int:
-    """Rows whose cache fits in free memory: all, or a multiple of 16.
+    """Return the rows whose cache fits in free memory: all, or a multiple of 16.
 
     A tenth of the device stays free. Of 1.5 billion weights in bfloat16 (28 layers of 2 key heads
     of 128) a row of 1,024 + 8,192 tokens takes 252 MiB of cache; 512 of them would be 126 GiB.
 
     Args:
-        free_bytes: That nobody uses.
-        total_bytes: Of the device.
+        free_bytes: Memory of the device that nobody uses.
+        total_bytes: Memory of the device.
         bytes_per_row: What a row needs.
         most: Rows that are wanted.
 
@@ -68,7 +68,7 @@ def rows_that_fit(free_bytes: int, *, total_bytes: int, bytes_per_row: int, most
 
 
 def rows_in_memory(backbone: LeanBackbone, device: torch.device, longest: int, most: int) -> int:
-    """The same for what a CUDA device has free now.
+    """Return the rows of `rows_that_fit` for what a CUDA device has free now.
 
     Args:
         backbone: The model.
@@ -88,7 +88,7 @@ def rows_in_memory(backbone: LeanBackbone, device: torch.device, longest: int, m
 
 
 def bytes_per_row(backbone: LeanBackbone, longest: int) -> int:
-    """What a row of a batch needs: its cache, and what computing and sampling a token takes.
+    """Return the bytes of a row of a batch: its cache, and what computing and sampling takes.
 
     Args:
         backbone: The model.
@@ -107,7 +107,7 @@ def _gib(num_bytes: int) -> str:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device on which steps are captured: one, as cuBLAS keeps memory for each."""
+    """Return the one stream of a device for captures, as cuBLAS keeps memory for each stream."""
     return torch.cuda.Stream(device)
 
 
@@ -163,8 +163,8 @@ class StepGraphs:
         self._pool = None
 
     def _captured(self, step: Callable[[int], None], span: int) -> torch.cuda.CUDAGraph:
-        """The step as a graph; nothing is computed."""
-        if self._pool is None:  # not again one whose graphs are gone
+        """Capture the step as a graph; nothing is computed."""
+        if self._pool is None:  # the pool of dropped graphs is not used again
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on using the device meanwhile.

@@ -42,13 +42,13 @@ _ROWS_ALIKE = "penstock_rows_alike"
 
 @dataclass(frozen=True)
 class _Read:
-    """What a model made of texts of one length: their caches, the next logits."""
+    """What a model has made of texts of one length: their caches, and the next logits."""
 
     caches: list[Any]
     logits: Tensor
 
     def of(self, text: Tensor) -> tuple[Any, Tensor]:
-        """A cache of their own, and logits, for rows that go on from texts: i64[n]."""
+        """Return a cache of their own, and logits, for rows that go on from texts: i64[n]."""
         if len(text) == 1 < len(self.caches):
             own = _Read([self.caches[int(text)]], self.logits[text])
             return own.of(torch.zeros_like(text))
@@ -103,7 +103,7 @@ def _read(module: Any, texts: Tensor) -> _Read:
 
 
 def _batches(rows: Tensor, unit: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of each batch, i64[n], and which are to be sampled; spare ones repeat the first.
+    """Yield the rows of each batch, i64[n], and which to sample; spare ones repeat the first.
 
     Args:
         rows: i64[n].
@@ -127,7 +127,7 @@ def _rows_alike(module: Any) -> Generator[int | None]:
     AttentionInterface.register(_ROWS_ALIKE, _attend)
     AttentionMaskInterface.register(_ROWS_ALIKE, sdpa_mask)
     before = module.config._attn_implementation
-    with quiet_transformers():  # which says so where a model's attention cannot be chosen
+    with quiet_transformers():  # it logs if a model's attention cannot be chosen
         module.set_attn_implementation(_ROWS_ALIKE)
     try:
         chosen = module.config._attn_implementation == _ROWS_ALIKE
@@ -146,7 +146,7 @@ def _attend(
     attention_mask: Tensor | None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """What Hugging Face's `sdpa` computes, of one query per row: [M, 1, H, E] from [M, H, 1, E]."""
+    """Compute Hugging Face's `sdpa` for one query per row: [M, 1, H, E] from [M, H, 1, E]."""
     bias = torch.zeros(len(query), 1, key.shape[2])
     if attention_mask is not None:
         bias = bias.masked_fill(~attention_mask[:, 0], -math.inf)
@@ -218,7 +218,7 @@ class TorchTurns:
         """See `Turns.close`: it holds nothing but memory."""
 
     def _enter(self) -> None:
-        """Begin the turns that wait, as far as there are rows."""
+        """Begin waiting turns while there are rows for them."""
         new: list[TurnRequest] = []
         for request in [*self._waiting]:
             held = self._held.get(request.row)
@@ -241,7 +241,7 @@ class TorchTurns:
             self.num_read += len(request.text)
 
     def _shrink(self) -> Tensor | None:
-        """Have rows of conversations that are over leave, once all others have theirs."""
+        """Drop the rows of conversations that are over, once all others have theirs."""
         keep = None if self._num_to_come else self._batch.shrink()
         if keep is not None:
             place = {slot: new for new, slot in enumerate(keep.tolist())}
@@ -249,7 +249,7 @@ class TorchTurns:
         return keep
 
     def _goes_on(self, request: TurnRequest, held: list[int]) -> bool:
-        """Whether a row goes on from what it holds, and if so, have it read the rest."""
+        """Whether a row can go on from what it holds; if so, it reads the rest."""
         position = self._batch.position(self._slots[request.row])
         known = sum(1 for _ in takewhile(bool, map(eq, request.text, held)))
         shown = list(request.text[position:])

@@ -210,7 +210,7 @@ class VllmEngine:
         load_whole_tensors(self._engine, tensors, version)
 
     def sample_among(self, num_words: int | None) -> None:
-        """Sample no other words than so many first ones of the vocabulary; None for all."""
+        """Sample only the first `num_words` words of the vocabulary; None for all."""
         self._engine.collective_rpc(_sample_among, args=(num_words,))
 
     @property
@@ -378,7 +378,7 @@ def _sample_among(worker: Any, num_words: int | None) -> None:
 
     def compute_logits(*args: Any, **options: Any) -> Any:
         logits = own(model, *args, **options)
-        if logits is not None:  # as in ranks that sample nothing
+        if logits is not None:  # None in ranks that sample nothing
             logits[..., num_words:] = -math.inf
         return logits
 

@@ -100,7 +100,7 @@ def as_requests(
     ends: Collection[int],
     completes: Callable[[int, int], bool] | None,
 ) -> tuple[dict[int, Request], dict[int, Sampled]]:
-    """What is to be sampled, by row, and the responses to which nothing is to be added.
+    """Return what is to be sampled, by row, and the responses that are complete.
 
     Args:
         prompt: i64[P, T], right padded with -1.
@@ -135,11 +135,11 @@ def as_requests(
 def _before(
     begun: Begun, ends: Collection[int], completes: Callable[[int, int], bool] | None
 ) -> list[Sampled]:
-    """What there is of each response."""
+    """Return the tokens that each response has already."""
     found: list[Sampled] = []
     for row, (tokens, logprobs) in enumerate(zip(begun.token, begun.logprob, strict=True)):
         length = int((tokens >= 0).sum())
-        # Whose weights sampled them, who has begun them knows.
+        # The caller knows which weights sampled the tokens that there were before.
         one = Sampled(tokens[:length].tolist(), logprobs[:length].tolist(), [-1] * length)
         for token in one.tokens:  # of which the last says whether it is finished
             one.finished = token in ends or bool(completes and completes(row, token))
@@ -148,7 +148,7 @@ def _before(
 
 
 def as_columns(step: Progress, sampling: Sampling) -> Ended:
-    """What ended in a step, padded to the longest allowed response."""
+    """Return what ended in a step, padded to the longest allowed response."""
     rows = sorted(step.ended)
     responses = Responses.none_yet(len(rows), sampling.max_new_tokens)
     for place, one in enumerate(step.ended[row] for row in rows):
@@ -163,14 +163,14 @@ def as_columns(step: Progress, sampling: Sampling) -> Ended:
 
 
 _WHERE_FROM = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
-"""What a config says of its file rather than of the model."""
+"""Fields of a config that describe its file and not the model."""
 
 _cached: dict[str, VllmEngine] = {}
-"""At most one, as a process can have."""
+"""The cached engine by its key; at most one, as a process can have only one."""
 
 
 def engine_key(config: Any, options: EngineOptions) -> str:
-    """What two engines have in common that differ in their weights alone.
+    """Return a key that engines share if they differ in their weights alone.
 
     Args:
         config: Hugging Face's, of the model.
@@ -188,7 +188,7 @@ def keep(key: str, engine: VllmEngine) -> None:
 
 
 def take(key: str) -> VllmEngine | None:
-    """The engine that is cached under this key, awake, with the weights it had; None if none is.
+    """Return the engine cached under this key, awake, with the weights it had; or None.
 
     One that is cached under another key is closed: a process has one engine.
 
@@ -197,7 +197,7 @@ def take(key: str) -> VllmEngine | None:
     """
     engine = _cached.pop(key, None)
     if _cached and torch.distributed.is_initialized():
-        # It would end torch.distributed with it, and so the next engine's way to its peers.
+        # Closing it would end torch.distributed, which the next engine needs to reach its peers.
         raise RuntimeError(
             "processes that share a vLLM engine were kept for a model that has changed since; end "
             "them with shutdown_ray() and start again"
@@ -229,7 +229,7 @@ class VllmPolicySpec:
     end_ids: tuple[int, ...]
     """Tokens that end a response: a tokenizer's `end.ids`."""
     num_words: int | None = None
-    """Tokens that the tokenizer has, if the model may have more: no others are sampled."""
+    """Number of tokens of the tokenizer, if the model may have more: no others are sampled."""
     max_model_len: int | None = None
     """Longest sequence in tokens; None for as long as `longest_sequence`, or else the model's
     config, says."""

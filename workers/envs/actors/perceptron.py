@@ -30,7 +30,7 @@ class HasSpaces(Protocol):
     """What an actor acts in: an environment's specification, or a game's."""
 
     def spaces(self) -> tuple[int, ActionSpace]:
-        """Numbers of an observation, and what can be done."""
+        """Return the numbers of an observation, and the actions that there are."""
         ...
 
 

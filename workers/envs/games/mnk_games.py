@@ -59,7 +59,7 @@ class BoardSpec:
         return ActionSpace("discrete", sizes=(choices,), masked=True)
 
     def spaces(self) -> tuple[int, ActionSpace]:
-        """Numbers of an observation, and what can be done."""
+        """Return the numbers of an observation, and the actions that there are."""
         return 2 * self.num_places, self.actions
 
     def lines(self) -> NDArray[np.int64]:

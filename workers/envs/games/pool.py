@@ -69,7 +69,7 @@ class PoolBoards:
             )
             made.callback(self._pool.close)
             with without_casts():
-                # Which it asks itself for at every step.
+                # EnvPool asks for this property at every step.
                 self._flat = to_features(self._pool.observation_space, many=True)
             obs, info = answered(self._named, self._alarm, self._pool.reset)
             order = self._order(info)
@@ -148,7 +148,7 @@ class PoolBoards:
 
 
 def pool_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, ActionSpace]:
-    """Numbers of an observation, and what can be done.
+    """Return the numbers of an observation, and the actions that there are.
 
     Args:
         game_id: EnvPool's name of the game.

@@ -46,7 +46,7 @@ class LibraryGame:
         return f"'{self.id}' of {'EnvPool' if self.backend == 'envpool' else 'PettingZoo'}"
 
     def spaces(self) -> tuple[int, ActionSpace]:
-        """Numbers of an observation, and what can be done.
+        """Return the numbers of an observation, and the actions that there are.
 
         Raises:
             ConfigError: If the library is not installed or has no such game, or it is none for two
@@ -63,7 +63,7 @@ class LibraryGame:
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryGameSpec(LibraryGame):
-    """And the recipe for who plays it."""
+    """A game of a library, and the recipe for the worker that plays it."""
 
     def build(self, context: WorkerContext) -> BoardGameWorker:
         """Make the worker; it keeps nothing from call to call."""

@@ -65,10 +65,10 @@ class GameColumns:
         return self.turns[np.arange(len(turn)), turn] < self._max_turns
 
     def add(self, moved: NDArray[np.bool_], side: int, **shown: NDArray[Any]) -> None:
-        """One more turn of a side in some games.
+        """Add one more turn of a side in some games.
 
         Args:
-            moved: bool[games]: which.
+            moved: bool[games]: the games.
             side: Whose turn it was.
             shown: Columns [games, ...] about it.
         """
@@ -89,8 +89,8 @@ class GameColumns:
 
         Args:
             cut: bool[games, 2]: sides for which it would have gone on.
-            left: f32[games, 2, features]: how each side sees the state these were left in; None
-                if there are none. It stands where an environment shows it that resets.
+            left: f32[games, 2, features]: how each side sees the last state of games that were cut;
+                None if none were. It stands where an environment shows it that resets.
         """
         game, side = np.nonzero(self.turns)
         last = self.turns[game, side] - 1
@@ -103,7 +103,7 @@ class GameColumns:
         self._columns["obs"][game, side, self.turns[game, side]] = left[game, side]
 
     def rows(self, numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """Columns of `Trajectories`: two rows for each game, of which `numbers` are, i64[games]."""
+        """Return columns of `Trajectories`: two rows for each game of `numbers`, i64[games]."""
         env = np.stack([2 * numbers, 2 * numbers + 1], axis=1)
         return {
             name: column.reshape(2 * len(numbers), *column.shape[2:])

@@ -102,7 +102,7 @@ class ZooBoards:
         return obs
 
     def _seen(self, index: int, side: int) -> NDArray[np.float32]:
-        """An observation, laid out flat; the last one of a player who was cut off."""
+        """Return an observation, laid out flat; of a player who was cut off the last one."""
         if (index, side) in self._left:
             return self._left[index, side]
         shown = self._shown(index, side, _OBS, self._num_features)
@@ -173,7 +173,7 @@ class ZooBoards:
 
 
 def zoo_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, ActionSpace]:
-    """Numbers of an observation, and what can be done.
+    """Return the numbers of an observation, and the actions that there are.
 
     Args:
         game_id: PettingZoo's name of the game, or `module:function`.
@@ -189,7 +189,7 @@ def zoo_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, Acti
 
 @one_process()
 def _playable(game_id: str, options: Mapping[str, Any]) -> tuple[gym.Space[Any], ActionSpace]:
-    """The space of an observation, and what can be done; raises as `zoo_game_spaces`."""
+    """Return the space of an observation, and the actions; raises as `zoo_game_spaces`."""
     game = _made(game_id, options)
     try:
         players = list(game.possible_agents)

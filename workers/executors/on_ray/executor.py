@@ -33,15 +33,15 @@ from ..supervisor import Supervisor
 _LOCK = ".lock"
 _STOP_S = 5.0
 _OLD_S = 60.0
-"""A folder without a lock that is older belongs to nobody."""
+"""Age after which a folder without a lock belongs to nobody."""
 _SOCKET = "/abcdefgh/session_2026-11-22_12-00-00_000000_4194304/sockets/plasma_store"
-"""What Ray adds, at its longest, to the folder of a user."""
+"""The longest path that Ray adds to the folder of a user."""
 _LONGEST_SOCKET = 104
-"""Characters that a socket's path may have."""
+"""Most characters of a socket's path."""
 
 
 class SessionFolder:
-    """This process's folder, made now; those of processes that are no more are removed.
+    """This process's folder, made now, after those of ended processes are removed.
 
     Raises:
         ConfigError: If somebody else owns the folder in which all of this user's lie.
@@ -63,7 +63,7 @@ class SessionFolder:
         self.path = made.rename(top / made.name.removeprefix(_NEW))  # locked before it counts
 
     def remove(self) -> None:
-        """Remove it, once Ray has ended."""
+        """Remove the folder, once Ray has ended."""
         os.close(self._lock)
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -72,7 +72,7 @@ _NEW = "new."
 
 
 def _users_folder() -> Path:
-    """Where this user's folders lie: in the temporary folder, if Ray's sockets fit in there."""
+    """Return where this user's folders lie: a temporary folder, if Ray's sockets fit in there."""
     name = f"penstock-ray-{os.getuid()}"
     for temporary in (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"):
         if len(f"{temporary}/{name}{_SOCKET}") <= _LONGEST_SOCKET:
@@ -83,7 +83,7 @@ def _users_folder() -> Path:
 def _clear_if_left(folder: Path) -> None:
     """End what still runs out of a folder and remove it, unless its process lives."""
     if folder.name.startswith(_NEW):
-        with contextlib.suppress(OSError):  # it has got its name
+        with contextlib.suppress(OSError):  # it may have its final name by now
             if time.time() - folder.stat().st_mtime > _OLD_S:
                 shutil.rmtree(folder, ignore_errors=True)
         return
@@ -111,7 +111,7 @@ def _clear_if_left(folder: Path) -> None:
 
 
 def _runs_in(process: psutil.Process, folder: Path) -> bool:
-    """Whether it is a process of Ray's that was started with that folder, or has files open there.
+    """Whether a process is Ray's and was started with a folder, or has files open in it.
 
     Ray's processes write other words over those that they were started with, but keep their logs.
     """

@@ -85,7 +85,7 @@ _LETTERS: Mapping[str, str] = {
 
 
 def language_of(text: str) -> str | None:
-    """ISO 639-1 code of the likeliest language, or None if there is too little to go by."""
+    """Return the ISO 639-1 code of the likeliest language; None if there is too little to go by."""
     letters = Counter(_script(letter) for letter in text if letter.isalpha())
     letters.pop("", None)
     if letters["HIRAGANA"] + letters["KATAKANA"]:

@@ -65,7 +65,7 @@ def follows(
 
 
 def bound_options(instruction: Instruction) -> dict[str, Any]:
-    """The options as the instruction's check takes them.
+    """Return the options as the instruction's check takes them.
 
     Raises:
         ValueError: If there is no such instruction, or its options are not the ones it takes.

@@ -1,4 +1,4 @@
-"""The endpoint of programs, asked in ways that no client should."""
+"""Requests to the endpoint of programs that no client should send."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_CLIENTS = 30
 
 
 async def ask(endpoint: Endpoint, head: str, body: bytes = b"", *, waits: bool = True) -> str:
-    """The first line of the response to a request that is written as it stands."""
+    """Send a request as it stands, and return the first line of its response."""
     host, port = endpoint.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)

@@ -122,7 +122,7 @@ NUMBER = 7
 class Leaves(AECEnv[str, dict[str, Any], int]):
     """The second player leaves at its third move; the other earns 1 in each of five further ones.
 
-    `wrong` is "limit" where it leaves by a limit, or "stays" where it is not let go.
+    With `wrong` "limit" it leaves by a limit; with "stays" the game does not let it go.
     """
 
     metadata = {"name": "leaves"}  # noqa: RUF012
@@ -174,5 +174,5 @@ class Leaves(AECEnv[str, dict[str, Any], int]):
 
 
 def leaves(**options: Any) -> Leaves:
-    """A game that one player leaves early."""
+    """Return a game that one player leaves early."""
     return Leaves(**options)

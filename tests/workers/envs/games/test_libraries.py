@@ -235,7 +235,7 @@ def test_a_limit_of_the_games_own_cuts_it_off(nim: Any) -> None:
 
 @pytest.mark.parametrize("wrong", ["", "limit"])
 def test_the_other_plays_on_where_one_is_out_early(nim: Any, wrong: str) -> None:
-    """Who leaves at its third move earns nothing more; the other 1 in each of five further ones."""
+    """The player who leaves at its third move earns no more; the other earns 1 five times."""
     spec = replace(nim(wrong=wrong), id="own_nim:leaves", max_turns=9)
     games, worker = play(spec, Scripted(*[0] * 9), Scripted(*[1] * 9), games=2)
     assert games.mask.sum(1).tolist() == [8, 3] * 2

@@ -1,6 +1,6 @@
 """All figures that one GPU can give, in at most 25 minutes.
 
-    python benchmarks/gpu.py --json FILE --folder MODELS
+    python benchmarks/gpu.py --json FILE
 
 Each stage runs in a process of its own and writes its figures to FILE as it finds them. A second
 call goes on where the first ended: what FILE has is not measured again, unless `--again` says so.
@@ -32,7 +32,8 @@ from bench import machine, parser, table
 from gpu_case import Bench, Figure, scale
 from gpu_compute import attention, engines, inventory, logprobs, train
 from gpu_generate import decode, determinism
-from gpu_run import smollm2, step
+from gpu_kernels import kernels
+from gpu_run import prediction, smollm2, step
 from gpu_transfer import sleep, weights
 
 LIMIT_S = 1500.0
@@ -52,19 +53,21 @@ class Stage:
 
 
 STAGES: Mapping[str, Stage] = {
-    "inventory": Stage(inventory, 90),
-    "attention": Stage(attention, 150),
-    "train": Stage(train, 240),
+    "inventory": Stage(inventory, 60),
+    "kernels": Stage(kernels, 120),
+    "train": Stage(train, 90),
+    "decode": Stage(decode, 150),
+    "logprobs": Stage(logprobs, 90),
+    "determinism": Stage(determinism, 90),
+    "step": Stage(step, 150),
+    "smollm2": Stage(smollm2, 570),
+    "attention": Stage(attention, 90),
     "sleep": Stage(sleep, 120),
     "weights": Stage(weights, 180),
-    "decode": Stage(decode, 300),
-    "logprobs": Stage(logprobs, 180),
-    "determinism": Stage(determinism, 180),
     "engines": Stage(engines, 180),
-    "step": Stage(step, 420),
-    "smollm2": Stage(smollm2, 570),
+    "prediction": Stage(prediction, 420),
 }
-"""Name -> stage, in the order in which they run: what is known least first."""
+"""Name -> stage, in the order in which they run: what is worth most first, then what is known."""
 
 NEEDS_MORE = {
     "decoding with vLLM, share of the bandwidth": ("vLLM", 0.60),
@@ -139,7 +142,7 @@ def run_stage(name: str, bench: Bench, results: Results) -> None:
 
 def run_apart(name: str, words: list[str], results: Results, limit_s: float) -> None:
     """Measure a stage in a process of its own; nothing of it is left when its time is over."""
-    words = [*words, "--stage", name, "--here", "--again"]
+    words = [*words, "--stage", name, "--here", "--again", "--limit-s", str(limit_s)]
     command = [sys.executable, str(Path(__file__).resolve()), *words]
     child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
@@ -163,9 +166,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         file = args.json or Path(scratch) / "gpu.json"
         results = Results(file, tiny=args.tiny)
-        bench = Bench(scale(tiny=args.tiny), args.folder or Path(scratch), args.smollm2)
-        words = ["--json", str(file), "--folder", str(bench.folder)]
+        bench = Bench(scale(tiny=args.tiny), args.smollm2, args.runs, args.limit_s)
+        words = ["--json", str(file)]
         words += ["--smollm2", str(args.smollm2)] if args.smollm2 else []
+        words += ["--runs", str(args.runs)] if args.runs else []
         began_s = time.monotonic()
         for name in args.stage or STAGES:
             left_s = args.limit_s - (time.monotonic() - began_s)
@@ -188,8 +192,8 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--stage", nargs="+", choices=list(STAGES), help="these stages only")
     options.add_argument("--again", action="store_true", help="also what the file has already")
     options.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all stages together")
-    options.add_argument("--folder", type=Path, help="where models are kept from call to call")
     options.add_argument("--smollm2", type=Path, help="a folder with SmolLM2-135M-Instruct")
+    options.add_argument("--runs", type=Path, help="where the run of SmolLM2 is kept")
     options.add_argument("--here", action="store_true", help="stages in this process")
     options.add_argument("--tiny", action="store_true", help="a demonstration on the CPU")
     args = options.parse_args()

@@ -1,8 +1,9 @@
 """What the stages of `gpu.py` share: figures, sizes, models, a batch, and a device that is timed.
 
-Models have random weights of the shapes of Qwen2.5-0.5B, 1.5B and 7B, in bfloat16. Peaks are
-measured in every stage anew, with products of 8,192 x 8,192 and copies of them, so that a device
-that is throttled or shared is compared with itself.
+Models have random weights of the shapes of Qwen2.5-0.5B, 1.5B and 7B, in bfloat16, made on
+the device and saved nowhere. Peaks are measured in every stage anew, by the device's own clock:
+products of 8,192 x 8,192, copies of 4 GiB into memory that is there, and sums that read 4 GiB. So a
+device that is throttled or shared is compared with itself.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from penstock.algorithms.roles import PolicyBatch
@@ -23,22 +26,12 @@ from penstock.dataflow.runtime.executor import build_role
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.planner.inputs.model_shape import ModelShape, shape_of
 from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine import network
+from penstock.workers.engines.torch_engine.packing import Pack, pack_rows
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
-from transformers import AutoConfig, AutoModelForCausalLM
-
-__all__ = [
-    "SAMPLES",
-    "Bench",
-    "Figure",
-    "Meter",
-    "Scale",
-    "batch_of",
-    "prompts_of",
-    "scale",
-    "train_flops",
-]
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 SAMPLES = 8
 REPEATS = 3
@@ -105,6 +98,7 @@ class Scale:
         decode_tokens: Tokens of each row.
         long: Lengths of rows whose log-probabilities are computed.
         product: Width of the matrices by which the peak is measured.
+        copied_bytes: Of the memory that is copied, and read, to measure its bandwidth.
         sent: The model whose weights are sent from process to process.
         steps: Of a run that is timed, after a first one.
         widths: Hidden sizes that a calibration times.
@@ -120,6 +114,7 @@ class Scale:
     decode_tokens: int
     long: tuple[int, ...]
     product: int
+    copied_bytes: int
     sent: dict[str, Any]
     steps: int
     widths: tuple[int, ...]
@@ -145,15 +140,16 @@ def scale(*, tiny: bool) -> Scale:
     if tiny:
         return Scale(
             device="cpu", models={"tiny": TINY}, prompt=8, response=9, prompts=2, step_prompts=4,
-            decode_rows=(8, 16), decode_tokens=8, long=(32, 64), product=256, sent=TINY, steps=2,
-            widths=(),
+            decode_rows=(8, 16), decode_tokens=8, long=(32, 64), product=256, copied_bytes=2**22,
+            sent=TINY, steps=2, widths=(),
         )  # fmt: skip
     names = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
     small, large, sent = (option_file("model", name)["architecture"] for name in names)
     return Scale(
         device="cuda:0", models={names[0]: small, names[1]: large}, prompt=300, response=900,
         prompts=4, step_prompts=64, decode_rows=(8, 64, 512), decode_tokens=256,
-        long=(4096, 8192, 16384), product=8192, sent=sent, steps=3, widths=(1024, 1536, 2048),
+        long=(4096, 8192, 16384), product=8192, copied_bytes=2**32, sent=sent, steps=3,
+        widths=(1024, 1536, 2048),
     )  # fmt: skip
 
 
@@ -176,6 +172,23 @@ class Meter:
         self._wait()
         return time.perf_counter() - began_s
 
+    def device_seconds(self, body: Callable[[], object], times: int = 10) -> float:
+        """Return the median seconds of `body` by the device's clock: between two events.
+
+        Neither the host's calls nor its waits are in it, as long as the device has work queued.
+        """
+        if not self._cuda:
+            return self.seconds(body)
+        body()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+        events[0].record()
+        for event in events[1:]:
+            body()
+            event.record()
+        self._wait()
+        pairs = zip(events, events[1:], strict=False)
+        return statistics.median(1e-3 * one.elapsed_time(other) for one, other in pairs)
+
     def _wait(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()
@@ -190,34 +203,67 @@ class Meter:
         return peak
 
 
+class DeviceModel(ModelSpec):
+    """Random weights made on the device in 16 bits, which takes less than a second there.
+
+    They are others on another device, and nothing that is measured depends on them.
+    """
+
+    def causal_lm(self, device: str) -> PreTrainedModel:
+        """See `ModelSpec.causal_lm`."""
+        cuda = [device] if device.startswith("cuda") else []
+        with torch.random.fork_rng(devices=cuda), torch.device(device):
+            torch.manual_seed(self.init_seed)
+            made: Any = AutoModelForCausalLM.from_config(
+                self.config, dtype=torch.bfloat16, attn_implementation="sdpa"
+            )
+        return self._placed(made, device)
+
+
 class Bench:
     """What a stage is given: the sizes, the device, and models with random weights.
 
     Args:
         sizes: How much is measured.
-        folder: Where a model is kept once it has been made, for the stages after.
         smollm2: A folder with SmolLM2-135M-Instruct, if there is one.
+        runs: Where the run of SmolLM2 is kept; nowhere if None.
+        limit_s: How long the stage may take.
     """
 
-    def __init__(self, sizes: Scale, folder: Path, smollm2: Path | None = None) -> None:
-        self.sizes, self.folder, self.smollm2 = sizes, folder, smollm2
+    def __init__(
+        self,
+        sizes: Scale,
+        smollm2: Path | None = None,
+        runs: Path | None = None,
+        limit_s: float = 600.0,
+    ) -> None:
+        self.sizes, self.smollm2, self.runs, self.limit_s = sizes, smollm2, runs, limit_s
         self.meter = Meter(sizes.device)
 
     @cached_property
     def products_per_s(self) -> float:
         """FLOP/s of a large product in bfloat16, measured."""
-        left = self._square()
-        return 2 * self.sizes.product**3 / self.meter.seconds(lambda: left @ left)
+        size = (self.sizes.product, self.sizes.product)
+        left = torch.randn(size, device=self.sizes.device).bfloat16()
+        out = torch.empty_like(left)
+        seconds = self.meter.device_seconds(lambda: torch.matmul(left, left, out=out))
+        return 2 * self.sizes.product**3 / seconds
 
     @cached_property
     def copied_per_s(self) -> float:
         """Bytes of device memory read and written per second by a long copy, measured."""
-        left = self._square()
-        return 2 * left.nbytes / self.meter.seconds(left.clone)
+        here = self._numbers()
+        there = torch.empty_like(here)
+        return 2 * here.nbytes / self.meter.device_seconds(lambda: there.copy_(here))
 
-    def _square(self) -> torch.Tensor:
-        size = (self.sizes.product, self.sizes.product)
-        return torch.randn(size, device=self.sizes.device).bfloat16()
+    @cached_property
+    def read_per_s(self) -> float:
+        """Bytes of device memory read per second by a long sum, measured."""
+        here = self._numbers()
+        return here.nbytes / self.meter.device_seconds(here.sum)
+
+    def _numbers(self) -> torch.Tensor:
+        return torch.ones(self.sizes.copied_bytes // 4, device=self.sizes.device)
 
     @cached_property
     def sheet(self) -> Mapping[str, Any] | None:
@@ -234,17 +280,8 @@ class Bench:
         return shape_of(self.sizes.models[name], name=name, dtype="bfloat16")
 
     def model(self, name: str) -> ModelSpec:
-        """A model with random weights, made on the device and kept for the stages after."""
-        kept = self.folder / name
-        if not kept.exists():
-            fields = dict(self.sizes.models[name])
-            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-            with torch.device(self.sizes.device):
-                made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            part = self.folder / f"{name}.part"
-            made.save_pretrained(part)
-            part.rename(kept)
-        return ModelSpec(folder=str(kept), dtype="bfloat16")
+        """A model with random weights, which are made where it is built and saved nowhere."""
+        return DeviceModel(architecture=self.sizes.models[name], dtype="bfloat16")
 
     def policy(
         self,
@@ -331,3 +368,37 @@ def train_flops(
     )
     attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
     return 3.0 * (products + head + attention)
+
+
+@contextmanager
+def packs_seen() -> Generator[list[Pack]]:
+    """Give the packs that the torch engine makes of rows meanwhile, one for each micro-batch."""
+    seen: list[Pack] = []
+
+    def noted(*args: Any, **options: Any) -> Pack:
+        seen.append(pack_rows(*args, **options))
+        return seen[-1]
+
+    with mock.patch.object(network, "pack_rows", noted):
+        yield seen
+
+
+def computed_flops(shape: ModelShape, packs: Sequence[Pack]) -> float:
+    """FLOP of a train call as it was computed: padding, prompts not shared, and logits made twice.
+
+    Products of a layer three times for each packed token, of the head four times for each state
+    that is read: logits are made again in the backward pass. Attention as in `train_flops`.
+
+    Args:
+        shape: Of the model.
+        packs: Of all micro-batches.
+    """
+    tokens = sum(len(pack.tokens) for pack in packs)
+    reads = sum(len(pack.read) for pack in packs)
+    pairs = 0.0
+    for pack in packs:
+        before, own = pack.sequences.before[1].double(), pack.sequences.length.double()
+        pairs += float((own * before + own**2 / 2).sum())
+    products = 2.0 * shape.num_layers * shape.active_layer_params * tokens
+    attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+    return 3.0 * (products + attention) + 4 * 2.0 * shape.embedding_params * reads

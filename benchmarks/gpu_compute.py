@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from gpu_case import SAMPLES, Bench, Figure, batch_of, train_flops
+from gpu_case import SAMPLES, Bench, Figure, batch_of, computed_flops, packs_seen, train_flops
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.planner.inputs.calls import Call, CallKind
@@ -48,6 +48,7 @@ def inventory(bench: Bench) -> Iterator[Figure]:
         ("products in bfloat16", "TFLOP/s", bench.products_per_s / 1e12, products),
         ("copies in device memory", "GB/s", bench.copied_per_s / 1e9,
          sheet.get("memory_bytes_per_s")),
+        ("reads of device memory", "GB/s", bench.read_per_s / 1e9, sheet.get("memory_bytes_per_s")),
     ):  # fmt: skip
         share = {} if said is None else {"share_of_data_sheet": value * SCALES[unit] / said}
         yield Figure(name=name, value=value, unit=unit, details=share)
@@ -137,14 +138,14 @@ def _shapes_of_a_step(bench: Bench) -> Figure:
     sizes = bench.sizes
     few_layers = {**sizes.models[sizes.large], "num_hidden_layers": 2}
     sizes_of_it = replace(sizes, models={"two layers": few_layers})
-    policy = Bench(sizes_of_it, bench.folder).policy("two layers")
+    policy = Bench(sizes_of_it).policy("two layers")
     counts: list[int] = []
     seen, packed = set[tuple[Any, ...]](), set[tuple[Any, ...]]()
     for step in range(3):
         shapes = _Shapes()
         batch = batch_of(sizes, sizes.step_prompts, seed=step)
         with shapes:
-            _step(policy, batch, step)
+            train_step(policy, batch, step)
         counts.append(len(shapes.dense))
         packed |= shapes.packed
         seen |= shapes.dense
@@ -186,7 +187,8 @@ def _new_shapes(bench: Bench) -> tuple[list[float], float]:
 # --- training
 
 
-def _step(policy: PolicyWorker, batch: Any, step: int = 0) -> None:
+def train_step(policy: PolicyWorker, batch: Any, step: int = 0) -> None:
+    """Train on a batch once."""
     with call_scope(step, 0):
         policy.train(ClippedPolicyLoss(), batch)
 
@@ -200,27 +202,33 @@ def train(bench: Bench) -> Iterator[Figure]:
 def _trained(bench: Bench, name: str) -> Iterator[Figure]:
     sizes = bench.sizes
     policy, batch = bench.policy(name), batch_of(sizes, sizes.prompts)
-    figure = _mfu(bench, policy, name, f"train MFU, {name}", MFU.get(name))
+    figure = mfu(bench, policy, name, f"train MFU, {name}", MFU.get(name))
     yield figure
     lengths = batch.mask.sum(1).tolist()
     call = _call("train", bench.shape(name), sizes.prompt, lengths)
     yield _memory(f"memory of training, {name}", call, figure.details["peak_gib"])
     if sizes.is_cuda:
-        waits = _waits(lambda: _step(policy, batch, 2))
+        waits = _waits(lambda: train_step(policy, batch, 2))
         yield Figure(name=f"waits for the device in a train call, {name}", value=waits)
 
 
-def _mfu(bench: Bench, policy: PolicyWorker, name: str, what: str, goal: float | None) -> Figure:
-    """The share of the data sheet's products that a train call gets, and what it is made of."""
+def mfu(bench: Bench, policy: PolicyWorker, name: str, what: str, goal: float | None) -> Figure:
+    """The share of the data sheet's products that a train call gets, and what it is made of.
+
+    The share counts each prompt once for its samples, and logits once: what is distinct. What was
+    computed stands beside it.
+    """
     sizes, meter = bench.sizes, bench.meter
     batch = batch_of(sizes, sizes.prompts)
-    first_s = meter.once(lambda: _step(policy, batch))
+    with packs_seen() as packs:
+        first_s = meter.once(lambda: train_step(policy, batch))
     meter.peak_gib(reset=True)
-    seconds = meter.seconds(lambda: _step(policy, batch, 1))
+    seconds = meter.seconds(lambda: train_step(policy, batch, 1))
     lengths = batch.mask.sum(1).tolist()
     grouped = [lengths[i : i + SAMPLES] for i in range(0, len(lengths), SAMPLES)]
     flops = train_flops(bench.shape(name), [sizes.prompt] * sizes.prompts, grouped)
     flops_per_s = flops / seconds
+    computed = computed_flops(bench.shape(name), packs)
     details: dict[str, Any] = {
         "seconds": seconds,
         "first_s": first_s,
@@ -228,7 +236,17 @@ def _mfu(bench: Bench, policy: PolicyWorker, name: str, what: str, goal: float |
         "tokens_per_s": int((batch.tokens >= 0).sum()) / seconds,
         "tflop_per_s": flops_per_s / 1e12,
         "share_of_measured_products": flops_per_s / bench.products_per_s,
+        "distinct_tflop": flops / 1e12,
+        "distinct_tokens": sizes.prompt * sizes.prompts + sum(lengths),
     }
+    if packs:  # the torch engine's
+        details |= {
+            "micro_batches": len(packs),
+            "computed_tflop": computed / 1e12,
+            "computed_tokens": sum(len(pack.tokens) for pack in packs),
+            "computed_tflop_per_s": computed / seconds / 1e12,
+            "computed_share_of_measured_products": computed / seconds / bench.products_per_s,
+        }
     if bench.sheet is None:
         return Figure(name=what, open="no data sheet of this device", details=details)
     share = flops_per_s / bench.sheet["flops_per_s"]["bfloat16"]
@@ -244,7 +262,7 @@ def engines(bench: Bench) -> Iterator[Figure]:
         if engine == "megatron" and find_spec("megatron") is None:
             yield Figure(name=what, open="megatron-core is not installed")
             continue
-        yield _mfu(bench, bench.policy(name, recipe=recipe), name, what, None)
+        yield mfu(bench, bench.policy(name, recipe=recipe), name, what, None)
 
 
 def _call(kind: CallKind, shape: ModelShape, prompt: int, responses: Sequence[int]) -> Call:

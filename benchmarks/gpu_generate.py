@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu_case import SAMPLES, Bench, Figure, batch_of, prompts_of
+from gpu_kernels import profiled, tables
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.roles import Sampling
 from penstock.algorithms.roles.language import Rollout
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.workers.engines.roles import PolicyWorker
+from penstock.workers.engines.torch_engine import device_decode
+from penstock.workers.engines.torch_engine.device_decode import StepGraphs
 from penstock.workers.engines.torch_engine.network import prepare_same_bits
 from torch.profiler import ProfilerActivity, profile
 
@@ -29,31 +36,130 @@ WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchroni
 
 
 def decode(bench: Bench) -> Iterator[Figure]:
-    """Tokens per second of few and of many rows, and what each token launches and waits for."""
+    """Few and many rows: a call, a replayed step, a capture, and what a token launches."""
     name = bench.sizes.large
     policy = bench.policy(name, trained=False)
     for rows in bench.sizes.decode_rows:
-        yield _decoded(bench, policy, name, rows)
+        yield from _decoded(bench, policy, name, rows)
     yield from _launches(bench, policy, name)
+    for rows in (bench.sizes.decode_rows[0], bench.sizes.decode_rows[-1]):
+        yield _kernels(bench, policy, name, rows)
 
 
-def _decoded(bench: Bench, policy: PolicyWorker, name: str, rows: int) -> Figure:
+def _decoded(bench: Bench, policy: PolicyWorker, name: str, rows: int) -> Iterator[Figure]:
+    """A call as it is, and then one whose steps and captures are timed apart."""
     sizes, meter = bench.sizes, bench.meter
     meter.peak_gib(reset=True)
     seconds = meter.seconds(lambda: _generate(bench, policy, rows, sizes.decode_tokens))
-    least_s = _bytes_read(bench.shape(name), rows, sizes.prompt, sizes.decode_tokens)
-    share = least_s / bench.copied_per_s / seconds
-    return Figure(
+    least_bytes = _bytes_read(bench.shape(name), rows, sizes.prompt, sizes.decode_tokens)
+    yield Figure(
         name=f"decoding {rows} rows, share of the bandwidth, {name}",
-        value=share,
+        value=least_bytes / bench.copied_per_s / seconds,
         goal=BANDWIDTH,
         details={
             "seconds": seconds,
             "ms_per_token": 1e3 * seconds / sizes.decode_tokens,
             "tokens_per_s": rows * sizes.decode_tokens / seconds,
             "copied_bytes_per_s": bench.copied_per_s,
+            "read_bytes_per_s": bench.read_per_s,
             "peak_gib": meter.peak_gib(),
         },
+    )
+    what = f"a replayed step of {rows} rows, {name}"
+    if not sizes.is_cuda:
+        yield Figure(name=what, open="a CPU captures no graphs")
+        return
+    with _timed_graphs() as times:
+        call_s = meter.once(lambda: _generate(bench, policy, rows, sizes.decode_tokens))
+    replay_s = [1e-3 * begin.elapsed_time(end) for begin, end in times.replays]
+    least_s = least_bytes / sizes.decode_tokens / bench.copied_per_s
+    yield Figure(
+        name=what,
+        value=1e3 * median(replay_s),
+        unit="ms",
+        details={
+            "num_replays": len(replay_s),
+            "all_replays_s": sum(replay_s),
+            "first_and_last_ms": [1e3 * median(replay_s[:16]), 1e3 * median(replay_s[-16:])],
+            "share_of_the_bandwidth": least_s / median(replay_s),
+            "first_steps_ms": [1e3 * one for one in times.first_s],
+            "captures_ms": [1e3 * one for one in times.capture_s],
+            "captures_and_first_steps_s": sum(times.capture_s) + sum(times.first_s),
+            "call_s": call_s,
+        },
+    )
+
+
+class _Times:
+    """How long the parts of a call took.
+
+    Attributes:
+        replays: Events before and after each replay.
+        first_s: Of each step that ran before its capture, with a wait for the device.
+        capture_s: Of each capture, with such a wait as well.
+    """
+
+    def __init__(self) -> None:
+        self.replays: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.first_s: list[float] = []
+        self.capture_s: list[float] = []
+
+
+@contextmanager
+def _timed_graphs() -> Generator[_Times]:
+    """Have the torch engine's graphs note how long their steps take, meanwhile."""
+    times = _Times()
+
+    class Timed(StepGraphs):
+        def run(self, step: Callable[[int], None], span: int, weights_at: int) -> None:
+            captured = len(times.capture_s)
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            if span not in self._graphs:
+                torch.cuda.synchronize()
+            began_s = perf_counter()
+            events[0].record()
+            super().run(step, span, weights_at)
+            events[1].record()
+            if len(times.capture_s) == captured:
+                times.replays.append((events[0], events[1]))
+            else:
+                torch.cuda.synchronize()
+                times.first_s.append(perf_counter() - began_s - times.capture_s[-1])
+
+        def _captured(self, step: Callable[[int], None], span: int) -> torch.cuda.CUDAGraph:
+            torch.cuda.synchronize()
+            began_s = perf_counter()
+            graph = super()._captured(step, span)
+            torch.cuda.synchronize()
+            times.capture_s.append(perf_counter() - began_s)
+            return graph
+
+    with mock.patch.object(device_decode, "StepGraphs", Timed):
+        yield times
+
+
+def _kernels(bench: Bench, policy: PolicyWorker, name: str, rows: int) -> Figure:
+    """Kernels of a decoded token: the difference of a longer and a shorter call."""
+    few = bench.sizes.decode_tokens // 16 or 2
+    short, long = (
+        profiled(
+            lambda tokens=tokens: _generate(bench, policy, rows, tokens),
+            is_cuda=bench.sizes.is_cuda,
+        ).kernels
+        for tokens in (few, 3 * few)
+    )
+    none = (0.0, 0.0)
+    more = {
+        kernel: (
+            (calls - short.get(kernel, none)[0]) / (2 * few),
+            (us - short.get(kernel, none)[1]) / (2 * few),
+        )
+        for kernel, (calls, us) in long.items()
+    }
+    return Figure(
+        name=f"kernels of a decoded token of {rows} rows, {name}",
+        value=sum(calls for calls, _ in more.values()),
+        details={"ms": sum(us for _, us in more.values()) / 1e3, **tables(more)},
     )
 
 

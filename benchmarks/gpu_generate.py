@@ -51,6 +51,7 @@ def _decoded(bench: Bench, policy: PolicyWorker, name: str, rows: int) -> Iterat
     sizes, meter = bench.sizes, bench.meter
     meter.peak_gib(reset=True)
     seconds = meter.seconds(lambda: _generate(bench, policy, rows, sizes.decode_tokens))
+    peak_gib = meter.peak_gib()  # before memory is copied to be compared with
     least_bytes = _bytes_read(bench.shape(name), rows, sizes.prompt, sizes.decode_tokens)
     yield Figure(
         name=f"decoding {rows} rows, share of the bandwidth, {name}",
@@ -62,7 +63,7 @@ def _decoded(bench: Bench, policy: PolicyWorker, name: str, rows: int) -> Iterat
             "tokens_per_s": rows * sizes.decode_tokens / seconds,
             "copied_bytes_per_s": bench.copied_per_s,
             "read_bytes_per_s": bench.read_per_s,
-            "peak_gib": meter.peak_gib(),
+            "peak_gib": peak_gib,
         },
     )
     what = f"a replayed step of {rows} rows, {name}"

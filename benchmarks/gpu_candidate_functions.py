@@ -48,6 +48,10 @@ class Compiled:
         inputs = tuple(one.detach() if one.requires_grad else one for one in inputs)
         if Compiled.plainly:
             return self._function(*inputs)
+        with torch.no_grad():  # in every call: torch compiles again for another mode
+            return self._of(inputs)
+
+    def _of(self, inputs: tuple[Tensor, ...]) -> Any:
         if self._compiled is None:
             self._compiled = torch.compile(
                 self._function, fullgraph=True, dynamic=False, options=_options()
@@ -93,11 +97,43 @@ class WeightGradients:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add the product of two 16-bit matrices to a float32 one without rounding it in between."""
-    if total.device.type == "cpu":  # which has no such kernel
+    """Add the product of two 16-bit matrices to a float32 one without rounding it in between.
+
+    The first of `ADDERS` that this torch has for such dtypes does it; those that it refuses go.
+    """
+    while len(ADDERS) > 1:
+        name, add = next(iter(ADDERS.items()))
+        try:
+            add(total, left, right)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            REFUSED[name] = str(error)[:300]
+            del ADDERS[name]
+        else:
+            return
+    (add,) = ADDERS.values()
+    add(total, left, right)
+
+
+def _add_plainly(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.device.type == "cpu":  # which has no product with a wider result
         total.add_(left.float() @ right.float())
-        return
-    ATEN.addmm.dtype_out(total, left, right, torch.float32, out=total)
+    else:
+        total.add_(torch.mm(left, right, out_dtype=torch.float32))
+
+
+ADDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "addmm.dtype_out": lambda total, left, right: ATEN.addmm.dtype_out(
+        total, left, right, torch.float32, out=total
+    ),
+    "baddbmm.dtype_out": lambda total, left, right: ATEN.baddbmm.dtype_out(
+        total[None], left[None], right[None], torch.float32, out=total[None]
+    ),
+    "mm with a float32 result, and a sum": _add_plainly,
+}
+REFUSED: dict[str, str] = {}
+"""Of `ADDERS`: what torch said to those that it refused."""
 
 
 class _Linear(Function):
@@ -186,8 +222,8 @@ def _log_sums(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _log_change(logits: Tensor, total: Tensor, scale: Tensor, temperature: Tensor) -> Tensor:
-    chance = (logits.float() / temperature - total[:, None]).exp()
-    return (chance * (scale / temperature)[:, None]).to(logits.dtype)
+    chance = (logits.float() / temperature - total.unsqueeze(-1)).exp()
+    return (chance * (scale / temperature).unsqueeze(-1)).to(logits.dtype)
 
 
 log_sums = Compiled(_log_sums, (0,))
@@ -290,18 +326,20 @@ def _before_gated(upstream: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     upstream = upstream.float()
     share = gate.sigmoid()
     to_gate = upstream * up * share * (1 + gate * (1 - share))
-    change = torch.cat([to_gate, upstream * gate * share], dim=-1)
-    return change.to(gate_up.dtype), (gate * share * up).to(gate_up.dtype)
+    parts = [part.to(gate_up.dtype) for part in (to_gate, upstream * gate * share)]
+    return torch.cat(parts, dim=-1), (gate * share * up).to(gate_up.dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.float().chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
+    parts = (left * cos - right * sin, right * cos + left * sin)
+    return torch.cat([part.to(x.dtype) for part in parts], dim=-1)
 
 
 def _rotated_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.float().chunk(2, dim=-1)
-    return torch.cat([left * cos + right * sin, right * cos - left * sin], dim=-1).to(x.dtype)
+    parts = (left * cos + right * sin, right * cos - left * sin)
+    return torch.cat([part.to(x.dtype) for part in parts], dim=-1)
 
 
 def _add_norm(x: Tensor, change: Tensor, norm: Tensor, eps: Tensor) -> tuple[Tensor, ...]:

@@ -97,7 +97,7 @@ def added_products(sizes: Scale, make: Makes) -> dict[str, Any]:
             "ms": device_ms(product, sizes.device),
             "product_and_sum_ms": device_ms(both, sizes.device),
         }
-    return found
+    return {"by": next(iter(functions.ADDERS)), "refused": functions.REFUSED, **found}
 
 
 # --- D1: decoding's attention by the flash kernel over used lengths
@@ -348,8 +348,80 @@ def sampling(sizes: Scale, make: Makes) -> dict[str, Any]:
     return found
 
 
+# --- S2, S3, S4: each function by itself
+
+
+def alone(sizes: Scale, make: Makes) -> dict[str, Any]:
+    """Each replaced function by itself: milliseconds now and then, and bytes per second then."""
+    fields = sizes.models[sizes.large]
+    width, middle = fields["hidden_size"], fields["intermediate_size"]
+    heads = fields["num_attention_heads"] + fields["num_key_value_heads"]
+    size = width // fields["num_attention_heads"]
+    tokens = 4096 if sizes.is_cuda else 48
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, device=sizes.device).bfloat16()
+
+    x, up, change, weight = (
+        some(tokens, width),
+        some(tokens, width),
+        some(tokens, width),
+        some(width),
+    )
+    scale = torch.rand(tokens, 1, device=sizes.device)
+    gate_up, to_product = some(tokens, 2 * middle), some(tokens, middle)
+    turned = (some(tokens, heads, size), *(some(tokens, 1, size // 2) for _ in range(2)))
+    logits = some(tokens // 2, fields["vocab_size"])
+    row = torch.rand(len(logits), device=sizes.device)
+    one, eps = (functions.number(value, x.device) for value in (1.0, 1e-6))
+    fused = functions.fused
+
+    def before_norm() -> Any:
+        return fused._before_norm(up, *fused._normed(x, 1e-6), weight, True)
+
+    def sums() -> Tensor:
+        z = logits.float().div_(1.0)
+        return z.sub_(z.amax(-1, keepdim=True)).exp().sum(-1)
+
+    def log_change() -> Tensor:
+        z = logits.float().div_(1.0).sub_(row[:, None]).sub_(row[:, None]).exp()
+        return logits.copy_(z.mul(row[:, None]).div_(1.0))
+
+    cases: Mapping[str, tuple[int, Callable[[], Any], Callable[[], Any]]] = {
+        "norm backward (S2)": (3 * x.nbytes, before_norm,
+            lambda: functions.norm_backward(up, x, scale, weight, True)),
+        "log-sum-exp (S3)": (logits.nbytes, sums, lambda: functions.log_sums(logits, one)),
+        "change of logits (S3)": (2 * logits.nbytes, log_change,
+            lambda: functions.log_change(logits, row, row, one)),
+        "SwiGLU": (3 * to_product.nbytes, lambda: fused._product(gate_up),
+            lambda: functions.gated(gate_up)),
+        "SwiGLU backward and again": (6 * to_product.nbytes,
+            lambda: (fused._before_product(to_product, gate_up), fused._product(gate_up)),
+            lambda: functions.before_gated(to_product, gate_up)),
+        "rotation": (2 * turned[0].nbytes, lambda: fused._turned(*turned, 1),
+            lambda: functions.rotated(*turned)),
+        "sum and norm": (4 * x.nbytes,
+            lambda: torch.nn.functional.rms_norm(x + change, (width,), weight, 1e-6),
+            lambda: functions.add_norm(x, change, weight, eps)),
+        "sum and norm backward": (5 * x.nbytes, lambda: (before_norm()[0] + change, x * weight),
+            lambda: functions.before_add_norm(up, x, scale, weight, change)),
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, (least_bytes, now, then) in cases.items():
+        with torch.no_grad():
+            then()  # compiles
+            ms = device_ms(then, sizes.device)
+            found[name] = {
+                "now_ms": device_ms(now, sizes.device),
+                "ms": ms,
+                "gb_per_s": least_bytes / ms / 1e6,
+            }
+    return found
+
+
 PROBES: Mapping[str, Callable[[Scale, Makes], dict[str, Any]]] = {
     "S5b: added by the product": added_products,
+    "S2, S3, S4: alone": alone,
     "D2: capture": capture,
     "D4: sampling": sampling,
     "D1: decode attention": decode_attention,

@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -315,6 +316,7 @@ class Ladder:
         prompts = [sizes.prompt] * sizes.prompts
         self._flops = train_flops(self._bench.shape(name), prompts, grouped)
         self._step = 0
+        self._plain_s: list[float] = []
         self._grad: Tensor | None = None
         self._logprob: Tensor | None = None
 
@@ -324,20 +326,21 @@ class Ladder:
             return
         stack: list[Candidate] = []
         for one in candidates:
-            if alone and one.alone:
-                found = self._results.attempt(
-                    self._section, f"{one.name} alone", lambda one=one: self._measured([one])
-                )
-                if not found:
-                    continue
-            name = "+".join(part.name for part in (*stack, one))
-            if (not alone or stack or not one.alone) and not self._results.attempt(
-                self._section, name, lambda one=one: self._measured([*stack, one])
-            ):
+            if alone and one.alone and not self._tried([one], f"{one.name} alone", by_turns=True):
                 continue
-            stack.append(one)
+            if alone and one.alone and not stack:
+                stack.append(one)  # alone it has been the first of those on each other
+                continue
+            name = "+".join(part.name for part in (*stack, one))
+            if self._tried([*stack, one], name, by_turns=not alone):
+                stack.append(one)
         if self._bench.sizes.is_cuda and alone:
             self._results.attempt(self._section, "kernels", lambda: self._kernels(stack))
+
+    def _tried(self, candidates: Sequence[Candidate], name: str, *, by_turns: bool) -> bool:
+        return self._results.attempt(
+            self._section, name, lambda: self._measured(candidates, by_turns=by_turns)
+        )
 
     def _kernels(self, candidates: Sequence[Candidate]) -> dict[str, Any]:
         """Which kernels a call with all candidates spends its time in, and how busy the device is.
@@ -345,9 +348,7 @@ class Ladder:
         Args:
             candidates: Those that worked.
         """
-        with ExitStack() as stack, profile(activities=[ProfilerActivity.CUDA]) as seen:
-            for one in candidates:
-                stack.enter_context(patched(one.changes(self._policy)))
+        with self._with(candidates), profile(activities=[ProfilerActivity.CUDA]) as seen:
             seconds = self._seconds()
         kernels = sorted(seen.key_averages(), key=lambda one: -one.self_device_time_total)
         busy_s = sum(one.self_device_time_total for one in kernels) / 1e6
@@ -366,45 +367,51 @@ class Ladder:
         first_s = self._seconds()
         self._grad = self._sampled_gradient()
         self._logprob = self._logprobs()
-        seconds = [self._seconds() for _ in range(2)]
+        self._plain_s = [self._seconds() for _ in range(2)]
         return {
             "what": "the call as it is; errors are its own spread",
             "first_s": first_s,
-            **self._figures(seconds),
+            **self._figures(self._plain_s),
             **self._errors(),
         }
 
-    def _measured(self, candidates: Sequence[Candidate]) -> dict[str, Any]:
-        """A call with some candidates between two without any, after one that compiles them."""
-        plain: list[float] = []
-        seconds: list[float] = []
-        with ExitStack() as stack:
-            for one in candidates:
-                stack.enter_context(patched(one.changes(self._policy)))
-            packed: list[int] = []
+    def _measured(self, candidates: Sequence[Candidate], *, by_turns: bool) -> dict[str, Any]:
+        """Calls with some candidates, of which the first compiles them.
+
+        Args:
+            candidates: All of them are patched in.
+            by_turns: Whether a call without any comes between two with them.
+        """
+        packed: list[int] = []
+        with self._with(candidates):
             with patched([(network, "pack_rows", _counting(network.pack_rows, packed))]):
                 first_s = self._seconds()
             errors = self._errors()
-            seconds.append(self._seconds())
-            logprob_s = self._meter.once(self._logprobs)
-        plain.append(self._seconds())
-        with ExitStack() as stack:
-            for one in candidates:
-                stack.enter_context(patched(one.changes(self._policy)))
             self._meter.peak_gib(reset=True)
-            seconds.append(self._seconds())
+            seconds = [self._seconds()]
             figures = self._figures(seconds)
-        figures["less"] = 1 - figures["seconds"] / min(plain)
+        if by_turns:
+            self._plain_s.append(self._seconds())
+            with self._with(candidates):
+                seconds.append(self._seconds())
+            figures = {**self._figures(seconds), "peak_gib": figures["peak_gib"]}
         return {
             "what": candidates[-1].what,
+            "less": 1 - figures["seconds"] / statistics.median(self._plain_s),
             **figures,
-            "as_it_is_s": plain,
+            "as_it_is_s": self._plain_s[-1],
             "micro_batches": len(packed),
             "packed_tokens": sum(packed),
             "first_s": first_s,
-            "logprob_call_s": logprob_s,
             **errors,
         }
+
+    @contextmanager
+    def _with(self, candidates: Sequence[Candidate]) -> Generator[None]:
+        with ExitStack() as stack:
+            for one in candidates:
+                stack.enter_context(patched(one.changes(self._policy)))
+            yield
 
     def _figures(self, seconds: list[float]) -> dict[str, Any]:
         sheet = self._bench.sheet
@@ -413,7 +420,7 @@ class Ladder:
             peak = sheet["flops_per_s"]["bfloat16"]
             share = {"mfu": self._flops / min(seconds) / peak}
         peak_gib = self._meter.peak_gib()
-        return {"seconds": min(seconds), "all_s": seconds, "peak_gib": peak_gib, **share}
+        return {"seconds": min(seconds), "all_s": list(seconds), "peak_gib": peak_gib, **share}
 
     def _seconds(self) -> float:
         self._step += 1
@@ -448,8 +455,11 @@ class Ladder:
             error = float(change[begin:end].norm() / size) if float(size) else 0.0
             if not error <= worst:
                 worst, at = error, name
-        difference = (self._logprobs() - self._logprob).abs()[self._batch.mask]
+        found: list[Tensor] = []
+        logprob_call_s = self._meter.once(lambda: found.append(self._logprobs()))
+        difference = (found[0] - self._logprob).abs()[self._batch.mask]
         return {
+            "logprob_call_s": logprob_call_s,
             "gradient_error": whole,
             "worst_gradient_error": worst,
             "worst_gradient": at,

@@ -183,8 +183,10 @@ def _attended(
             mixed = used_attention(query, key, value, used, scale, most)
         return mixed
 
-    wide = [x.double() for x in (query, *(part[:, :, :span] for part in caches[-1]))]
-    exact = attend_cache(*wide, bias, scale) if query.shape[0] <= 64 else None
+    exact: Tensor | None = None
+    if len(query) <= 64:
+        key, value = (part[:, :, :span].double() for part in caches[-1])
+        exact = attend_cache(query.double(), key, value, bias, scale)
     found: dict[str, Any] = {"error_to_now": _error(flash(most[0]), now())}
     if exact is not None:
         found |= {
@@ -301,7 +303,7 @@ def sample_in_two_passes(
     Returns:
         Token i64[M] and its log-probability f32[M].
     """
-    rows, num_words = logits.shape
+    num_words = logits.shape[1]
     top, sums = block_sums(logits, functions.number(temperature, logits.device))
     after = sums.cumsum(1)
     total = after[:, -1:]

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +264,8 @@ class Results:
     def put(self, section: str, name: str, found: dict[str, Any]) -> None:
         """Note a figure, print it, and write all."""
         found["at_s"] = round(self.spent_s, 1)
-        self.data.setdefault(section, {})[name] = found
+        figures: dict[str, Any] = self.data.setdefault(section, {})
+        figures[name] = found
         print(f"{section}: {name}: {_text(found)}", flush=True)
         if self._file is not None:
             self._file.write_text(json.dumps(self.data, indent=2) + "\n")
@@ -274,6 +276,7 @@ class Results:
             self.put(section, name, {"skipped": f"{self._limit_s:.0f} s were over"})
             return False
         began_s = time.monotonic()
+        found: dict[str, Any]
         try:
             found = body()
         except Exception as error:  # the others are measured all the same
@@ -350,7 +353,8 @@ class Ladder:
         """
         with self._with(candidates), profile(activities=[ProfilerActivity.CUDA]) as seen:
             seconds = self._seconds()
-        kernels = sorted(seen.key_averages(), key=lambda one: -one.self_device_time_total)
+        kernels: list[Any] = [one for one in seen.key_averages() if one.self_device_time_total]
+        kernels.sort(key=attrgetter("self_device_time_total"), reverse=True)
         busy_s = sum(one.self_device_time_total for one in kernels) / 1e6
         return {
             "seconds": seconds,

@@ -107,7 +107,10 @@ def test_logits_in_pieces_give_the_gradient_of_all_at_once(
     upstream = torch.randn(30, generator=draw)
 
     def gradients(kind: Any, pieces: int) -> list[torch.Tensor]:
-        monkeypatch.setattr(functions.token_logprobs, "_bounds", lambda _: (24 // pieces, 24))
+        def bounds(weight: torch.Tensor) -> tuple[int, int]:
+            return 24 // pieces, 24
+
+        monkeypatch.setattr(functions.token_logprobs, "_bounds", bounds)
         given = [one.clone().requires_grad_() for one in (states, weight)]
         logprob, _ = kind.apply(*given, None, target, entry, 0.7, False)
         return list(torch.autograd.grad(logprob @ upstream, given))

@@ -34,17 +34,15 @@ import gpu_candidate_functions as functions
 import gpu_candidate_probes as probes
 import torch
 from bench import machine, parser
-from gpu_case import SAMPLES, Bench, Scale, batch_of, scale, train_flops
+from gpu_case import SAMPLES, Bench, DeviceModel, Scale, batch_of, packs_seen, scale, train_flops
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.executor import build_role
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
-from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM
 
 Change = tuple[Any, str, Any]
 """Whose attribute, its name, and what it is for a while."""
@@ -58,7 +56,6 @@ SAMPLED = 7
 
 packing: Any = importlib.import_module("penstock.workers.engines.torch_engine.packing")
 trainer: Any = importlib.import_module("penstock.workers.training.trainer")
-network: Any = importlib.import_module("penstock.workers.engines.torch_engine.network")
 
 
 # --- candidates
@@ -185,17 +182,6 @@ def distinct_micro_batches(
     yield rows[begin:]
 
 
-def _counting(pack_rows: Callable[..., Any], packed: list[int]) -> Callable[..., Any]:
-    """`pack_rows` that notes how many tokens each micro-batch computes."""
-
-    def counted(*given: Any, **more: Any) -> Any:
-        pack = pack_rows(*given, **more)
-        packed.append(len(pack.tokens))
-        return pack
-
-    return counted
-
-
 @contextmanager
 def patched(changes: Sequence[Change]) -> Generator[None]:
     """Have attributes other values for a while."""
@@ -211,21 +197,6 @@ def patched(changes: Sequence[Change]) -> Generator[None]:
 
 
 # --- models
-
-
-class DeviceModel(ModelSpec):
-    """A model whose random weights are made where it computes, and kept nowhere."""
-
-    def causal_lm(self, device: str) -> Any:
-        """See `ModelSpec.causal_lm`."""
-        fields = dict(self.architecture)
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        with torch.device(device), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.init_seed)
-            made: Any = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation="sdpa"
-            )
-        return self._placed(made, device)
 
 
 def policy_of(sizes: Scale, name: str, *, trained: bool = True) -> Any:
@@ -310,7 +281,7 @@ class Ladder:
 
     def __init__(self, sizes: Scale, name: str, results: Results) -> None:
         self._section, self._results = f"train {name}", results
-        self._bench = Bench(sizes, Path())
+        self._bench = Bench(sizes)
         self._meter = self._bench.meter
         self._policy = policy_of(sizes, name)
         self._batch = batch_of(sizes, sizes.prompts)
@@ -386,9 +357,8 @@ class Ladder:
             candidates: All of them are patched in.
             by_turns: Whether a call without any comes between two with them.
         """
-        packed: list[int] = []
         with self._with(candidates):
-            with patched([(network, "pack_rows", _counting(network.pack_rows, packed))]):
+            with packs_seen() as packs:
                 first_s = self._seconds()
             errors = self._errors()
             self._meter.peak_gib(reset=True)
@@ -404,8 +374,8 @@ class Ladder:
             "less": 1 - figures["seconds"] / statistics.median(self._plain_s),
             **figures,
             "as_it_is_s": self._plain_s[-1],
-            "micro_batches": len(packed),
-            "packed_tokens": sum(packed),
+            "micro_batches": len(packs),
+            "packed_tokens": sum(len(pack.tokens) for pack in packs),
             "first_s": first_s,
             **errors,
         }

@@ -120,27 +120,38 @@ def _template(ground: Ground, what: str, template: str, **expected: Any) -> Case
 _GOOD = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
+_ENDLESS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'x' * 10**9 }}",
+    "{{ '%1000000000d' % 5 }}",
+    "{{ 'x'.center(1000000000) }}",
+    "{{ 'x'.ljust(1000000000) }}",
+    "{{ '{:>1000000000}'.format(5) }}",
+    "{% set n = namespace(s='xx') %}{% for a in range(40) %}{% set n.s = n.s + n.s %}"
+    "{% endfor %}{{ n.s }}",
+    "{% for a in range(10000) %}{{ 'x' * 10000 }}{% endfor %}",
+    "{{ [0] * 10**10 }}",
+    "{{ 9 ** 9 ** 9 }}",
+    "{{ range(10**9) | list }}",
+    "{{ 'x' | center(1000000000) }}",
+    "{{ lipsum(n=100000) }}",
+    "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
+)
+_BROKEN = (
+    "{% for",
+    "{{ nope.x.y }}",
+    "{{ 1 / 0 }}",
+    "{{ raise_exception('no') }}",
+    "{{",
+    "{% include 'x' %}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ messages[9].content }}",
+)
+
+
 @kind("template: without a bound")
 def _(ground: Ground, chance: random.Random) -> Case:
-    template = chance.choice(
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "{{ 'x' * 10**9 }}",
-            "{{ '%1000000000d' % 5 }}",
-            "{{ 'x'.center(1000000000) }}",
-            "{{ 'x'.ljust(1000000000) }}",
-            "{{ '{:>1000000000}'.format(5) }}",
-            "{% set n = namespace(s='xx') %}{% for a in range(40) %}{% set n.s = n.s + n.s %}"
-            "{% endfor %}{{ n.s }}",
-            "{% for a in range(10000) %}{{ 'x' * 10000 }}{% endfor %}",
-            "{{ [0] * 10**10 }}",
-            "{{ 9 ** 9 ** 9 }}",
-            "{{ range(10**9) | list }}",
-            "{{ 'x' | center(1000000000) }}",
-            "{{ lipsum(n=100000) }}",
-            "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
-        )
-    )
+    template = chance.choice(_ENDLESS)
     return _template(ground, template[:60], template + _GOOD, must_refuse=True)
 
 
@@ -163,18 +174,7 @@ def _(ground: Ground, chance: random.Random) -> Case:
 
 @kind("template: broken, or of another type")
 def _(ground: Ground, chance: random.Random) -> Case:
-    template = chance.choice(
-        (
-            "{% for",
-            "{{ nope.x.y }}",
-            "{{ 1 / 0 }}",
-            "{{ raise_exception('no') }}",
-            "{{",
-            "{% include 'x' %}",
-            "{{ ''.__class__.__mro__ }}",
-            "{{ messages[9].content }}",
-        )
-    )
+    template = chance.choice(_BROKEN)
     return _template(ground, template, template + _GOOD)
 
 

@@ -39,8 +39,8 @@ def yaml_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
     root = yaml.compose(stream, Loader=yaml.SafeLoader)
     if root is not None and _num_values(root, {}, path) > _MOST_VALUES:
         raise ConfigError(
-            f"'{path}' says more than {_MOST_VALUES:,} values, aliases counted as what they stand "
-            "for\n    write what is meant without aliases"
+            f"'{path}' has more than {_MOST_VALUES:,} values, each alias counted as the values it "
+            "stands for\n    write the values that are meant without aliases"
         )
     return text
 
@@ -57,7 +57,7 @@ def _num_values(node: Any, known: dict[int, int], path: Path) -> int:
     """
     if id(node) in known:
         if not known[id(node)]:
-            raise ConfigError(f"'{path}': a value holds itself; write it out")
+            raise ConfigError(f"'{path}': a value contains itself; write it out")
         return known[id(node)]
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
     if kind not in _PLAIN:

@@ -110,7 +110,7 @@ def check_folder_files(folder: Path) -> None:
 def _refuse(path: Path, found: os.stat_result) -> None:
     what = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "")
     if not what and Path("/proc/version").exists() and found.st_dev == os.stat("/proc").st_dev:
-        what = "a queue or a state of the kernel's"  # regular by its mode, as /proc/kmsg is
+        what = "a queue or state file of the kernel"  # regular by its mode, as /proc/kmsg is
     if what:
         raise NotAFile(errno.EINVAL, f"it is {what} where a file belongs", str(path))
 

@@ -90,7 +90,6 @@ class TokenPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
         self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
     ) -> dict[str, Tensor]:
         """f32[rows, T] by name of metric, without gradients."""
-        del advantage
         return {
             "ratio_mean": self._ratio(logprob, behavior_logprob, mask),
             "approx_kl_k1": behavior_logprob - logprob,
@@ -108,7 +107,6 @@ class TokenPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
         )
 
     def _ratio(self, logprob: Tensor, behavior_logprob: Tensor, mask: Tensor) -> Tensor:
-        del mask
         return probability_ratio(
             logprob=logprob,
             behavior_logprob=behavior_logprob,
@@ -205,7 +203,6 @@ class CappedWeightLoss(TokenPolicyLoss):
         self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
     ) -> Tensor:
         """See `capped_weight_loss`."""
-        del mask
         return capped_weight_loss(
             logprob=logprob,
             behavior_logprob=behavior_logprob,
@@ -232,7 +229,6 @@ class ReinforceLoss(TokenPolicyLoss):
         self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
     ) -> Tensor:
         """See `reinforce_loss`."""
-        del behavior_logprob, mask
         return reinforce_loss(logprob=logprob, advantage=advantage)
 
 

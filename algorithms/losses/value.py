@@ -40,7 +40,6 @@ class ClippedValueLoss(TokenAggregation, Loss[ValueBatch, ValueOutput]):
 
     def divisor(self, totals: Tensor) -> None:
         """None: the explained variance is of the whole minibatch's moments."""
-        del totals
 
     def __call__(self, output: ValueOutput, batch: ValueColumns, totals: Tensor) -> LossSum:
         """These rows' share of the minibatch's loss."""

@@ -270,7 +270,7 @@ def log_partition_advantage(score: PerSample, prompt_id: PromptId, *, tau: float
         ValueError: If `tau` is not positive.
     """
     if not tau > 0:
-        raise ValueError(f"tau is {tau}; the weight of a KL penalty is above 0")
+        raise ValueError(f"tau is {tau}; expected the weight of a KL penalty, above 0")
     score = floating(score)
     groups = Groups(score, prompt_id)
     advantage = score.double() - groups.per_group_row(groups.log_mean_exp(tau))

@@ -79,11 +79,7 @@ class ConversationsWithFinalState(Conversations):
 def with_next_turn(held: Conversations) -> ConversationsWithFinalState:
     """Lengthen every row by one token, a copy of its last one, where a next turn would begin.
 
-    Args:
-        held: Token columns [rows, T].
-
-    Returns:
-        Token columns [rows, T + 1].
+    Token columns [rows, T] become [rows, T + 1], as in `with_final_state`.
     """
     lengths = (held.tokens >= 0).sum(dim=1, keepdim=True)
     longer = lengthened(held)

@@ -46,7 +46,7 @@ def two_hot(x: Tensor, bins: Tensor) -> Tensor:
         ValueError: If there are fewer than two bins.
     """
     if len(bins) < 2:
-        raise ValueError(f"there are {len(bins)} bins; a number lies between two")
+        raise ValueError(f"expected at least 2 bins, got {len(bins)}")
     inside = x.clamp(bins[0], bins[-1])
     above = torch.searchsorted(bins, inside.contiguous()).clamp(1, len(bins) - 1)
     low, high = bins[above - 1], bins[above]

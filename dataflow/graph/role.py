@@ -253,5 +253,4 @@ class Loss(Generic[B, O]):
             normalized, so that a batch must be whole. Which of the two depends on the loss's
             options alone, so that it can be asked before there is a batch.
         """
-        del totals
         return None

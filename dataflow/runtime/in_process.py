@@ -161,7 +161,6 @@ class InProcess:
 
     def outlives(self, group: str) -> bool:
         """See `Executor.outlives`."""
-        del group
         return False
 
     def stop(self) -> None:

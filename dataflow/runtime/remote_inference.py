@@ -126,7 +126,6 @@ class ServedWeights:
             WorkerError: If the role holds other weights, or is not served.
             Exception: Whatever the worker raises.
         """
-        del returns
         (found,) = self._answer([request])
         if isinstance(found, Exception):
             raise found

@@ -232,7 +232,7 @@ def _our_messages() -> Generator[None]:
         raise ConfigError(f"a YAML file of --config-dir is not UTF-8: {error}") from error
     except RecursionError as error:
         raise ConfigError(
-            "a value is nested too deeply, or holds itself; write it out in fewer levels"
+            "a value is nested too deeply, or contains itself; write it out in fewer levels"
         ) from error
     except (TypeError, AttributeError, ValueError) as error:
         # Hydra's, of a value of a kind it did not expect.

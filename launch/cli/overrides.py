@@ -267,7 +267,7 @@ def _listed(word: str, places: Sequence[Path]) -> str:
     meant = found.filter(sorted(known))
     if not meant:
         raise ConfigError(
-            f"'{word:.80}': no option of a group is meant\n    groups are: {', '.join(groups())}"
+            f"'{word:.80}' matches no option of a group\n    groups are: {', '.join(groups())}"
         )
     return f"{group}={','.join(meant)}"
 

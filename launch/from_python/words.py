@@ -53,7 +53,7 @@ def as_words(command: str, words: Sequence[str], keys: Mapping[str, Any]) -> lis
         try:
             said += _said(key, value)
         except RecursionError:
-            raise ConfigError(f"'{key}' is nested too deeply, or holds itself") from None
+            raise ConfigError(f"'{key}' is nested too deeply, or contains itself") from None
     return said
 
 

@@ -145,8 +145,8 @@ def import_run(path: Path, runs: Path) -> RunFolder:
         listed, held = sum(member.size_bytes for member in members), path.stat().st_size
         if listed > held:
             raise ConfigError(
-                f"'{path}' lists {listed} bytes and holds {held}\n    get it anew; an archive that "
-                "unpacks to more than it holds is none that penstock runs export makes"
+                f"'{path}' lists {listed} bytes and holds {held}\n    get it again; penstock runs "
+                "export makes no archive that unpacks to more than it holds"
             )
         target, draft = runs / name, runs / f".{name}.importing"
         if target.exists():

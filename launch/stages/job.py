@@ -209,7 +209,7 @@ class Job:
         if has_other_side(task) and not other_side(task).deterministic:
             seen = getattr(task, "why_not_deterministic", "")
             why = f", as {seen}" if seen else ""
-            reasons.append(f"what answers in '{task.task_id}' may answer the same otherwise{why}")
+            reasons.append(f"the other side of '{task.task_id}' may answer a turn in two ways{why}")
         return "; ".join(filter(None, reasons))
 
     def not_exact(self, *, tries: bool = False) -> list[str]:

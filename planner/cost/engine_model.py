@@ -71,12 +71,10 @@ class ShardedMemory:
         rows: int | None = None,
     ) -> Parts:
         """See `EngineMemory`; what libraries hold of CPUs and others is taken to be alike."""
-        del on_cpu
         return transient_parts(call, layout, borrows=borrows, rows=rows)
 
 
 def _runs_everything(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
-    del layout, kind, shape
     return None
 
 

@@ -14,13 +14,13 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9)
 )
 REFUSED: dict[str, tuple[str, str]] = {
-    "aliases nine deep": (BOMB, "says more than 100,000 values, aliases counted"),
+    "aliases nine deep": (BOMB, "has more than 100,000 values, each alias counted"),
     "aliases nine deep in a key": ("\n ".join(["task:", *BOMB.splitlines()]), "100,000 values"),
     "20 MB of comments": (
         "# " + "x" * 20_000_000 + "\nseed: 1\n",
         "bytes; a configuration has at most 250,000",
     ),
-    "a list in itself": ("a: &a [*a]\n", "a value holds itself"),
+    "a list in itself": ("a: &a [*a]\n", "a value contains itself"),
     "bytes": ("a: 1\nb: !!binary aGVsbG8=\n", "line 2: a value of the kind binary"),
     "a set": ("a: !!set {x, y}\n", "line 1: a value of the kind set"),
 }

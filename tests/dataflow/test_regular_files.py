@@ -48,7 +48,7 @@ OTHERS = {
     "a socket": unix_socket,
     "a folder": Path.mkdir,
     "a device": link_to("/dev/zero"),
-    "a queue or a state of the kernel's": link_to("/proc/kmsg"),
+    "a queue or state file of the kernel": link_to("/proc/kmsg"),
 }
 
 

@@ -252,6 +252,7 @@ def resume(part: Part) -> None:
 
 
 def refusals(part: Part) -> None:
+    """Keep the messages with which models and calls that cannot be divided are refused."""
     policy = part.policy("qwen2")
     none = torch.zeros(0, 3, dtype=torch.int64)
     odd = ModelSpec(architecture={**tiny("qwen2"), "vocab_size": 61})

@@ -68,6 +68,7 @@ class SlowEngine:
         sampling: Sampling,
         begun: Begun | None = None,
     ) -> Iterator[Ended]:
+        """Sample one response after another, computing its whole text anew for each token."""
         uniform = streams.uniforms(sampling.max_new_tokens)
         sampler = ResponseSampler(
             prompt,

@@ -76,7 +76,7 @@ class TurnRenderer:
         """
         if tools and not self.reads_calls:
             raise ChatTemplateError(
-                "how it writes calls of tools is not known; set options.calls of the agent"
+                "the format in which it writes calls is not known; set options.calls of the agent"
             )
         plain, tools = [self._apart(message) for message in messages], self._plain(tools)
         text = self._tokenizer.render(plain, tools=tools, **self._variables)

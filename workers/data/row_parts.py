@@ -312,7 +312,7 @@ def _json(value: Any, field: str) -> str:
     try:
         return _whole(json.dumps(value, ensure_ascii=False, allow_nan=False), "prompt", field)
     except (TypeError, ValueError) as error:  # a date, bytes: columns of Parquet have more types
-        raise BadPart(f"wrong type of '{field}'", f"JSON cannot say it: {error}") from None
+        raise BadPart(f"wrong type of '{field}'", f"it is no JSON value: {error}") from None
 
 
 def _structured(row: Mapping[str, Any], field: str, columns: Columns) -> str:

@@ -195,7 +195,7 @@ def as_f32(array: NDArray[Any]) -> NDArray[np.float32]:
         if max(-low, high) > _WHOLE:
             raise BadEnv(
                 f"gave {high if high > _WHOLE else low}, but whole numbers beyond {_WHOLE:,} are "
-                "rounded in float32, by which models read; scale it, or show it in several parts,"
+                "rounded in float32, which models read; scale it, or show it in several parts,"
             )
     with np.errstate(over="ignore"):
         return array.astype(np.float32)

@@ -77,11 +77,9 @@ class EnvTask:
 
     def answer_text(self, index: int) -> str | None:
         """There is none."""
-        del index
 
     def pair_texts(self, index: int) -> tuple[str, str] | None:
         """There are none."""
-        del index
 
     def score(self, index: int, response: str) -> float:
         """Environments reward steps, not responses."""

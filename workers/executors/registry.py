@@ -13,7 +13,6 @@ from .on_ray.declaration import RAY
 
 
 def _in_process(num_threads: int | None, transport: Transport) -> Executor:
-    del num_threads, transport
     return InProcess()
 
 

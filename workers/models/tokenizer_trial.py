@@ -29,8 +29,7 @@ _FINE, _TOKENS, _CHARS, _MEMORY, _IDS = range(5)
 _FAULTS = {
     _TOKENS: f"its tokenizer makes more than {_MOST_TOKENS} tokens of a character",
     _CHARS: f"its chat template makes more than {_MOST_CHARS:,} characters of a few words",
-    _MEMORY: f"to use its tokenizer and chat template on a few words takes over {_MEMORY_BYTES:,} "
-    "bytes",
+    _MEMORY: f"its tokenizer and chat template take over {_MEMORY_BYTES:,} bytes for a few words",
     _IDS: "its tokenizer.json gives two words one id",
 }
 _PROBE = "".join(map(chr, range(32, 127))) + "\n\t\u00e9\u4e2d\U0001f600"
@@ -72,7 +71,7 @@ def _check(folder: str, given: str | None, stamps: tuple[Any, ...]) -> None:
     if outcome.timed_out:
         what = f"its tokenizer or chat template needs over {_LIMIT_S:g} s for a few words"
     elif outcome.error is not None:
-        what = f"its tokenizer or chat template breaks a process: {outcome.error.strip()[-200:]}"
+        what = f"its tokenizer or chat template ends its process: {outcome.error.strip()[-200:]}"
     elif outcome.score == _FINE:
         return
     else:

@@ -282,7 +282,7 @@ class Mixture(Reward):
         self._missing = MissingScores(
             "the mixture of rewards",
             unscored,
-            "give a part that scores some responses only unscored=0 in its own options",
+            "set unscored=0 in the options of each part that scores only some responses",
         )
 
     def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
@@ -318,7 +318,7 @@ class Mixture(Reward):
             result = constrained_score(total, passed, violation_score=self._violation_score)
         lacks = result.isnan().tolist()
         which = ", ".join(name for name, score in scores.items() if score.isnan().any())
-        failure = ("could not say", f"no score from a part; parts without some are: {which}")
+        failure = ("could not say", f"no score from a part; parts that lack scores are: {which}")
         self._missing.check([failure if lack else None for lack in lacks])
         result = filled_in(result, self._unscored)
         add_metrics(self.metrics, score_metrics(result, prompt_id))

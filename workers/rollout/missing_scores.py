@@ -99,6 +99,6 @@ class MissingScores:
         return (
             f"{self._who} gave {self._scored} of the last {self._rows} responses a score: it "
             f"{kinds}. There is nothing to learn from that. The first one:\n{self.first}\n"
-            f"    {self._advice}; if there is no score to give, name what such responses get in "
-            "the reward's options: unscored=0, or unscored=nan to train on the others alone"
+            f"    {self._advice}; if there is no score to give, name a score for such responses "
+            "in the reward's options: unscored=0, or unscored=nan to train on the others alone"
         )

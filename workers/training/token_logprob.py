@@ -149,6 +149,7 @@ class _TokenLogprob(torch.autograd.Function):
         temperature: float,
         needs_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities f32[n] of targets, and an entropy of each state or none."""
         by_state = torch.argsort(entry, stable=True)
         order = sent(by_state, states.device)
         lines = _Lines(entry[by_state], target[order])
@@ -178,6 +179,7 @@ class _TokenLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients by states, weight and bias, from those by both results."""
         states, weight, bias, largest, log_total, entropy = ctx.saved_tensors
         lines: _Lines = ctx.lines
         upstream = grads[0][ctx.order]

@@ -61,7 +61,6 @@ class WholeNetwork:
 
     def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
         """See `LanguageNetwork.whole_module`."""
-        del first
         return self.module
 
     def save_adapter(self, folder: Path, base: str | None) -> None:
@@ -84,7 +83,6 @@ class WholeNetwork:
 
     def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
         """See `Network.micro_batch_limit`: there is one process."""
-        del num_tokens
         return limit
 
     def run(

@@ -182,7 +182,6 @@ def code_tests(
         ValueError: If the answer lists no tests.
         ConfigError: If there is no sandbox as strong here, or assertions could be forged.
     """
-    del prompt
     if answer is None:
         raise ValueError("code_tests needs an answer that lists tests as JSON")
     tests = tests_of(answer, run_asserts=run_asserts)

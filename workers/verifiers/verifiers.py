@@ -260,7 +260,7 @@ def check_parameters(
         if name in passed:
             what = f"has '{name}' where {own or 'nothing'} is passed"
         elif name in known:
-            what = f"has a parameter '{name}', which is a column of the data, and none is passed"
+            what = f"has a parameter '{name}', a column of the data, and columns are not passed"
         else:
             continue
         raise ConfigError(

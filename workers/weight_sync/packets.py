@@ -102,7 +102,6 @@ Packed = dict[tuple[str, tuple[tuple[str, Box], ...]], tuple[Bucket, list[int]]]
 
 def host_room(num_bytes: int, device: torch.device) -> Tensor:
     """A `Room` in host memory, whatever the device."""
-    del device
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 

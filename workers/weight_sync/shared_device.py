@@ -346,7 +346,6 @@ class SharedDeviceChannel:
 
     def close(self, timeout_s: float) -> None:
         """See `WeightChannel.close`: nothing runs, and nothing is offered any more."""
-        del timeout_s
         ledger, self._ledger = self._ledger, None
         if ledger is not None:
             ledger.close()

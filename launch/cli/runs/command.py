@@ -201,7 +201,7 @@ def _differing(record: RunRecord) -> Iterator[str]:
     if record.code != code:
         yield f"code, {record.code} then and {code} now"
     elif code.dirty:
-        yield f"code, perhaps: {code} both times"
+        yield f"code, perhaps: {code} both times, with changes that were not committed"
     versions = changed_versions(record.environment.versions, now.versions)
     if versions:
         yield f"packages, {versions_text(versions)}"

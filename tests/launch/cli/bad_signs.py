@@ -23,6 +23,7 @@ class DriftingSpec:
     nats_per_step: float = 0.005
 
     def build(self, context: WorkerContext) -> Any:
+        """Make the policy, with `generate` replaced by one that reports drifted probabilities."""
         spec = DEFAULT.spec("policy")(
             model=self.model, end_ids=self.end_ids, optimizer=self.optimizer
         )

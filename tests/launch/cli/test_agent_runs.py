@@ -132,7 +132,7 @@ def test_a_program_that_uses_the_openai_package_is_trained(
     assert "conversation 1, row 1" in shown
     warmed_up = penstock("samples", f"run={folder}", "stage=sft")
     assert warmed_up.code == 2, "an earlier stage has no evaluations"
-    assert "not reproducible: what answers in 'chain_sum by a program'" in said.err + said.out
+    assert "not reproducible: the other side of 'chain_sum by a program'" in said.err + said.out
 
 
 def in_tokyo(hour: int, minute: int) -> dict[str, Any]:

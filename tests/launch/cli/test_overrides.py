@@ -247,7 +247,7 @@ REFUSED = {
         "--multirun: the values make 40000 combinations; expected 1 to 10000\n    give fewer "
         "values, or let Optuna choose among them: sweep.trials=20"
     ),
-    "-m seed=glob(*)": "'seed=glob(*)': no option of a group is meant\n    groups are: algorithm, ",
+    "-m seed=glob(*)": "'seed=glob(*)' matches no option of a group\n    groups are: algorithm, ",
 }
 
 

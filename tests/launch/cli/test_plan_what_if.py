@@ -107,7 +107,7 @@ def test_a_file_that_has_no_pins(penstock: Penstock, text: str | None, message: 
 def test_a_value_inside_itself_is_no_pin(penstock: Penstock) -> None:
     Path("pins.yaml").write_text("together: &a [*a]\n")
     assert refused(penstock, "plan.compare=[pins.yaml]") == (
-        "'pins.yaml': a value holds itself; write it out"
+        "'pins.yaml': a value contains itself; write it out"
     )
 
 

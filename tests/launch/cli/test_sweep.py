@@ -109,7 +109,7 @@ REFUSED = {
     "-m sweep.seed=1 lr=range(3,3)": ("'lr': expected a range of at least two ascending numbers"),
     "-m sweep.seed=1 a=0,1 a=2,3": "'a' is varied twice\n    leave one of them out",
     "-m sweep.seed=1 seed=glob(*)": (
-        "'seed=glob(*)': no option of a group is meant\n    groups are: algorithm, cluster, "
+        "'seed=glob(*)' matches no option of a group\n    groups are: algorithm, cluster, "
         "engine, executor, experiment, model, rollout, schedule, task, tracker"
     ),
     **{

@@ -180,28 +180,22 @@ def test_a_breakpoint_in_a_worker_of_the_program_stops_there(here: Path) -> None
     script.write_text(STOPS.format(words=(*GRPO, "evaluation.num_prompts=0")))
     # Ray, which other tests import here, has `breakpoint` of all further processes ask its workers.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONBREAKPOINT"}
-    ran = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment,
-        input="p number\nc\n",
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    ran, left = (
+        subprocess.run(
+            [sys.executable, str(script)],
+            env=environment,
+            input=typed,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        for typed in ("p number\nc\n", "q\n")
     )
     assert ran.returncode == 0, ran.stderr
     assert "stops.py(9)score()" in ran.stdout
     assert "(Pdb) 16\n" in ran.stdout
     assert "steps 1" in ran.stdout
-    left = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment,
-        input="q\n",
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
     assert "KeyboardInterrupt: in the debugger\nto continue: penstock run resume=" in left.stderr
 
 

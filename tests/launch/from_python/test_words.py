@@ -87,9 +87,9 @@ DEEP = reduce(lambda inner, _: {"a": inner, "b": 1}, range(10_000), START)
 @pytest.mark.parametrize(
     ("words", "keys", "said"),
     [
-        ([], {"task": DEEP}, "'task' is nested too deeply, or holds itself"),
-        ([], {"task": ITSELF}, "'task' is nested too deeply, or holds itself"),
-        ([], {"task": {"x": [ITSELF]}}, "'task' is nested too deeply, or holds itself"),
+        ([], {"task": DEEP}, "'task' is nested too deeply, or contains itself"),
+        ([], {"task": ITSELF}, "'task' is nested too deeply, or contains itself"),
+        ([], {"task": {"x": [ITSELF]}}, "'task' is nested too deeply, or contains itself"),
         ([], {"seed": 10**5000}, "'seed': a number has too many digits"),
         (
             ["--multirun"],

@@ -30,15 +30,8 @@ from penstock.workers.training.flat_parameters import read_tensors
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 
-QWEN = {
-    "model_type": "qwen2",
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+from ..engines.torch_engine.test_lora import QWEN
+
 MODEL = ModelSpec(architecture=QWEN)
 TOKENS = torch.randint(3, 40, (6, 9), generator=torch.Generator().manual_seed(0))
 MASK = torch.arange(9).expand(6, 9) >= 3

@@ -109,7 +109,7 @@ def test_parts_that_never_score_the_same_responses_end_the_run(unscored: float |
     rewards = {"odd": Fixed(*[1.0, nan] * half), "even": Fixed(*[nan, 1.0] * half)}
     parts = {name: MixturePart(worker="exact", weight=1.0) for name in rewards}
     mixture = Mixture(rewards, parts, unscored=unscored)
-    message = "gave 0 of the last 64 (?s:.*)without some are: odd, even"
+    message = "gave 0 of the last 64 (?s:.*)that lack scores are: odd, even"
     with pytest.raises(WorkerError, match=message):
         mixture.score(*rows(*["a"] * WINDOW))
 

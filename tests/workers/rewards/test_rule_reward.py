@@ -221,7 +221,7 @@ def test_a_verifier_that_never_works_ends_the_run(tmp_path: Path) -> None:
     )
     assert told[-2] == "KeyError: '1/2+0='"
     assert told[-1].endswith(
-        "if there is no score to give, name what such responses get in the reward's options: "
+        "if there is no score to give, name a score for such responses in the reward's options: "
         "unscored=0, or unscored=nan to train on the others alone"
     )
 
@@ -287,8 +287,8 @@ def test_a_verifier_that_is_never_in_time_ends_the_run(tmp_path: Path) -> None:
         "on 64. There is nothing to learn from that. The first one:\n"
         "no score within the time limit\n"
         "    see what it raises, returns or waits for (time_limit_s=0.05); if there is no score to "
-        "give, name what such responses get in the reward's options: unscored=0, or unscored=nan "
-        "to train on the others alone"
+        "give, name a score for such responses in the reward's options: unscored=0, or "
+        "unscored=nan to train on the others alone"
     )
     reward = spec.build(CONTEXT)
     tokens, mask = _rows(["loop", *["raise"] * 63])

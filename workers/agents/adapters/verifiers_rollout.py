@@ -38,7 +38,6 @@ class _Turns:
         self._said.put_nowait(reply)
 
     async def get_response(self, prompt: list[Any], model: str, **others: Any) -> Any:
-        del others
         self.asked.put_nowait(list(prompt))
         return _response(await self._said.get(), model)
 

@@ -138,7 +138,6 @@ class CalculatorEnvironment:
 
     def reset(self, problem: int, seed: int) -> None:
         """Begin; there is nothing to remember."""
-        del problem, seed
 
     def step(self, reply: Reply) -> TurnResult:
         """The values of what is called, or the end with a reward of 1 or 0."""

@@ -196,7 +196,6 @@ class ScriptedCalls:
 
     def reset(self, problem: int, seed: int) -> None:
         """Begin; there is nothing to remember."""
-        del problem, seed
 
     def step(self, reply: Reply) -> TurnResult:
         """The result of a call, or the end with the score of the answer."""

@@ -137,7 +137,7 @@ class FunctionPool:
             process.kill()  # it died idle, or speaks unasked; no call is to blame
             await self._gone(process)
         if self._keeps_state and self._started:
-            raise NotSaid("its process has ended, with all that it knew of this conversation")
+            raise NotSaid("its process has ended, and its state of this conversation is lost")
         self._started = True
         process = _Process(_most_bytes(self._max_bytes))
         self._all.add(process)

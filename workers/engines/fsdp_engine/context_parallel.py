@@ -133,7 +133,6 @@ def attend(
     Returns:
         [rows, 2C, H, E], and no weights.
     """
-    del module, attention_mask, others
     both: Tensor = _WholeRows.apply(torch.stack([key, value]), context)  # type: ignore[assignment]
     chunk = query.shape[2] // 2
     mixed: list[Tensor] = []

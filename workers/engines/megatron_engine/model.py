@@ -98,7 +98,6 @@ class _CausalAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **unused: Any
     ) -> Tensor:
         """[s, b, heads, size] each, to [s, b, heads * size]."""
-        del attention_mask, unused
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return mixed.permute(2, 0, 1, 3).flatten(2)
@@ -108,7 +107,6 @@ class Backbone(GPTModel):
     """A GPTModel that ends in hidden states: the head is applied where something is read."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        del args, options
         return hidden_states
 
 

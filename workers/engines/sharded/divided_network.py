@@ -93,6 +93,7 @@ class _Statistics(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities f32[n, m] and entropies f32[n], in nats."""
         alone = group is None or group.size() == 1
         num_words = logits.shape[1]
         # Dividing keeps the order, so the largest can be divided afterwards.
@@ -117,6 +118,7 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient by the logits, f[n, V], from those by both results."""
         logits, largest, total, entropy, column, here = ctx.saved_tensors
         to_logprob, to_entropy = grads
         grad = torch.empty_like(logits)

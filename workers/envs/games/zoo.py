@@ -164,7 +164,7 @@ class ZooBoards:
             self._ask(index, lambda: game.step(None))
         raise WorkerError(
             f"{self._names.own(index)} says it is the turn of {game.agent_selection!r} again, who "
-            "is out and was stepped with None; expected that of the other player"
+            "is out and was stepped with None; expected the turn of the other player"
         )
 
     def close(self) -> None:

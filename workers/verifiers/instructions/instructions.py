@@ -181,7 +181,6 @@ def instruction_score(
     Raises:
         ValueError: If the answer lists no instructions, or one that cannot be checked.
     """
-    del prompt
     if answer is None:
         raise ValueError("instructions need an answer that lists them as JSON")
     listed = instructions_of(answer)

@@ -247,7 +247,7 @@ def test_what_a_killed_process_remembered_is_not_begun_anew() -> None:
     late, after = asyncio.run(talk())
     assert late.timed_out
     assert after.error
-    assert "with all that it knew of this conversation" in after.text
+    assert "its state of this conversation is lost" in after.text
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ class Nim(AECEnv[str, dict[str, Any], int]):
         return {"observation": obs, "action_mask": np.arange(1, 4) <= left}
 
     def step(self, action: int) -> None:
+        """Take `action + 1` stones; misbehave at the third move as `wrong` says."""
         self.moves += 1
         if self.moves == 3 and self.wrong == "raises":
             raise RuntimeError("no stones any more")
@@ -156,6 +157,7 @@ class Leaves(AECEnv[str, dict[str, Any], int]):
         return {"observation": np.array([sum(self.turns.values())]), "action_mask": np.ones(2)}
 
     def step(self, action: int | None) -> None:
+        """Make a move; a player who is alone earns 1 by it."""
         mover = self.agent_selection
         if self.terminations[mover] or self.truncations[mover]:
             if self.wrong != "stays":

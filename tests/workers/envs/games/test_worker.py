@@ -40,6 +40,8 @@ class Told:
 
 
 class ToldBoards:
+    """Boards that give the sides turns in the order of a `Told`, and fail as it says."""
+
     def __init__(self, spec: Told, count: int) -> None:
         self.spec, self.count = spec, count
         self.moves = np.zeros(count, np.int64)

@@ -201,7 +201,7 @@ def check_keys(kind: Any, data: Any, at: str, root: tuple[Any, Any, str] | None 
     """Refuse a key that nothing declares, however deep it stands.
 
     Args:
-        kind: What declares the keys.
+        kind: The class that declares the keys.
         data: Keys and values.
         at: The key under which `data` stands.
         root: The same three of the whole configuration, in which the key may stand elsewhere.

@@ -155,7 +155,7 @@ def group_advantage(
         variance: Estimator of that deviation: "unbiased" divides by n - 1, "biased" by n.
         eps: Added to the standard deviation.
         singleton_group: What a sample alone in its group gets.
-        missing: What a row without a score does.
+        missing: How to treat a row without a score.
 
     Returns:
         f32[rows]; exactly 0 for every row of a group whose scores are all equal, and for a row

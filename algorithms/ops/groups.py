@@ -54,7 +54,7 @@ class Groups:
     Args:
         score: f32[rows]; integers and booleans are read as f32.
         prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
-        missing: What rows without a score do.
+        missing: How to treat rows without a score.
 
     Attributes:
         sizes: i64[groups], rows with a score in each group.

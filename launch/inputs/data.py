@@ -126,7 +126,7 @@ class Data:
             return ""
         return (
             f"tools: the chat template of '{self.tokenizer.name or self.task.task_id}' shows none, "
-            "so their schemas stand in the first message, with calls and results as Hermes has them"
+            "so schemas are written into the first message; calls and results have Hermes' format"
         )
 
     @cached_property

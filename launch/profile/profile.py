@@ -36,7 +36,7 @@ class MeasuredNode:
     """One machine and what was measured on it.
 
     Attributes:
-        ranks: What its ranks found.
+        ranks: Results of its ranks.
         device_name: Its GPUs' name in an option of `cluster=`; "" for the maker's name.
         labels: Labels that a machine needs to have such devices.
     """
@@ -88,10 +88,10 @@ def measured_cluster(
     between nodes if they have one device each.
 
     Args:
-        name: What plans call the cluster.
+        name: Name of the cluster in plans.
         device: "cpu" or "cuda".
         kinds: From `alike`.
-        notes: What could not be measured is added here.
+        notes: Receives a note on everything that could not be measured.
     """
     constants = CPU_DEFAULTS if device == "cpu" else GPU_DEFAULTS
     ranks = [rank for kind in kinds for node in kind for rank in node.ranks]

@@ -39,7 +39,7 @@ class SaidTurn:
     """One turn of a policy in a conversation.
 
     Attributes:
-        said: What it said, without what ended the turn.
+        said: The turn's text, without what ended it.
         reward: What that earned.
         shown: What it was shown after it; empty where that was the end.
     """

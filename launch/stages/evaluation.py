@@ -67,7 +67,7 @@ class Evaluator:
         placed: Where the nodes of such a graph run.
 
     Attributes:
-        programs: What the engine must carry.
+        programs: Programs that the engine must run.
         workers: Role -> who plays it; all but the policy's.
     """
 

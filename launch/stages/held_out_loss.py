@@ -40,7 +40,7 @@ class HeldOutRows:
     """A step's tables of held-out rows, and how their loss is computed.
 
     Attributes:
-        graph: What the loss is computed of: all that the train call reads, and its role's outputs.
+        graph: Computes the loss's inputs: all that the train call reads, and its role's outputs.
         train: The train call.
         tables: Table -> held-out rows.
     """
@@ -134,8 +134,8 @@ class HeldOutLoss:
         placed: Where the nodes of a graph run.
 
     Attributes:
-        programs: What the engine must carry.
-        workers: Role -> who plays it; of the other evaluator alone.
+        programs: Programs that the engine must run.
+        workers: Role -> its worker, for the other evaluator alone.
     """
 
     def __init__(

@@ -182,7 +182,7 @@ class Job:
         data: Its task and tokenizer.
         sources: For each stage, a source for every table it reads.
         suites: The problems to measure accuracy on; empty if there are none.
-        held_out_rows: What the main stage's loss is measured on; None if there is nothing such.
+        held_out_rows: Rows that the main stage's loss is measured on; None if there are none.
         reports: What was left out of the data, one for each way it is read.
     """
 

@@ -187,8 +187,8 @@ def part_times(
     ranks and takes the optimizer's step with its last part.
 
     Args:
-        call: Of a step with at least as many prompts as parts, whose rows end in it.
-        duration_s: What it takes with all rows at once.
+        call: A call of a step with at least as many prompts as parts, whose rows end in the step.
+        duration_s: Time of the call with all rows at once.
         time: Predicts the time of a call in the layout that the plan has for it.
         num_parts: Parts.
     """

@@ -151,7 +151,7 @@ def comparison_sections(graph: Graph, comparisons: Sequence[Comparison]) -> str:
 
     Args:
         graph: The step.
-        comparisons: Of the plan that the page is about.
+        comparisons: Comparisons of the plan that the page is about.
     """
     return "".join(_section(graph, one) for one in comparisons)
 

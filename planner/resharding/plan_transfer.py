@@ -58,7 +58,7 @@ def traffic_of(
 
     Args:
         moves: The moves of one plan.
-        groups: What they refer to.
+        groups: The groups of devices that the moves refer to.
         num_params: Parameters in the plan; at least 1.
         devices: All of either side, ascending.
         element_bytes: Bytes of one element on the way.
@@ -91,7 +91,7 @@ def buckets_of(traffic: Traffic, kinds: Sequence[Sequence[int]], bucket_bytes: i
     and not one after the other.
 
     Args:
-        traffic: What a parameter costs each device.
+        traffic: Bytes of each parameter on each device.
         kinds: Parameters of one kind, as indices; together all parameters.
         bucket_bytes: The bound; a parameter that exceeds it is alone.
     """
@@ -118,7 +118,7 @@ class Send(NamedTuple):
     Attributes:
         piece: Index among the pieces.
         params: Indices of the piece's parameters.
-        box: Which indices of each; the piece's box or a part of it.
+        box: Indices of each parameter; the piece's box or a part of it.
         source: The device that sends.
         destination: The device that receives.
     """
@@ -137,7 +137,7 @@ def choose_sources(pieces: Sequence[Piece], *, min_part_elements: int) -> tuple[
     the number of parameters that move alike.
 
     Args:
-        pieces: What is needed, and who holds it.
+        pieces: Pieces that devices need, with the devices that hold them.
         min_part_elements: No parameter is cut into parts smaller than this.
     """
     sent = {device: 0 for piece in pieces for device in piece.holders}

@@ -50,7 +50,7 @@ def test_a_file_without_bounds_is_refused_at_once(
     assert time.monotonic() - began_s < 5
 
 
-def test_what_people_write_is_read(tmp_path: Path) -> None:
+def test_usual_yaml_is_read(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("a: &a {b: 1, c: [2, 3.5, true, null]}\nd: {<<: *a, e: *a}\nf: 2024-01-01\n")
     found = load_yaml(path)

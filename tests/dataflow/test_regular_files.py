@@ -97,7 +97,7 @@ def test_a_link_is_read_through_and_never_written_through(tmp_path: Path) -> Non
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_what_is_appended_follows_what_was_there(tmp_path: Path) -> None:
+def test_appending_keeps_earlier_content(tmp_path: Path) -> None:
     for word in (b"one", b"two"):
         with opened_to_append(tmp_path / "it") as file:
             file.write(word)

@@ -34,7 +34,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, list[
     sys.path.remove(BENCHMARKS)
 
 
-def test_every_kind_is_there(tried: tuple[Any, list[Any]]) -> None:
+def test_the_seed_tries_every_kind(tried: tuple[Any, list[Any]]) -> None:
     assert len({kind for kind, _ in tried[1]}) == NUM_KINDS
     assert len(importlib.import_module("fuzz_ground").KINDS) == NUM_KINDS
 

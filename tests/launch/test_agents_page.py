@@ -46,7 +46,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(text.replace("\\\n", " "))[1:] for text in found]
 
 
-def test_the_page_has_both(reader: Path) -> None:
+def test_the_page_has_two_modules_and_two_commands(reader: Path) -> None:
     assert {path.name for path in reader.glob("*.py")} == {"towns.py", "countdown.py"}
     assert len(commands()) == 2
 
@@ -67,22 +67,22 @@ def tools_command() -> list[str]:
 def test_the_tools_of_the_page(penstock: Penstock, reader: Path) -> None:
     said = penstock(*tools_command())
     assert (said.code, said.err) == (0, "")
-    assert "shows none, so their schemas stand in the first message" in said.out
+    assert "shows none, so schemas are written into the first message" in said.out
     assert "not reproducible" not in said.out
 
 
 @pytest.mark.slow
-def test_eval_finds_them_too(penstock: Penstock, reader: Path) -> None:
+def test_eval_imports_tools_of_the_working_directory(penstock: Penstock, reader: Path) -> None:
     words = [w for w in tools_command()[1:] if w.startswith(("task", "~task", "model"))]
     words = [word.replace("num_held_out=0", "num_held_out=1") for word in words]
     said = penstock("eval", *words, "evaluation.num_prompts=1")
     assert (said.code, said.err) == (0, "")
-    assert "shows none, so their schemas stand in the first message" in said.out
+    assert "shows none, so schemas are written into the first message" in said.out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["task=own", "task=tools"])
-def test_both_of_the_page_run(penstock: Penstock, reader: Path, task: str) -> None:
+def test_both_commands_of_the_page_train(penstock: Penstock, reader: Path, task: str) -> None:
     words = next(words for words in commands() if task in words)
     words = [*words, *TINY] if task == "task=own" else tools_command()
     said = penstock(*(word for word in words if word != "--dry-run"))

@@ -33,7 +33,9 @@ _WAYS = {
 @pytest.mark.parametrize(
     ("given", "found"), [({}, "1000 None"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None PASSIVE")]
 )
-def test_it_is_set_before_torch_is_imported(way: str, given: dict[str, str], found: str) -> None:
+def test_the_spin_count_is_set_before_torch_is_imported(
+    way: str, given: dict[str, str], found: str
+) -> None:
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     environment = {key: value for key, value in os.environ.items() if key not in names}
     said = subprocess.run(
@@ -47,7 +49,9 @@ def test_it_is_set_before_torch_is_imported(way: str, given: dict[str, str], fou
     assert said.stdout.strip() == found
 
 
-def test_after_torch_it_is_set_for_new_processes_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spin_count_set_after_torch_holds_for_new_processes_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.setitem(sys.modules, "torch", sys)

@@ -44,7 +44,7 @@ class DataReport:
         num_kept: Rows that may be used.
         reasons: Reason -> number of rows left out for it.
         examples: The first bad rows.
-        notes: What else to say of rows that are kept -> of how many.
+        notes: Note on rows that are kept -> how many rows it is about.
     """
 
     def __init__(self, source: str, num_examples: int = 5) -> None:

@@ -119,8 +119,8 @@ class _Setting:
 
     Attributes:
         saved_as: Its key in adapter_config.json.
-        expected: What it may be, for messages.
-        allows: Whether a value is that.
+        expected: Describes the values that are allowed, for messages.
+        allows: Whether a value is allowed.
         absent: What peft takes if the key is not there; None if it must be.
     """
 
@@ -474,7 +474,7 @@ def save_adapter(
     Args:
         folder: Made if it is not there.
         module: The adapted model.
-        spec: What they were made by, resolved.
+        spec: The resolved spec that they were made by.
         parameters: As `adapt` gave them; a scalar head that was trained beside them is left out.
         base: The folder of the model below them; None if it was made of an architecture.
     """

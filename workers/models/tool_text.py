@@ -45,7 +45,7 @@ def with_tools_as_text(
     """Return the conversation with everything about tools in the contents of its messages.
 
     Args:
-        messages: Of which some may have `tool_calls`, or be a tool's.
+        messages: The conversation; some messages may have `tool_calls`, or be a tool's.
         tools: JSON schemas of what may be called; they go into the first message.
         system: Whether the first message may be the system's; else it is the user's.
     """

@@ -93,7 +93,7 @@ class RuleReward(Reward):
         time_limit_s: Not used by verifiers that run in this process.
         num_processes: Not used by verifiers that run in this process.
         scale: Factor on the score.
-        unscored: What a response without a score gets.
+        unscored: Score of a response without one.
 
     Attributes:
         metrics: Metrics of the last call, for `drain_metrics`: those of `score_metrics`, and

@@ -87,7 +87,7 @@ def check_turns(at: str, sampling: Sampling, max_turns: int, *, branch: bool) ->
     """Refuse settings with which no conversation can be held.
 
     Args:
-        at: Which call, for messages.
+        at: Name of the call, for messages.
         sampling: How turns are sampled.
         max_turns: Most turns.
         branch: Whether conversations come in pairs.

@@ -45,9 +45,9 @@ class MissingScores:
 
     Args:
         who: The worker, for messages: "the verifier of task 'sums'".
-        unscored: What the user names for such responses: a number; None leaves them out; nan does
+        unscored: The user's score for such responses: a number; None leaves them out; nan does
             so however many there are.
-        advice: What to look at if nothing is ever scored.
+        advice: A hint for the user if nothing is ever scored.
     """
 
     def __init__(self, who: str, unscored: float | None, advice: str) -> None:

@@ -31,7 +31,7 @@ class Network(Protocol):
         context: Where a worker would live that computed alone what this process does: whoever has
             rows of its own is a data-parallel rank there. Its `process` is this one.
         device: Where the weights lie.
-        layout: Who in the group stores what; devices are numbered as its processes.
+        layout: Which process of the group stores what; devices are numbered like processes.
         rank_layout: The same of this data-parallel rank's processes alone.
         replicas: Those that hold the same weights; together they have all rows of a batch.
         sort_by_length: Whether micro-batches should bring rows of similar length together, because

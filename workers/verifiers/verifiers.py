@@ -238,9 +238,9 @@ def check_parameters(
     It is called with (prompt, response, answer) in this order; columns of the data are not passed.
 
     Args:
-        reference: How the reward is named.
+        reference: Name of the reward, for messages.
         function: The reward.
-        columns: Of the data.
+        columns: Names of the data's columns.
         read_as: "prompt" and "answer" -> the column that each is read from, if any.
 
     Raises:

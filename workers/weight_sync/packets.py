@@ -56,7 +56,7 @@ def checksum(part: Part, data: Tensor, version: int) -> int:
     """XXH3 over a part's bytes, seeded with its identity: several times faster than a CRC.
 
     Args:
-        part: What the bytes are.
+        part: Identifies the bytes.
         data: u8[n], contiguous, in host memory.
         version: Version of the weights.
     """

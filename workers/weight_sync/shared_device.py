@@ -82,7 +82,7 @@ class CudaMemory:
     Attributes:
         gpu: The GPU's own identifier, the same in all processes.
         num_bytes: Its length.
-        arguments: Of torch's `rebuild_cuda_tensor`: handles, sizes and offsets.
+        arguments: Arguments of torch's `rebuild_cuda_tensor`: handles, sizes and offsets.
     """
 
     gpu: str

@@ -34,10 +34,10 @@ def test_nothing_is_left_where_nothing_was_sampled() -> None:
     assert shaped.tolist() == [[1, 0]]
 
 
-def test_what_has_no_meaning_is_refused() -> None:
+def test_options_without_a_meaning_are_refused() -> None:
     with pytest.raises(ValueError, match="tau is 0"):
         log_partition_advantage(torch.ones(2), torch.zeros(2, dtype=torch.int64), tau=0.0)
-    with pytest.raises(ValueError, match="there are 1 bins"):
+    with pytest.raises(ValueError, match="at least 2 bins, got 1"):
         two_hot(torch.ones(1), torch.ones(1))
     assert percentile_scale(torch.zeros(0), 3.0) == 3.0
 

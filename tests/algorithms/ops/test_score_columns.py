@@ -244,7 +244,7 @@ def test_a_row_without_a_score_is_in_no_statistic(name: str, shift: float) -> No
         for field in ("ids", "passed", "mask", "logprob", "ones", "finished"):
             setattr(others, field, getattr(others, field)[keep])
         if "batch" in name or "passing" in name:
-            return  # see `test_batch_statistics_leave_it_out`
+            return  # see `test_batch_statistics_leave_out_missing_scores`
         torch.testing.assert_close(return_, FUNCTIONS[name](score[1:][keep], others))
     else:
         torch.testing.assert_close(made[1:], FUNCTIONS[name](score[1:], others))
@@ -261,7 +261,7 @@ def test_a_group_may_have_one_score_or_none(name: str, left: int) -> None:
         assert (made[left if name == "remax_advantage" else 0 :] == 0).all()
 
 
-def test_batch_statistics_leave_it_out() -> None:
+def test_batch_statistics_leave_out_missing_scores() -> None:
     score, ids = torch.tensor([torch.nan, 1.0, 3.0, -1.0]), torch.tensor([0, 0, 1, 1])
     torch.testing.assert_close(batch_centered(score), torch.tensor([0.0, 0.0, 2.0, -2.0]))
     got = batch_std_advantage(score, ids, eps=0)
@@ -271,6 +271,6 @@ def test_batch_statistics_leave_it_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["length_reward", "prompt_priority", "switch_rewards"])
-def test_what_is_never_missing_is_refused(name: str) -> None:
+def test_nan_is_refused_where_values_are_never_missing(name: str) -> None:
     with pytest.raises(FloatingPointError, match="of row 0 is nan"):
         FUNCTIONS[name](torch.tensor([torch.nan, 1.0, 0.5, 2.0]), Rows(4, 3))

@@ -70,7 +70,9 @@ def test_a_wrong_field_of_run_json_is_its_fault(folder: RunFolder, field: str, v
 
 
 @pytest.mark.parametrize("text", ["", "[]", '"it"', "5", DEEP, '{"seed": Infinity}', "\ud800"])
-def test_a_run_json_that_is_none_is_its_fault(folder: RunFolder, text: str) -> None:
+def test_a_run_json_that_cannot_be_read_is_the_fault_of_its_run(
+    folder: RunFolder, text: str
+) -> None:
     folder.about.write_bytes(text.encode(errors="surrogatepass"))
     (record,) = list_runs(folder.path.parent)
     assert (record.fault or "").startswith("run.json cannot be read (")

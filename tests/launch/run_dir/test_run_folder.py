@@ -119,7 +119,7 @@ def test_a_damaged_run_is_listed_with_its_fault(tmp_path: Path) -> None:
     assert faults[1].startswith("summary.json cannot be read (JSONDecodeError: ")
 
 
-def test_a_name_alone_is_answered_with_its_folder(
+def test_a_run_name_without_its_folder_gets_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = _create(tmp_path / "runs")

@@ -60,6 +60,6 @@ def test_a_group_that_cannot_have_the_model_is_refused(words: str) -> None:
     assert REFUSED[words] in str(raised.value)
 
 
-def test_a_group_that_can_is_not() -> None:
+def test_a_group_that_can_have_the_model_is_accepted() -> None:
     words = FSDP + OWN + "algorithm=ppo executor.tensor_parallel.train=2 engine.options.shards=1"
     prepare(run_of(words), dry=True)

@@ -91,7 +91,7 @@ def test_the_loss_is_that_of_all_held_out_rows_whatever_fits_at_once(kind: str) 
 ANSWERED = ["task=chain_sum", "task.num_train=200", "task.num_held_out=8"]
 
 
-def test_it_is_measured_beside_accuracy(tmp_path: Path) -> None:
+def test_the_loss_is_measured_beside_accuracy(tmp_path: Path) -> None:
     job = made_ready("sft", *ANSWERED, "algorithm.per_step.demos=16")
     assert [suite.name for suite in job.suites] == [WHOLE]
     assert "evaluations ask" not in str(job.statistics)
@@ -162,7 +162,9 @@ def ray() -> Iterator[None]:
     ids=["fsdp", "megatron", "torch"],
 )
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_engines_and_ranks_find_the_same(kind: str, words: list[str], tmp_path: Path) -> None:
+def test_every_engine_and_number_of_ranks_measures_the_same_loss(
+    kind: str, words: list[str], tmp_path: Path
+) -> None:
     common = ["run", f"algorithm={kind}", *KINDS[kind], *FILE, "algorithm.num_steps=2"]
     found: list[list[float]] = []
     for number, others in enumerate(([], words)):

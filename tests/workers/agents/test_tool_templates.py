@@ -94,7 +94,9 @@ def test_tools_are_shown_and_calls_are_read(template: str, said: str) -> None:
         (TURNS, "brackets", "shows no tools, so they are written"),
     ],
 )
-def test_what_could_not_be_read_is_refused(template: str, calls: Any, says: str) -> None:
+def test_calls_that_could_not_be_read_are_refused_at_the_start(
+    template: str, calls: Any, says: str
+) -> None:
     spec, task, tokenizer = spec_of(template, calls=calls)
     with pytest.raises(ConfigError, match=says):
         spec.ways(task, tokenizer)
@@ -129,7 +131,7 @@ def test_a_task_may_teach_calls_in_another_way() -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, TURNS])
-def test_a_task_that_tells_how_to_call_is_as_before(template: str) -> None:
+def test_a_task_that_tells_how_to_call_gets_no_schemas(template: str) -> None:
     spec: TaskSpec = CalculatorTaskSpec(num_train=4, num_held_out=1)
     tokenizer = TokenizerSpec(kind="byte", chat_template=template).build()
     prompts = PromptEncoder(spec.build(), tokenizer, ChatOptions())

@@ -59,7 +59,7 @@ def test_what_is_sampled_and_its_probabilities_are_of_the_tokenizers_words(name:
     torch.testing.assert_close(head.weight[KNOWN:], beyond, atol=0, rtol=0)
 
 
-def test_turns_of_conversations_are_of_the_tokenizers_words() -> None:
+def test_turns_of_conversations_only_have_words_of_the_tokenizer() -> None:
     policy: Any = make_policy("qwen2-tied", num_words=KNOWN)
     generator = policy._generator
     assert isinstance(generator, TorchGenerator)
@@ -75,7 +75,7 @@ def test_turns_of_conversations_are_of_the_tokenizers_words() -> None:
     assert int(token.max()) < KNOWN
 
 
-def test_a_divided_vocabulary_has_no_share_beyond_them() -> None:
+def test_a_divided_vocabulary_has_no_words_beyond_the_tokenizers() -> None:
     class Alone(DividedNetwork):
         @property
         def vocabulary_group(self) -> None:

@@ -123,11 +123,11 @@ def test_a_whole_number_that_would_be_rounded_is_refused(value: int, many: bool)
         (spaces.Sequence(spaces.Discrete(2)), "have no fixed number of values"),
     ],
 )
-def test_an_observation_that_is_no_numbers(space: spaces.Space[Any], said: str) -> None:
+def test_an_observation_that_is_not_numeric_is_refused(space: spaces.Space[Any], said: str) -> None:
     with pytest.raises(ConfigError, match=rf"^environment 'any' shows observations of .*{said}"):
         num_features(space, "any")
 
 
-def test_an_action_of_no_numbers() -> None:
+def test_an_action_without_numbers_is_refused() -> None:
     with pytest.raises(ConfigError, match="which no actor here can give"):
         action_space(spaces.Box(-1, 1, (0,)), "any")

@@ -152,7 +152,7 @@ def test_a_scalar_model_saves_its_adapter_without_its_head(spec: Any, tmp_path: 
     assert len(again.build(WorkerContext("critic")).export_weights()) == len(saved) + 2
 
 
-def test_what_is_left_open_is_the_folders(made: tuple[Path, dict[str, Tensor]]) -> None:
+def test_settings_that_are_left_open_are_the_folders(made: tuple[Path, dict[str, Tensor]]) -> None:
     folder = str(made[0] / "rank-pattern")
     found = LoraSpec(folder=folder).resolved()
     assert replace(found, target_modules=()) == LoraSpec(
@@ -190,7 +190,7 @@ def test_what_is_left_open_is_the_folders(made: tuple[Path, dict[str, Tensor]]) 
         ),
     ],
 )
-def test_another_setting_than_the_folders_is_refused_with_both(
+def test_a_setting_that_differs_from_the_folders_is_refused(
     made: tuple[Path, dict[str, Tensor]], given: dict[str, Any], saved: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:

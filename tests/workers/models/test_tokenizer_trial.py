@@ -85,7 +85,7 @@ def test_two_words_with_one_id_are_refused(tmp_path: Path) -> None:
     assert "gives two words one id" in refused(word_folder(tmp_path, b=4))
 
 
-def test_ids_with_holes_between_are_all_there(tmp_path: Path) -> None:
+def test_a_vocabulary_may_have_gaps_between_its_ids(tmp_path: Path) -> None:
     spec = TokenizerSpec(kind="folder", folder=str(word_folder(tmp_path, b=20)))
     tokenizer: Tokenizer = spec.build()
     assert tokenizer.vocab_size == 21
@@ -93,5 +93,5 @@ def test_ids_with_holes_between_are_all_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, WITH_TOOLS, STRICT, "{{ nothing.at.all }}", None])
-def test_others_pass(tmp_path: Path, template: str | None) -> None:
+def test_templates_that_need_little_pass(tmp_path: Path, template: str | None) -> None:
     check_tokenizer(chat_folder(tmp_path, template))

@@ -49,7 +49,7 @@ TOKENIZER = TokenizerSpec().build()
 
 
 @pytest.mark.parametrize("here", [True, False])
-def test_both_ways_accept_the_same(tmp_path: Path, here: bool) -> None:
+def test_rewards_here_and_in_another_process_accept_the_same(tmp_path: Path, here: bool) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "p", "answer": "a"}) + "\n")
     task = FileTaskSpec(
@@ -75,7 +75,7 @@ def test_both_ways_accept_the_same(tmp_path: Path, here: bool) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_fault_says_what_came(name: str) -> None:
+def test_a_refused_score_is_named(name: str) -> None:
     from penstock.workers.verifiers.child import as_score
 
     code, expected = KINDS[name]

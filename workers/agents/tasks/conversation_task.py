@@ -26,7 +26,7 @@ class ConversationTask(ABC):
 
     Args:
         task_id: Names the task in messages and file names.
-        prompts: What the policy reads first, for each problem. A problem's index is its place.
+        prompts: The prompt of each problem, whose index is its position here.
         num_held_out: How many of them, the last ones, are kept for evaluation.
 
     Attributes:

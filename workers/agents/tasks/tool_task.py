@@ -90,7 +90,7 @@ class ToolTask(AnsweredOtherwise):
         tools: What may be called.
 
     Attributes:
-        why_not_deterministic: What was seen to be shared by conversations; "" if nothing.
+        why_not_deterministic: Describes what conversations were seen to share; "" if nothing.
     """
 
     def __init__(self, spec: ToolTaskSpec, task: Task, tools: Sequence[Tool]) -> None:

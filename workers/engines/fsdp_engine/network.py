@@ -115,7 +115,7 @@ class StoredPart:
         parameters: As given.
         shapes: Parameter -> its whole shape.
         size: Numbers that this process stores.
-        layout: Who in the group stores what; devices are numbered as its processes.
+        layout: Which process of the group stores what; devices are numbered like processes.
         rank_layout: The same of this data-parallel rank's processes alone.
     """
 

@@ -49,7 +49,7 @@ def rows_that_fit(free_bytes: int, *, total_bytes: int, bytes_per_row: int, most
     Args:
         free_bytes: Memory of the device that nobody uses.
         total_bytes: Memory of the device.
-        bytes_per_row: What a row needs.
+        bytes_per_row: Memory that a row needs.
         most: Rows that are wanted.
 
     Raises:

@@ -106,7 +106,7 @@ def as_requests(
         prompt: i64[P, T], right padded with -1.
         streams: The random numbers; a response that goes on has a seed of its own.
         sampling: How many responses, and how long.
-        begun: What there is of them already.
+        begun: Tokens that the responses have already.
         ends: Tokens that end a response.
         completes: Whether a response completes a stop string with its next token. It is told of all
             tokens that there are.
@@ -174,7 +174,7 @@ def engine_key(config: Any, options: EngineOptions) -> str:
 
     Args:
         config: Hugging Face's, of the model.
-        options: What the engine is started with.
+        options: Options that the engine is started with.
     """
     model = {key: value for key, value in config.to_dict().items() if key not in _WHERE_FROM}
     described = json.dumps(model, sort_keys=True, default=str)

@@ -35,7 +35,7 @@ class GameColumns:
         num_games: Number of games.
         max_turns: Turns of a player in the longest game.
         num_features: Numbers of an observation.
-        num_choices: What can be chosen from.
+        num_choices: Number of actions to choose from.
 
     Attributes:
         turns: i64[games, 2]: how many each side has had.
@@ -69,7 +69,7 @@ class GameColumns:
 
         Args:
             moved: bool[games]: the games.
-            side: Whose turn it was.
+            side: The side whose turn it was.
             shown: Columns [games, ...] about it.
         """
         at = self.turns[moved, side]

@@ -127,7 +127,7 @@ def test_a_number_and_a_truth_are_different(penstock: Penstock, tmp_path: Path) 
         ),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_wrong_words_are_refused_with_a_message(
     penstock: Penstock, runs: list[RunFolder], words: list[str], message: str
 ) -> None:
     said = penstock("runs", *words)

@@ -18,7 +18,7 @@ def run(make: Make) -> RunFolder:
     return make(0, "1e-5", DONE, [2.0, 1.0])
 
 
-def test_a_run_is_sent_somewhere_else(penstock: Penstock, run: RunFolder) -> None:
+def test_an_exported_run_is_imported_unchanged(penstock: Penstock, run: RunFolder) -> None:
     said = penstock("runs", "export", run.id, "it.run")
     assert (said.code, said.out) == (0, "written to it.run: 0.0 MiB\n")
     said = penstock("runs", "import", "it.run", "runs=others")

@@ -33,7 +33,7 @@ async def ask(endpoint: Endpoint, head: str, body: bytes = b"", *, waits: bool =
     [("9" * 5000, 404), ("9" * 19, 404), ("x", 404), ("-1", 404), ("\u0663", 404), ("5", 401)],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_an_address_that_is_none(
+def test_a_wrong_address_is_refused(
     number: str, status: int, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     endpoint = Endpoint()

@@ -248,7 +248,7 @@ def test_the_other_plays_on_where_one_is_out_early(nim: Any, wrong: str) -> None
     assert worker.metrics["cut_off"].value == bool(wrong)
 
 
-def test_a_game_that_keeps_who_is_out(nim: Any) -> None:
+def test_a_game_that_does_not_let_a_player_go_is_refused(nim: Any) -> None:
     spec = replace(nim(wrong="stays"), id="own_nim:leaves", max_turns=9)
     with pytest.raises(WorkerError, match="says it is the turn of 'second' again, who is out and"):
         play(spec, Scripted(*[0] * 9), Scripted(*[1] * 9))

@@ -23,6 +23,7 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ..dataflow.errors import ConfigError, closest, nearest
+from .references import load_object
 
 T = TypeVar("T")
 
@@ -250,7 +251,7 @@ def _elsewhere(root: tuple[Any, Any, str], path: str, value: Any, near: str) -> 
         path = _join(path, str(key))
     every = {*_declared(kind, at), *_given(data, at)}
     if "algorithm.cfg" in every:  # the step declares its keys
-        every.add("algorithm.cfg.sampling")
+        every |= {"algorithm.cfg.sampling", *_declared(_step_options(data), "algorithm.cfg")}
     paths = {one for one in every if not f"{one}.".startswith(unknown)}
     last = path.rpartition(".")[2]
     alike = closest(last, {one.rpartition(".")[2] for one in paths})
@@ -262,6 +263,15 @@ def _elsewhere(root: tuple[Any, Any, str], path: str, value: Any, near: str) -> 
             best = min(found, key=lambda one: (-len(commonprefix([one, path])), len(one), one))
             return f"; did you mean '{best}'?"
     return ""
+
+
+def _step_options(data: Any) -> Any:
+    """The class of a configured step's `cfg`; None if there is no such step."""
+    try:
+        step = load_object(data["algorithm"]["step"], "algorithm.step")
+        return get_type_hints(step).get("cfg")
+    except (ConfigError, KeyError, TypeError, NameError):  # told when the step is looked at
+        return None
 
 
 def _declared(kind: Any, at: str) -> Iterator[str]:

@@ -230,6 +230,20 @@ def _check_signature(reference: str, function: Any) -> None:
         return
 
 
+_LIKE = {
+    "prompt": ("question", "problem", "instruction", "query", "input", "task"),
+    "response": ("completion", "output", "generat", "text", "reply", "prediction"),
+    "answer": ("gold", "target", "reference", "solution", "expected", "label", "truth", "correct"),
+}
+"""What a reward is passed, in order -> words that rewards name it by as well."""
+
+
+def _is_like(name: str, passed: str) -> bool:
+    """Whether a parameter may be meant for what its place is given; one with "_" is not read."""
+    words = (passed, *_LIKE[passed])
+    return name.startswith("_") or any(word in name or word.startswith(name) for word in words)
+
+
 def check_parameters(
     reference: str, function: Any, columns: Iterable[str], read_as: Mapping[str, str | None]
 ) -> None:
@@ -244,23 +258,27 @@ def check_parameters(
         read_as: "prompt" and "answer" -> the column that each is read from, if any.
 
     Raises:
-        ConfigError: If one stands in another's place, or is named like a column.
+        ConfigError: If one stands in another's place, is named like a column, or is not named like
+            what its place is given.
     """
     try:
         parameters = [*inspect.signature(function).parameters.values()]
     except ValueError:  # a builtin without a signature
         return
-    passed = ("prompt", "response", "answer")
+    passed = tuple(_LIKE)
     known = set(columns)
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for place, name in enumerate(one.name for one in parameters if one.kind not in variadic):
-        own = passed[place] if place < len(passed) else None
-        if name == own or (own is not None and name == read_as.get(own)):
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [one for one in parameters if one.kind in (*positional, inspect.Parameter.KEYWORD_ONLY)]
+    for place, (name, kind) in enumerate((one.name, one.kind) for one in named):
+        own = passed[place] if place < len(passed) and kind in positional else None
+        if own is not None and name in (own, read_as.get(own)):
             continue
         if name in passed:
             what = f"has '{name}' where {own or 'nothing'} is passed"
         elif name in known:
             what = f"has a parameter '{name}', a column of the data, and columns are not passed"
+        elif own is not None and not _is_like(name, own):
+            what = f"has a parameter '{name}' where the {own} is passed"
         else:
             continue
         raise ConfigError(

@@ -383,13 +383,14 @@ def flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
     """Nested sections as one mapping, `section.key` -> value.
 
     Args:
-        values: Sections and values.
+        values: Sections and values; what has no name, as the suite of the run's own task, adds
+            nothing to a key.
         at: What stands before each key.
     """
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= flat(cast(Mapping[str, Any], value), f"{at}{key}.")
+            found |= flat(cast(Mapping[str, Any], value), f"{at}{key}." if key else at)
         else:
             found[f"{at}{key}"] = value
     return found

@@ -2,7 +2,7 @@
 
 A value is named as it stands in a run's files: a key of the configuration by its path, such as
 `algorithm.step` or `max_lag`, and what came out as in `summary.json`, such as `accuracy_after_rl`
-or `suites..change`.
+or `suites.change`.
 """
 
 from __future__ import annotations

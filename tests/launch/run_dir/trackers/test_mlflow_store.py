@@ -82,7 +82,7 @@ def test_every_metric_is_there_bit_for_bit(run: Path) -> None:
     assert found.data.tags["team"] == "a"
     assert found.data.tags["summary/weights_sha256"] == "ab12"
     came_out = {k: v for k, v in found.data.metrics.items() if k.startswith("summary/")}
-    assert came_out == {"summary/accuracy": 0.1, "summary/suites..change": 0.25}
+    assert came_out == {"summary/accuracy": 0.1, "summary/suites.change": 0.25}
 
 
 def test_a_resumed_run_goes_on_in_the_same_one(run: Path) -> None:

@@ -57,7 +57,7 @@ def test_every_metric_is_there_bit_for_bit(store: Path, tmp_path: Path) -> None:
     assert [*map(bits, found)] == [*map(bits, rows)]
     assert math.isnan(last.pop("odd"))
     assert last == {"high": math.inf, "low": -math.inf, "step": 20}
-    assert came_out == {"summary/accuracy": 0.1, "summary/suites..change": 0.25, "step": 21}
+    assert came_out == {"summary/accuracy": 0.1, "summary/suites.change": 0.25, "step": 21}
     config: Any = SQLiteStorage.get_run_config("odd", run.id)
     assert (config["algorithm"], config["_Group"]) == ({"lr": 1e-5}, run.id)
 

@@ -97,7 +97,7 @@ def test_every_metric_is_there_bit_for_bit(tmp_path: Path) -> None:
         for record in everything
         for item in record.summary.update
     }
-    assert (summary["accuracy"], summary["suites..change"]) == (0.1, 0.25)
+    assert (summary["accuracy"], summary["suites.change"]) == (0.1, 0.25)
     assert "examples" not in summary
     assert [record.exit.exit_code for record in everything if record.HasField("exit")] == [0]
 

@@ -482,8 +482,8 @@ def _makes_nothing(node: Node, columns: CallColumns) -> bool:
 def _reported(graph: Graph, node: Node, parts: Sequence[Part]) -> dict[str, Metric]:
     """Means of the output columns that the step returned and that hold one number per row.
 
-    A ragged column has entries that nobody wrote, so it is not averaged. A row that has no number,
-    such as a response without a score, is nan and does not count.
+    A ragged column has entries that nobody wrote, so it is not averaged. A row that is nan, such as
+    a response without a score, does not count in the mean; how many there are is reported as well.
     """
     metrics: dict[str, Metric] = {}
     for index, output in enumerate(node.outputs):
@@ -492,7 +492,9 @@ def _reported(graph: Graph, node: Node, parts: Sequence[Part]) -> dict[str, Metr
         if ids or spec.ragged_axis or Ref(node.name, output.name) not in graph.reported:
             continue
         values = torch.cat([part[index].values for part in parts]).double()
-        values = values[~values.isnan()]
+        missing, values = int(values.isnan().sum()), values[~values.isnan()]
         name = "mean" if node.output_table is None else output.name
         metrics[name] = Metric.mean(float(values.sum()), float(values.numel()))
+        if missing:
+            metrics[f"{name}_nan"] = Metric.sum(missing)
     return metrics

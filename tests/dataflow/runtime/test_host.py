@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -281,6 +282,23 @@ def test_a_returned_column_with_one_number_per_row_is_reported_as_its_mean() -> 
     ]
     whole = host().perform(call_work("shift", None, pair=list(pairs), total=list(totals)))
     assert whole.report.metrics == {"mean": Metric.mean(744, 5)}
+
+
+def test_rows_that_are_nan_are_counted_beside_the_mean_of_the_others() -> None:
+    pairs = host().perform(call_work("pair", None, data=CHUNKS, model__value=values())).parts
+    totals = host().perform(call_work("total", None, pair=list(pairs))).parts
+    score = next(i for i, output in enumerate(GRAPH["pair"].outputs) if output.name == "score")
+    pairs[0][score].values[0] = torch.nan
+    chunks = [
+        host().perform(call_work("shift", i, pair=pairs[i], total=totals[i])) for i in range(2)
+    ]
+    first, second = (result.report.metrics for result in chunks)
+    assert (first["mean"], first["mean_nan"]) == (Metric.mean(134, 1), Metric.sum(1))
+    assert second == {"mean": Metric.mean(474, 3)}
+    pairs[0][score].values[:] = torch.nan
+    (result,) = [host().perform(call_work("shift", 0, pair=pairs[0], total=totals[0]))]
+    assert math.isnan(result.report.metrics["mean"].value)
+    assert result.report.metrics["mean_nan"].value == 2
 
 
 def test_neither_ids_nor_columns_that_the_step_keeps_are_reported() -> None:

@@ -292,15 +292,7 @@ class PolicyWorker(LanguageWorker, Policy):
         *,
         entropy: bool = False,
     ) -> PolicyOutput:
-        """Of masked tokens: log-probabilities (and entropies) f32[rows, T], and of words in place.
-
-        Args:
-            tokens: i64[rows, T].
-            mask: bool[rows, T].
-            temperature: Divides the logits.
-            words: i64[rows, T, k].
-            entropy: Whether entropies are wanted.
-        """
+        """Log-probabilities (and entropies) of masked tokens f32[rows, T], and of words."""
         outputs = self.network.outputs(tokens, _before(mask), _prompt_lengths(mask))
         target = masked(tokens, mask)
         if words is not None:

@@ -124,12 +124,7 @@ class InferenceClient:
 
 
 class _Gone(Exception):
-    """There is no server.
-
-    Args:
-        said: Why not.
-        was_there: Whether somebody took the connection, and closed it.
-    """
+    """There is no server; `was_there` says whether one took the connection, and closed it."""
 
     def __init__(self, said: str, *, was_there: bool) -> None:
         super().__init__(said)

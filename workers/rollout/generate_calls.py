@@ -421,16 +421,7 @@ def _checked_streams(
     sampling: Sampling,
     steps: Tensor | None = None,
 ) -> SampleStreams:
-    """The random numbers of the call that is served, which the engine can serve.
-
-    Args:
-        engine: Samples the tokens.
-        context: The role, and the run's seed.
-        prompt: i64[P, T], right padded with -1.
-        prompt_id: i64[P].
-        sampling: How responses are sampled.
-        steps: i64[P]; the step in which each prompt's responses began, this one by default.
-    """
+    """The random numbers of the call that is served, which the engine can serve."""
     check_prompts(
         prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
     )

@@ -379,13 +379,7 @@ class _Rows:
 
 
 def _cut(lengths: Tensor, limit: int, *, by_length: bool) -> Iterator[Tensor]:
-    """Rows of at most `limit` tokens together, padding not counted, or one row at once.
-
-    Args:
-        lengths: i64[rows].
-        limit: Tokens.
-        by_length: Bring rows of similar length together.
-    """
+    """Rows of at most `limit` tokens together, padding not counted, or one row at once."""
     order = torch.argsort(lengths, stable=True) if by_length else torch.arange(len(lengths))
     ends = lengths[order].cumsum(0)
     begin = 0

@@ -233,12 +233,7 @@ def _add_product(total: Tensor, change: Tensor, states: Tensor) -> None:
 
 
 class _Lines:
-    """Which tokens are asked for of which states.
-
-    Args:
-        entry: i64[n], ascending, on the CPU.
-        target: i64[n], on the device.
-    """
+    """Which tokens, on the device, are asked for of which states, ascending on the CPU."""
 
     def __init__(self, entry: Tensor, target: Tensor) -> None:
         self._entry, self._target = entry, target

@@ -273,15 +273,7 @@ class Trainer(Generic[O]):
     def _add_gradient(
         self, forward: Forward[O], loss: Loss[B, O], rows: B, totals: Tensor, sums: Sums
     ) -> None:
-        """Add the gradient of this rank's rows to the network's, and what is reported to `sums`.
-
-        Args:
-            forward: See `Forward`.
-            loss: The loss.
-            rows: This rank's part of a minibatch, or of a piece.
-            totals: f64[K]; what the loss is given.
-            sums: What is reported.
-        """
+        """Add the gradient of this rank's rows to the network's, and what is reported to `sums`."""
         network, device = self._network, self._device
         limit = network.micro_batch_limit(self._micro_batch_tokens, int(row_sizes(rows).sum()))
         every = torch.arange(num_rows(rows))

@@ -145,15 +145,7 @@ class PointToPointChannel:
 
 
 class _Link:
-    """A connection, and the time by which all of it must be over.
-
-    Args:
-        connection: The socket.
-        end_s: On the monotonic clock.
-
-    Attributes:
-        end_s: The same; it may be set anew.
-    """
+    """A connection, and the time on the monotonic clock by which all of it must be over."""
 
     def __init__(self, connection: socket.socket, end_s: float) -> None:
         self._socket, self.end_s = connection, end_s

@@ -277,13 +277,7 @@ class Batch:
         self._position = torch.where(self.live, position + 1, position.where(self.held, 0))
 
     def _after(self, token: Tensor, span: int, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """The logits after one more token of every row, whose keys and values join the cache.
-
-        Args:
-            token: i64[M].
-            span: Cache positions to attend over.
-            tables: See `LeanBackbone.rope`.
-        """
+        """The logits after one more token of every row, whose keys and values join the cache."""
         backbone = self._backbone
         position, keys = self._position, backbone.num_key_heads
         bias = torch.zeros(len(token), 1, span, device=token.device).masked_fill_(

@@ -74,10 +74,7 @@ def _text(job: Job, cluster: ClusterSpec | None) -> str:
     nodes = {} if cluster is None else check_fits(plan, placement, cluster)
     lines = [f"{job.main.graph.name} can start; this was a dry run, and nothing was started"]
     lines += [f"cluster  {cluster_text(cluster)}"] if cluster is not None else []
-    lines += [line for line in (job.note, job.data.about_tools) if line]
-    lines += [f"not reproducible: {job.not_reproducible}"] if job.not_reproducible else []
-    lines += job.not_exact(tries=True)
-    lines += _streaming(job)
+    lines += [*job.notes(tries=True), *job.statistics, *_streaming(job)]
     found = seats(job.main.graph, placement, nodes)
     return "\n".join([*lines, *_table(found, plan.memory_bytes_per_device)])
 

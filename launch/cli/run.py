@@ -6,7 +6,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,8 @@ def run_composed(
 
         resumed = resumed_config(Path(path), composed, given)
         composed = resumed.config
-    with _plain_warnings():
+    # A run that goes on is held before its data are read, which may take minutes.
+    with _plain_warnings(), nullcontext() if resumed is None else resumed.folder.locked():
         return _carry_out(composed, resumed, shown=shown)
 
 
@@ -131,7 +132,8 @@ def _carry_out(
         trackers.add("the notebook's curve", shown)
     job = prepare(resolve(config), placed)
     progress = RunProgress(stage_plans(job), config.progress)
-    _print_data(job, progress)
+    for line in job.notes():
+        progress.note(line)
     if again is not None:
         _check_data(again, job.data.fingerprint)
     origins, environment = origins_of(job.model_folders), environment_now(machine_name())
@@ -147,7 +149,7 @@ def _carry_out(
         _check_unchanged(folder, job.data.fingerprint, origins, code, environment)
     with (
         _ended_early(folder, resumed is None, had_runs, trackers),
-        folder.locked(),
+        folder.locked() if resumed is None else nullcontext(),
         ProcessUsage() as usage,
         trackers,
         threads_within(job.run.placement.executor.num_threads),
@@ -258,25 +260,6 @@ def _check_unchanged(
             f"warning: run '{folder.id}' was started {other}; what comes out may differ from a run "
             "of either"
         )
-
-
-def _print_data(job: Job, progress: RunProgress) -> None:
-    """Where the run is placed, whether it can be repeated, and what was left out of its data."""
-    reproducible = job.not_reproducible and f"not reproducible: {job.not_reproducible}"
-    for line in (
-        job.note,
-        job.data.about_tools,
-        reproducible,
-        *job.not_exact(),
-        *job.high_rates,
-    ):
-        if line:
-            progress.note(line)
-    for report in job.reports:
-        if report.num_bad:
-            progress.note(str(report))
-        for note, count in report.notes.items():
-            progress.note(f"{note} ({count} rows)" if count else note)
 
 
 def _stages(

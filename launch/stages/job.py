@@ -44,7 +44,14 @@ from .held_out_loss import HeldOutRows
 from .memory_limit import check_memory
 from .stages import MODEL, Stage, stages_of
 from .suites import HeldOut, Suite, check_metric, metrics_of, suites_of
-from .worker_specs import check_agents, check_groups, check_options, high_rates, model_positions
+from .worker_specs import (
+    check_agents,
+    check_groups,
+    check_options,
+    high_rates,
+    model_positions,
+    rounded_adapters,
+)
 
 _NUM_STEPS = 16
 """Steps that are taken to try an environment before its state is saved, and after."""
@@ -236,10 +243,25 @@ class Job:
             f"({config.model_type})"
         )
 
-    @property
-    def high_rates(self) -> list[str]:
-        """Describe learning rates that are too high for the model's size, each in a line."""
-        return [line for stage in self.stages for line in high_rates(stage, self.run.model)]
+    def notes(self, *, tries: bool = False) -> list[str]:
+        """Describe before the first step placement, models, evaluations and rows left out.
+
+        Args:
+            tries: As of `not_exact`.
+        """
+        lines = [self.note, self.data.about_tools]
+        lines.append(self.not_reproducible and f"not reproducible: {self.not_reproducible}")
+        lines += self.not_exact(tries=tries)
+        lines += [line for stage in self.stages for line in high_rates(stage, self.run.model)]
+        lines.append(rounded_adapters(self.stages, self.run))
+        if self.held_out_rows and self.run.evaluation.num_prompts:
+            why = _why_not_scored(self.data)
+            lines.append(why and f"evaluations measure the loss alone, and no accuracy: {why}")
+        for report in self.reports:
+            lines += [str(report)] if report.num_bad else []
+            for note, count in report.notes.items():
+                lines.append(f"{note} ({count} rows)" if count else note)
+        return [line for line in lines if line]
 
     @property
     def statistics(self) -> list[str]:
@@ -467,17 +489,17 @@ def _suites(run: Resolved, main: Stage, data: Data, rows: HeldOutRows | None) ->
         actors = env_actors(main) if config.num_episodes else ()
         check_metric(config, [*losses, *(f"{actor}/return" for actor in actors)])
         return ()
-    if rows and not _can_score(data):
+    if rows and _why_not_scored(data):
         config = config.model_copy(update={"num_prompts": 0})
     suites = suites_of(config, data, main.sampling)
     check_metric(config, [*losses, *metrics_of(suites)])
     return suites
 
 
-def _can_score(data: Data) -> bool:
-    """Whether the task can score answers to its problems."""
+def _why_not_scored(data: Data) -> str:
+    """Return why the task cannot score answers to its problems; "" if it can."""
     try:
         _ = data.task.verifier
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return str(error).splitlines()[0]
+    return ""

@@ -505,9 +505,9 @@ def _check_has_score(at: str, start: str, earlier: Stage | None, model: ModelCon
 
 _LARGE = 20_000_000
 """Parameters from which on the rates of the algorithms' YAML, made for a million, are too high."""
-_RATES = {"lora": 2e-4, "sampling": 1e-5, "data": 5e-5}
+_RATES = {"lora": 2e-4, "sampling": 1e-5, "reference": 5e-6, "data": 5e-5}
 """Usual learning rates of large pretrained models: of adapters, of all weights where a policy
-learns from what it samples, and where it learns from data."""
+learns from what it samples, in comparison with a reference, and from data alone."""
 
 
 def high_rates(stage: Stage, model: ModelConfig) -> list[str]:
@@ -517,8 +517,9 @@ def high_rates(stage: Stage, model: ModelConfig) -> list[str]:
         return []
     parameters = empty_model(model_spec(model).config).parameters()
     millions = sum(parameter.numel() for parameter in parameters) / 1e6
-    samples = any(node.kind is NodeKind.ROLLOUT for node in stage.graph.nodes)
-    usual = _RATES["lora" if model.lora else "sampling" if samples else "data"]
+    kinds = {node.kind for node in stage.graph.nodes}
+    compares = "reference" if NodeKind.FORWARD in kinds else "data"
+    usual = _RATES["lora" if model.lora else "sampling" if NodeKind.ROLLOUT in kinds else compares]
     highest = max(spec.lr for r, p in started.items() if (spec := optimizer_of(stage, r, p)))
     if millions * 1e6 < _LARGE or highest <= 4 * usual:
         return []
@@ -527,6 +528,27 @@ def high_rates(stage: Stage, model: ModelConfig) -> list[str]:
         f"learning rate of {highest:g}, which suits one of a million; {usual:g} is usual: "
         f"{stage.at}.optimizer.lr={usual:g}"
     ]
+
+
+def rounded_adapters(stages: Sequence[Stage], run: Resolved) -> str:
+    """Say where adapters are merged into bfloat16 weights; "" if they are nowhere."""
+    if not run.model.lora or run.model.precision != "bfloat16":
+        return ""
+    names, engines = {stage.name for stage in stages}, run.engines
+    where = [
+        f"for '{node.name}' ({engine.name})"
+        for stage in stages
+        for node in stage.graph.nodes
+        if (engine := engines.runs(stage.graph, node)).merges_adapters
+    ]
+    started = {plan.start: None for stage in stages for plan in stage.roles.values()}
+    where += [f"for what starts from '{start}'" for start in started if start in names]
+    if not where:
+        return ""
+    return (
+        f"note: adapters are merged into bfloat16 weights {' and '.join(dict.fromkeys(where))}, "
+        "which rounds small updates away: model.dtype=float32 keeps them"
+    )
 
 
 def _started_model(start: str, model: ModelConfig) -> ModelSpec:

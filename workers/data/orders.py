@@ -132,8 +132,8 @@ def _note_remainder(report: DataReport | None, what: str, used: int, count: int)
     """Say how many of the problems an epoch takes, if not all."""
     if report is not None and used < count:
         report.notes[
-            f"{report.source}: an epoch has {used} of {count} {what}s; those that fill no step "
-            "come in other epochs"
+            f"{report.source}: an epoch trains on {used} of {count} {what}s; the other "
+            f"{count - used} do not fill a step, and each epoch leaves out others"
         ] = 0
 
 

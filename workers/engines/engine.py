@@ -104,6 +104,8 @@ class Engine:
     """The same for a policy that is only sampled from (`rollout=NAME`); None if there is none."""
     generates: bool = False
     """Whether a policy that it trains is sampled from in the same worker."""
+    merges_adapters: bool = False
+    """Whether it samples from weights of the model's precision with adapters merged in."""
     needs: Requirement | None = None
     """What must be installed."""
     division: Callable[[Layout], tuple[int, int]] = _one_process

@@ -13,8 +13,10 @@ from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+import yaml
 from penstock import __version__
 from penstock.dataflow.errors import ConfigError
+from penstock.launch.cli.hydra_app import compose
 from penstock.launch.run_dir.run_folder import (
     CodeVersion,
     RunFolder,
@@ -25,6 +27,8 @@ from penstock.launch.run_dir.run_folder import (
     open_run,
     record_of,
 )
+
+from ..conftest import Penstock
 
 NOW = datetime(2026, 11, 21, 3, 14, 54, tzinfo=UTC)
 
@@ -178,6 +182,21 @@ def test_a_run_belongs_to_one_process_and_a_kill_frees_it(tmp_path: Path) -> Non
         )
     with folder.locked():
         pass
+
+
+def test_a_running_run_is_refused_before_its_data_are_read(
+    penstock: Penstock, tmp_path: Path
+) -> None:
+    config = compose("run", ["task=file", "task.path=gone.jsonl"])
+    del config["resume"]
+    folder = create_run(tmp_path, name="it", seed=0, config=yaml.safe_dump(config), data="")
+    with _held(folder) as holder:
+        said = penstock("run", f"resume={folder.path}")
+        assert (said.code, said.err.partition(";")[0]) == (
+            2,
+            f"penstock: run '{folder.id}' is being run by process {holder.pid}",
+        )
+    assert "there is no file 'gone.jsonl'" in penstock("run", f"resume={folder.path}").err
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -134,9 +134,15 @@ def test_rows_that_do_not_fill_a_step_and_problems_not_asked_are_said() -> None:
     job = made_ready("sft", *FILE)
     (note,) = [note for report in job.reports for note in report.notes]
     assert note == (
-        "demonstrations of task 'chats': an epoch has 32 of 39 demonstrations; those that fill no "
-        "step come in other epochs"
+        "demonstrations of task 'chats': an epoch trains on 32 of 39 demonstrations; the other 7 "
+        "do not fill a step, and each epoch leaves out others"
     )
+    assert job.notes() == [
+        "evaluations measure the loss alone, and no accuracy: reward 'exact_match' compares with "
+        "the answer, but 'chats.jsonl' is read without one",
+        note,
+    ]
+    assert made_ready("sft", *FILE, "evaluation.num_prompts=0").notes() == [note]
     (line,) = job.statistics
     assert line.startswith("demonstrations of task 'chats': 51 rows (12 held out), 0.0% left out;")
     job = made_ready("sft", *ANSWERED, "evaluation.num_prompts=3")

@@ -14,7 +14,7 @@ from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.stages.job import prepare
 from penstock.launch.stages.stages import stages_of
-from penstock.launch.stages.worker_specs import high_rates
+from penstock.launch.stages.worker_specs import high_rates, rounded_adapters
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchRewardModelSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
@@ -59,8 +59,33 @@ def test_rates_that_are_too_high_for_a_large_model_are_said_before_the_first_ste
     (line,) = rates_of(tmp_path, "algorithm=sft", lora)
     assert line.endswith("; 0.0002 is usual: algorithm.optimizer.lr=0.0002")
     assert rates_of(tmp_path, "algorithm=sft", "algorithm.optimizer.lr=2e-5") == []
+    dpo = ("algorithm=dpo", "~algorithm.before")
+    assert rates_of(tmp_path, *dpo) == []  # its own rate suits a large model
+    (line,) = rates_of(tmp_path, *dpo, "algorithm.optimizer.lr=1e-3")
+    assert line.endswith("; 5e-06 is usual: algorithm.optimizer.lr=5e-06")
     (tmp_path / "config.json").write_text(json.dumps(ARCHITECTURE))
     assert rates_of(tmp_path, "algorithm=sft") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["algorithm=sft"], ""),
+        (["rollout=torch", "algorithm.roles.actor.start=model"], ""),
+        (["rollout=vllm", "algorithm.roles.actor.start=model"], "for 'actor.generate' (vllm)"),
+        ([], "for what starts from 'sft'"),
+        (["rollout=vllm"], "for 'actor.generate' (vllm) and for what starts from 'sft'"),
+        (["model.dtype=float32", "rollout=vllm"], ""),
+        (["model.lora.rank=0", "rollout=vllm"], ""),
+    ],
+)
+def test_adapters_that_are_merged_into_bfloat16_are_told_of(words: list[str], where: str) -> None:
+    run = config_of("model.lora.rank=4", "model.dtype=bfloat16", *words, *SMALL)
+    line = (
+        f"note: adapters are merged into bfloat16 weights {where}, which rounds small updates "
+        "away: model.dtype=float32 keeps them"
+    )
+    assert rounded_adapters(stages_of(run), run) == (where and line)
 
 
 @pytest.fixture(scope="module")

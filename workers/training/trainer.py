@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...algorithms.roles.language import TrainMetrics
-from ...dataflow.graph.role import Loss, LossSum, Metric
+from ...dataflow.graph.role import Loss, Metric
 from ...dataflow.runtime.call_context import CallKey, Piece, call_staleness
 from ..rollout.sampling import stream_generator
 from .data_parallel import RankGroup, rank_group
@@ -298,7 +298,7 @@ class Trainer(Generic[O]):
         output = forward(micro, loss.needs_entropy)
         if self._mismatch is not None:
             self._mismatch.add(output, micro)
-        result: LossSum = loss(output, micro, totals)
+        result = loss.checked(output, micro, totals)
         if not result.total.requires_grad:
             raise ValueError(
                 f"{type(loss).__name__} gave '{self._context.role}' a total without a gradient; "

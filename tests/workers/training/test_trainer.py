@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +161,31 @@ def test_a_loss_without_a_gradient_is_named():
     )
     with pytest.raises(ValueError, match=f"^{message}$"), call_scope(0, 0):
         policy.train(_Detached(), make_batch(policy))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair(_Recorded):
+    def __call__(self, output: PolicyOutput, batch: PolicyBatch, totals: Tensor) -> Any:
+        return output.logprob.sum(), {}
+
+
+def test_a_loss_that_returns_a_tuple_is_named():
+    policy = make_policy(optimizer=OPTIMIZER)
+    with pytest.raises(TypeError) as raised, call_scope(0, 0):
+        policy.train(_Pair(), make_batch(policy))
+    assert str(raised.value) == (
+        "_Pair returned a tuple; expected a LossSum\n"
+        "    return LossSum(total), or LossSum(total, metrics={name: (sum, weight)})"
+    )
+
+
+def test_a_batch_of_which_a_filter_left_nothing_is_named():
+    policy = make_policy(optimizer=OPTIMIZER)
+    batch = make_batch(policy)
+    columns = {one.name: getattr(batch, one.name) for one in dataclasses.fields(batch)}
+    none = {name: None if column is None else column[:0] for name, column in columns.items()}
+    with pytest.raises(ValueError, match="^the batch has no rows, and an optimizer step needs at"):
+        policy.train(_Recorded(), dataclasses.replace(batch, **none))
 
 
 def test_pairs_stay_together():

@@ -29,15 +29,7 @@ from .record import Recorded
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A table that a step reads.
-
-    Attributes:
-        graph: The step.
-        name: What it calls the table.
-        count: Items that one step takes.
-        num_groups: The least number of groups they fall into, of environments and games.
-        seed: Of the order of items.
-    """
+    """A table that a step reads: its name, items of a step, and the least number of groups."""
 
     graph: Graph
     name: str
@@ -148,13 +140,7 @@ def sources_of(algorithm: Recorded, data: Data) -> tuple[dict[str, Source], list
 
 @runtime_checkable
 class _Reads(Protocol):
-    """A source of texts.
-
-    Attributes:
-        report: What was left out.
-        longest: Tokens of its longest row.
-        statistics: One line on how long its rows are.
-    """
+    """A source of texts: what was left out, its longest row in tokens, a line on all lengths."""
 
     report: DataReport
 

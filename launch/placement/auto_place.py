@@ -344,12 +344,7 @@ def _step_time_s(plan: Plan) -> float:
 
 @dataclass(frozen=True)
 class _Divides:
-    """Whether a step's prompts divide by the ranks that would share them.
-
-    Attributes:
-        items: Train node -> what its ranks must divide.
-        workload: Of the step.
-    """
+    """Whether a step's prompts divide by the ranks that would share them."""
 
     items: Mapping[str, int]
     workload: Workload

@@ -79,13 +79,7 @@ def check_memory(run: Resolved, stage: Stage, suites: Sequence[Suite]) -> None:
 
 @dataclass(frozen=True)
 class _Work:
-    """A call, and whose worker does it.
-
-    Attributes:
-        call: What runs.
-        node: A node of the graph that the same worker runs.
-        saving: Of its engine.
-    """
+    """A call, a node of the graph that the same worker runs, and the saving of its engine."""
 
     call: Call
     node: Node
@@ -147,13 +141,7 @@ def _not_judged(why: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a run needs, with options as they are or changed.
-
-    Attributes:
-        run: The run.
-        stage: Its main stage.
-        works: What is done in it.
-    """
+    """What the main stage of a run needs, with options as they are or changed."""
 
     run: Resolved
     stage: Stage

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from ...algorithms.roles.language import RewardModel
+from ...algorithms.roles.language import Reward, RewardModel
 from ...configs.references import load_object
 from ...configs.schema import EngineConfig, ModelConfig, RolloutConfig, model_spec
 from ...configs.validate import nearest_key
@@ -32,6 +32,7 @@ from ...workers.models.spec import ModelSpec
 from ...workers.models.tokenizer import TokenizerSpec
 from ...workers.rewards.mixture import TASK_REWARDS, check_verifiers
 from ...workers.rollout.generator_policy import SplitPolicySpec
+from ...workers.rollout.missing_scores import CheckedRewardSpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ...workers.training.optimizer import OptimizerSpec
 from ..inputs.compose import Resolved
@@ -344,12 +345,9 @@ def agent_spec(
 def _adapters(stage: Stage, role: str, run: Resolved, *, waits: bool) -> dict[str, Any]:
     """What a role's spec says of adapters: its own, or that it is what those of others stand on.
 
-    A role whose weights never change is the model as it was: the one below the adapters of whoever
-    starts from the same place, unless they go on from an adapter, of which it has a copy then. One
-    that `waits` in host memory has a copy as well: the others compute with theirs meanwhile.
-
-    The folder's adapter belongs to the run's model. What an earlier stage trained has it merged in
-    already, and what starts from another folder never had it.
+    A role whose weights never change is the model below the adapters of those that start where it
+    does; with a folder's adapter, or where it `waits` in host memory, it has a copy. The folder's
+    belongs to the run's model: other starts have it merged in already, or never had it.
     """
     lora = run.model.lora
     if not lora:
@@ -602,7 +600,8 @@ def _own(
     except TypeError as error:
         raise ConfigError(f"'{at}.worker': '{plan.worker}' cannot be called: {error}") from error
     if isinstance(made, (WorkerSpec, Role)):
-        return made
+        only_scores = issubclass(plan.contract, Reward) and not plan.trained
+        return CheckedRewardSpec(plan.worker, made) if only_scores else made
     raise ConfigError(
         f"'{at}.worker': '{plan.worker}' returned a {type(made).__name__}\n"
         "    it must return a worker (a Role) or its spec (with a method build)"

@@ -16,17 +16,7 @@ _SIGN_S = 1.0
 
 
 class _Starting:
-    """Processes that start, and build what the others of their group have built.
-
-    Args:
-        group: The group; devices are set aside for them.
-        ranks: Whose processes they are.
-        here: Where they start, and what they build.
-        start_s: How long that may take.
-
-    Attributes:
-        calls: What has not been answered yet.
-    """
+    """Processes that start, and build what the others of their group have built."""
 
     def __init__(self, group: RankGroup, ranks: Sequence[int], here: Started, start_s: float):
         self._backend, self._start_s = group.backend, start_s

@@ -75,16 +75,7 @@ _TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "st
 
 
 class _Fields:
-    """The fields as written, and what their owner's class has where nothing is written.
-
-    Args:
-        given: Keys and values, with `model_type`.
-        kind: The class.
-        folder: Whose config.json they are; None if they are the user's own.
-
-    Attributes:
-        declared: Fields of the class -> their defaults; None for those without.
-    """
+    """The fields as written, and what the class of a config has where nothing is written."""
 
     def __init__(self, given: Mapping[str, Any], kind: Any, folder: Path | None) -> None:
         self.given, self.kind, self.folder = given, kind, folder

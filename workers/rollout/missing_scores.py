@@ -10,11 +10,15 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...dataflow.errors import WorkerError
+from ...dataflow.graph.role import Role
+from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 
 _LOG = logging.getLogger("penstock.reward")
 LARGEST = torch.finfo(torch.float32).max
@@ -23,6 +27,12 @@ WINDOW = 64
 """Fewest responses after which a run ends if nearly all lack a score."""
 _FEWEST = 0.05
 """Share of the responses of a window that must have a score."""
+_OPTION = (
+    "; if there is no score to give, name a score for such responses in the reward's options: "
+    "unscored=0, or unscored=nan to train on the others alone"
+)
+_NAN = ("could not say", "`score` returned nan for it")
+_OWN = "have it return a number, not nan, for responses that are to be learned from"
 
 
 def check_unscored(value: float | None) -> None:
@@ -48,10 +58,15 @@ class MissingScores:
         unscored: The user's score for such responses: a number; None leaves them out; nan does
             so however many there are.
         advice: A hint for the user if nothing is ever scored.
+        has_option: Whether the user can set `unscored`.
     """
 
-    def __init__(self, who: str, unscored: float | None, advice: str) -> None:
-        self._who, self._unscored, self._advice = who, unscored, advice
+    def __init__(
+        self, who: str, unscored: float | None, advice: str, *, has_option: bool = True
+    ) -> None:
+        self._who, self._unscored = who, unscored
+        self._advice = f"{advice}{_OPTION if has_option else ''}"
+        self._counts = "; reward/unscored counts them" if has_option else ""
         self._rows = self._scored = 0
         self._reasons: Counter[str] = Counter()
         self.first: str | None = None
@@ -92,13 +107,40 @@ class MissingScores:
             if named
             else "Such responses are not trained on, and never correct"
         )
-        return self._who, kind, f"{becomes}; reward/unscored counts them", self.first or ""
+        return self._who, kind, f"{becomes}{self._counts}", self.first or ""
 
     def _message(self) -> str:
         kinds = ", ".join(f"{kind} on {count}" for kind, count in self._reasons.most_common())
         return (
             f"{self._who} gave {self._scored} of the last {self._rows} responses a score: it "
             f"{kinds}. There is nothing to learn from that. The first one:\n{self.first}\n"
-            f"    {self._advice}; if there is no score to give, name a score for such responses "
-            "in the reward's options: unscored=0, or unscored=nan to train on the others alone"
+            f"    {self._advice}"
         )
+
+
+@dataclass(frozen=True)
+class CheckedRewardSpec:
+    """Recipe for a reward of the user's own, which ends the run if it scores hardly anything."""
+
+    name: str
+    made: WorkerSpec | Role
+
+    def build(self, context: WorkerContext) -> Role:
+        """Make the reward, and have it look at the scores that it returns.
+
+        One that scores by a method of ours does so itself, and knows `unscored`.
+        """
+        reward = self.made.build(context) if isinstance(self.made, WorkerSpec) else self.made
+        score = getattr(reward, "score", None)
+        if score is None or getattr(score, "__module__", "").startswith("penstock."):
+            return reward
+        missing = MissingScores(f"the reward '{self.name}'", None, _OWN, has_option=False)
+
+        def checked(*given: Any, **named: Any) -> Any:
+            found: Any = score(*given, **named)
+            if isinstance(found, Tensor):  # what else it returns is refused where it is packed
+                missing.check([_NAN if lacks else None for lacks in found.isnan().tolist()])
+            return found
+
+        vars(reward)["score"] = checked
+        return reward

@@ -123,8 +123,8 @@ class Minibatches:
             self._unit_of_row, self._num_units = _group_units(_group_ids(batch), group)
         if not self._num_units:
             raise ValueError(
-                "the batch has no rows, and an optimizer step needs at least one\n    have ops that "
-                "filter keep one in every step, or set the mask of rows to False to leave them out"
+                "the batch has no rows, and an optimizer step needs at least one\n    have ops "
+                "keep one in every step, or leave rows out by setting their mask to False"
             )
         if not 1 <= num_minibatches <= self._num_units:
             raise ValueError(

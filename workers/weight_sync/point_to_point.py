@@ -207,16 +207,7 @@ def _received(link: _Link, place: _Place) -> Packet | None:
 
 
 class _Server:
-    """Listens, and answers each request by a thread of its own.
-
-    Args:
-        end: The process that it is in.
-        packets: Number of an offer -> its packets; asked at every request.
-
-    Attributes:
-        address: Where it listens.
-        token: What whoever asks must send.
-    """
+    """Listens at `address`, and answers each request that has its `token` by a thread."""
 
     def __init__(self, end: ChannelEnd, packets: Mapping[int, Sequence[Packet]]) -> None:
         self._packets = packets

@@ -219,12 +219,7 @@ def _ledger_says(place: _Place) -> int:
 
 @dataclass
 class _Opened:
-    """What a receiver has open of one sender.
-
-    Attributes:
-        mark: Of its ledger: a process that was started again has another.
-        pieces: Slot -> memory.
-    """
+    """What a receiver has open of one sender: slot -> memory, by the mark of its ledger."""
 
     mark: int
     pieces: dict[int, Tensor] = field(default_factory=dict[int, Tensor])

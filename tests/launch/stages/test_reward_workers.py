@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from penstock.dataflow.errors import ConfigError
+import torch
+from penstock.algorithms.roles.language import Reward
+from penstock.dataflow.errors import ConfigError, WorkerError
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.inputs.data import load_data
@@ -14,8 +17,10 @@ from penstock.launch.stages.worker_specs import check_options, worker_specs
 from penstock.workers.rewards.judge import JudgeSpec
 from penstock.workers.rewards.kinds import RULES
 from penstock.workers.rewards.mixture import MixtureSpec
+from penstock.workers.rollout.missing_scores import CheckedRewardSpec
 
 ROLE = "algorithm.roles.reward"
+TOKENS = torch.zeros(40, 2, dtype=torch.int64)
 SMALL = ["task.num_train=20", "task.num_held_out=2", "algorithm.roles.actor.start=model"]
 
 
@@ -102,3 +107,31 @@ def test_refusals(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         reward_of(*words)
     assert str(raised.value).startswith(message)
+
+
+class Sparse(Reward):
+    """Gives the first responses of a batch a score, and the others none."""
+
+    def __init__(self, num_scored: int) -> None:
+        self.num_scored = num_scored
+
+    def score(self, tokens: torch.Tensor, mask: torch.Tensor, prompt_id: torch.Tensor) -> Any:
+        rows = torch.arange(len(tokens))
+        return torch.where(rows < self.num_scored, 1.0, torch.nan)
+
+
+def test_an_own_reward_that_scores_hardly_anything_ends_the_run() -> None:
+    def scored(num_scored: int) -> Any:
+        made = CheckedRewardSpec("mine:Sparse", Sparse(num_scored)).build(WorkerContext("reward"))
+        assert isinstance(made, Sparse)
+        given = {"tokens": TOKENS, "mask": TOKENS > 0, "prompt_id": TOKENS[:, 0]}
+        return [made.score(**given).isnan().sum().item() for _ in range(2)]
+
+    assert scored(3) == [37, 37]
+    with pytest.raises(WorkerError) as raised:
+        scored(1)
+    assert str(raised.value) == (
+        "the reward 'mine:Sparse' gave 2 of the last 80 responses a score: it could not say on 78. "
+        "There is nothing to learn from that. The first one:\n`score` returned nan for it\n"
+        "    have it return a number, not nan, for responses that are to be learned from"
+    )

@@ -106,7 +106,7 @@ def test_functions_that_return_no_number_are_refused_when_they_are_loaded(
             "prompt, response, answer, difficulty=None",
             "a parameter 'difficulty', which is a column",
         ),
-        ("prompt, response, town", "a parameter 'town', which is a column of the data"),
+        ("prompt, response, town", "a parameter 'town', a column of the data"),
         ("response, price, town", "has 'response' where prompt is passed"),
         ("prompt, answer, response", "has 'answer' where response is passed"),
         ("prompt, response, answer, *, prompt_id=0", None),

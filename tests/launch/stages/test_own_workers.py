@@ -101,8 +101,8 @@ def test_an_argument_of_another_type_is_its_own() -> None:
     words = ("algorithm=grpo", "algorithm.roles.reward.worker=own_workers:Named")
     run = config_of(*words, "algorithm.roles.actor.start=model")
     stage = stages_of(run)[-1]
-    reward: Any = worker_specs(stage, run, load_data(run.task, run.model), {})["reward"].made
-    assert reward.model == "small"
+    reward: Any = worker_specs(stage, run, load_data(run.task, run.model), {})["reward"]
+    assert reward.made.model == "small"
     assert stage.roles["reward"].start == ""
 
 

@@ -104,7 +104,7 @@ def test_functions_that_return_no_number_are_refused_when_they_are_loaded(
     [
         (
             "prompt, response, answer, difficulty=None",
-            "a parameter 'difficulty', which is a column",
+            "a parameter 'difficulty', a column",
         ),
         ("prompt, response, town", "a parameter 'town', a column of the data"),
         ("response, price, town", "has 'response' where prompt is passed"),

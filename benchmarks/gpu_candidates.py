@@ -5,9 +5,16 @@
 Each candidate (`gpu_candidate_functions.py`) is patched in for whole train calls of the models of
 `gpu.py`, in one process, alone against the unpatched call, turn by turn, and on top of those before
 it. Its gradient and log-probabilities are compared with the unpatched ones, whose own spread from
-call to call stands beside. Probes (`gpu_candidate_probes.py`) time what belongs to decoding. What
-fails is written down with its error, and the rest goes on; FILE has each figure as it is found.
-`--tiny` runs everything on a CPU, with plain functions where a kernel is CUDA's alone.
+call to call stands beside. Probes (`gpu_candidate_probes.py`) time what belongs to decoding; they
+run in a process of their own, and those after one that fails in another, since a capture that fails
+spoils its process. What fails is written down with its error, and the rest goes on; FILE has each
+figure of a train call as it is found. `--tiny` runs everything on a CPU, with plain functions where
+a kernel is CUDA's alone.
+
+Of train calls `seconds` is the shortest, and `less` is 1 - `seconds` / median of all unpatched
+calls so far. `mfu` is the FLOP of distinct tokens (each prompt once for its samples, logits once,
+as `gpu_case.train_flops` counts them) / `seconds` / the data sheet's FLOP/s in bfloat16. So a
+candidate that computes fewer tokens raises it.
 """
 
 from __future__ import annotations
@@ -19,7 +26,9 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -51,6 +60,8 @@ LEAST_SHARED = 10
 LARGE_MICRO_BATCH = 16_384
 KERNELS = 16
 """So many kernels of a profiled call are listed, those that take longest."""
+LONGEST_PROBE_S = 60.0
+"""A process of probes that still runs so long after its limit hangs."""
 SAMPLED = 7
 """One element in so many of a gradient is compared."""
 
@@ -232,6 +243,11 @@ class Results:
         """Seconds since the beginning."""
         return time.monotonic() - self._began_s
 
+    @property
+    def left_s(self) -> float:
+        """Seconds in which something may still be begun."""
+        return max(0.0, self._limit_s - self.spent_s)
+
     def put(self, section: str, name: str, found: dict[str, Any]) -> None:
         """Note a figure, print it, and write all."""
         found["at_s"] = round(self.spent_s, 1)
@@ -322,7 +338,8 @@ class Ladder:
         Args:
             candidates: Those that worked.
         """
-        with self._with(candidates), profile(activities=[ProfilerActivity.CUDA]) as seen:
+        recorded = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+        with self._with(candidates), recorded as seen:
             seconds = self._seconds()
         kernels: list[Any] = [one for one in seen.key_averages() if one.self_device_time_total]
         kernels.sort(key=attrgetter("self_device_time_total"), reverse=True)
@@ -453,11 +470,13 @@ def main() -> int:
     if args.tiny:
         torch.set_num_threads(1)
     results = Results(args.json, args.limit_s)
+    if args.probe:
+        return _probes_here(sizes, args.probe, results)
     names = args.model or [sizes.large, *([sizes.small] if sizes.small != sizes.large else [])]
     for place, name in enumerate(names):
         _ladder(sizes, name, results, alone=place == 0)
         if place == 0 and not args.no_probes:
-            _probes(sizes, results)
+            _probes(list(probes.PROBES), results, _options(args))
     failed = [
         f"{section}: {name}"
         for section, found in results.data.items()
@@ -484,9 +503,54 @@ def _ladder(sizes: Scale, name: str, results: Results, *, alone: bool) -> None:
         torch.cuda.empty_cache()
 
 
-def _probes(sizes: Scale, results: Results) -> None:
-    for name, probe in probes.PROBES.items():
-        results.attempt("probes", name, lambda probe=probe: probe(sizes, policy_of))
+def _probes(names: Sequence[str], results: Results, options: Sequence[str]) -> None:
+    """Run probes in a process of their own, and those after one that fails in another.
+
+    Args:
+        names: Of the probes.
+        results: Where their figures go when a process has ended.
+        options: Of the command line, for each process.
+    """
+    left = list(names)
+    while left:
+        found = _apart(left, results.left_s, options) if results.left_s else _skipped(left)
+        for name, one in found.items():
+            results.put("probes", name, one)
+        left = [name for name in left if name not in found]
+
+
+def _apart(names: Sequence[str], limit_s: float, options: Sequence[str]) -> dict[str, Any]:
+    """Return what a new process finds of some probes; at least that the first one failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "probes.json"
+        command = [sys.executable, __file__, "--probe", *names, "--json", str(file)]
+        command += ["--limit-s", str(limit_s), *options]
+        try:
+            ran = subprocess.run(
+                command, stdout=subprocess.DEVNULL, timeout=limit_s + LONGEST_PROBE_S, check=False
+            )
+            ended = f"its process ended with code {ran.returncode} before it was measured"
+        except subprocess.TimeoutExpired as error:
+            ended = f"its process took more than {error.timeout:.0f} s"
+        found = json.loads(file.read_text())["probes"] if file.exists() else {}
+    return found or {names[0]: {"failed": ended}}
+
+
+def _skipped(names: Sequence[str]) -> dict[str, Any]:
+    return {name: {"skipped": "no time was left"} for name in names}
+
+
+def _probes_here(sizes: Scale, names: Sequence[str], results: Results) -> int:
+    """Run probes in this process up to the first that is not measured; 1 if there is one."""
+    measured = (
+        results.attempt("probes", name, lambda name=name: probes.PROBES[name](sizes, policy_of))
+        for name in names
+    )
+    return int(not all(measured))
+
+
+def _options(args: argparse.Namespace) -> list[str]:
+    return [f"--{name}" for name in ("tiny", "plain") if getattr(args, name)]
 
 
 def _arguments() -> argparse.Namespace:
@@ -494,6 +558,7 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--limit-s", type=float, default=100.0, help="begin nothing after this")
     options.add_argument("--model", nargs="+", help="these models only; the first also alone")
     options.add_argument("--plain", action="store_true", help="compile nothing")
+    options.add_argument("--probe", nargs="+", help="these probes only, in this process")
     options.add_argument("--no-probes", action="store_true", help="train calls alone")
     options.add_argument("--tiny", action="store_true", help="a demonstration on the CPU")
     args = options.parse_args()

@@ -212,7 +212,7 @@ def _counted(body: Callable[[], object]) -> Counter[str]:
     body()
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    with profile(activities=activities) as seen:
+    with profile(activities=activities, acc_events=True) as seen:
         body()
     return Counter({one.key: one.count for one in seen.key_averages()})
 

@@ -81,7 +81,7 @@ def kind_of(name: str) -> str:
 def profiled(body: Callable[[], object], *, is_cuda: bool) -> Profile:
     """Run a call under the profiler; on a CPU torch's operations stand in for kernels."""
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
-    with profile(activities=[activity]) as seen:
+    with profile(activities=[activity], acc_events=True) as seen:
         began_s = time.perf_counter()
         body()
         if is_cuda:

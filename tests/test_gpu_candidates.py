@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -131,6 +132,66 @@ def test_sampling_in_two_passes_takes_the_same_tokens(script: Any) -> None:
     found = script.probes.sampling(script.scale(tiny=True), script.policy_of)
     assert found["other_tokens"] == 0
     assert found["logprob_error"] < 1e-5
+
+
+def test_a_process_of_probes_ends_with_the_first_that_fails(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(sizes: Any, make: Any) -> dict[str, Any]:
+        raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+
+    def good(sizes: Any, make: Any) -> dict[str, Any]:
+        return {"ms": 1.0}
+
+    known = {"good": good, "bad": spoiled, "after": good}
+    monkeypatch.setattr(script.probes, "PROBES", known)
+    results = script.Results(tmp_path / "found.json", 300.0)
+    assert script._probes_here(script.scale(tiny=True), list(known), results) == 1
+    found = json.loads((tmp_path / "found.json").read_text())["probes"]
+    assert list(found) == ["good", "bad"]
+    assert found["bad"]["failed"] == "RuntimeError: use_count > 0 INTERNAL ASSERT FAILED"
+
+
+def test_probes_after_one_that_fails_run_in_a_process_of_their_own(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[list[str]] = []
+
+    def apart(names: list[str], limit_s: float, options: list[str]) -> dict[str, Any]:
+        begun.append(list(names))
+        found = {"a": {"ms": 1.0}, "b": {"failed": "it did"}, "c": {"ms": 2.0}, "d": {"ms": 3.0}}
+        upto = names.index("b") + 1 if "b" in names else len(names)
+        return {name: found[name] for name in names[:upto]}
+
+    monkeypatch.setattr(script, "_apart", apart)
+    results = script.Results(None, 300.0)
+    script._probes(["a", "b", "c", "d"], results, [])
+    assert begun == [["a", "b", "c", "d"], ["c", "d"]]
+    assert list(results.data["probes"]) == ["a", "b", "c", "d"]
+
+
+def test_a_process_of_probes_that_dies_is_a_failure_of_its_first(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script.sys, "executable", shutil.which("false"))
+    results = script.Results(None, 300.0)
+    script._probes(["a", "b"], results, [])
+    dead = "its process ended with code 1 before it was measured"
+    assert [one["failed"] for one in results.data["probes"].values()] == [dead, dead]
+    hangs = tmp_path / "hangs"
+    hangs.write_text("#!/bin/sh\nexec sleep 60\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr(script.sys, "executable", str(hangs))
+    monkeypatch.setattr(script, "LONGEST_PROBE_S", 0.1)
+    found = script._apart(["a"], 0.2, [])
+    assert found == {"a": {"failed": "its process took more than 0 s"}}
+
+
+def test_probes_are_skipped_where_no_time_is_left(script: Any) -> None:
+    results = script.Results(None, 0.0)
+    script._probes(["a", "b"], results, [])
+    skipped = {name: one["skipped"] for name, one in results.data["probes"].items()}
+    assert skipped == {"a": "no time was left", "b": "no time was left"}
 
 
 @pytest.mark.nightly

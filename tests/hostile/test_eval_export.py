@@ -26,7 +26,7 @@ run=runs/stopped step=best
 run=runs/stopped seed=3
 run=runs/stopped task=cartpole
 run=runs/stopped evaluation.every=0
-run=runs/stopped evaluation.num_prompts=9999
+run=runs/stopped evaluation.num_prompts=1.5
 run=runs/stopped evaluation.num_prompts=0
 run=runs/stopped evaluation.suites.a.num_prompts=3
 run=runs/stopped evaluation.suites.a.task.kind=nope

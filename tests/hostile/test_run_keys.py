@@ -188,7 +188,6 @@ tracker.kind=nope
 tracker.kind=json:dumps
 tracker.options={a:1}
 evaluation.num_prompts=-1
-evaluation.num_prompts=1000000
 evaluation.num_examples=-1
 mismatch.every=0
 mismatch.warn_above=-1

@@ -280,7 +280,7 @@ def _check_generation(folder: Path) -> None:
         text = " ".join(str(error).split("If you're using")[0].split())
         raise ConfigError(
             f"'{file}' cannot be saved with the trained model: {text}\n"
-            "correct it, or remove the file: a run reads only the ends of responses from it"
+            "    correct it, or remove the file: a run reads only the ends of responses from it"
         ) from None
 
 

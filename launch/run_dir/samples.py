@@ -204,8 +204,11 @@ def _headline(sample: Sample) -> str:
     """`step 10, version 10, prompt 3: reward 1 (rule.score 1, style.score 0.5), 12 tokens`."""
     said: list[str] = []
     if sample.reward is not None:
-        parts = ", ".join(f"{name} {value:.4g}" for name, value in sample.parts.items())
-        said.append(f"reward {sample.reward:.4g}{f' ({parts})' if len(sample.parts) > 1 else ''}")
+        parts = {name: f"{value:.4g}" for name, value in sample.parts.items()}
+        known = {f"{value:.4g}" for value in (sample.reward, sample.advantage) if value is not None}
+        named = ", ".join(f"{name} {value}" for name, value in parts.items())
+        around = f" ({named})" if {*parts.values()} - known else ""
+        said.append(f"reward {sample.reward:.4g}{around}")
     if sample.advantage is not None:
         said.append(f"advantage {sample.advantage:.4g}")
     said.append(f"{sample.length} tokens{', cut off' if sample.finished is False else ''}")

@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Path:
     steps = {
         0: [row(0, "1+1=", "3", 0.0, finished=True, prompt_id=5, advantage=-1.0)],
         7: [
-            row(7, "1+1=", "2", 1.0, finished=True, prompt_id=5, advantage=0.5),
+            row(7, "1+1=", "2", 1.0, finished=True, prompt_id=5, advantage=0.5, group=0.5),
             row(7, "2*2=\n", "4\x1b[31m\nyes", 0.25, finished=False, advantage=1.5, style=0.125),
         ],
     }

@@ -10,7 +10,8 @@ from .series import History
 from .values import RunValues
 
 SUMMARIZED = (
-    *("accuracy_after_rl", "accuracy_before_rl", "num_held_out", "suites"),
+    *("accuracy_after_rl", "accuracy_before_rl", "reward_after_rl", "reward_before_rl"),
+    *("num_held_out", "suites"),
     *("episode_return_after", "episode_return_before", "num_episodes"),
     *("samples_per_s", "env_steps_per_s", "step_time_s", "wall_time_s", "main_stage_wall_time_s"),
     *("peak_memory_bytes", "cpu_utilization", "nodes", "stage_times_s", "warnings", "num_steps"),

@@ -14,6 +14,7 @@ from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
 from ..run_dir.evaluations import (
     LOSS,
+    SHARES,
     WHOLE,
     Change,
     Evaluations,
@@ -74,6 +75,8 @@ def summary_of(
         "not_reproducible": record.not_reproducible or None,
         "accuracy_before_rl": before.accuracy,
         "accuracy_after_rl": after.accuracy,
+        "reward_before_rl": before.metrics.get(f"{SHARES}/mean"),
+        "reward_after_rl": after.metrics.get(f"{SHARES}/mean"),
         "loss_before": before.losses.get(LOSS),
         "loss_after": after.losses.get(LOSS),
         "num_held_out": job.held_out.num_prompts if job.held_out else 0,
@@ -330,6 +333,9 @@ def _summary_line(
             f"{whose}accuracy {before:.1%} -> {after:.1%} on {summary['num_held_out']} held-out "
             "problems"
         )
+        rewards = summary["reward_before_rl"], summary["reward_after_rl"]
+        if None not in rewards and rewards != (before, after):
+            parts.append(f"held-out reward {rewards[0]:.4g} -> {rewards[1]:.4g}")
     if summary["loss_before"] is not None:
         before, after = summary["loss_before"], summary["loss_after"]
         parts.append(f"held-out loss {before:.4g} -> {after:.4g}")

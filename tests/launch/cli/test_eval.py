@@ -90,9 +90,25 @@ def test_a_plain_run_says_what_it_said(penstock: Penstock) -> None:
     assert said.code == 0, said.err
     assert "held-out loss" not in said.err
     assert " on 16 held-out problems, " in said.err.splitlines()[-1]
+    assert "held-out reward" not in said.err, "it is the accuracy"
     run = only_run("runs")
     rows = read_metrics(run / "metrics.jsonl")
     assert not any(name.startswith("evaluation/") for row in rows for name in row)
+
+
+def test_a_reward_that_is_no_share_of_right_answers_is_said_beside_the_accuracy(
+    penstock: Penstock,
+) -> None:
+    Path("low.py").write_text("def low(prompt, response, answer):\n    return -0.5\n")
+    words = (*TINY, "evaluation.num_prompts=16", "algorithm.num_steps=2")
+    said = penstock("run", *words, "algorithm.roles.reward.options.verifier=low.py:low")
+    assert said.code == 0, said.err
+    assert (
+        "accuracy 0.0% -> 0.0% on 16 held-out problems, held-out reward -0.5 -> -0.5, "
+        in said.err.splitlines()[-1]
+    )
+    summary = json_of(only_run("runs") / "summary.json")
+    assert (summary["reward_before_rl"], summary["reward_after_rl"]) == (-0.5, -0.5)
 
 
 def test_a_run_ends_when_it_no_longer_improves(penstock: Penstock) -> None:

@@ -60,6 +60,8 @@ def as_words(command: str, words: Sequence[str], keys: Mapping[str, Any]) -> lis
 def _instead(command: str, word: str) -> str:
     if word in ("-m", "--multirun"):
         return f"call penstock.{command} once for each combination: for seed in range(3): ..."
+    if word == "--dry-run":
+        return f"use it in a terminal, with the words of the run: penstock {command} {word} WORDS"
     return f"use it in a terminal: penstock {command} {word}"
 
 

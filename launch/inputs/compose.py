@@ -293,7 +293,8 @@ def check_model(model: ModelConfig) -> None:
     if folder is not None and model.architecture:
         raise ConfigError(
             "'model' has both a folder and an architecture\n"
-            "    to start from a folder, choose model=PATH"
+            "    to start from a folder, choose model=PATH; in an experiment's file, have "
+            "'override /model: folder' in its defaults and set model.folder"
         )
     if folder is None and model.tokenizer == "folder":
         raise ConfigError(

@@ -104,6 +104,12 @@ DEEP = reduce(lambda inner, _: {"a": inner, "b": 1}, range(10_000), START)
             "penstock run --help",
         ),
         (
+            ["--dry-run"],
+            {},
+            "penstock.run: '--dry-run' is an option of the terminal's\n    use it in a terminal, "
+            "with the words of the run: penstock run --dry-run WORDS",
+        ),
+        (
             [3],
             {},
             "penstock.run: expected words such as 'algorithm=ppo', got 3\n    give other values by "

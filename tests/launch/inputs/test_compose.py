@@ -12,7 +12,7 @@ from penstock.configs.validate import validated
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.recovery.limits import Recovery
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import dumped, resolve, resolved, run_config
+from penstock.launch.inputs.compose import check_model, dumped, resolve, resolved, run_config
 
 LAUNCH = Path(str(penstock.launch.__file__)).parent
 
@@ -40,6 +40,18 @@ def test_stages_are_recorded_in_order_with_their_seeds() -> None:
         ("ppo", "algorithm", 4),
     ]
     assert run.main.graph.name == "ppo"
+
+
+def test_a_model_is_a_folder_or_an_architecture(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    run = resolved(composed(f"model.folder={tmp_path}"))
+    with pytest.raises(ConfigError) as caught:
+        check_model(run.model)
+    assert str(caught.value) == (
+        "'model' has both a folder and an architecture\n"
+        "    to start from a folder, choose model=PATH; in an experiment's file, have 'override "
+        "/model: folder' in its defaults and set model.folder"
+    )
 
 
 def test_stages_are_not_nested() -> None:

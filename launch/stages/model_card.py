@@ -48,7 +48,8 @@ def write_card(
     base = stage.roles[role].start
     named = model.folder if base == MODEL else base
     known = hub_name(named) if named else None
-    began = Path(named).name if named else model.architecture.get("model_type")
+    parts = Path(named).parts if named else (model.architecture.get("model_type"),)
+    began = "/".join(map(str, parts[-3:] if parts[-2:-1] == ("models",) else parts[-1:]))
     began = began if known is None else known[0]
     about: dict[str, Any] = {"library_name": "transformers", "tags": ["penstock", stage.graph.name]}
     if (folder / ADAPTER_SETTINGS).exists():
@@ -60,6 +61,7 @@ def write_card(
         "stages": ", ".join(one.name for one in job.stages),
         "role": role,
         "began as": began,
+        **({"LoRA rank": model.lora.rank} if model.lora.rank else {}),
         "data": f"{job.data.task.task_id} (fingerprint {job.data.fingerprint})",
         "steps": f"{step} of {stage.config.num_steps}",
         "seed": job.run.seed,

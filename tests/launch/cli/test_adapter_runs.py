@@ -72,6 +72,10 @@ def test_a_run_goes_on_from_the_adapter_of_another(penstock: Penstock) -> None:
     settings = json.loads((first / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == "base"
     assert (settings["r"], settings["lora_alpha"], settings["use_rslora"]) == (2, 64, False)
+    said = penstock("export", f"run={only_run('first')}", "output=merged")
+    assert said.code == 0, said.err
+    card = Path("merged/README.md").read_text()
+    assert "| began as | base |\n| LoRA rank | 2 |\n" in card
 
     lora = f"model.lora.folder={first / 'adapter'}"
     said = penstock("run", *WORDS, lora, "model.lora.alpha=32", "runs=refused")

@@ -94,6 +94,10 @@ def test_a_trained_model_folder_skips_the_warm_up(penstock: Penstock) -> None:
     summary = summary_of(only_run(Path("second")))
     assert summary["stages"] == ["grpo"]
     assert summary["accuracy_before_rl"] == summary_of(only_run())["accuracy_after_rl"]
+    said = penstock("export", f"run={only_run(Path('second'))}", "output=model")
+    assert said.code == 0, said.err
+    card = Path("model/README.md").read_text().splitlines()
+    assert f"| began as | {only_run().name}/models/actor |" in card
 
 
 @pytest.mark.slow

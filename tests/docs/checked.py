@@ -52,6 +52,8 @@ RESUMED_BY = "tests/launch/cli/test_run.py"
 FOR_THE_READER = {
     "algorithm=NAME": "algorithm=grpo",
     "model=PATH": "model=./my-model",
+    "model=./runs/SFT/models/actor": "model=./my-model",
+    "model=./runs/DPO/models/actor": "model=./my-model",
     "model=ORG/NAME": "model=./my-model",
     "model=HuggingFaceTB/SmolLM2-135M-Instruct": "model=./my-model",
     "model.folder=MODEL": "model.folder=my-model",

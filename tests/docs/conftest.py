@@ -70,7 +70,7 @@ def _rows(folder: Path) -> None:
         Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
 
 
-def _model(folder: Path) -> None:
+def chat_model(folder: Path) -> None:
     """A chat model of a few thousand weights."""
     tokenizer = chat_tokenizer(folder, CHATML)
     spec = ModelSpec(
@@ -137,7 +137,7 @@ def reader(few_problems: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     del few_problems
     folder = tmp_path_factory.mktemp("reader")
     _rows(folder)
-    _model(folder / "my-model")
+    chat_model(folder / "my-model")
     _modules(folder)
     (folder / "token").write_text("0123456789abcdef" * 4)  # as `openssl rand -hex 32` writes it
     before, environments = set(sys.modules), set(gymnasium.registry)

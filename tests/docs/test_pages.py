@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from .conftest import chat_model
 from .pages import ALL, DOCS, Block, blocks, name
 
 WRITING = DOCS / "algorithms" / "writing.md"
@@ -38,6 +39,8 @@ def test_the_blocks_of_a_page_run_one_after_another(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    if page.name == "evaluation.md":
+        chat_model(tmp_path / "my-model")
     module = ModuleType(f"page_{page.stem}")
     # Annotations of a dataclass are looked up in its module.
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -49,15 +49,14 @@ class Comparison:
                 "a set has 1 run: nothing tells whether the difference is more than runs with "
                 "other seeds vary by; run further seeds"
             ]
+        if fewest < FEW:
+            return [
+                f"a set has {fewest} runs: too few to tell a difference from chance, and intervals "
+                f"of fewer than {FEW} runs are narrower than 95 %; run {FEW} seeds of each"
+            ]
         low, high = self.difference.low, self.difference.high
         sure = "is beyond" if low > 0 or high < 0 else "is within"
-        said = [f"the difference {sure} what these runs vary by"]
-        if fewest < FEW:
-            said.append(
-                f"a set has {fewest} runs: intervals of fewer than {FEW} runs are narrower than "
-                "95 %"
-            )
-        return said
+        return [f"the difference {sure} what these runs vary by"]
 
 
 def compared(key: str, sets: Mapping[str, Sequence[Figures]]) -> Comparison:

@@ -26,8 +26,8 @@ FEWEST_RESPONSES = 256
 EQUAL_GROUPS = 0.95
 """Share of groups with equal scores. With 16 responses a problem that is solved 98 times in 100 is
 in such a group 7 times in 10, so that a healthy run that is nearly done stays below."""
-CUT_OFF = 0.95
-"""Share of responses that were cut off."""
+CUT_OFF, TURNS_CUT_OFF = 0.95, 0.9
+"""Share of responses that were cut off, and of conversations with a turn that was."""
 LOW_ENTROPY_SHARE, LOW_ENTROPY_NATS = 0.1, 0.1
 """Of the entropy in the first steps, and nats per token. A policy at 0.1 nats takes its likeliest
 token 98 times in 100. Cui et al., "The Entropy Mechanism of RL for Reasoning Language Models",
@@ -202,9 +202,11 @@ def _equal_groups(past: Past, node: str, values: Row, metric: str) -> str | None
 
 def _cut_off(past: Past, node: str, values: Row, metric: str) -> str | None:
     """Hardly a response ended by itself."""
-    share = values[f"{node}/{metric}"]
-    if past.facts.fixed_length or not share >= CUT_OFF:
+    share, of_turns = values[f"{node}/{metric}"], f"{node}/turns" in values
+    if past.facts.fixed_length or not share >= (TURNS_CUT_OFF if of_turns else CUT_OFF):
         return None
+    if of_turns:
+        return f"{share:.0%} of the conversations were cut off, or had a turn that was"
     length = values.get(f"{node}/response_length")
     after = "" if length is None else f", after {length:.4g} tokens on average"
     return f"{share:.0%} of the responses were cut off{after}"
@@ -319,7 +321,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "cut_off",
-        ("truncated", "ended/out_of_tokens"),
+        ("truncated",),
         _cut_off,
         "they have no room to end, or the model does not know how: its end-of-sequence token or "
         "its chat template is not the one it was trained with",

@@ -272,6 +272,7 @@ class AgentWorker(Agent):
             "reward/positive": float(sum(score > 0 for score in scores)),
             "reward/correct": float(right),
             "reward/unscored": float(sum(not one.scored for one in first)),
+            "truncated": float(sum(_cut_off(one) for one in first)),
             **{f"ended/{e.replace(' ', '_')}": float(endings.count(e)) for e in ENDINGS},
         }
         for one in held:
@@ -312,6 +313,11 @@ class AgentWorker(Agent):
                 f"all of the first {len(held)} conversations of '{self.context.role}' failed, and "
                 f"there is nothing to learn from them\n    the first failure: {self.first_error}"
             )
+
+
+def _cut_off(one: Conversation) -> bool:
+    """Return whether a conversation, or a turn of it, ended for want of tokens."""
+    return one.ending == "out of tokens" or any(not turn.finished for _, turn in one.turns)
 
 
 def _failure(one: Conversation) -> tuple[str, str] | None:

@@ -204,6 +204,14 @@ def test_a_clip_of_whole_responses_is_meant_to_act() -> None:
     assert told(rows, SignFacts(judges_clip=False)) == []
 
 
+def test_turns_that_are_cut_off_are_told_of() -> None:
+    rows = [{"actor.converse/truncated": 0.94, "actor.converse/turns": 2.0}] * 4
+    (sign,) = told(rows)
+    assert (sign.kind, sign.node) == ("cut_off", "actor.converse")
+    assert sign.seen == "94% of the conversations were cut off, or had a turn that was"
+    assert told([{**rows[0], "actor.converse/truncated": 0.89}] * 9) == []
+
+
 def test_responses_of_a_fixed_length_are_not_cut_off() -> None:
     rows, _ = CASES["cut_off"]
     assert told(rows, SignFacts(fixed_length=True)) == []

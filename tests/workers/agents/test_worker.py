@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import echo_task
@@ -178,3 +178,15 @@ def test_turns_are_limited(talks: Talks):
     with pytest.raises(ConfigError, match="max_turns is 0"):
         talks().hold(max_turns=0)
     assert int(talks().hold(max_turns=1).turn.max()) == 0
+
+
+@pytest.mark.parametrize(("new_tokens", "says"), [(6, "turn"), (44, "whole")])
+def test_a_turn_that_is_cut_off_is_counted(talks: Talks, new_tokens: int, says: str):
+    talk = talks()
+    held = talk.hold(replace(SAMPLING, max_new_tokens=new_tokens), max_turns=2)
+    cut = held.ending == ENDINGS.index("out of tokens")
+    for row, turn in enumerate(held.turn):
+        own = [held.tokens[row, turn == number].tolist() for number in range(int(turn.max()) + 1)]
+        cut[row] |= any(talk.tokenizer.eos_id not in said for said in own)
+    assert cut.any(), says
+    assert talk.policy.metrics["truncated"].value == float(cut.float().mean())

@@ -39,9 +39,22 @@ def test_two_sets_by_a_key(penstock: Penstock, sets: None) -> None:
         "  0.046875 0.0625 0.078125\n"
         "optimizer.lr=1e-05: higher by                          -0.2031 [-0.224, -0.1823]\n"
         "optimizer.lr=1e-05: probability of a higher run        0 [0, 0]\n"
-        "the difference is beyond what these runs vary by\n"
-        "a set has 3 runs: intervals of fewer than 5 runs are narrower than 95 %\n"
+        "a set has 3 runs: too few to tell a difference from chance, and intervals of fewer than "
+        "5 runs are narrower than 95 %; run 5 seeds of each\n"
     )
+
+
+@pytest.mark.parametrize(("gain", "says"), [(0.25, "beyond"), (0.0, "within")])
+def test_a_difference_is_judged_from_five_runs_on(
+    penstock: Penstock, make: Make, gain: float, says: str
+) -> None:
+    for seed in range(10):
+        better = seed < 5
+        make(
+            seed, "1.0e-03" if better else "1.0e-05", {"gain": gain * better + seed % 5 / 64}, [1.0]
+        )
+    said = penstock("runs", "compare", "by=optimizer.lr", "key=gain")
+    assert said.out.endswith(f"the difference is {says} what these runs vary by\n"), said.err
 
 
 @pytest.mark.parametrize("key", ["accuracy_after_rl", "a.train/loss"])

@@ -16,11 +16,13 @@ from typing import Any, Protocol
 
 from ..errors import ConfigError
 from ..graph.graph import Graph
+from ..graph.role import Metric
 from ..scheduler.events import NodeTask, Output, ResumeState, SaveCheckpoint
 from ..written_files import WrittenFile
 from .kept import Hold
-from .messages import Handle
+from .messages import Handle, Report
 from .recovery.ledger import Ledger
+from .step_result import Done
 
 _STATE_FILE = "run.json"
 
@@ -69,6 +71,7 @@ class SavedRun:
     seed: int
     instruction: SaveCheckpoint
     ledger: Ledger | None = None
+    done: tuple[Done, ...] = ()
 
     def part_files(self, folder: Path) -> Iterator[tuple[Output, Path]]:
         """A file for every output that is still needed."""
@@ -83,6 +86,7 @@ class ResumePoint:
     folder: Path
     state: ResumeState
     parts: tuple[tuple[Output, Path], ...]
+    done: tuple[Done, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,7 @@ def write_run_state(folder: Path, saved: SavedRun) -> None:
             [output.node, output.step, output.chunk, file.name]
             for output, file in saved.part_files(folder)
         ],
+        "reports": [_as_json(one) for one in saved.done if one.task in resume.done],
     }
     (folder / _STATE_FILE).write_text(json.dumps(state, indent=2))
     if saved.ledger is not None:
@@ -179,4 +184,21 @@ def read_resume_point(store: CheckpointFolder, graph: Graph, seed: int) -> Resum
     sizes = tuple((NodeTask(*task), size) for *task, size in state.get("sizes", ()))
     rows = tuple((Output(*output), n) for *output, n in state.get("rows", ()))
     resume = ResumeState(state["step"], done, state["history_sha256"], sizes, rows)
-    return ResumePoint(folder, resume, parts)
+    return ResumePoint(folder, resume, parts, tuple(map(_from_json, state.get("reports", ()))))
+
+
+def _as_json(one: Done) -> dict[str, Any]:
+    """Return what `step_result` reads of a task's report."""
+    task, report = one.task, one.report
+    metrics = {name: [m.total, m.weight, m.kind] for name, m in report.metrics.items()}
+    head = {"task": [task.node, task.step, task.chunk], "rank": one.rank, "versions": one.versions}
+    times = {"start_s": report.start_s, "end_s": report.end_s, "chunk": report.chunk}
+    return {**head, "report": {**times, "metrics": metrics, "num_rows": report.num_rows}}
+
+
+def _from_json(found: Mapping[str, Any]) -> Done:
+    told = dict(found["report"])
+    told["metrics"] = {name: Metric(*parts) for name, parts in told["metrics"].items()}
+    told["num_rows"] = tuple(told["num_rows"])
+    versions = tuple((role, version) for role, version in found["versions"])
+    return Done(NodeTask(*found["task"]), found["rank"], Report(**told), versions)

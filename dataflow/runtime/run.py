@@ -577,7 +577,8 @@ class Run:
             return
         going_on = filter(is_unfinished, self._store)
         instruction = replace(instruction, live=(*instruction.live, *going_on))
-        saved = SavedRun(self._graph, self._seed, instruction, self._ledger)
+        done = tuple(one for every in self._done_by_step.values() for one in every)
+        saved = SavedRun(self._graph, self._seed, instruction, self._ledger, done)
         due = due or self._is_due(instruction.step)
         take = partial(self._state.take, saved, self._store)
         self._saving.begin(instruction.step, take, due=due)
@@ -595,3 +596,5 @@ class Run:
         for role, home in self._flow.homes.items():
             self._trained[role] = (self._name, home)
         self._store.update(outputs)
+        for one in point.done:
+            self._done_by_step.setdefault(one.task.step, []).append(one)

@@ -68,6 +68,21 @@ def test_a_run_on_a_used_engine_goes_on_from_the_checkpoint(tmp_path: Path) -> N
         assert run(one, tmp_path, 4) == [2, 3]
 
 
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_a_resumed_run_reports_what_was_done_of_a_step_before_the_checkpoint(
+    tmp_path: Path, max_lag: int
+) -> None:
+    with engine(max_lag=max_lag) as one:
+        whole = list(one.run(SOURCES, 8))[2:]
+    checkpoint(tmp_path, max_lag=max_lag)
+    with engine(max_lag=max_lag) as one:
+        store = CheckpointStore(tmp_path)
+        rest = list(one.run(SOURCES, 8, checkpoint_every=2, checkpoints=store))
+    assert [(s.metrics, s.num_rows, s.lag) for s in rest] == [
+        (s.metrics, s.num_rows, s.lag) for s in whole
+    ]
+
+
 # --- refusals
 
 

@@ -38,6 +38,10 @@ from .base import CountedMean
 from .preference_formulas import DPOLossType, IPOLength, cost_model_loss, dpo_loss, kto_loss
 from .token_formulas import bradley_terry_loss
 
+_ROUNDING = 4e-6
+"""Nats per token by which log-probabilities of the same weights differ between calls in float32: a
+smaller gap is a tie, and no pair told apart."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DPOLoss(CountedMean, Loss[ReferencePairBatch, PolicyOutput]):
@@ -98,9 +102,10 @@ class DPOLoss(CountedMean, Loss[ReferencePairBatch, PolicyOutput]):
         loss = torch.where(used, per_pair + self.sft_coef * entropy, 0.0).sum()
         reward = self.beta * (logprob - reference).detach()
         gap = reward[chosen] - reward[rejected]
+        rounding = self.beta * _ROUNDING * (length[chosen] + length[rejected])
         columns = {
             "preference_loss": per_pair.detach(),
-            "accuracy": (gap > 0).to(gap),
+            "accuracy": (gap > rounding).to(gap),
             "margin": gap,
             "chosen_reward": reward[chosen],
             "rejected_reward": reward[rejected],

@@ -125,7 +125,6 @@ class Turns(Protocol):
 
     def ask(self, request: TurnRequest) -> None:
         """Have a turn sampled."""
-        ...
 
     def step(self) -> list[Turn]:
         """Go on by a token; those turns that have ended with it. Only while some are open."""
@@ -133,11 +132,9 @@ class Turns(Protocol):
 
     def release(self, row: int) -> None:
         """Forget a conversation that is over; nothing of it is open."""
-        ...
 
     def close(self) -> None:
         """Give up what is open."""
-        ...
 
 
 class Agent(Role):

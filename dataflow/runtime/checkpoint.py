@@ -48,15 +48,12 @@ class CheckpointFolder(Protocol):
 
     def abandon(self, step: int) -> None:
         """Remove what was begun, as far as that goes."""
-        ...
 
     def missed(self, step: int) -> None:
         """Note that there is no checkpoint of a step at which one was due."""
-        ...
 
     def warn(self, text: str) -> None:
         """Tell the user of something that keeps nobody from going on."""
-        ...
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint's folder."""

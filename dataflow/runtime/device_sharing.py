@@ -27,11 +27,9 @@ class Sleeper(Protocol):
 
     def sleep(self) -> None:
         """Give up device memory; what cannot be made again is kept in host memory."""
-        ...
 
     def wake(self) -> None:
         """Be as before `sleep`."""
-        ...
 
 
 @runtime_checkable

@@ -144,11 +144,9 @@ class Executor(Protocol):
         Raises:
             PlanError: If the groups cannot be provided.
         """
-        ...
 
     def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
         """Queue work on one rank; ranks do theirs in the order of submission."""
-        ...
 
     def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
         """What happened since the last call; nothing if the time is up, and perhaps before."""
@@ -168,7 +166,6 @@ class Executor(Protocol):
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Forget stored parts."""
-        ...
 
     def died(self) -> str:
         """Which processes have died and were not started again, in words; "" if none is known of.
@@ -201,7 +198,6 @@ class Executor(Protocol):
 
     def stop(self) -> None:
         """Close the workers that were built from specs, end all worker processes; idempotent."""
-        ...
 
     @property
     def controller_bytes(self) -> int:

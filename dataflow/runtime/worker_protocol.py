@@ -108,11 +108,9 @@ class Stateful(Protocol):
 
     def save_state(self, folder: Path) -> None:
         """Write the state to `folder` as safetensors and JSON."""
-        ...
 
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote, bit for bit, by any number of ranks."""
-        ...
 
 
 WriteState = Callable[[Path, Callable[[], bool]], Mapping[str, WrittenFile]]
@@ -149,15 +147,12 @@ class Trainable(Protocol):
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights in place; names and shapes must match exactly."""
-        ...
 
     def save_state(self, folder: Path) -> None:
         """Write weights and optimizer state to `folder` as safetensors and JSON."""
-        ...
 
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote, bit for bit."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -263,7 +258,6 @@ class Closable(Protocol):
 
     def close(self) -> None:
         """Give it all back, within `CLOSE_S`; nothing is asked of the worker afterwards."""
-        ...
 
 
 def close_workers(workers: Iterable[object]) -> None:

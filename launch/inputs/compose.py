@@ -281,6 +281,11 @@ def check_model(model: ModelConfig) -> None:
     folder = model.folder
     if folder is not None and not (Path(folder) / "config.json").is_file():
         missing = "does not exist" if not Path(folder).exists() else "has no config.json"
+        if (Path(folder) / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"'model.folder': '{folder}' holds an adapter and no model\n    give it as "
+                "model.lora.folder, and the model that it was trained on as model=PATH"
+            )
         raise ConfigError(
             f"'model.folder': '{folder}' {missing}\n    give a local folder that save_pretrained "
             "wrote, or a model of a hub: model=org/name"

@@ -209,6 +209,8 @@ def _headline(sample: Sample) -> str:
         named = ", ".join(f"{name} {value}" for name, value in parts.items())
         around = f" ({named})" if {*parts.values()} - known else ""
         said.append(f"reward {sample.reward:.4g}{around}")
+    elif sample.advantage is not None:
+        said.append("no score")
     if sample.advantage is not None:
         said.append(f"advantage {sample.advantage:.4g}")
     said.append(f"{sample.length} tokens{', cut off' if sample.finished is False else ''}")

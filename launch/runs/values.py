@@ -67,7 +67,7 @@ def selected(
     for key in (*where, *([sort] if sort else ()), *known):
         if found and key not in there:
             raise ConfigError(f"penstock runs: no run here has a key '{key}'{nearest(key, there)}")
-    found = [one for one in found if all(_is(one[1].get(key), text) for key, text in where.items())]
+    found = [one for one in found if all(_has(*one, key, text) for key, text in where.items())]
     if not sort:
         return found
     having = [one for one in found if one[1].get(sort) is not None]
@@ -159,6 +159,11 @@ def sets_by(
             f"there is no such run in '{home}'\n    penstock runs list says which there are"
         )
     return sets
+
+
+def _has(record: RunRecord, values: Mapping[str, Any], key: str, text: str) -> bool:
+    """Return whether a key has a value; a run's name is also that of its folder."""
+    return _is(values.get(key), text) or (key == "name" and text == record.folder.id)
 
 
 def _is(value: Any, text: str) -> bool:

@@ -23,7 +23,6 @@ class Saves(Protocol):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write config and safetensors."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,6 +80,7 @@ _WORDS = {"type": "WordLevel", "unk_token": "<unk>"}
 
 DAMAGES: dict[str, Damage] = {
     "no config.json": remove("config.json"),
+    "an adapter alone": lambda m: (m / "config.json").rename(m / "adapter_config.json"),
     "config.json is a folder": folder("config.json"),
     "config.json is cut": cut("config.json"),
     **{f"config.json {bad}": write("config.json", BAD[bad]) for bad in BAD},

@@ -552,10 +552,11 @@ def _longest(rows: Mapping[int, Sequence[Encoded]]) -> int:
 
 
 def _lengths(rows: Mapping[int, Sequence[Encoded]]) -> dict[str, list[int]]:
-    """Tokens before the first one that is trained on, and of the rest of each row."""
+    """Return the lengths that `RowEncoder` compares with its limits."""
+    every = [row for given in rows.values() for row in given]
     return {
-        "prompt": [given[0].num_before for given in rows.values()],
-        "response": [len(row.ids) - row.num_before for given in rows.values() for row in given],
+        "prompt": [given[0].spans[-1][0] for given in rows.values()],
+        "response": [row.spans[-1][1] - row.num_before for row in every],
     }
 
 

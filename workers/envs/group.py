@@ -81,11 +81,9 @@ class EnvGroup(Protocol):
         Raises:
             StateError: If the environments do not come to where they were.
         """
-        ...
 
     def close(self) -> None:
         """Close all of them."""
-        ...
 
 
 def env_seed(seed: int, role: str, *names: int | str) -> int:

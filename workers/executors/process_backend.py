@@ -89,7 +89,6 @@ class Reservation(Protocol):
 
     def release(self, group: str) -> None:
         """Give back what a group has and no other; idempotent. Its processes have ended."""
-        ...
 
     def is_there(self, group: str) -> bool:
         """Whether all that a group has are still there: no machine that has some is gone."""
@@ -172,4 +171,3 @@ class ProcessBackend(ObjectStore, Protocol):
 
     def kill(self, process: Process) -> None:
         """End a process at once; nothing if it has ended."""
-        ...

@@ -95,7 +95,6 @@ class WarmWorker(Protocol):
 
     def keep_warm(self) -> None:
         """In place of `close`; nothing is asked of the worker afterwards."""
-        ...
 
 
 class RankProcess:

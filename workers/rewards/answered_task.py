@@ -35,13 +35,16 @@ class AnsweredTask:
         verifier: See `load_verifier`.
         options: Further arguments of the verifier.
 
+    Attributes:
+        name: The verifier's.
+
     Raises:
         ConfigError: If the verifier cannot be loaded with these options.
     """
 
     def __init__(self, task: Task, verifier: str, options: Mapping[str, Any]) -> None:
         self._task = task
-        self._name = verifier
+        self.name = verifier
         self._options = dict(options)
         self._verify = load_verifier(verifier, options)
 
@@ -73,11 +76,11 @@ class AnsweredTask:
     @property
     def verifier(self) -> VerifierSpec | None:
         """How to score in another process; None for exact match, which is quick and safe."""
-        if self._name == "exact_match":
+        if self.name == "exact_match":
             return None
         return VerifierSpec(
             factory="penstock.workers.verifiers.verifiers:make_verifier",
-            arguments={"reward": self._name, "options": self._options},
+            arguments={"reward": self.name, "options": self._options},
         )
 
     def prompt_text(self, index: int) -> str:

@@ -115,8 +115,9 @@ class RuleReward(Reward):
     ) -> None:
         self.metrics: dict[str, Metric] = {}
         self._unscored = unscored
+        called = f" '{task.name}'" if isinstance(task, AnsweredTask) else ""
         self._missing = MissingScores(
-            f"the verifier of task '{task.task_id}'",
+            f"the verifier{called} of task '{task.task_id}'",
             unscored,
             f"see what it raises, returns or waits for (time_limit_s={time_limit_s:g})",
         )

@@ -48,7 +48,6 @@ class GenerationEngine(Protocol):
         Raises:
             ValueError: Saying what, and what to ask for instead.
         """
-        ...
 
     def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
         """Sample responses.
@@ -89,7 +88,6 @@ class GenerationEngine(Protocol):
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Replace all weights; what was computed with the old ones is void."""
-        ...
 
     def sleep(self) -> int:
         """Give device memory to others until `wake`; nothing to do if it sleeps.
@@ -101,11 +99,9 @@ class GenerationEngine(Protocol):
 
     def wake(self) -> None:
         """Take the memory back; nothing to do if it is awake."""
-        ...
 
     def close(self) -> None:
         """End the engine; nothing is asked of it afterwards."""
-        ...
 
 
 @runtime_checkable

@@ -39,6 +39,10 @@ def list_command(arguments: Sequence[str]) -> int:
         raise ConfigError(f"penstock runs list: expected KEY=VALUE, got '{words.names[0]:.80}'")
     limit = whole_number("limit", words.option("limit", "0"))
     found = selected(list_runs(words.home), words.where, words.option("sort"))
+    if words.where and not found:
+        conditions = ", ".join(f"{key}={value}" for key, value in words.where.items())
+        print(visible(f"no run in '{words.home}' has {conditions:.200}"))
+        return 0
     shown = words.options.get("show")
     wanted = _SHOWN if shown is None else tuple(shown.split(","))
     if shown is not None:

@@ -60,7 +60,6 @@ class Tracker(Protocol):
 
         Whatever was logged for the stage at or after it is to be forgotten: those steps come again.
         """
-        ...
 
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """The numbers of a step, or those of an evaluation after so many steps.
@@ -70,7 +69,6 @@ class Tracker(Protocol):
             stage: Of the run.
             metrics: Flat name -> number, NaN and the infinities included.
         """
-        ...
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Write what is left and let go of files, threads and connections.
@@ -78,7 +76,6 @@ class Tracker(Protocol):
         Args:
             summary: As in summary.json; None if the run was stopped or failed.
         """
-        ...
 
 
 @runtime_checkable
@@ -93,7 +90,6 @@ class TakesSamples(Protocol):
             stage: Of the run.
             samples: At least one; see `samples.sample_rows`.
         """
-        ...
 
 
 def need_package(kind: str, module: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.run_dir.evaluations import Evaluations, Measured
-from penstock.launch.run_dir.samples import Sample, read_samples, sorted_samples
+from penstock.launch.run_dir.samples import Sample, read_samples, shown, sorted_samples
 
 from ..conftest import Penstock
 
@@ -56,6 +56,11 @@ def test_a_block_per_sample(penstock: Penstock, run: Path) -> None:
         "  yes\n"
         "\n"
     )
+
+
+def test_a_sample_without_a_score_says_so() -> None:
+    sample = Sample(3, 3, "1+1=", "2", 1, advantage=0.0)
+    assert str(shown(sample)).startswith("step 3, version 3: no score, advantage 0, 1 tokens\n")
 
 
 def rewards(said: str) -> list[str]:

@@ -180,3 +180,14 @@ def test_every_engine_and_number_of_ranks_measures_the_same_loss(
         found.append([*Evaluations(folder).curve("loss").values()])
     assert len(found[0]) == 2
     assert found[0] == pytest.approx(found[1], abs=2e-4)
+
+
+def test_a_policy_that_is_its_reference_tells_no_pair_apart() -> None:
+    job = made_ready("dpo", *FILE)
+    rows, specs = job.held_out_rows, dict[str, Any](worker_specs(job.main, job.run, job.data, {}))
+    assert rows is not None
+    # Two ways of batching round differently.
+    specs["ref"] = replace(specs["ref"], micro_batch_tokens=10)
+    built = {role: spec.build(WorkerContext(role)) for role, spec in specs.items()}
+    losses = held_out_losses(rows, built, device="cpu", seed=0, deadline_s=None)
+    assert losses["loss/accuracy"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,28 @@ def test_marks_of_the_template_are_used_as_they_are(tmp_path: Path) -> None:
     assert said == ['[{"name": "add"}]<|im_end|>', "Seven.<|im_end|>"]
     marked = [i for i, mark in zip(ids, both["assistant_masks"], strict=True) if mark]
     assert tokenizer.decode(marked) == "".join(said)
+
+
+def test_lengths_are_those_that_the_limits_are_compared_with(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path / "model", CHATML)
+    task = file_task(tmp_path, {"messages": WHOLE}, messages_field="messages")
+
+    def said(prompt: int | None = None, response: int | None = None) -> str:
+        source = DemonstrationSource(
+            *(task, tokenizer),
+            batch_size=1,
+            seed=0,
+            max_prompt_tokens=prompt,
+            max_response_tokens=response,
+        )
+        return source.statistics
+
+    prompt, response = (int(found) for found in re.findall(r"max (\d+)", said()))
+    assert said(prompt, response) == said()
+    with pytest.raises(ConfigError, match=f"over-long prompt: {prompt} tokens, limit"):
+        said(prompt=prompt - 1)
+    with pytest.raises(ConfigError, match=f"from the assistant's .*: {response} tokens, limit"):
+        said(response=response - 1)
 
 
 @pytest.mark.parametrize("template", [CHATML, WITH_TOOLS], ids=["chatml", "marked"])

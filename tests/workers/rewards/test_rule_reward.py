@@ -202,6 +202,19 @@ def test_an_unknown_problem_is_refused() -> None:
         )
 
 
+def test_a_verifier_of_ones_own_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    task, name = _file_task(tmp_path, "{folder}/mine.py:f"), f"{tmp_path}/mine.py:f"
+    spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), num_processes=1, verifier=name)
+    reward = spec.build(CONTEXT)
+    try:
+        reward.score(*_rows(["raise"]), torch.zeros(1, dtype=torch.int64))
+    finally:
+        reward.close()
+    (record,) = caplog.records
+    said = f"the verifier '{name}' of task 'rows' failed on a response. "
+    assert record.getMessage().startswith(said)
+
+
 def test_a_verifier_that_never_works_ends_the_run(tmp_path: Path) -> None:
     task = _file_task(tmp_path, "{folder}/mine.py:f")
     reward = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), num_processes=1).build(CONTEXT)

@@ -40,7 +40,6 @@ class TextEnvironment(Protocol):
 
     def close(self) -> None:
         """End."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

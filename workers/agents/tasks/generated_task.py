@@ -32,7 +32,6 @@ class PlainEnvironment(Protocol):
 
     def reset(self, problem: int, seed: int) -> None:
         """Begin."""
-        ...
 
     def step(self, reply: Reply) -> TurnResult:
         """Answer a turn."""
@@ -40,7 +39,6 @@ class PlainEnvironment(Protocol):
 
     def close(self) -> None:
         """End."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,6 @@ class Boards(Protocol):
 
     def close(self) -> None:
         """Give up what they hold."""
-        ...
 
 
 class GameSpec(Protocol):

@@ -38,6 +38,7 @@ def test_a_line_per_run_and_a_word_on_what_is_damaged(
     ("words", "seeds"),
     [
         (["sort=accuracy_after_rl"], [1, 0, 2, 3]),
+        (["name=20261121-041454-grpo-seed1"], [1]),
         (["sort=created", "limit=2"], [3, 2]),
         (["optimizer.lr=0.00001"], [0, 2, 3]),
         (["optimizer.lr=1e-4"], [1]),
@@ -91,7 +92,8 @@ def test_a_run_does_not_differ_from_itself(penstock: Penstock, runs: list[RunFol
 
 def test_a_number_and_a_truth_are_different(penstock: Penstock, tmp_path: Path) -> None:
     made(tmp_path / "runs", 0, "true", None)
-    assert listed(penstock("runs", "list", "optimizer.lr=1").out) == []
+    said = penstock("runs", "list", "optimizer.lr=1").out
+    assert said == "no run in 'runs' has optimizer.lr=1\n"
     assert listed(penstock("runs", "list", "optimizer.lr=true").out) == [0]
 
 
@@ -142,7 +144,8 @@ def test_a_damaged_run_is_not_compared(penstock: Penstock, runs: list[RunFolder]
 
 def test_no_runs_are_an_empty_table(penstock: Penstock, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    assert penstock("runs", "list", "seed=1", "sort=seed").out == "run\n"
+    assert penstock("runs", "list", "sort=seed").out == "run\n"
+    assert penstock("runs", "list", "seed=1").out == "no run in 'runs' has seed=1\n"
     assert penstock("runs", "--help").out.startswith("usage: penstock runs ACTION")
 
 

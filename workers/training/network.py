@@ -64,7 +64,6 @@ class Network(Protocol):
 
     def weights_changed(self) -> None:
         """Weights were written from outside."""
-        ...
 
     def make_optimizer(self, spec: OptimizerSpec) -> AdamW:
         """What steps these weights."""
@@ -91,7 +90,6 @@ class Network(Protocol):
                 computed, on the rows that this process computes.
             backward: Whether gradients are wanted; they are added to `start_gradient`'s buffer.
         """
-        ...
 
     def together(self, result: Tensor) -> Tensor:
         """What `compute` wrote in all processes, each its own rows and zero elsewhere, in place."""
@@ -170,7 +168,6 @@ class LanguageNetwork(Network, Protocol):
             folder: Made if there are adapters.
             base: The folder of the model below them; None if it was made of an architecture.
         """
-        ...
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
         """Head outputs after the tokens at `reads`; called once in a `compute`.

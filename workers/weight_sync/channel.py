@@ -101,8 +101,6 @@ class WeightChannel(Protocol):
 
     def forget(self, number: int) -> None:
         """Nobody will ask for the packets of this process's offer again."""
-        ...
 
     def close(self, timeout_s: float) -> None:
         """End what the channel keeps running in this process, within about `timeout_s` seconds."""
-        ...

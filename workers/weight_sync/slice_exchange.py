@@ -37,7 +37,6 @@ class SliceHolder(Protocol):
 
     def weights_changed(self) -> None:
         """They have been written from outside."""
-        ...
 
 
 @runtime_checkable
@@ -54,11 +53,9 @@ class SliceReceiver(Protocol):
         They may be views of what others read too: they are not to be written to, nor kept once they
         are in use.
         """
-        ...
 
     def expect(self, version: int) -> None:
         """Refuse to work with weights of any other version."""
-        ...
 
 
 class SliceTraffic:

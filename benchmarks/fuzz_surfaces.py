@@ -250,7 +250,7 @@ def _(ground: Ground, chance: random.Random) -> Case:
         None,
         "x",
         {"rollout": "x"},
-        {"rollout": 3},
+        {"rollout": 3 if name == "groups.json" else -3},
         {"all": [1]},
         {"rollout": {"most": "x"}},
         {"rollout": {"most": 4, "nope": 1}},

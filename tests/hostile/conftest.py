@@ -57,7 +57,7 @@ TINY = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Of a long list, which one piece of code reads, `make test` tries every fifth case."""
+    """Of a long list, which one piece of code reads, `make test` tries every tenth case."""
     cases: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.path.parent == _SERVER.parent:
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for listed in cases.values():
         if len(listed) > _LONG:
             for place, item in enumerate(listed):
-                if place % 5:
+                if place % 10:
                     item.add_marker(pytest.mark.nightly)
 
 

@@ -167,7 +167,9 @@ def test_a_number_that_is_none_in_any_piece_is_named(batch: PolicyBatch) -> None
 def test_pieces_without_any_row_are_refused_as_a_batch_without_is(batch: PolicyBatch) -> None:
     policy = make_policy(optimizer=OPTIMIZER)
     nothing = take_rows(batch, torch.arange(0))
-    with pytest.raises(ValueError, match="the batch has 0 rows; each minibatch needs at least"):
+    with pytest.raises(
+        ValueError, match="the batch has no rows, and an optimizer step needs at least one"
+    ):
         give(policy, LOSS, nothing, "whole")
     message = (
         r"^'actor' has nothing to train on: none of the 2 piece\(s\) of the batch has a row; an "

@@ -26,7 +26,7 @@ def recipe(folder: Path) -> dict[str, Any]:
     """Of a policy in float32 that `folder` names."""
     return {
         "model": ModelSpec(folder=(folder / "model").read_text(), dtype="float32"),
-        "eos_token_id": EOS,
+        "end_ids": (EOS,),
         # A larger eps than usual: Adam blows up the rounding of gradients that are next to zero.
         "optimizer": OptimizerSpec(lr=LEARNING_RATE, eps=1e-5),
     }

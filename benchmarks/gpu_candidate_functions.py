@@ -133,7 +133,7 @@ ADDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "mm with a float32 result, and a sum": _add_plainly,
 }
 REFUSED: dict[str, str] = {}
-"""Of `ADDERS`: what torch said to those that it refused."""
+"""Torch's messages for those `ADDERS` that it refused."""
 
 
 class _Linear(Function):

@@ -1,4 +1,4 @@
-"""What a device does during a call, kernel by kernel, and the stage of `gpu.py` about it."""
+"""Profile a call kernel by kernel, and the stage of `gpu.py` that prints the profile."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """What a device did during a call.
+    """Kernels and busy time of a device during a call.
 
     Attributes:
-        wall_s: Of the call, with the profiler at work.
-        busy_s: In which at least one kernel ran.
-        longest_gaps_us: Between two kernels, the longest first.
-        num_gaps: Those of more than 20 us.
-        kernels: Name -> how often, and microseconds together.
+        wall_s: Seconds of the call, with the profiler at work.
+        busy_s: Seconds in which at least one kernel ran.
+        longest_gaps_us: Longest gaps between two kernels, the longest first.
+        num_gaps: Gaps of more than 20 us.
+        kernels: Name -> number of calls, and their microseconds together.
     """
 
     wall_s: float

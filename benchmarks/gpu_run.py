@@ -46,7 +46,7 @@ STEP_ERROR = 0.15
 WARM_UP = 1
 SMOLLM2_STEPS = 34
 LEFT_S = 20.0
-"""Of a stage: to import, and to read what a run that was ended has left."""
+"""Seconds of a stage to import, and to read the results that an ended run left."""
 MICRO_BATCH_TOKENS = 16_384
 PROFILE_S = 240.0
 HERE = Path(__file__).resolve().parent
@@ -120,7 +120,7 @@ class Case:
         return steps[WARM_UP:], {n: statistics.median(s[WARM_UP:]) for n, s in nodes.items()}
 
     def predicted(self, cluster: ClusterSpec, constants: Constants) -> Prediction:
-        """What the planner says of it."""
+        """The planner's model of this engine."""
         sizes = self.sizes
         shape = self.bench.shape(sizes.large)
         workload = Workload(
@@ -185,7 +185,7 @@ def step(bench: Bench) -> Iterator[Figure]:
 
 
 def prediction(bench: Bench) -> Iterator[Figure]:
-    """The same against a prediction from a profile, which takes up to four minutes."""
+    """Time a step against its prediction from a profile, which takes up to four minutes."""
     yield from _stepped(bench, _calibrated, "by a profile", STEP_ERROR)
 
 

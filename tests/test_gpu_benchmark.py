@@ -132,7 +132,7 @@ def test_peaks_of_an_h100_are_within_two_hundredths_of_what_is_predicted(script:
 
 
 def test_what_is_computed_is_counted_apart_from_what_is_distinct(script: Any) -> None:
-    """Of two layers, with a prompt of 8 that four of five rows could share and none does."""
+    """A model of two layers, and a prompt of 8 tokens that four of five rows could share."""
     case = importlib.import_module("gpu_case")
     packing = importlib.import_module("penstock.workers.engines.torch_engine.packing")
     shape = case.Bench(case.scale(tiny=True)).shape("tiny")

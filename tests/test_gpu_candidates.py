@@ -29,7 +29,7 @@ def script() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def figures(script: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the ladder of the tiny model finds, with a candidate that fails in its middle."""
+    """Results of the ladder on the tiny model, with one candidate that fails."""
 
     def broken(policy: Any) -> list[Any]:
         raise RuntimeError("no such kernel")

@@ -235,7 +235,7 @@ class Loss(Generic[B, O]):
         raise NotImplementedError
 
     def checked(self, output: O, batch: B, totals: Tensor) -> LossSum:
-        """The same, with a message for a loss of the user's that returns something else."""
+        """Call the loss, and refuse anything that it returns but a `LossSum`."""
         found = self(output, batch, totals)
         if not isinstance(found, LossSum):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(

@@ -482,7 +482,7 @@ def _makes_nothing(node: Node, columns: CallColumns) -> bool:
 def _reported(graph: Graph, node: Node, parts: Sequence[Part]) -> dict[str, Metric]:
     """Means of the output columns that the step returned and that hold one number per row.
 
-    A ragged column has entries that nobody wrote, so it is not averaged. A row that is nan, such as
+    A ragged column is not averaged: its padding holds no values. A row that is nan, such as
     a response without a score, does not count in the mean; how many there are is reported as well.
     """
     metrics: dict[str, Metric] = {}

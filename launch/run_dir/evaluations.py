@@ -104,7 +104,7 @@ class Measured:
 
     @property
     def values(self) -> dict[str, float]:
-        """What is logged of a suite: `accuracy`, `pass@4`, `loss`, and `actor/return` of actors.
+        """Names of a suite's metrics: `accuracy`, `pass@4`, `loss`, and `actor/return` of actors.
 
         pass@k is among them for k = 2, 4, 8... below the number of samples, and for that number.
         """

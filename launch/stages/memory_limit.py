@@ -141,7 +141,7 @@ def _not_judged(why: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the main stage of a run needs, with options as they are or changed."""
+    """Calls of the main stage of a run, with its options as given or changed."""
 
     run: Resolved
     stage: Stage

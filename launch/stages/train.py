@@ -104,7 +104,7 @@ class Deaths:
 
     @property
     def text(self) -> str:
-        """Describe the deaths in a line; "" if nobody died."""
+        """Return one line about workers that died; "" if none did."""
         if not (self.recovered or self.restarts):
             return ""
         said = self.summary

@@ -1,4 +1,4 @@
-"""Of files that others made only regular ones are opened, and opening never waits."""
+"""Open files that others made: only regular files, and without waiting."""
 
 from __future__ import annotations
 

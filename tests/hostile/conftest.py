@@ -57,7 +57,7 @@ TINY = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Of a long list, which one piece of code reads, `make test` tries every tenth case."""
+    """Leave nine of ten cases of each long list to `make test-all`: one piece of code reads all."""
     cases: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.path.parent == _SERVER.parent:

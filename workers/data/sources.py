@@ -25,7 +25,7 @@ from .row_report import DataReport
 from .task import HasReplies, Message, ScoresPairs, Task
 
 Response = str | Sequence[Message]
-"""What a row teaches: a text, or the messages that follow the prompt's."""
+"""The target of a row: a text, or the messages that follow those of the prompt."""
 
 
 class RowEncoder:

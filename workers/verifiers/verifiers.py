@@ -235,7 +235,7 @@ _LIKE = {
     "response": ("completion", "output", "generat", "text", "reply", "prediction"),
     "answer": ("gold", "target", "reference", "solution", "expected", "label", "truth", "correct"),
 }
-"""What a reward is passed, in order -> words that rewards name it by as well."""
+"""Argument of a reward, in order -> words in other names that rewards give it."""
 
 
 def _is_like(name: str, passed: str) -> bool:

@@ -91,7 +91,7 @@ class CudaMemory:
 
 
 Memory = HostMemory | CudaMemory
-"""What another process needs to open memory."""
+"""The handle by which another process opens memory."""
 
 
 def share_memory(num_bytes: int, device: torch.device) -> tuple[Tensor, Memory, SharedFile | None]:
@@ -219,7 +219,7 @@ def _ledger_says(place: _Place) -> int:
 
 @dataclass
 class _Opened:
-    """What a receiver has open of one sender: slot -> memory, by the mark of its ledger."""
+    """Memory of one sender that a receiver has opened: slot -> tensor, for one ledger mark."""
 
     mark: int
     pieces: dict[int, Tensor] = field(default_factory=dict[int, Tensor])

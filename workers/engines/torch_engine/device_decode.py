@@ -47,7 +47,7 @@ def rows_that_fit(free_bytes: int, *, total_bytes: int, bytes_per_row: int, most
     of 128) a row of 1,024 + 8,192 tokens takes 252 MiB of cache; 512 of them would be 126 GiB.
 
     Args:
-        free_bytes: Memory of the device that nobody uses.
+        free_bytes: Unused memory of the device.
         total_bytes: Memory of the device.
         bytes_per_row: Memory that a row needs.
         most: Rows that are wanted.

@@ -42,7 +42,7 @@ _ROWS_ALIKE = "penstock_rows_alike"
 
 @dataclass(frozen=True)
 class _Read:
-    """What a model has made of texts of one length: their caches, and the next logits."""
+    """A model's caches for texts of one length, and the logits of the next token."""
 
     caches: list[Any]
     logits: Tensor

@@ -1,151 +1,165 @@
-"""Show that a change of the code changes no weights: record them before it, compare them after it.
+"""Show that a change of the code changes nothing that runs compute: record, change, compare.
 
-    python benchmarks/same_bits.py --record before.json
+    python benchmarks/same_bits.py --json before.json
     (the change)
-    python benchmarks/same_bits.py --compare before.json --json benchmarks/results/same_bits.json
+    python benchmarks/same_bits.py --compare before.json --json after.json
 
-The cases are the default run of seed 0 (`make run`) and one short run per algorithm YAML, which
-starts from the model that the default run left, so that rewards differ and gradients are not zero;
-then the default algorithm with each engine on Ray. Each case is a whole `penstock run` and gives
-the hash of all trained weights and the accuracy or returns before and after. A case that is only in
-one of the two sides counts as a difference.
+The cases are the default run of seed 0 (`make run`) and those of `same_bits_cases.py`: a short run
+for each algorithm, from the model that the default run left, so that rewards differ and gradients
+are not zero; and short runs for engines, executors, schedules, tasks, rewards, adapters, resuming,
+exporting and evaluating. Each gives the hash of all trained weights, the scores before and after,
+and hashes of what was sampled, evaluated and reported but for times and bytes. A case that only
+one of both sides has counts as a difference. `--model FOLDER` takes a model that the default run
+has trained before in place of training it again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import gzip
+import hashlib
 import json
+import multiprocessing
+import os
+import re
+import signal
 import sys
 import tempfile
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from bench import parser, report, table
-from penstock import configs
 from penstock.launch.main import main as penstock
+from same_bits_cases import MAIN, case_names, commands_of
+from same_bits_parts import judge, rows
 
-CONFIGS = Path(str(configs.__file__)).parent
-MAIN = "make run"
-ROWS = {"prompts": 16, "pairs": 16, "demos": 16, "rows": 8}
-"""Rows of each kind in a step of a short run."""
-SHORT = (
-    "tracker=none",
-    "executor.num_threads=1",
-    "task.num_train=400",
-    "task.num_held_out=32",
-    "evaluation.num_prompts=32",
-    "checkpoint_every=2",
+LIMIT_S = 1800.0
+"""Seconds for a case; one that takes longer has failed."""
+SCORES = ("accuracy", "episode_return", "reward", "loss")
+TIMED = re.compile(
+    r"(_s|_bytes|_utilization|/date|predicted.*|memory.*)$|^(run/|time/)|waits|usage"
 )
-ENVIRONMENTS = {
-    "env_ppo": ("task=cartpole", "model=mlp"),
-    "a2c": ("task=cartpole", "model=mlp"),
-    "impala": ("task=cartpole", "model=mlp"),
-    "dqn": ("task=cartpole", "model=mlp", "algorithm.num_steps=40"),
-    "population": ("task=cartpole", "model=mlp", "algorithm.per_step.rows=16"),
-    "mappo": ("task=cover", "model=mlp", "algorithm.per_step.rows=12"),
-    "self_play": ("task=tic_tac_toe", "model=mlp"),
-}
-OTHER_SIZES = {"dapo": ("algorithm.per_step.prompts=48",)}
-"""What the rows of `ROWS` do not fit."""
-ENGINES = {
-    "grpo on Ray": ("executor=ray",),
-    "grpo one step off": ("executor=ray_split", "schedule=one_step_off"),
-    "grpo FSDP": ("engine=fsdp", "rollout=torch", "executor=ray_split"),
-    "grpo Megatron vLLM": (
-        "engine=megatron",
-        "rollout=vllm",
-        "executor=ray_split",
-        "rollout.options={max_decode_rows: 32}",
-    ),
-}
-KEPT = ("accuracy_before_rl", "accuracy_after_rl", "episode_return_before", "episode_return_after")
+"""Metrics that differ between two runs of the same code."""
 
 
-def run(words: list[str], folder: Path) -> dict[str, Any]:
-    """The hash and scores of one run; of one that failed, that it did."""
-    if penstock(["run", *words, f"runs={folder}"]) != 0:
-        return {"weights_sha256": "failed"}
-    (summary,) = folder.glob("*/summary.json")
-    said = json.loads(summary.read_text())
-    return {"weights_sha256": said["weights_sha256"], **{key: said.get(key) for key in KEPT}}
+def digest(things: Iterable[Any]) -> str:
+    """Hash things as JSON."""
+    found = hashlib.sha256()
+    for thing in things:
+        found.update(json.dumps(thing, sort_keys=True).encode() + b"\n")
+    return found.hexdigest()[:16]
 
 
-def short_words(algorithm: str, model: Path) -> list[str]:
-    """The command line of an algorithm's short run."""
-    where = ENVIRONMENTS.get(algorithm, ("model=folder", f"model.folder={model}"))
-    base = [f"algorithm={algorithm}", *where[:2]]
-    base += [] if algorithm in ENVIRONMENTS else ["model.dtype=float32"]  # on any machine
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        penstock(["run", *base, "--cfg", "job"])
-    composed = yaml.safe_load(text.getvalue())["algorithm"]
-    warm_up = composed["optimizer"].get("warmup_calls", 0)
-    words = [*base, "algorithm.num_steps=4", *SHORT[:2]]
-    words += [] if algorithm in ENVIRONMENTS else SHORT[2:]
-    words += ["algorithm.optimizer.warmup_calls=0"] if warm_up else []
-    words += [f"algorithm.per_step.{kind}={ROWS[kind]}" for kind in composed["per_step"]]
-    for name, stage in composed.get("before", {}).items():
-        words.append(f"algorithm.before.{name}.num_steps=4")
-        words += [
-            f"algorithm.before.{name}.per_step.{kind}={ROWS[kind]}" for kind in stage["per_step"]
-        ]
-        words.append(f"algorithm.before.{name}.optimizer.warmup_calls=0")
-    given = {
-        word.partition("=")[0]: word
-        for word in (*words, *where[2:], *OTHER_SIZES.get(algorithm, ()))
+def read(run: Path, output: Path) -> dict[str, Any]:
+    """Give what is compared of a finished run, and of what other commands made of it."""
+    summary = json.loads((run / "summary.json").read_text())
+    scores = {f"{name}_{when}" for name in SCORES for when in ("before", "after")}
+    scores |= {f"{name}_{when}_rl" for name in SCORES for when in ("before", "after")}
+    metrics = [
+        {key: value for key, value in json.loads(line).items() if not TIMED.search(key)}
+        for file in sorted(run.rglob("metrics.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
+    sampled = [gzip.decompress(file.read_bytes()).decode() for file in run.rglob("*.jsonl.gz")]
+    evaluated = [json.loads(file.read_text()) for file in sorted(run.glob("evaluations/*.json"))]
+    weights = [file for file in sorted(output.rglob("*.safetensors"))]
+    evals = [json.loads(file.read_text())["suites"] for file in output.glob("*.json")]
+    return {
+        "weights_sha256": summary["weights_sha256"],
+        **{key: summary[key] for key in sorted(scores & set(summary)) if summary[key]},
+        "metrics": digest(metrics),
+        "samples": digest(sorted(sampled)),
+        "evaluations": digest(evaluated),
+        **{f"{file.parent.name}_weights": _of_file(file) for file in weights},
+        **({"eval": digest(evals)} if evals else {}),
     }
-    return list(given.values())
 
 
-def measured(only: list[str]) -> dict[str, Any]:
-    """Case -> hash and scores."""
-    algorithms = sorted(path.stem for path in (CONFIGS / "algorithm").glob("*.yaml"))
-    algorithms.remove("own")  # it has no step of its own
-    with tempfile.TemporaryDirectory() as made:
-        root = Path(made)
-        found = {MAIN: run(["seed=0"], root / "main")}
-        (model,) = (root / "main").glob("*/models/actor")
-        cases = {name: short_words(name, model) for name in algorithms}
-        for name, words in ENGINES.items():
-            cases[name] = [*short_words("grpo", model), *words]
-        for number, (name, words) in enumerate(cases.items()):
-            if not only or name in only:
-                print(f"{name}: penstock run {' '.join(words)}", file=sys.stderr)
-                found[name] = run(words, root / str(number))
-    return found
+def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Name what differs between two records of a case."""
+    keys = [*dict.fromkeys([*before, *now])]
+    return ", ".join(key for key in keys if before.get(key) != now.get(key))
+
+
+def _of_file(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def carry_out(name: str, root: Path, model: Path | None) -> None:
+    """Run a case in this process, a session of its own, and write what it gave."""
+    os.setsid()
+    os.chdir(Path(__file__).parent)  # where modules of a user's own are found
+    runs, output, data = root / "runs", root / "output", root / "data"
+    for folder in (output, data):
+        folder.mkdir(parents=True)
+    for name in ("sums.jsonl", "calls.jsonl"):
+        (data / name).write_text("".join(json.dumps(row) + "\n" for row in rows(name)))
+    with judge() as url:
+        for words in commands_of(name):
+            run = max(runs.glob("[0-9]*"), default="", key=os.path.getmtime)
+            places = {"model": model, "run": run, "output": output, "data": data, "judge": url}
+            starts = words[0] == "run" and "resume={run}" not in words
+            filled = [*words, *[f"runs={runs}"] * starts]
+            for place, value in places.items():
+                filled = [word.replace(f"{{{place}}}", str(value)) for word in filled]
+            print(f"{name}: penstock {' '.join(filled)}", file=sys.stderr, flush=True)
+            if penstock(filled) != 0:
+                raise SystemExit(1)
+    run = max(runs.glob("[0-9]*"), key=os.path.getmtime)
+    (root / "found.json").write_text(json.dumps(read(run, output)))
+
+
+def measured(name: str, root: Path, model: Path | None) -> dict[str, Any]:
+    """Give what a case comes to, within a deadline; of one that failed, that it did."""
+    context = multiprocessing.get_context("forkserver")
+    child = context.Process(target=carry_out, args=(name, root, model))
+    child.start()
+    child.join(LIMIT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid or 0, signal.SIGKILL)
+    child.join()
+    if not (root / "found.json").is_file():
+        return {"weights_sha256": "failed"}
+    return json.loads((root / "found.json").read_text())
 
 
 def main() -> None:
-    """Record or compare."""
+    """Record, and compare if asked."""
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--record", type=Path, metavar="FILE", help="where to write the hashes")
-    arguments.add_argument("--compare", type=Path, metavar="FILE", help="hashes to compare with")
+    arguments.add_argument("--compare", type=Path, metavar="FILE", help="a record to compare with")
     arguments.add_argument("--only", nargs="*", default=[], metavar="CASE", help="these cases")
+    arguments.add_argument("--model", type=Path, metavar="FOLDER", help="the default run's model")
     given = arguments.parse_args()
-    now = measured(given.only)
+    names = case_names()
+    if unknown := set(given.only) - set(names):
+        raise SystemExit(f"no such case: {', '.join(unknown)}; there are {', '.join(names)}")
+    wanted = {MAIN, *given.only} if given.only else {*names}
+    wanted -= {MAIN} if given.model else set()
+    multiprocessing.set_forkserver_preload(["transformers", "penstock.launch.cli.run"])
+    model: Path | None = given.model and given.model.resolve()
+    now: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as made:
+        for number, name in enumerate(name for name in names if name in wanted):
+            start_s = time.monotonic()
+            root = Path(made, str(number))
+            now[name] = measured(name, root, model)
+            seconds[name] = round(time.monotonic() - start_s, 1)
+            print(f"{seconds[name]:7.1f} s  {name}: {now[name]['weights_sha256'][:16]}", flush=True)
+            if name == MAIN:
+                (model,) = (root / "runs").glob("*/models/actor")
     failed = [name for name, case in now.items() if case["weights_sha256"] == "failed"]
+    before = now if given.compare is None else json.loads(given.compare.read_text())["cases"]
+    names = [name for name in dict.fromkeys([*before, *now]) if name in wanted or not given.only]
+    differ = {name: differences(before.get(name, {}), now.get(name, {})) for name in names}
+    if given.compare is not None:
+        print(table(["case", "compared"], [(name, differ[name] or "same") for name in names]))
+    same = {name: not differ[name] for name in names}
+    report({"cases": now, "same": same, "seconds": seconds}, given.json)
     if failed:
         raise SystemExit(f"these runs failed: {', '.join(failed)}")
-    if given.record is not None:
-        given.record.write_text(json.dumps(now, indent=2) + "\n")
-        return
-    before: dict[str, Any] = json.loads(given.compare.read_text()) if given.compare else now
-    if given.only:
-        before = {name: case for name, case in before.items() if name in now}
-    names = list(dict.fromkeys([*before, *now]))
-    same = {name: before.get(name) == now.get(name) for name in names}
-    rows = [
-        (
-            name,
-            (now.get(name) or before[name])["weights_sha256"][:16],
-            "same" if same[name] else "DIFFERENT",
-        )
-        for name in names
-    ]
-    print(table(["case", "weights", "compared"], rows))
-    report({"cases": now, "same": same}, given.json)
     if not all(same.values()):
         raise SystemExit(f"{sum(not s for s in same.values())} of {len(names)} cases differ")
 

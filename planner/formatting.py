@@ -26,11 +26,7 @@ def bytes_unit(size: float) -> tuple[str, int]:
 
 
 def bytes_of(text: str) -> int:
-    """Bytes of a size as people write it: "6GiB", "512 MiB".
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Bytes of a size as people write it: "6GiB", "512 MiB"."""
     found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?(MiB|GiB|TiB)", text)
     if found is None:
         raise ValueError(f"expected a size such as 6GiB or 512MiB, got {text!r}")
@@ -38,13 +34,7 @@ def bytes_of(text: str) -> int:
 
 
 def bytes_text(size: float, *, like: float | None = None, unit: bool = True) -> str:
-    """Bytes in powers of 1024: "61.5 GiB", "410 MiB".
-
-    Args:
-        size: The bytes.
-        like: Use the unit of this size instead.
-        unit: Whether the unit is written.
-    """
+    """Bytes in powers of 1024: "61.5 GiB", "410 MiB"."""
     name, factor = bytes_unit(size if like is None else like)
     number = f"{size:.0f}" if factor == 1 else _digits(size / factor)
     if 0 < size < 0.005 * factor:

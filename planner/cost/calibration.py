@@ -44,7 +44,6 @@ class MeasuredCall(BaseModel):
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one."""
         return self.predicted_s / self.measured_s - 1.0
 
 
@@ -79,13 +78,7 @@ class DtypeConstants(BaseModel):
 
 
 class Calibration(BaseModel):
-    """One machine, as the planner sees it.
-
-    Example:
-        >>> calibration = Calibration.read(Path("runs/calibration.json"))
-        >>> plan_step(graph, models, calibration.cluster, workload, max_lag=0,
-        ...           constants=calibration.constants_for(models.values()))
-    """
+    """One machine, as the planner sees it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -111,19 +104,14 @@ class Calibration(BaseModel):
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """What kind of device was measured."""
         return "cpu" if self.cluster.node_groups[0].device.is_cpu else "cuda"
 
     @property
     def error(self) -> float:
-        """Mean absolute relative error of the model of time over the measured calls."""
         return sum(abs(call.error) for call in self.calls) / max(len(self.calls), 1)
 
     def notes_for(self, models: Iterable[ModelShape | None]) -> tuple[str, ...]:
-        """What to say where no model in the dtype of a step's models was timed.
-
-        A share of the peak is that of one dtype: what is no product takes as long in the others.
-        """
+        # A share of the peak is that of one dtype: what is no product takes as long in the others.
         largest = _largest(models)
         if largest is None or not self.dtypes or largest.dtype in self.dtypes:
             return ()
@@ -134,11 +122,6 @@ class Calibration(BaseModel):
         )
 
     def constants_for(self, models: Iterable[ModelShape | None]) -> Constants:
-        """The constants for a step with these models: those of the largest.
-
-        Args:
-            models: The shapes of the step's models; None for a role without one.
-        """
         largest = _largest(models)
         if largest is None or not self.dtypes:
             return self.constants
@@ -147,11 +130,6 @@ class Calibration(BaseModel):
 
     @staticmethod
     def read(file: Path) -> Calibration:
-        """A calibration from a file.
-
-        Raises:
-            PlanError: If the file is missing or is no calibration; says which key and why.
-        """
         try:
             return Calibration.model_validate_json(read_bytes(file).decode())
         except FileNotFoundError:

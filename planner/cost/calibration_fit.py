@@ -22,70 +22,43 @@ from .constants import Constants
 from .engine_model import ANY, EngineModel
 from .time_model import TimeModel
 
-_SHARES = (1e-3, 1.0)
-"""Between which an efficiency is looked for."""
+_SHARES = (1e-3, 1.0)  # between which an efficiency is looked for
 
+# between which the launches of a layer are looked for, and the costs of an optimizer step
 _LAUNCHES_S = (1e-6, 0.1)
-"""Between which the launches of a layer are looked for, and the costs of an optimizer step."""
 
-_BACKWARD = (1.0, 10.0)
-"""Between which a backward pass is looked for, in forward passes."""
+_BACKWARD = (1.0, 10.0)  # between which a backward pass is looked for, in forward passes
 
-_FINE = 1e-4
-"""The search ends when steps of this size, in logarithms, no longer help."""
+_FINE = 1e-4  # the search ends when steps of this size, in logarithms, no longer help
 
-_ROUNDS = 400
-"""And after so many rounds at the latest."""
+_ROUNDS = 400  # and after so many rounds at the latest
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A call on one device, and how long it took.
+    """A call on one device, and how long it took."""
 
-    Attributes:
-        call: What was called.
-        micro_batch: Sequences that were computed at once in forward and train calls.
-        measured_s: Seconds.
-    """
-
-    call: Call
-    micro_batch: int
-    measured_s: float
+    call: Call  # what was called
+    micro_batch: int  # sequences that were computed at once in forward and train calls
+    measured_s: float  # seconds
 
     @property
     def width(self) -> int:
-        """Hidden size of its model."""
         return self.call.model.hidden_size
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        found: The constants.
-        predicted_s: What each call takes with them, in the order given.
-    """
-
-    found: DtypeConstants
-    predicted_s: tuple[float, ...]
+    found: DtypeConstants  # the constants
+    predicted_s: tuple[float, ...]  # what each call takes with them, in the order given
 
 
 def fit_constants(
     timed: Sequence[Timed], cluster: ClusterSpec, start: Constants, engine: EngineModel = ANY
 ) -> Fit:
-    """Find the constants of one device's computation.
-
-    Args:
-        timed: Calls of one device with models in one dtype, some of them for every width.
-        cluster: The peaks.
-        start: Where to begin; network constants and `call_s` are kept as they are. The calls were
-            made directly, so `call_s` is no part of them.
-        engine: What computed them.
-
-    Raises:
-        PlanError: If a device has no peak at the models' dtype.
-    """
+    """Find the constants of one device's computation."""
     widths = sorted({one.width for one in timed})
     model = _Model(timed, widths, Mesh(cluster, _one_device(cluster)), start, engine)
     point = _descended(model)
@@ -134,7 +107,6 @@ class _Model:
         self.bounds = [(math.log(low), math.log(high)) for _, (low, high) in points]
 
     def constants(self, point: Sequence[float], width: int) -> Constants:
-        """The constants of a direct call at a point, for one width."""
         attention, memory, read, launch_s, update_s, backward = map(math.exp, point[: self._common])
         return self._start.replaced(
             attention_efficiency=min(1.0, attention),
@@ -147,7 +119,6 @@ class _Model:
         )
 
     def predicted_s(self, point: Sequence[float]) -> list[float]:
-        """Seconds of every call at a point."""
         models = {w: TimeModel(self.constants(point, w), self._engine) for w in self._widths}
         return [
             models[one.width].call_time(one.call, layout, self._mesh).total_s
@@ -155,13 +126,11 @@ class _Model:
         ]
 
     def cost(self, point: Sequence[float]) -> float:
-        """Mean square of the logarithms of predicted over measured."""
         pairs = zip(self.predicted_s(point), self._timed, strict=True)
         return sum(math.log(p / t.measured_s) ** 2 for p, t in pairs) / len(self._timed)
 
 
 def _descended(model: _Model) -> list[float]:
-    """Downhill along one axis after the other, with steps that grow where they help."""
     point, cost = list(model.start), model.cost(model.start)
     steps = [0.5] * len(point)
     for _ in range(_ROUNDS):

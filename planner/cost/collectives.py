@@ -23,20 +23,13 @@ class Links(NamedTuple):
     them.
     """
 
-    node_size: int
-    """Devices that share a node."""
-    within_bytes_per_s: float
-    """Inside a node, per device and direction, as reached."""
-    between_bytes_per_s: float
-    """Between nodes, per device and direction, as reached."""
-    within_hop_s: float
-    """Latency of a hop inside a node."""
-    between_hop_s: float
-    """Latency of a hop between nodes."""
-    within_stage_s: float
-    """Latency of a hand-over between pipeline stages inside a node."""
-    between_stage_s: float
-    """Latency of a hand-over between pipeline stages on different nodes."""
+    node_size: int  # devices that share a node
+    within_bytes_per_s: float  # inside a node, per device and direction, as reached
+    between_bytes_per_s: float  # between nodes, per device and direction, as reached
+    within_hop_s: float  # latency of a hop inside a node
+    between_hop_s: float  # latency of a hop between nodes
+    within_stage_s: float  # latency of a hand-over between pipeline stages inside a node
+    between_stage_s: float  # latency of a hand-over between pipeline stages on different nodes
 
 
 def links_of(mesh: Mesh, constants: Constants) -> Links:

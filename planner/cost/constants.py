@@ -23,12 +23,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Constants(BaseModel):
-    """How a program uses devices and links; the same for every model, mesh and layout.
-
-    Example:
-        >>> Constants(matmul_efficiency=0.4, memory_efficiency=0.8, network_efficiency=0.7,
-        ...           launch_s=1e-4, hop_s=1e-5, stage_s=1e-4, call_s=0.0, source="by hand")
-    """
+    """How a program uses devices and links; the same for every model, mesh and layout."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -68,11 +63,6 @@ class Constants(BaseModel):
     the calibration file."""
 
     def replaced(self, **changes: Any) -> Constants:
-        """The same with other values, checked.
-
-        Raises:
-            PlanError: If a value is out of its range or a name is none of the fields.
-        """
         try:
             return Constants(**{**self.model_dump(), **changes})
         except ValidationError as error:
@@ -84,6 +74,7 @@ class Constants(BaseModel):
             raise PlanError(f"constant {key}: {first['msg']} (got {first['input']!r})") from None
 
 
+# A tuned stack: fused kernels, decoding mostly with CUDA graphs, NCCL
 GPU_DEFAULTS = Constants(
     matmul_efficiency=0.45,
     memory_efficiency=0.8,
@@ -94,8 +85,8 @@ GPU_DEFAULTS = Constants(
     call_s=0.05,
     source="analytic defaults for GPUs",
 )
-"""A tuned stack: fused kernels, decoding mostly with CUDA graphs, NCCL."""
 
+# pyTorch on one core a rank, messages through the kernel's sockets
 CPU_DEFAULTS = Constants(
     matmul_efficiency=0.5,
     attention_efficiency=0.2,
@@ -108,7 +99,6 @@ CPU_DEFAULTS = Constants(
     update_s=5.0e-3,
     source="analytic defaults for CPUs",
 )
-"""PyTorch on one core a rank, messages through the kernel's sockets."""
 
 
 def default_constants(cluster: ClusterSpec) -> Constants:
@@ -117,6 +107,9 @@ def default_constants(cluster: ClusterSpec) -> Constants:
     return CPU_DEFAULTS if cpu else GPU_DEFAULTS
 
 
+# an RLHF system of 2024 in PyTorch without CUDA graphs; made by `benchmarks/planner_fit.py`. The
+# efficiency is low because it stands for all that grows with the tokens, and because the peak is
+# that of an H100's dense half-precision products.
 PUBLISHED_H100 = Constants(
     matmul_efficiency=0.133,
     memory_efficiency=0.8,
@@ -127,8 +120,3 @@ PUBLISHED_H100 = Constants(
     call_s=0.0,
     source="fitted to 16 published PPO iterations on H100 nodes without CUDA graphs",
 )
-"""An RLHF system of 2024 in PyTorch without CUDA graphs; made by `benchmarks/planner_fit.py`.
-
-The efficiency is low because it stands for all that grows with the tokens, and because the peak is
-that of an H100's dense half-precision products.
-"""

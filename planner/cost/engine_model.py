@@ -20,9 +20,9 @@ from ..inputs.model_shape import ModelShape
 from .memory import resident_parts, transient_parts
 from .memory_ledger import Parts
 
+# of a layout, what is done in it, and the model's shape if it is known: a clause that says what the
+# engine lacks ("megatron has no cp"), or None if it runs it
 WhyNot = Callable[[Layout, CallKind, ModelShape | None], str | None]
-"""Of a layout, what is done in it, and the model's shape if it is known: a clause that says what
-the engine lacks ("megatron has no cp"), or None if it runs it."""
 
 
 class EngineMemory(Protocol):
@@ -58,7 +58,6 @@ class ShardedMemory:
     """An engine that divides states and activations as its layout says; see `memory`."""
 
     def resident(self, call: Call, layout: Layout) -> Parts:
-        """See `EngineMemory`."""
         return resident_parts(call, layout)
 
     def transient(
@@ -70,7 +69,6 @@ class ShardedMemory:
         borrows: bool = False,
         rows: int | None = None,
     ) -> Parts:
-        """See `EngineMemory`; what libraries hold of CPUs and others is taken to be alike."""
         return transient_parts(call, layout, borrows=borrows, rows=rows)
 
 
@@ -82,56 +80,49 @@ def _runs_everything(layout: Layout, kind: CallKind, shape: ModelShape | None) -
 class EngineModel:
     """An engine as the planner sees it."""
 
-    name: str
-    """What messages call it."""
-    why_not: WhyNot = _runs_everything
-    """Why it cannot run a layout, if it cannot."""
-    memory: EngineMemory = ShardedMemory()
-    """What it holds."""
+    name: str  # what messages call it
+    why_not: WhyNot = _runs_everything  # why it cannot run a layout, if it cannot
+    memory: EngineMemory = ShardedMemory()  # what it holds
+    # which states of a trained model its data-parallel ranks share: the stages worth trying. Of
+    # ZeRO, 2 costs more time than 1 and more memory than 3 wherever gradients are added up over
+    # micro-batches.
     zero_stages: tuple[Literal[0, 1, 2, 3], ...] = (1, 3)
-    """Which states of a trained model its data-parallel ranks share: the stages worth trying. Of
-    ZeRO, 2 costs more time than 1 and more memory than 3 wherever gradients are added up over
-    micro-batches."""
+    # whether frozen models are shared so too, instead of being whole on every rank
     shards_frozen: bool = False
-    """Whether frozen models are shared so too, instead of being whole on every rank."""
+    # whether activations between tensor-parallel regions are cut along the sequence
     sequence_parallel: bool = True
-    """Whether activations between tensor-parallel regions are cut along the sequence."""
+    # tokens of a micro-batch, if the engine packs rows of any length into one; else micro-batches
+    # are a number of rows, which the plan chooses
     packs_tokens: int | None = None
-    """Tokens of a micro-batch, if the engine packs rows of any length into one; else micro-batches
-    are a number of rows, which the plan chooses."""
+    # whether it computes a prompt once for all of its rows in a minibatch
     shares_prompts: bool = False
-    """Whether it computes a prompt once for all of its rows in a minibatch."""
+    # whether the head is computed only where a token of a response is predicted
     reads_responses: bool = False
-    """Whether the head is computed only where a token of a response is predicted."""
+    # products of a head's weights in training, as large as that of a forward pass: 3, or 4 if
+    # logits are not kept but made again
     head_products: int = 3
-    """Products of a head's weights in training, as large as that of a forward pass: 3, or 4 if
-    logits are not kept but made again."""
+    # whether a rank computes those of its own rows that are drawn for an update, whose number is
+    # not the same on all data-parallel ranks; else each has equally many. Ranks that share experts
+    # deal their rows out among themselves.
     draws_minibatches: bool = False
-    """Whether a rank computes those of its own rows that are drawn for an update, whose number is
-    not the same on all data-parallel ranks; else each has equally many. Ranks that share experts
-    deal their rows out among themselves."""
+    # whether it generates with the very weights that it trains, where both are on the same devices;
+    # else a generation has a copy while it runs
     generates_in_place: bool = False
-    """Whether it generates with the very weights that it trains, where both are on the same
-    devices; else a generation has a copy while it runs."""
 
 
-ANY = EngineModel(name="any")
-"""An engine that runs every legal layout."""
+ANY = EngineModel(name="any")  # an engine that runs every legal layout
 
 
 @dataclass(frozen=True)
 class RoleEngines:
     """What runs the calls of a role."""
 
+    # what trains and evaluates; every layout of a plan is one that it runs
     train: EngineModel = ANY
-    """What trains and evaluates; every layout of a plan is one that it runs."""
-    rollout: EngineModel | None = None
-    """What generates, likewise; None if the same engine does."""
+    rollout: EngineModel | None = None  # what generates, likewise; None if the same engine does
 
     def runs(self, kind: CallKind) -> EngineModel:
-        """The engine of a call."""
         return self.rollout if self.rollout is not None and kind == "generate" else self.train
 
     def apart(self, kind: CallKind) -> bool:
-        """Whether a call is run by another engine than trains and evaluates the role."""
         return self.rollout is not None and kind == "generate"

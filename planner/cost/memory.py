@@ -28,11 +28,10 @@ from ..inputs.layout import Layout
 from ..inputs.model_shape import Head, ModelShape
 from .memory_ledger import Parts
 
+# weights move between layouts through two buckets of at most this size, one filled, one sent
 BUCKET_BYTES = 256 * 2**20
-"""Weights move between layouts through two buckets of at most this size, one filled, one sent."""
 
-PREFILL_TOKENS = 8192
-"""Prompt tokens that a generator computes at once."""
+PREFILL_TOKENS = 8192  # prompt tokens that a generator computes at once
 
 _FLOAT = 4
 
@@ -41,18 +40,12 @@ _FLOAT = 4
 
 
 class _Params(NamedTuple):
-    """Weights of one device, in numbers, before any ZeRO sharding."""
-
-    dense: int
-    """All but experts."""
-    experts: int
-    """Weights of a mixture's experts, which `ep` ranks share."""
-    largest_layer: int
-    """What ZeRO gathers at once: a layer, or the embedding."""
+    dense: int  # all but experts
+    experts: int  # weights of a mixture's experts, which `ep` ranks share
+    largest_layer: int  # what ZeRO gathers at once: a layer, or the embedding
 
 
 def _params(shape: ModelShape, head: Head, layout: Layout) -> _Params:
-    """Sizes of the pipeline stage that has most: the first has the embedding, the last the head."""
     return _stage_params(shape, head, layout.tp, layout.pp, layout.ep)
 
 
@@ -93,7 +86,6 @@ def _key_heads(shape: ModelShape, tp: int) -> int:
 def _states(
     params: _Params, layout: Layout, shape: ModelShape, *, trained: bool
 ) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer state on one device."""
     number = shape.dtype_bytes
     zero = layout.zero if trained else 0
     dense, experts = params.dense, params.experts
@@ -123,17 +115,10 @@ def weight_bytes(shape: ModelShape, head: Head, layout: Layout) -> int:
 
 
 def resident_parts(call: Call, layout: Layout) -> Parts:
-    """What each device always holds for the call group that the call belongs to.
-
-    The call groups of a frozen role and of a generation hold weights; that of a trained role holds
-    gradients (float32, as they are added up over micro-batches) and optimizer state too. A
-    generation that borrows the weights of the call group that trains them holds nothing: do not ask
-    then. Whether they wait in host memory is not looked at.
-
-    Args:
-        call: Any call of the call group.
-        layout: The call group's layout.
-    """
+    # The call groups of a frozen role and of a generation hold weights; that of a trained role
+    # holds gradients (float32, as they are added up over micro-batches) and optimizer state too. A
+    # generation that borrows the weights of the call group that trains them holds nothing: do not
+    # ask then. Whether they wait in host memory is not looked at.
     params = _params(call.model, call.head, layout)
     trained = call.trained and call.kind != "generate"
     return Parts(*_states(params, layout, call.model, trained=trained))
@@ -143,7 +128,6 @@ def resident_parts(call: Call, layout: Layout) -> Parts:
 
 
 def _whole_logits(call: Call, layout: Layout, tokens: int) -> int:
-    """Logits, their float32 log-probabilities and, in training, the gradient of those."""
     if call.head == "scalar":
         return tokens * _FLOAT
     return tokens * -(-call.model.vocab_size // layout.tp) * (call.model.dtype_bytes + 2 * _FLOAT)
@@ -151,15 +135,10 @@ def _whole_logits(call: Call, layout: Layout, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Computes:
-    """What an engine does otherwise than the literature counts.
+    """What an engine does otherwise than the literature counts."""
 
-    Attributes:
-        saved_bytes: What a layer saves for its backward pass beyond that, for each token.
-        logits: Call, layout and tokens computed at once -> bytes of their logits and of what is
-            made of them.
-    """
-
-    saved_bytes: int = 0
+    saved_bytes: int = 0  # what a layer saves for its backward pass beyond that, for each token
+    # call, layout and tokens computed at once -> bytes of their logits and of what is made of them
     logits: Callable[[Call, Layout, int], int] = _whole_logits
 
 
@@ -174,16 +153,6 @@ def transient_parts(
     rows: int | None = None,
     computes: Computes = _AS_COUNTED,
 ) -> Parts:
-    """What each device holds while the call runs, beyond what is resident.
-
-    Args:
-        call: What runs.
-        layout: How the call is computed.
-        borrows: For a generation: whether its role is trained on the same devices. It then holds
-            a copy of the weights in its own layout while it runs.
-        rows: For a generation: rows of each rank that run at once; all of them by default.
-        computes: What the engine does otherwise.
-    """
     params = _params(call.model, call.head, layout)
     if call.kind == "generate":
         weights = (params.dense + params.experts) * call.model.dtype_bytes
@@ -207,7 +176,6 @@ def transient_parts(
 
 
 def _gathered(call: Call, layout: Layout, params: _Params) -> tuple[int, int]:
-    """Weights and gradients that ZeRO gathers for this call."""
     weights = gradients = 0
     if call.trained and layout.zero == 3 and layout.dp > 1:
         # The layer at hand and the next one.
@@ -220,7 +188,6 @@ def _gathered(call: Call, layout: Layout, params: _Params) -> tuple[int, int]:
 
 
 def _micro_batch(call: Call, layout: Layout) -> tuple[int, int]:
-    """Tokens per rank of one micro-batch, and how many micro-batches an update or a call has."""
     rows = -(-call.num_sequences // layout.dp)
     if call.kind == "train":
         rows = -(-rows * call.passes // call.updates)
@@ -229,7 +196,6 @@ def _micro_batch(call: Call, layout: Layout) -> tuple[int, int]:
 
 
 def _train(call: Call, layout: Layout, computes: Computes) -> tuple[int, int]:
-    """Activations and logits of the first stage, which runs ahead furthest, or of the last."""
     shape = call.model
     tokens, count = _micro_batch(call, layout)
     layers = -(-shape.num_layers // layout.pp)
@@ -247,16 +213,12 @@ def _train(call: Call, layout: Layout, computes: Computes) -> tuple[int, int]:
 
 
 class _PerToken(NamedTuple):
-    """Bytes of a layer's activations for one token."""
-
-    hidden: int
-    """Its hidden state between tensor-parallel regions."""
+    hidden: int  # its hidden state between tensor-parallel regions
+    # what a layer saves for its backward pass: inputs and outputs of both norms; queries, keys,
+    # values and attention's output with a float32 sum per head; gate, up, the activated gate and
+    # the product (per chosen expert, with the expert's own input and output)
     saved: int
-    """What a layer saves for its backward pass: inputs and outputs of both norms; queries, keys,
-    values and attention's output with a float32 sum per head; gate, up, the activated gate and the
-    product (per chosen expert, with the expert's own input and output)."""
-    working: int
-    """Working set without gradients: input, norm, and the layer's widest block."""
+    working: int  # working set without gradients: input, norm, and the layer's widest block
 
 
 def _per_token(shape: ModelShape, layout: Layout) -> _PerToken:
@@ -291,7 +253,6 @@ def _token_bytes(shape: ModelShape, tp: int, sequence_parallel: bool) -> _PerTok
 
 
 def _generating(call: Call, layout: Layout, rows: int) -> Parts:
-    """Parts besides the weights."""
     shape, longest = call.model, call.prompt.longest
     tokens = min(rows * longest, max(PREFILL_TOKENS, longest))
     vocab = -(-shape.vocab_size // layout.tp)
@@ -321,6 +282,5 @@ def kv_bytes(call: Call, layout: Layout, rows: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _held_tokens(call: Call) -> float:
-    """Most tokens held at one time, per row that runs at the beginning."""
     begin = call.stretches[0].rows
     return max(s.rows / begin * (call.prompt.mean + s.before + s.end) for s in call.stretches)

@@ -17,55 +17,38 @@ from ..formatting import aligned, bytes_text, part_text
 class Parts(NamedTuple):
     """Bytes on one device by what they are for; `sum` is the total."""
 
-    weights: int = 0
-    """Weights, gathered or resharded copies included."""
-    gradients: int = 0
-    """Gradients and the buffers they are added up in."""
-    optimizer: int = 0
-    """Adam's moments, float32 master weights, temporaries of a step."""
-    activations: int = 0
-    """What the backward pass needs, and the working set of the layer at hand."""
-    logits: int = 0
-    """Logits, log-probabilities and their gradients."""
-    kv_cache: int = 0
-    """Keys and values of the rows being generated."""
-    transfer: int = 0
-    """Buckets that weights move through."""
+    weights: int = 0  # weights, gathered or resharded copies included
+    gradients: int = 0  # gradients and the buffers they are added up in
+    optimizer: int = 0  # adam's moments, float32 master weights, temporaries of a step
+    activations: int = 0  # what the backward pass needs, and the working set of the layer at hand
+    logits: int = 0  # logits, log-probabilities and their gradients
+    kv_cache: int = 0  # keys and values of the rows being generated
+    transfer: int = 0  # buckets that weights move through
 
     @property
     def total(self) -> int:
-        """All parts."""
         return sum(self)
 
     def plus(self, other: Parts) -> Parts:
-        """Part by part."""
         return Parts(*map(int.__add__, self, other))
 
     @property
     def largest(self) -> str:
-        """Name of the largest part."""
         return max(zip(self, self._fields, strict=True), key=lambda pair: pair[0])[1]
 
 
 @dataclass(frozen=True)
 class GroupLedger:
-    """Memory of each device of one group.
+    """Memory of each device of one group."""
 
-    Attributes:
-        name: The group.
-        num_devices: How many devices hold this much each.
-        resident: What is always held: call group -> parts.
-        calls: What is held while a call runs, in the order of time: call -> parts.
-    """
-
-    name: str
-    num_devices: int
-    resident: Mapping[str, Parts]
+    name: str  # the group
+    num_devices: int  # how many devices hold this much each
+    resident: Mapping[str, Parts]  # what is always held: call group -> parts
+    # what is held while a call runs, in the order of time: call -> parts
     calls: Mapping[str, Parts]
 
     @property
     def held(self) -> Parts:
-        """What is always held, all call groups together."""
         total = Parts()
         for parts in self.resident.values():
             total = total.plus(parts)
@@ -91,11 +74,9 @@ class Ledger:
     groups: tuple[GroupLedger, ...]
 
     def peak_bytes(self) -> dict[str, int]:
-        """Group -> the most each of its devices holds."""
         return {group.name: group.peak[1].total for group in self.groups}
 
     def table(self) -> str:
-        """A line per call group, call and peak, as text; parts of no bytes are hidden."""
         rows = [row for group in self.groups for row in _rows(group)]
         used = [name for name in Parts._fields if any(getattr(parts, name) for *_, parts in rows)]
         lines = [["group", "", *map(part_text, used), "total"]]
@@ -115,17 +96,7 @@ def _rows(group: GroupLedger) -> list[tuple[str, str, Parts]]:
 
 
 def check(ledger: Ledger, capacity: Mapping[str, int], *, change: str = "") -> None:
-    """Refuse a plan that does not fit.
-
-    Args:
-        ledger: What the plan needs.
-        capacity: Group -> bytes that roles can use on its smallest device.
-        change: The cheapest change that makes it fit, if the caller knows one.
-
-    Raises:
-        PlanError: For the group that lacks most: the call at its peak, the largest part, the bytes
-            that are missing, and the ledger.
-    """
+    """Refuse a plan that does not fit."""
     lacking = {
         group.name: group.peak[1].total - capacity[group.name]
         for group in ledger.groups

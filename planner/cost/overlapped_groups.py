@@ -18,29 +18,21 @@ from dataclasses import dataclass
 
 from ...dataflow.option_checks import check_range
 
+# seconds that a thread takes to get the interpreter's lock from another, twice a turn
 SWITCH_S = 1e-4
-"""Seconds that a thread takes to get the interpreter's lock from another, twice a turn."""
 
+# more loops must promise to be faster by this fraction: measured times are not exact
 LEAST_GAIN = 0.05
-"""More loops must promise to be faster by this fraction: measured times are not exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopTimes:
-    """What one turn of a loop took, on average, while it ran alone.
+    """What one turn of a loop took, on average, while it ran alone."""
 
-    Raises:
-        ValueError: If a time is negative, or none passed at all.
-    """
-
-    step_s: float
-    """Elapsed seconds of a step."""
-    step_cpu_s: float
-    """Seconds of them in which the process computed."""
-    ask_s: float
-    """Elapsed seconds until the answer was there."""
-    ask_cpu_s: float
-    """Seconds of them in which the process computed."""
+    step_s: float  # elapsed seconds of a step
+    step_cpu_s: float  # seconds of them in which the process computed
+    ask_s: float  # elapsed seconds until the answer was there
+    ask_cpu_s: float  # seconds of them in which the process computed
 
     def __post_init__(self) -> None:
         check_range(self, "step_s", "step_cpu_s", "ask_s", "ask_cpu_s", at_least=0)
@@ -49,12 +41,10 @@ class LoopTimes:
 
     @property
     def turn_s(self) -> float:
-        """Elapsed seconds of a turn."""
         return self.step_s + self.ask_s
 
     @property
     def cpu_s(self) -> float:
-        """Computed seconds of a turn, never more than elapsed."""
         return min(self.step_cpu_s + self.ask_cpu_s, self.turn_s)
 
 
@@ -67,16 +57,7 @@ def round_s(times: LoopTimes, num_overlapped: int, num_groups: int) -> float:
 
 
 def choose_num_overlapped(times: LoopTimes, num_groups: int, most: int = 64) -> int:
-    """The number of loops that is expected to be fastest; the smallest of those about as fast.
-
-    Args:
-        times: Measured.
-        num_groups: Groups that the process has.
-        most: Not more loops than this.
-
-    Raises:
-        ValueError: If there is no group.
-    """
+    """The number of loops that is expected to be fastest; the smallest of those about as fast."""
     if num_groups < 1:
         raise ValueError(f"num_groups is {num_groups}; expected at least 1")
     sizes = range(1, min(num_groups, most) + 1)

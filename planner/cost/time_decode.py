@@ -23,13 +23,7 @@ def kv_bytes_per_token(work: Work, layout: Layout) -> float:
 
 
 def rows_at_once(call: Call, layout: Layout, kv_bytes: float) -> int:
-    """Rows whose keys and values fit on one data-parallel rank, at their mean final length.
-
-    Args:
-        call: A generation.
-        layout: How it is spread.
-        kv_bytes: What each device has for the cache.
-    """
+    """Rows whose keys and values fit on one data-parallel rank, at their mean final length."""
     return _rows_at_once(Work.of(call), layout, kv_bytes)
 
 
@@ -46,17 +40,7 @@ def _rows_at_once(work: Work, layout: Layout, kv_bytes: float) -> int:
 def generate_time(
     work: Work, layout: Layout, machine: Machine, kv_bytes: float | None = None
 ) -> CallTime:
-    """A generation call.
-
-    Args:
-        work: The call.
-        layout: How it is spread; its micro-batch does not matter here.
-        machine: What it runs on.
-        kv_bytes: What each device has for keys and values; enough for all rows if None.
-
-    Raises:
-        PlanError: If not even one row fits.
-    """
+    """A generation call."""
     rows = -(-work.rows // layout.dp)
     waves = 1
     if kv_bytes is not None:
@@ -87,7 +71,6 @@ def generate_time(
 
 
 def _prefill_s(work: Work, layout: Layout, machine: Machine, prompts: float) -> float:
-    """Prompts in as many micro-batches as the pipeline has stages, and the first tokens."""
     groups = min(float(layout.pp), prompts)
     size = prompts / groups
     tokens = size * work.prompt / layout.cp
@@ -102,7 +85,6 @@ def _prefill_s(work: Work, layout: Layout, machine: Machine, prompts: float) -> 
 
 
 def _decode(work: Work, layout: Layout, machine: Machine, rows: float) -> list[float]:
-    """All steps of one wave, as the eight parts that `generate_time` names."""
     sums = [0.0] * 8
     for steps, share, context in work.decode:
         running = max(rows * share, 1.0)
@@ -119,7 +101,6 @@ def _decode(work: Work, layout: Layout, machine: Machine, rows: float) -> list[f
 def _stage(
     work: Work, layout: Layout, machine: Machine, rows: float, context: float
 ) -> tuple[float, ...]:
-    """One stage's layers for one token of each of `rows` rows, in the order of the parts."""
     tp, cp, ep, links = layout.tp, layout.cp, layout.ep, machine.links
     layers = -(-work.num_layers // layout.pp)
     experts = work.expert_layer_params / ep
@@ -147,7 +128,6 @@ def _stage(
 
 
 def _head(work: Work, layout: Layout, machine: Machine, rows: float) -> tuple[float, ...]:
-    """Embedding, head and sampling of `rows` tokens; launched like one more layer."""
     matmul = head_matmul_s(work, layout, machine, rows)
     launch = machine.waits_s(machine.launch_s, matmul)
     tp_comm = 0.0

@@ -27,19 +27,7 @@ def call_time(
     *,
     kv_bytes: float | None = None,
 ) -> CallTime:
-    """Predict one call. For many calls on few meshes, `TimeModel` is faster.
-
-    Args:
-        call: What is computed.
-        layout: How it is spread; must be legal for the model and use no more than the mesh.
-        mesh: The devices.
-        constants: What a program gets out of them.
-        kv_bytes: For a generation: what each device has for keys and values. Rows that do not fit
-            at once run in waves; all fit if None.
-
-    Raises:
-        PlanError: If a device has no peak at the model's dtype, or `kv_bytes` holds no row.
-    """
+    """Predict one call. For many calls on few meshes, `TimeModel` is faster."""
     work, machine = Work.of(call), Machine.of(mesh, constants, call.model.dtype)
     found = _without_states(work, layout, machine, kv_bytes)
     found = train_time(work, layout, machine, found) if work.kind == "train" else found
@@ -53,7 +41,6 @@ def _corrected(time: CallTime, factor: float) -> CallTime:
 def _without_states(
     work: Work, layout: Layout, machine: Machine, kv_bytes: float | None
 ) -> CallTime:
-    """All of a call but what ZeRO stages change about training."""
     if work.kind == "generate":
         return generate_time(work, layout, machine, kv_bytes)
     pipeline = pipeline_time(work, layout, machine)
@@ -65,10 +52,6 @@ class TimeModel:
 
     Calls and meshes are told apart by identity, so build each once and pass the same object. Ask
     for everything on a mesh before another one: what layouts have in common is kept for one mesh.
-
-    Args:
-        constants: What a program gets out of the devices.
-        engine: What computes the calls.
     """
 
     def __init__(self, constants: Constants, engine: EngineModel = ANY) -> None:
@@ -84,7 +67,6 @@ class TimeModel:
     def call_time(
         self, call: Call, layout: Layout, mesh: Mesh, *, kv_bytes: float | None = None
     ) -> CallTime:
-        """See the function of this name."""
         if self._mesh is not mesh:
             self._mesh = mesh
             self._here.clear()
@@ -107,7 +89,6 @@ class TimeModel:
         return _corrected(found, self.constants.corrections.get(work.kind, 1.0))
 
     def kv_bytes_per_row(self, call: Call, layout: Layout) -> float:
-        """Keys and values of a generation's row at its mean final length, on one device."""
         return kv_bytes_per_row(self._work(call), layout)
 
     def _work(self, call: Call) -> Work:
@@ -125,13 +106,7 @@ def offload_time(num_bytes: float, mesh: Mesh) -> float:
 
 
 def move_time(num_bytes: float, mesh: Mesh, constants: Constants) -> float:
-    """Seconds until every device of a mesh has received the weights it lacks.
-
-    Args:
-        num_bytes: What the device that lacks most receives.
-        mesh: All devices that send or receive.
-        constants: What a program gets out of the links.
-    """
+    """Seconds until every device of a mesh has received the weights it lacks."""
     if num_bytes <= 0:
         return 0.0
     links = links_of(mesh, constants)

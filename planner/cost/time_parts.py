@@ -23,40 +23,27 @@ class CallTime(NamedTuple):
     the other parts are decoding.
     """
 
-    fixed_s: float = 0.0
-    """Dispatch, gathering rows."""
-    prefill_s: float = 0.0
-    """Computing the prompts."""
-    matmul_s: float = 0.0
-    """Products with weights; while decoding mostly reading them."""
+    fixed_s: float = 0.0  # dispatch, gathering rows
+    prefill_s: float = 0.0  # computing the prompts
+    matmul_s: float = 0.0  # products with weights; while decoding mostly reading them
+    # scores and weighted sums; while decoding mostly reading the key-value cache
     attention_s: float = 0.0
-    """Scores and weighted sums; while decoding mostly reading the key-value cache."""
+    # waiting for kernels to be launched, where that takes longer than running them
     launch_s: float = 0.0
-    """Waiting for kernels to be launched, where that takes longer than running them."""
-    tp_comm_s: float = 0.0
-    """Collectives between tensor-parallel ranks."""
-    cp_comm_s: float = 0.0
-    """Keys and values between context-parallel ranks."""
-    ep_comm_s: float = 0.0
-    """Tokens to their experts and back."""
-    p2p_s: float = 0.0
-    """Handing over between pipeline stages."""
-    bubble_s: float = 0.0
-    """Stages that wait while the pipeline fills and drains."""
-    grad_sync_s: float = 0.0
-    """Summing gradients over the ranks that hold the same weights."""
-    weight_gather_s: float = 0.0
-    """Gathering weights that ZeRO has cut."""
-    optimizer_s: float = 0.0
-    """The optimizer's step: reading and writing its states."""
+    tp_comm_s: float = 0.0  # collectives between tensor-parallel ranks
+    cp_comm_s: float = 0.0  # keys and values between context-parallel ranks
+    ep_comm_s: float = 0.0  # tokens to their experts and back
+    p2p_s: float = 0.0  # handing over between pipeline stages
+    bubble_s: float = 0.0  # stages that wait while the pipeline fills and drains
+    grad_sync_s: float = 0.0  # summing gradients over the ranks that hold the same weights
+    weight_gather_s: float = 0.0  # gathering weights that ZeRO has cut
+    optimizer_s: float = 0.0  # the optimizer's step: reading and writing its states
 
     @property
     def total_s(self) -> float:
-        """All parts together."""
         return sum(self)
 
     def parts(self) -> dict[str, float]:
-        """Name without `_s` -> seconds, of the parts that are there."""
         named = zip(self._fields, self, strict=True)
         return {name.removesuffix("_s"): seconds for name, seconds in named if seconds}
 
@@ -64,36 +51,22 @@ class CallTime(NamedTuple):
 class Machine(NamedTuple):
     """A mesh with constants and a dtype, as numbers: what a program reaches."""
 
-    flops_per_s: float
-    """Matrix products of one device."""
-    attention_flops_per_s: float
-    """Attention of one device."""
-    memory_bytes_per_s: float
-    """Device memory."""
-    read_bytes_per_s: float
-    """Device memory, of what products read: weights, keys and values."""
-    host_bytes_per_s: float
-    """To and from host memory, per device."""
-    launch_s: float
-    """Kernels of one layer's forward pass."""
-    call_s: float
-    """Any call."""
-    update_s: float
-    """Any optimizer step."""
-    backward: float
-    """Passes of a backward pass."""
+    flops_per_s: float  # matrix products of one device
+    attention_flops_per_s: float  # attention of one device
+    memory_bytes_per_s: float  # device memory
+    read_bytes_per_s: float  # device memory, of what products read: weights, keys and values
+    host_bytes_per_s: float  # to and from host memory, per device
+    launch_s: float  # kernels of one layer's forward pass
+    call_s: float  # any call
+    update_s: float  # any optimizer step
+    backward: float  # passes of a backward pass
+    # whether kernels are launched, and weights read, while others compute; a CPU does one after the
+    # other
     overlaps: bool
-    """Whether kernels are launched, and weights read, while others compute; a CPU does one after
-    the other."""
     links: Links
 
     @staticmethod
     def of(mesh: Mesh, constants: Constants, dtype: str) -> Machine:
-        """Work it out.
-
-        Raises:
-            PlanError: If a device of the mesh has no peak at that dtype.
-        """
         peak, attention = mesh.flops(dtype), constants.attention_efficiency
         memory, read = constants.memory_efficiency, constants.read_efficiency
         return Machine(
@@ -111,15 +84,12 @@ class Machine(NamedTuple):
         )
 
     def both_s(self, compute_s: float, read_s: float) -> float:
-        """Seconds of a kernel that computes and reads."""
         return max(compute_s, read_s) if self.overlaps else compute_s + read_s
 
     def product_s(self, flops: float, read_bytes: float) -> float:
-        """Seconds of a matrix product that reads so many bytes of weights."""
         return self.both_s(flops / self.flops_per_s, read_bytes / self.read_bytes_per_s)
 
     def waits_s(self, launch_s: float, busy_s: float) -> float:
-        """Seconds of launches that are not hidden by `busy_s` of work."""
         return max(launch_s - busy_s, 0.0) if self.overlaps else launch_s
 
 
@@ -128,8 +98,7 @@ class Work(NamedTuple):
 
     kind: CallKind
     rows: int
-    samples: int
-    """Rows that share a prompt."""
+    samples: int  # rows that share a prompt
     passes: int
     updates: int
     hidden_size: int
@@ -138,50 +107,31 @@ class Work(NamedTuple):
     num_experts: int
     experts_per_token: int
     dtype_bytes: int
-    tokens: float
-    """Mean length of a row."""
-    tokens_square: float
-    """Mean square of the length of a row."""
-    reads: float
-    """Tokens of a row that the head computes in forward and train calls."""
-    head_products: int
-    """Products of the head in a train call, as large as that of a forward pass."""
-    draws_minibatches: bool
-    """Whether ranks have unequal numbers of an update's rows."""
-    prompt: float
-    """Mean length of a prompt, or of what is computed before the first new token."""
+    tokens: float  # mean length of a row
+    tokens_square: float  # mean square of the length of a row
+    reads: float  # tokens of a row that the head computes in forward and train calls
+    head_products: int  # products of the head in a train call, as large as that of a forward pass
+    draws_minibatches: bool  # whether ranks have unequal numbers of an update's rows
+    prompt: float  # mean length of a prompt, or of what is computed before the first new token
     prompt_square: float
+    # `(steps, share of rows still running, mean context in these steps)`; the first token comes
+    # from the prefill, so the steps are one fewer than the tokens
     decode: tuple[tuple[float, float, float], ...]
-    """`(steps, share of rows still running, mean context in these steps)`; the first token comes
-    from the prefill, so the steps are one fewer than the tokens."""
-    layer_flops: float
-    """Operations of one token's forward pass through the weights of a layer."""
+    layer_flops: float  # operations of one token's forward pass through the weights of a layer
+    # operations of a layer's attention per squared length (half of all pairs are causal)
     square_flops: float
-    """Operations of a layer's attention per squared length (half of all pairs are causal)."""
+    # operations of a layer's attention for a new token, per token of its context
     context_flops: float
-    """Operations of a layer's attention for a new token, per token of its context."""
-    dense_layer_params: int
-    """Attention, router and norms; of a dense model the feed-forward too."""
-    expert_layer_params: int
-    """Experts of a layer; 0 for a dense model."""
-    adapter_params: int
-    """Weights that are trained instead of all others; 0 if those are."""
+    dense_layer_params: int  # attention, router and norms; of a dense model the feed-forward too
+    expert_layer_params: int  # experts of a layer; 0 for a dense model
+    adapter_params: int  # weights that are trained instead of all others; 0 if those are
     embedding_params: int
-    head_params: int
-    """Weights a head has of its own."""
-    head_columns: int
-    """Outputs of the head: the vocabulary, or 1."""
-    kv_layer_bytes: int
-    """Key-value cache of one token in one layer and one key head."""
+    head_params: int  # weights a head has of its own
+    head_columns: int  # outputs of the head: the vocabulary, or 1
+    kv_layer_bytes: int  # key-value cache of one token in one layer and one key head
 
     @staticmethod
     def of(call: Call, engine: EngineModel = ANY) -> Work:
-        """Work it out.
-
-        Args:
-            call: What is computed.
-            engine: What computes it; with which tokens depends on it.
-        """
         share = _prompts_per_row(call) if engine.shares_prompts else 1.0
         model, head = call.model, call.head
         mixture = model.num_experts > 0
@@ -225,11 +175,9 @@ class Work(NamedTuple):
 
 
 def _prompts_per_row(call: Call) -> float:
-    """Distinct prompts of a minibatch per row of it, if rows are sampled at random.
-
-    Of a prompt with n rows, of which each is sampled with probability p, some row is sampled with
-    probability 1 - (1 - p)^n. Prompts are shared only where that saves a fifth of the tokens.
-    """
+    # Distinct prompts of a minibatch per row of it, if rows are sampled at random.
+    # Of a prompt with n rows, of which each is sampled with probability p, some row is sampled with
+    # probability 1 - (1 - p)^n. Prompts are shared only where that saves a fifth of the tokens.
     rows = call.samples_per_prompt
     if call.kind == "generate" or rows == 1:
         return 1.0
@@ -251,11 +199,9 @@ def _decode_bins(call: Call) -> tuple[tuple[float, float, float], ...]:
 
 
 def _prefilled(call: Call) -> tuple[float, float]:
-    """Tokens of a prompt, and their square; a row that goes on counts with what it has.
-
-    Both are per `samples_per_prompt` of the rows that run, so that all rows together have what a
-    generation computes before the first new token.
-    """
+    # Tokens of a prompt, and their square; a row that goes on counts with what it has.
+    # Both are per `samples_per_prompt` of the rows that run, so that all rows together have what a
+    # generation computes before the first new token.
     prompt = call.prompt
     if not call.begun_before:
         return prompt.mean, prompt.mean_square

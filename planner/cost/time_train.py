@@ -19,8 +19,7 @@ from ..inputs.layout import Layout
 from .collectives import all_gather_s, all_reduce_s, all_to_all_s, point_to_point_s
 from .time_parts import CallTime, Machine, Work
 
-_GRADIENT_BYTES = 4
-"""Of a gradient: float32, whatever the weights are in."""
+_GRADIENT_BYTES = 4  # of a gradient: float32, whatever the weights are in
 
 
 class LayerTime(NamedTuple):
@@ -35,16 +34,13 @@ class LayerTime(NamedTuple):
 
 
 class _Passes(NamedTuple):
-    """How often a call does each thing of a forward pass."""
-
+    # products, attention and launches; of a train call without the backward pass, in which
+    # `Machine.backward` of them are done
     compute: float
-    """Products, attention and launches; of a train call without the backward pass, in which
-    `Machine.backward` of them are done."""
-    collectives: int
-    """All-reduces of tensor parallelism, all-to-alls of experts."""
+    collectives: int  # all-reduces of tensor parallelism, all-to-alls of experts
+    # gathers of keys and values; the backward pass scatters their gradients, and gathers again if
+    # it computes again
     keys: int
-    """Gathers of keys and values; the backward pass scatters their gradients, and gathers again if
-    it computes again."""
     hand_overs: int
 
 
@@ -56,15 +52,7 @@ _TRAIN_AGAIN = _Passes(compute=2, collectives=3, keys=3, hand_overs=2)
 def layer_time(
     work: Work, layout: Layout, machine: Machine, tokens: float, squares: float
 ) -> LayerTime:
-    """One layer's forward pass over one micro-batch.
-
-    Args:
-        work: The call.
-        layout: How it is spread.
-        machine: What it runs on.
-        tokens: Tokens of the micro-batch, on one context-parallel rank.
-        squares: Sum of the squared lengths of its rows, over the context-parallel ranks.
-    """
+    """One layer's forward pass over one micro-batch."""
     tp, cp, ep, links = layout.tp, layout.cp, layout.ep, machine.links
     read = (work.dense_layer_params + work.expert_layer_params / ep) * work.dtype_bytes / tp
     matmul = machine.product_s(tokens * work.layer_flops / tp, read)
@@ -100,10 +88,7 @@ def hand_over_s(work: Work, layout: Layout, machine: Machine, tokens: float) -> 
 
 
 def pipeline_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
-    """What a forward or train call computes and sends between the ranks of a model replica.
-
-    It is the same for every ZeRO stage, and whether the model waits in host memory.
-    """
+    # It is the same for every ZeRO stage, and whether the model waits in host memory.
     if work.kind == "forward":
         return _pipeline(work, layout, machine, _rows(work, layout), _FORWARD)
     passes = _TRAIN_AGAIN if layout.checkpointing else _TRAIN
@@ -113,14 +98,7 @@ def pipeline_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
 
 
 def forward_time(work: Work, layout: Layout, machine: Machine, pipeline: CallTime) -> CallTime:
-    """A forward call: log-probabilities, values or scores of all rows.
-
-    Args:
-        work: The call.
-        layout: How it is spread.
-        machine: What it runs on.
-        pipeline: Its `pipeline_time`.
-    """
+    """A forward call: log-probabilities, values or scores of all rows."""
     gather = 0.0
     if layout.zero >= 2:  # with stage 2 what is gathered is kept until the call ends
         times = 1 if layout.zero == 2 else _num_micro_batches(_rows(work, layout), layout)
@@ -141,7 +119,6 @@ def train_time(work: Work, layout: Layout, machine: Machine, pipeline: CallTime)
 
 
 def _rows(work: Work, layout: Layout) -> float:
-    """Rows of the data-parallel rank that has most: of a forward call, or of one update."""
     if work.kind == "forward":
         return -(-work.rows // layout.dp)
     if work.draws_minibatches:
@@ -152,12 +129,10 @@ def _rows(work: Work, layout: Layout) -> float:
 
 @lru_cache(maxsize=1 << 12)
 def _most_drawn(rows: int, drawn: float, ranks: int) -> float:
-    """The most that one rank has of rows drawn at random, where all have equally many to draw from.
-
-    Of `drawn` rows a rank has a hypergeometric number. The largest of several is its mean and as
-    many of its standard deviations as the largest of as many normal numbers is expected to be
-    (Blom, "Statistical estimates and transformed beta-variables", 1958).
-    """
+    # The most that one rank has of rows drawn at random, where all have equally many to draw from.
+    # Of `drawn` rows a rank has a hypergeometric number. The largest of several is its mean and as
+    # many of its standard deviations as the largest of as many normal numbers is expected to be
+    # (Blom, "Statistical estimates and transformed beta-variables", 1958).
     own = rows / ranks
     if ranks == 1 or rows == 1:
         return drawn
@@ -174,7 +149,6 @@ def _num_micro_batches(rows: float, layout: Layout) -> int:
 def _pipeline(
     work: Work, layout: Layout, machine: Machine, rows: float, passes: _Passes
 ) -> CallTime:
-    """Rows through layers and head in micro-batches; a last, smaller one counts its share."""
     size = min(layout.micro_batch, rows)
     count = rows / size
     tokens = size * work.tokens / layout.cp
@@ -206,7 +180,6 @@ def _pipeline(
 
 
 def _stage_params(work: Work, layout: Layout) -> tuple[float, float]:
-    """Weights of the fullest stage on one rank before ZeRO cuts them: dense, experts."""
     layers = -(-work.num_layers // layout.pp)
     ends = (work.embedding_params, work.head_params)
     end = sum(ends) if layout.pp == 1 else max(ends)
@@ -215,7 +188,6 @@ def _stage_params(work: Work, layout: Layout) -> tuple[float, float]:
 
 
 def _trained_params(work: Work, layout: Layout) -> tuple[float, float]:
-    """The same of what is trained. Adapters are never cut by tensor parallelism."""
     if work.adapter_params:
         return work.adapter_params / layout.pp, 0.0
     return _stage_params(work, layout)
@@ -227,7 +199,6 @@ def gather_s(work: Work, layout: Layout, machine: Machine) -> float:
 
 
 def _gathered_s(params: tuple[float, float], size: int, layout: Layout, machine: Machine) -> float:
-    """A number of `size` bytes for each dense and each expert weight of a stage."""
     dense, experts = params
     ranks, block = layout.dp * layout.cp, layout.tp
     time = all_gather_s(machine.links, dense * size, ranks, block)
@@ -238,13 +209,11 @@ def _gathered_s(params: tuple[float, float], size: int, layout: Layout, machine:
 
 
 def _update_comm(work: Work, layout: Layout, machine: Machine) -> tuple[float, float]:
-    """`(gradients' sum, weights' gathers)` of one update.
-
-    Gradients are summed in float32, as they are held (`memory.py`): that is what every engine
-    here does, and Megatron's default for weights of bfloat16. Weights travel in their own dtype. A
-    gather and a reduce-scatter take equally long; an all-reduce is both (Rajbhandari et al.,
-    "ZeRO", 2020, section 7).
-    """
+    # `(gradients' sum, weights' gathers)` of one update.
+    # Gradients are summed in float32, as they are held (`memory.py`): that is what every engine
+    # here does, and Megatron's default for weights of bfloat16. Weights travel in their own dtype.
+    # A gather and a reduce-scatter take equally long; an all-reduce is both (Rajbhandari et al.,
+    # "ZeRO", 2020, section 7).
     if layout.dp * layout.cp == 1:
         return 0.0, 0.0
     scatter = _gathered_s(_trained_params(work, layout), _GRADIENT_BYTES, layout, machine)
@@ -260,11 +229,8 @@ def _update_comm(work: Work, layout: Layout, machine: Machine) -> tuple[float, f
 
 
 def optimizer_bytes(work: Work, layout: Layout) -> float:
-    """What Adam's step reads and writes on one device.
-
-    Of each weight: the float32 master, both moments (read and written) and the gradient (read);
-    the copy in a 16-bit dtype is written too, but of adapters, which have none.
-    """
+    # Of each weight: the float32 master, both moments (read and written) and the gradient (read);
+    # the copy in a 16-bit dtype is written too, but of adapters, which have none.
     dense, experts = _trained_params(work, layout)
     if layout.zero:
         ranks = layout.dp * layout.cp

@@ -16,83 +16,59 @@ from .workload import Lengths, Workload
 
 CallKind = Literal["generate", "forward", "train"]
 
+# what a node of a role does with a model
 CALL_KINDS: Mapping[NodeKind, CallKind] = {
     NodeKind.ROLLOUT: "generate",
     NodeKind.FORWARD: "forward",
     NodeKind.TRAIN: "train",
 }
-"""What a node of a role does with a model."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One model call of a step.
+    """One model call of a step."""
 
-    Attributes:
-        name: The node's name: "actor.generate".
-        role: The role whose weights it uses.
-        kind: What it does with them.
-        model: Their shape.
-        head: What the model ends in.
-        trained: Whether some call of the step trains the role.
-        num_sequences: Rows, all samples of all prompts.
-        prompt: Prompt lengths.
-        response: Response lengths.
-        samples_per_prompt: Rows that share a prompt; a generator computes it once.
-        passes: Times the rows are gone over.
-        updates: Optimizer steps.
-        leader: The role that this one follows, in whose layout and beside which it is held.
-        segment_tokens: How far a row grows in one step of a generation; None if to its end.
-        after: Names of the calls whose outputs it needs, directly or through ops, in this step.
-    """
-
-    name: str
-    role: str
-    kind: CallKind
-    model: ModelShape
-    head: Head
-    trained: bool
-    num_sequences: int
-    prompt: Lengths
-    response: Lengths
-    samples_per_prompt: int = 1
-    passes: int = 1
-    updates: int = 1
-    leader: str = ""
+    name: str  # the node's name: "actor.generate"
+    role: str  # the role whose weights it uses
+    kind: CallKind  # what it does with them
+    model: ModelShape  # their shape
+    head: Head  # what the model ends in
+    trained: bool  # whether some call of the step trains the role
+    num_sequences: int  # rows, all samples of all prompts
+    prompt: Lengths  # prompt lengths
+    response: Lengths  # response lengths
+    samples_per_prompt: int = 1  # rows that share a prompt; a generator computes it once
+    passes: int = 1  # times the rows are gone over
+    updates: int = 1  # optimizer steps
+    leader: str = ""  # the role that this one follows, in whose layout and beside which it is held
+    # how far a row grows in one step of a generation; None if to its end
     segment_tokens: int | None = None
+    # names of the calls whose outputs it needs, directly or through ops, in this step
     after: tuple[str, ...] = ()
 
     @cached_property
     def tokens_mean(self) -> float:
-        """Mean length of a row, prompt and response."""
         return self.prompt.mean + self.response.mean
 
     @cached_property
     def tokens_longest(self) -> int:
-        """Longest row."""
         return self.prompt.longest + self.response.longest
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
-        """The decode steps of a generation."""
         return stretches(self.response, self.segment_tokens)
 
     @cached_property
     def begun_before(self) -> tuple[Begun, ...]:
-        """What a generation goes on with."""
         return begun_before(self.response, self.segment_tokens)
 
     @cached_property
     def rows_at_once(self) -> int:
-        """Rows of a generation, with those that it goes on with."""
         return math.ceil(self.num_sequences * self.stretches[0].rows * (1.0 - 1e-12))
 
     @property
     def call_group(self) -> str:
-        """What is placed as a whole: the role, with those that follow it.
-
-        A trained role's generation is a call group of its own.
-        """
+        # A trained role's generation is a call group of its own.
         if self.kind == "generate" and self.trained:
             return f"{self.role}.generate"
         return self.leader or self.role
@@ -104,15 +80,6 @@ def calls_of(
     """The calls of a step in program order.
 
     Ops, roles without a model and a train call without a loss, which moves weights, cost nothing.
-
-    Args:
-        graph: The recorded step.
-        workload: Its size; what it leaves open is read from the graph's constants.
-        models: Role -> shape; None for a role without a model, such as a rule.
-
-    Raises:
-        PlanError: If a role of the graph is missing or one is named that the graph does not have,
-            or one follows another that has another model.
     """
     unknown = sorted(models.keys() - graph.roles.keys())
     missing = [role for role in graph.roles if role not in models]
@@ -163,12 +130,10 @@ def _call(
 
 
 def _follows(node: Node) -> bool:
-    """Whether it makes a role's next weights without learning."""
     return node.kind is NodeKind.TRAIN and not node.learns
 
 
 def _leaders(graph: Graph, models: Mapping[str, ModelShape | None]) -> dict[str, str]:
-    """Role -> the role with a model that it follows, at the end of a chain of them."""
     found: dict[str, str] = {}
     for node in graph.nodes:
         if node.role is None or node.leader is None or models.get(node.leader) is None:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 
 from .cluster import MOST_DEVICES, ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 
-_EVERY = 16
-"""Up to so many nodes every number of them is looked at."""
+_EVERY = 16  # up to so many nodes every number of them is looked at
 
 
 def halvings(number: int) -> list[int]:
@@ -48,10 +47,7 @@ def smaller(cluster: ClusterSpec) -> dict[str, ClusterSpec]:
 
 
 def improved(cluster: ClusterSpec) -> dict[str, ClusterSpec]:
-    """What is twice as much -> the cluster of which nothing else differs.
-
-    Links that the cluster does not have are left out.
-    """
+    # Links that the cluster does not have are left out.
     changes: dict[str, Callable[[NodeGroup], Mapping[str, object]]] = {
         "device memory": lambda g: _device(g, memory_bytes=2 * g.device.memory_bytes),
         "bandwidth of device memory": lambda g: _device(
@@ -88,5 +84,4 @@ def _faster(link: LinkSpec) -> LinkSpec:
 
 
 def _like(cluster: ClusterSpec, groups: list[NodeGroup]) -> ClusterSpec:
-    """Other nodes with the same network; made anew, as a copy keeps the old `num_devices`."""
     return ClusterSpec(name=cluster.name, node_groups=tuple(groups), between=cluster.between)

@@ -42,7 +42,6 @@ class Layout(BaseModel):
 
     @property
     def num_devices(self) -> int:
-        """Ranks in all."""
         return self.tp * self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
@@ -57,11 +56,7 @@ class Layout(BaseModel):
 
 
 def pinned_layout(fields: Mapping[str, Any]) -> Layout:
-    """The smallest layout with these fields, for looking at fields that are fixed one by one.
-
-    Raises:
-        pydantic.ValidationError: If there is no such field or value.
-    """
+    """The smallest layout with these fields, for looking at fields that are fixed one by one."""
     fields = dict(fields)
     if "ep" in fields:
         fields.setdefault("dp", fields["ep"])
@@ -74,18 +69,7 @@ def check_layout(
     layout: Layout, shape: ModelShape, *, node_size: int, tp_across_nodes: bool = False,
     where: str = "layout",
 ) -> None:  # fmt: skip
-    """Refuse a layout that the model or the node cannot have.
-
-    Args:
-        layout: What to check.
-        shape: The model.
-        node_size: Devices that share a node.
-        tp_across_nodes: Allow tensor parallelism over the network.
-        where: Begins the message.
-
-    Raises:
-        PlanError: Saying which size must divide what.
-    """
+    """Refuse a layout that the model or the node cannot have."""
     problem = _problem(layout, shape, node_size, tp_across_nodes)
     if problem is not None:
         raise PlanError(f"{where}: {problem} (model '{shape.name}')")

@@ -14,38 +14,28 @@ from typing import Literal
 
 from .model_shape import Head, ModelShape
 
+# which pipeline stages hold it: its layer's, the first, the last, or the first and the last
 Place = Literal["layer", "first", "last", "ends"]
-"""Which pipeline stages hold it: its layer's, the first, the last, or the first and the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalParam:
-    """One weight.
+    """One weight."""
 
-    Attributes:
-        name: The module's name for it.
-        shape: As in the module: a projection is [outputs, inputs].
-        cut_dim: The dimension that tensor parallelism cuts; None if every rank has all of it.
-        num_units: Equal parts along `cut_dim` that are never cut: heads, or single rows.
-        num_blocks: Equal blocks along `cut_dim` of `num_units` each that are cut alike, so that a
-            rank has a part of each: gate and up projections in one matrix.
-        place: Which pipeline stages hold it.
-        layer: Its layer, if `place` is "layer".
-        by_expert: Whether its first dimension is a mixture's experts.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # the module's name for it
+    shape: tuple[int, ...]  # as in the module: a projection is [outputs, inputs]
+    # the dimension that tensor parallelism cuts; None if every rank has all of it
     cut_dim: int | None = None
-    num_units: int = 1
-    place: Place = "layer"
-    layer: int = 0
-    by_expert: bool = False
+    num_units: int = 1  # equal parts along `cut_dim` that are never cut: heads, or single rows
+    place: Place = "layer"  # which pipeline stages hold it
+    layer: int = 0  # its layer, if `place` is "layer"
+    by_expert: bool = False  # whether its first dimension is a mixture's experts
+    # equal blocks along `cut_dim` of `num_units` each that are cut alike, so that a rank has a part
+    # of each: gate and up projections in one matrix
     num_blocks: int = 1
 
     @property
     def num_elements(self) -> int:
-        """Weights in it."""
         return prod(self.shape)
 
 
@@ -55,10 +45,6 @@ def logical_params(model: ModelShape, head: Head = "vocabulary") -> tuple[Logica
     Their sizes add up to `model.num_params(head)`.
     A tied head is the embedding and is not listed; the embedding is then at both ends of the
     pipeline.
-
-    Args:
-        model: The sizes.
-        head: What the model ends in.
     """
     hidden, vocab = model.hidden_size, model.vocab_size
     shares = head == "vocabulary" and model.tied_embeddings
@@ -80,11 +66,6 @@ def adapter_params(model: ModelShape, rank: int, targets: Sequence[str] = ()) ->
     """Weights of low-rank adapters: A [rank, in] and B [out, rank] of each linear map.
 
     Not counted: a mixture's experts and router, which are no linear maps in transformers.
-
-    Args:
-        model: What they are beside.
-        rank: Theirs.
-        targets: Ends of the names of the maps that have one; empty for all in the layers.
     """
     maps = [
         p

@@ -13,14 +13,10 @@ class Mesh:
     """Some devices of a cluster: whole nodes of any node groups, or a part of one node.
 
     A mesh over unequal nodes is as fast as its slowest device and as large as its smallest.
-
-    Attributes:
-        cluster: The cluster that they belong to.
-        counts: Devices taken from each node group.
     """
 
-    cluster: ClusterSpec
-    counts: tuple[int, ...]
+    cluster: ClusterSpec  # the cluster that they belong to
+    counts: tuple[int, ...]  # devices taken from each node group
 
     @cached_property
     def _used(self) -> tuple[tuple[NodeGroup, int], ...]:
@@ -29,53 +25,42 @@ class Mesh:
 
     @cached_property
     def num_devices(self) -> int:
-        """Devices in all."""
         return sum(self.counts)
 
     @cached_property
     def node_size(self) -> int:
-        """Devices that surely share a node: how far tensor parallelism reaches."""
         return min(min(group.devices_per_node, count) for group, count in self._used)
 
     @cached_property
     def num_nodes(self) -> int:
-        """Nodes it touches."""
         return sum(-(-count // group.devices_per_node) for group, count in self._used)
 
     @cached_property
     def memory_bytes(self) -> int:
-        """What roles can use on the smallest device."""
         return min(g.device.memory_bytes - g.device.reserved_bytes for g, _ in self._used)
 
     @cached_property
     def is_cpu(self) -> bool:
-        """Whether its devices are shares of CPUs."""
         return all(group.device.is_cpu for group, _ in self._used)
 
     def flops(self, dtype: str) -> float:
-        """Peak of the slowest device, per second."""
         return min(group.device.flops(dtype) for group, _ in self._used)
 
     @cached_property
     def memory_bytes_per_s(self) -> float:
-        """Memory bandwidth of the slowest device."""
         return min(group.device.memory_bytes_per_s for group, _ in self._used)
 
     @cached_property
     def host_bytes_per_s(self) -> float:
-        """Bandwidth to host memory of the slowest device."""
         return min(group.device.host_bytes_per_s for group, _ in self._used)
 
     @cached_property
     def within(self) -> LinkSpec:
-        """The slowest link inside a node."""
         return min((group.within for group, _ in self._used), key=lambda link: link.bytes_per_s)
 
     @property
     def between(self) -> LinkSpec:
-        """The link between nodes."""
         return self.cluster.between
 
     def link(self, ranks: int) -> LinkSpec:
-        """The slowest link inside a block of `ranks` neighboring devices."""
         return self.within if ranks <= self.node_size else self.between

@@ -14,8 +14,8 @@ from ...dataflow.errors import PlanError
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+# what a role's model ends in: logits over the vocabulary, or one number (value, score)
 Head = Literal["vocabulary", "scalar"]
-"""What a role's model ends in: logits over the vocabulary, or one number (value, score)."""
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 
@@ -68,12 +68,10 @@ class ModelShape(BaseModel, frozen=True):
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of one weight."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def attention_params(self) -> int:
-        """Weights of one layer's attention."""
         qkv = (self.num_heads + 2 * self.num_key_heads) * self.head_dim
         out = self.num_heads * self.head_dim * self.hidden_size
         extra = (qkv if self.qkv_bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
@@ -81,61 +79,50 @@ class ModelShape(BaseModel, frozen=True):
 
     @property
     def expert_params(self) -> int:
-        """Weights of one feed-forward; of one expert, in a mixture."""
         return 3 * self.hidden_size * self.intermediate_size
 
     @property
     def shared_expert_params(self) -> int:
-        """Weights of the expert that every token meets, and of its gate."""
         gate = 1 if self.shared_expert_size else 0
         return self.hidden_size * (3 * self.shared_expert_size + gate)
 
     @property
     def _everyones_params(self) -> int:
-        """Weights of one layer that are not one of several experts."""
         router = self.hidden_size * self.num_experts
         return self.attention_params + self.shared_expert_params + router + 2 * self.hidden_size
 
     @property
     def layer_params(self) -> int:
-        """Weights of one layer, all experts, router and norms included."""
         return self._everyones_params + self.expert_params * max(self.num_experts, 1)
 
     @property
     def active_layer_params(self) -> int:
-        """Weights of one layer that a token meets."""
         return self._everyones_params + self.expert_params * max(self.experts_per_token, 1)
 
     @property
     def embedding_params(self) -> int:
-        """Weights of the embedding."""
         return self.vocab_size * self.hidden_size
 
     def head_params(self, head: Head) -> int:
-        """Weights of the head that are not the embedding's."""
         if head == "scalar":
             return self.hidden_size
         return 0 if self.tied_embeddings else self.embedding_params
 
     def num_params(self, head: Head = "vocabulary") -> int:
-        """All weights."""
         layers = self.num_layers * self.layer_params + self.hidden_size
         return self.embedding_params + layers + self.head_params(head)
 
     def sent_bytes(self, head: Head = "vocabulary") -> int:
-        """What is sent to another process that is to have what was trained."""
         if self.adapter_params:
             return self.adapter_params * DTYPE_BYTES["float32"]
         return self.num_params(head) * self.dtype_bytes
 
     def active_params(self, head: Head = "vocabulary") -> int:
-        """Weights that multiply a token: no embedding look-up, and chosen experts only."""
         out = self.hidden_size if head == "scalar" else self.embedding_params
         return self.num_layers * self.active_layer_params + out
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Key-value cache of one token over all layers."""
         return 2 * self.num_layers * self.num_key_heads * self.head_dim * self.dtype_bytes
 
 
@@ -143,17 +130,7 @@ def shape_of(
     architecture: Mapping[str, Any], *, name: str = "", vocab_size: int | None = None,
     dtype: str = "bfloat16",
 ) -> ModelShape:  # fmt: skip
-    """The shape that a Hugging Face config describes.
-
-    Args:
-        architecture: The config's fields, with `model_type`.
-        name: What tables call it; the model type by default.
-        vocab_size: Used if the config does not say.
-        dtype: Data type of weights and activations.
-
-    Raises:
-        PlanError: If a field is missing, not positive, or the family is none whose shape is known.
-    """
+    """The shape that a Hugging Face config describes."""
     kind = str(architecture.get("model_type", ""))
     if kind not in _GATED:
         raise PlanError(

@@ -16,45 +16,24 @@ from .workload import Lengths
 
 @dataclass(frozen=True)
 class Stretch:
-    """Decode steps of a generation in which the same rows run.
+    """Decode steps of a generation in which the same rows run."""
 
-    Attributes:
-        begin: Tokens that each row has grown by before, in this step.
-        end: The same after.
-        rows: Rows that run, per row that a step begins.
-        before: Mean tokens that they have from earlier steps.
-    """
-
-    begin: int
-    end: int
-    rows: float
-    before: float
+    begin: int  # tokens that each row has grown by before, in this step
+    end: int  # the same after
+    rows: float  # rows that run, per row that a step begins
+    before: float  # mean tokens that they have from earlier steps
 
 
 @dataclass(frozen=True)
 class Begun:
-    """What steps before have left unfinished, of one age.
+    """What steps before have left unfinished, of one age."""
 
-    Attributes:
-        tokens: Tokens of each row.
-        rows: Rows, per row that a step begins.
-    """
-
-    tokens: int
-    rows: float
+    tokens: int  # tokens of each row
+    rows: float  # rows, per row that a step begins
 
 
 def stretches(response: Lengths, segment_tokens: int | None = None) -> tuple[Stretch, ...]:
-    """The decode steps of one generation in order, the first token included.
-
-    Args:
-        response: Lengths of rows.
-        segment_tokens: How far a row grows in a step; None if to its end.
-
-    Example:
-        >>> [(s.end, s.rows, s.before) for s in stretches(Lengths(tokens=(2, 8)), 4)]
-        [(2, 1.5, 1.3333333333333333), (4, 1.0, 2.0)]
-    """
+    """The decode steps of one generation in order, the first token included."""
     segment = min(segment_tokens or response.longest, response.longest)
     ends = {(tokens - 1) % segment + 1 for tokens in response.tokens} | {segment}
     found: list[Stretch] = []
@@ -69,19 +48,16 @@ def stretches(response: Lengths, segment_tokens: int | None = None) -> tuple[Str
 
 
 def begun_before(response: Lengths, segment_tokens: int | None = None) -> tuple[Begun, ...]:
-    """What a step goes on with, by age; its tokens are computed anew under the newer weights."""
     segment = segment_tokens or response.longest
     ages = [age for age in _ages(response, segment) if age]
     return tuple(Begun(age, _longer(response, age)) for age in ages)
 
 
 def _ages(response: Lengths, segment: int) -> Iterator[int]:
-    """Tokens from earlier steps that some row may have."""
     return iter(range(0, response.longest, segment))
 
 
 def _longer(response: Lengths, tokens: int) -> float:
-    """Share of the rows that have more than some tokens."""
     left = 1.0
     for length, share in zip(response.tokens, response.shares, strict=True):
         if length > tokens:

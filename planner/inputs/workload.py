@@ -36,28 +36,23 @@ class Lengths(BaseModel):
 
     @staticmethod
     def constant(tokens: int) -> Lengths:
-        """Every row has this many tokens."""
         return Lengths(tokens=(tokens,))
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Probability of each bin."""
         weights = self.weights or (1.0,) * len(self.tokens)
         return tuple(weight / sum(weights) for weight in weights)
 
     @property
     def mean(self) -> float:
-        """Expected length."""
         return sum(t * share for t, share in zip(self.tokens, self.shares, strict=True))
 
     @property
     def longest(self) -> int:
-        """The longest bin."""
         return self.tokens[-1]
 
     @property
     def mean_square(self) -> float:
-        """Expected square of the length; attention's work grows with it."""
         return sum(t * t * share for t, share in zip(self.tokens, self.shares, strict=True))
 
 
@@ -84,5 +79,4 @@ class Workload(BaseModel):
 
     @property
     def num_rows(self) -> int:
-        """Rows of a step, as far as it is said here."""
         return self.num_prompts * (self.samples_per_prompt or 1)

@@ -12,33 +12,23 @@ from ...dataflow.runtime.placement import Placement
 from ...dataflow.scheduler.events import Load, NodeTask, Publish, Task
 from ...dataflow.scheduler.simulate import Span
 
+# why a call did not start earlier: it needed another one's output, weights that were still being
+# trained, the devices that another call held, or a step to be admitted
 WaitedFor = Literal["input", "weights", "devices", "schedule"]
-"""Why a call did not start earlier: it needed another one's output, weights that were still being
-trained, the devices that another call held, or a step to be admitted."""
 
-_SAME = 1e-9
-"""Less than this share of the whole time is rounding, not work."""
+_SAME = 1e-9  # less than this share of the whole time is rounding, not work
 
 
 @dataclass(frozen=True)
 class PathItem:
-    """A call on the critical path.
+    """A call on the critical path."""
 
-    Attributes:
-        node: Name of the node.
-        step: Which step it belongs to; 0 is the first step of the path.
-        group: The group it runs on.
-        start_s: When it starts, counted from the path's beginning.
-        seconds: How long it takes.
-        waited_for: Why it did not start earlier.
-    """
-
-    node: str
-    step: int
-    group: str
-    start_s: float
-    seconds: float
-    waited_for: WaitedFor
+    node: str  # name of the node
+    step: int  # which step it belongs to; 0 is the first step of the path
+    group: str  # the group it runs on
+    start_s: float  # when it starts, counted from the path's beginning
+    seconds: float  # how long it takes
+    waited_for: WaitedFor  # why it did not start earlier
 
 
 def critical_path(
@@ -55,14 +45,6 @@ def critical_path(
     Followed back from the end of some step, the chain of what was waited for soon goes in a circle
     that repeats every so many steps. One round of that circle is returned; its calls take exactly
     as long as those steps. With lag it may be one group's own work, or go through several steps.
-
-    Args:
-        graph: The step.
-        placement: Where its nodes run.
-        spans: All tasks of a simulation, in the order in which they ended.
-        from_s: A moment since when steps repeat each other.
-        until_s: The moment a much later step was complete.
-        step_time_s: Seconds per step.
     """
     chain = _chain(graph, placement, spans, from_s, until_s)
     order = {node.name: i for i, node in enumerate(graph.nodes)}
@@ -92,7 +74,6 @@ _Chain: TypeAlias = list[tuple[TaskSpan, WaitedFor]]
 def _chain(
     graph: Graph, placement: Placement, spans: Sequence[Span], from_s: float, until_s: float
 ) -> _Chain:
-    """What was waited for, earliest first; tasks that take no time pass their reason on."""
     at: int | None = max(i for i, span in enumerate(spans) if span.end_s <= until_s)
     chain: _Chain = []
     while at is not None and spans[at].end_s > from_s:
@@ -109,7 +90,6 @@ def _chain(
 
 
 def _round(chain: _Chain, step_time_s: float, same_s: float) -> tuple[int, int]:
-    """Where the earliest round of the chain begins and ends; all of it if none is found."""
     for begin, (first, _) in enumerate(chain):
         for end in range(begin + 1, len(chain)):
             again = chain[end][0]
@@ -123,11 +103,10 @@ def _round(chain: _Chain, step_time_s: float, same_s: float) -> tuple[int, int]:
 def _cause(
     graph: Graph, placement: Placement, spans: Sequence[Span], at: int
 ) -> tuple[int | None, WaitedFor]:
-    """The task whose end let `spans[at]` start, and what of it was needed.
-
-    Several may end at that moment; an input explains more than weights, and those more than
-    devices. If none of them is needed, the last one completed the step that made room for this one.
-    """
+    # The task whose end let `spans[at]` start, and what of it was needed.
+    # Several may end at that moment; an input explains more than weights, and those more than
+    # devices. If none of them is needed, the last one completed the step that made room for this
+    # one.
     task, start_s = spans[at].task, spans[at].start_s
     found: dict[WaitedFor, int] = {}
     for i in range(at - 1, -1, -1):
@@ -142,7 +121,6 @@ def _cause(
 
 
 def _relation(graph: Graph, placement: Placement, ended: Task, started: Task) -> WaitedFor:
-    """What `started` may have needed of `ended`."""
     if isinstance(ended, NodeTask) and isinstance(started, NodeTask):
         inputs = {ref.node for _, ref in graph[started.node].inputs}
         if ended.step == started.step and ended.node in inputs:
@@ -154,7 +132,6 @@ def _relation(graph: Graph, placement: Placement, ended: Task, started: Task) ->
 
 
 def _made(graph: Graph, task: Task) -> str | None:
-    """The role whose weights a task makes, publishes or loads."""
     if isinstance(task, NodeTask):
         node = graph[task.node]
         return node.role if node.kind is NodeKind.TRAIN else None
@@ -162,7 +139,6 @@ def _made(graph: Graph, task: Task) -> str | None:
 
 
 def _read(graph: Graph, task: Task) -> set[str]:
-    """The roles whose weights a task needs."""
     if isinstance(task, NodeTask):
         return {read.role for read in graph[task.node].reads}
     return {task.role}

@@ -12,8 +12,7 @@ from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Graph, Node, NodeKind
 from .simulate import simulate
 
-_SAME = 1e-9
-"""A smaller share of a step is no improvement."""
+_SAME = 1e-9  # A smaller share of a step is no improvement
 
 
 def place_ops(
@@ -28,19 +27,6 @@ def place_ops(
 
     Few rules are tried, the best is improved node by node, and all are judged by playing the step
     through. With one group there is nothing to choose.
-
-    Args:
-        graph: The step.
-        calls: Call -> group, for all nodes that take time.
-        durations_s: Seconds of each call.
-        max_lag: How many steps generation may run ahead.
-        target_s: A step time that cannot be beaten; nothing more is tried once it is reached.
-
-    Returns:
-        Node -> group for every node that is not a source.
-
-    Raises:
-        PlanError: If `calls` names what the graph does not have, or nothing.
     """
     _check(graph, calls)
     calls = {**_with_their_roles(graph, calls), **calls}
@@ -77,7 +63,6 @@ def _check(graph: Graph, calls: Mapping[str, str]) -> None:
 
 
 def _with_their_roles(graph: Graph, calls: Mapping[str, str]) -> dict[str, str]:
-    """Train calls without a time, which move a role's weights: beside what else it is asked for."""
     sampled = {graph[n].role: g for n, g in calls.items() if graph[n].kind is NodeKind.ROLLOUT}
     others = {graph[n].role: g for n, g in calls.items() if graph[n].kind is not NodeKind.ROLLOUT}
     homes = {**sampled, **others}
@@ -88,7 +73,6 @@ def _with_their_roles(graph: Graph, calls: Mapping[str, str]) -> dict[str, str]:
 def _by_rule(
     graph: Graph, calls: Mapping[str, str], free: list[Node], groups: tuple[str, ...]
 ) -> Iterator[dict[str, str]]:
-    """Each free node where its inputs are made, where its outputs are used, or all on one group."""
     yield {**calls, **_follow(graph, calls, free, groups[0], backward=False)}
     yield {**calls, **_follow(graph, calls, free, groups[0], backward=True)}
     for group in groups:
@@ -112,7 +96,6 @@ def _follow(
 
 
 def _together(free: list[Node]) -> list[tuple[str, ...]]:
-    """Nodes that move as one: those of a role that trains must share a group."""
     trained = {node.role for node in free if node.kind is NodeKind.TRAIN}
     call_groups: dict[str, list[str]] = {}
     for node in free:

@@ -70,7 +70,6 @@ class GroupPlan(BaseModel):
 
     @property
     def device_group(self) -> DeviceGroup:
-        """What the engine needs of it; there a rank is a data-parallel one."""
         tensor, stages = self.tensor_parallel, self.pipeline_parallel
         num_ranks = self.num_ranks // (tensor * stages)
         served = dict(self.served)
@@ -78,12 +77,7 @@ class GroupPlan(BaseModel):
 
 
 class Plan(BaseModel):
-    """Groups, and the group of every node; with a layout and a prediction where they are known.
-
-    Example:
-        >>> Plan(groups=(GroupPlan(name="train"), GroupPlan(name="rollout")),
-        ...      nodes={"actor.generate": "rollout"}, default_group="train")
-    """
+    """Groups, and the group of every node; with a layout and a prediction where they are known."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -121,19 +115,16 @@ class Plan(BaseModel):
 
     @property
     def num_devices(self) -> int:
-        """Devices of all groups together."""
         return len({device for group in self.groups for device in group.devices})
 
     @property
     def device_hours(self) -> float:
-        """Hours of all devices together that a step is expected to take, idle or not."""
         step_s = self.prediction.step_time_s if self.prediction else 0.0
         ranks = sum(group.num_ranks for group in self.groups)
         return step_s * (self.num_devices or ranks) / 3600
 
     @property
     def memory_bytes_per_device(self) -> dict[int, int]:
-        """Device id -> most bytes that its group ever holds on one device."""
         memory = self.prediction.memory if self.prediction else {}
         return {
             device: memory[group.name].peak_bytes
@@ -143,26 +134,17 @@ class Plan(BaseModel):
         }
 
     def _repr_html_(self) -> str:
-        """The plan as a table, for Jupyter; `html_report.to_html` shows it over time."""
         return picture("Plan", self)
 
     def group(self, name: str) -> GroupPlan:
-        """The group of that name."""
         return next(group for group in self.groups if group.name == name)
 
     def group_of(self, node: Node) -> str:
-        """Name of the group that a node runs on."""
         default = self.default_group or self.groups[0].name
         names = (node.name, _generation(node), node.role or "")
         return next((self.nodes[name] for name in names if name in self.nodes), default)
 
     def placement(self, graph: Graph) -> Placement:
-        """What the engine needs of this plan for one graph.
-
-        Raises:
-            PlanError: If the plan was made for another graph, names what this one does not have,
-                trains a role twice over, or has a layout that leaves devices of its group unused.
-        """
         self._check_graph(graph)
         named = {
             name for node in graph.nodes for name in (node.name, node.role or "", _generation(node))
@@ -192,7 +174,6 @@ class Plan(BaseModel):
             )
 
     def _on_nodes(self, group: DeviceGroup) -> DeviceGroup:
-        """The group with the nodes of its devices, if the cluster is known."""
         cluster = self.cluster
         if not isinstance(cluster, ClusterSpec):
             return group
@@ -235,11 +216,6 @@ class Plan(BaseModel):
 
     @staticmethod
     def read(file: Path) -> Plan:
-        """A plan from a JSON file.
-
-        Raises:
-            PlanError: If the file is missing or is no plan; says which key and why.
-        """
         try:
             return Plan.model_validate_json(read_bytes(file).decode())
         except FileNotFoundError:
@@ -277,5 +253,4 @@ def one_group_plan(num_ranks: int = 1, device: str = "cpu") -> Plan:
 
 
 def _generation(node: Node) -> str:
-    """`actor.generate` for whatever samples with the role 'actor', be it called something else."""
     return f"{node.role}.generate" if node.kind is NodeKind.ROLLOUT and node.role else node.name

@@ -42,12 +42,9 @@ from .prediction import (
 )
 from .simulate import simulate
 
-_MOST_TIMES = 64
-"""Nodes that may be suggested, as a multiple of those there are."""
-_NODE = 8
-"""Most devices of a node that may be suggested; most nodes have so many."""
-_RANK = 16
-"""Rank of adapters that are suggested."""
+_MOST_TIMES = 64  # nodes that may be suggested, as a multiple of those there are
+_NODE = 8  # most devices of a node that may be suggested; most nodes have so many
+_RANK = 16  # rank of adapters that are suggested
 
 
 def refusal(
@@ -101,7 +98,6 @@ def _fits(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> boo
 
 
 def _again(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> str:
-    """Suggest recomputing activations, if a pin forbids it and that alone makes the plan fit."""
     held = [name for name, fields in table.pins.items() if fields.get("checkpointing") is False]
     pins = dict(table.pins) | {name: {**table.pins[name], "checkpointing": True} for name in held}
     if not held or not _fits(calls, table.variant(pins=pins), cluster):
@@ -110,7 +106,6 @@ def _again(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> st
 
 
 def _adapters(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> str:
-    """Suggest training adapters instead of all weights, if that makes the plan fit."""
     if any(call.model.adapter_params for call in calls):
         return ""
     adapted = [
@@ -125,11 +120,6 @@ def _with_adapters(model: ModelShape) -> ModelShape:
 
 
 def _more_devices(calls: Sequence[Call], table: ModelTable, cluster: ClusterSpec) -> str:
-    """Suggest the least number of a node's devices, or of nodes, with which the attempt fits.
-
-    Returns:
-        "" if that is out of reach.
-    """
     if not cluster.is_uniform:
         return ""
     now, node = cluster.node_groups[0].num_nodes, cluster.node_groups[0]
@@ -153,17 +143,7 @@ def _more_memory(attempt: GroupLedger, cluster: ClusterSpec) -> str:
 
 
 def part_lengths(response: Lengths, num_rows: int, num_parts: int) -> tuple[Lengths, ...]:
-    """Return the lengths of each part's rows, the part with the shortest longest row first.
-
-    Args:
-        response: Lengths of all rows.
-        num_rows: Rows of a part.
-        num_parts: Parts.
-
-    Example:
-        >>> [found.longest for found in part_lengths(Lengths(tokens=(1, 2, 3, 4)), 1, 4)]
-        [1, 2, 3, 4]
-    """
+    """Return the lengths of each part's rows, the part with the shortest longest row first."""
     below: list[float] = []
     for share in response.shares:
         below.append(share + (below[-1] if below else 0.0))
@@ -185,12 +165,6 @@ def part_times(
 
     For a generation that is the time since the part before it. A train call sums gradients over
     ranks and takes the optimizer's step with its last part.
-
-    Args:
-        call: A call of a step with at least as many prompts as parts, whose rows end in the step.
-        duration_s: Time of the call with all rows at once.
-        time: Predicts the time of a call in the layout that the plan has for it.
-        num_parts: Parts.
     """
     num_rows = max(1, round(call.num_sequences / num_parts))
     lengths = part_lengths(call.response, num_rows, num_parts)
@@ -203,14 +177,12 @@ def part_times(
 
 
 def _each(time: CallTime) -> float:
-    """Return the seconds of a call that each part takes again."""
     return time.total_s - time.grad_sync_s - time.optimizer_s
 
 
 def _answers(
     call: Call, duration_s: float, time: Callable[[Call], CallTime], lengths: Sequence[Lengths]
 ) -> tuple[float, ...]:
-    """Return the seconds from each part's end to the next's; they add up to the duration."""
     begun: list[float] = [0.0]
     for own in lengths:
         shorter = [(t, s) for t, s in zip(call.response.tokens, call.response.shares, strict=True)
@@ -224,11 +196,10 @@ def _answers(
     return tuple((after - before) * duration_s / begun[-1] for before, after in pairwise(begun))
 
 
+# step times that differ by a smaller share are equal: floats were summed in another order
 _SAME = 1e-9
-"""Step times that differ by a smaller share are equal: floats were summed in another order."""
 
-_CLOSE = 0.005
-"""Step times that differ by a smaller share look the same with three digits."""
+_CLOSE = 0.005  # step times that differ by a smaller share look the same with three digits
 
 
 def runner_up(second: Assignment | None, best: Assignment) -> RunnerUp | None:
@@ -292,28 +263,7 @@ def plan_step(
     max_cp: int = 1,
     streaming: int = 0,
 ) -> Plan:
-    """The fastest plan of a step, with what it is expected to do and how sure that is.
-
-    Args:
-        graph: The recorded step.
-        models: Role -> shape; None for a role without a model.
-        cluster: What to place it on; every device is used.
-        workload: Rows and tokens of a step.
-        max_lag: Steps that generation may be behind, or several to choose from.
-        constants: Constants of the model of time.
-        engines: What runs the calls; every layout of a plan is one that its engine runs.
-        others: Role -> what runs its calls instead.
-        pins: Parts of the plan that are fixed.
-        deadline_s: Seconds after which the best plan known is returned.
-        tp_across_nodes: Allow tensor parallelism over the network.
-        max_cp: Most ranks that may share a sequence.
-        streaming: Parts in which a step's rows go on; the plan is the fastest without, and says
-            what they make of it.
-
-    Raises:
-        PlanError: If a pin, a size or a model makes no sense, an engine does not run a call at
-            all, or no plan fits.
-    """
+    """The fastest plan of a step, with what it is expected to do and how sure that is."""
     pins = pins or Pins()
     calls = calls_of(graph, workload, models)
     nodes = call_nodes(calls)
@@ -338,7 +288,6 @@ def plan_step(
 
 
 def _check_engines(calls: Sequence[Call], engines: Mapping[str, EngineModel]) -> None:
-    """Refuse calls that their engine runs in no layout, not even on one device."""
     for call in calls:
         problem = engines[call.name].why_not(Layout(), call.kind, call.model)
         if problem is not None:
@@ -376,7 +325,6 @@ def _check_pins(
 
 
 def _group(name: str, device: str, group: GroupAssignment) -> GroupPlan:
-    """The group as it is started: whole, if its calls do not agree how to divide a model."""
     sizes = {
         (layout.tp * layout.cp, layout.pp)
         for option in group.options.values()
@@ -394,8 +342,6 @@ def _group(name: str, device: str, group: GroupAssignment) -> GroupPlan:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Turns a search's result into a plan."""
-
     graph: Graph
     calls: tuple[Call, ...]
     nodes: tuple[CallNode, ...]
@@ -446,7 +392,6 @@ class _Writer:
     def _streamed(
         self, nodes: Mapping[str, str], constants: Constants, num_parts: int
     ) -> StreamedStep | None:
-        """The plan played through with rows that go on in parts; None if not, or with segments."""
         if not num_parts or any(call.segment_tokens for call in self.calls):
             return None
         best = self.found.best
@@ -464,7 +409,6 @@ class _Writer:
         return StreamedStep(num_parts=num_parts, step_time_s=played.step_time_s)
 
     def _names(self, assignment: Assignment) -> list[str]:
-        """Groups are called after what they hold; a single one is "all"."""
         if len(assignment.groups) == 1:
             return ["all"]
         held = [group.call_groups for group in assignment.groups]

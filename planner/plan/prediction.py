@@ -25,10 +25,10 @@ class _Data(BaseModel):
 class NodePrediction(_Data):
     """One call of a step."""
 
+    # from its start to its end on its group, moving weights into its layout included
     duration_s: Seconds
-    """From its start to its end on its group, moving weights into its layout included."""
+    # what the duration is made of: "compute", "tensor_parallel", ..
     parts_s: Mapping[str, Seconds] = Field(default_factory=dict[str, float])
-    """What the duration is made of: "compute", "tensor_parallel", ..."""
 
 
 class GroupMemory(_Data):
@@ -38,27 +38,23 @@ class GroupMemory(_Data):
     largest of the transient sums.
     """
 
+    # role, or "role.generate" for a copy of its own -> part ("weights") -> always held
     resident_bytes: Mapping[str, Mapping[str, Bytes]]
-    """Role, or "role.generate" for a copy of its own -> part ("weights") -> always held."""
+    # call -> part ("activations", "kv_cache") -> held while the call runs
     transient_bytes: Mapping[str, Mapping[str, Bytes]]
-    """Call -> part ("activations", "kv_cache") -> held while the call runs."""
-    capacity_bytes: Bytes
-    """What roles may use of the device."""
+    capacity_bytes: Bytes  # what roles may use of the device
 
     @property
     def resident_total_bytes(self) -> int:
-        """All that is always held."""
         return sum(sum(parts.values()) for parts in self.resident_bytes.values())
 
     @property
     def peak_call(self) -> str | None:
-        """The call that needs most; None if none needs anything."""
         sums = {call: sum(parts.values()) for call, parts in self.transient_bytes.items()}
         return max(sums, key=lambda call: sums[call]) if any(sums.values()) else None
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is held at any time."""
         peak = self.peak_call
         most = sum(self.transient_bytes[peak].values()) if peak else 0
         return self.resident_total_bytes + most
@@ -67,79 +63,61 @@ class GroupMemory(_Data):
 class RunnerUp(_Data):
     """The best plan of another placement."""
 
-    description: str
-    """Who shares how many devices."""
-    step_time_s: Seconds
-    """What it would take."""
-    why: str
-    """Why it lost, in one sentence."""
+    description: str  # who shares how many devices
+    step_time_s: Seconds  # what it would take
+    why: str  # why it lost, in one sentence
 
 
 class StreamedStep(_Data):
     """The same plan where a step's rows go on in parts."""
 
-    num_parts: int = Field(ge=1)
-    """Parts."""
-    step_time_s: Annotated[float, Field(gt=0)]
-    """Seconds per step."""
+    num_parts: int = Field(ge=1)  # parts
+    step_time_s: Annotated[float, Field(gt=0)]  # seconds per step
 
 
 class OtherSchedule(_Data):
     """The best plan under another schedule."""
 
-    max_lag: int = Field(ge=0)
-    """How many steps generation may run ahead."""
+    max_lag: int = Field(ge=0)  # how many steps generation may run ahead
+    # how far a response grows in one step; 0: to its end
     segment_tokens: int = Field(default=0, ge=0)
-    """How far a response grows in one step; 0: to its end."""
-    step_time_s: Seconds | None
-    """What it would take; None if no plan fits."""
+    step_time_s: Seconds | None  # what it would take; None if no plan fits
 
 
 class Prediction(_Data):
     """What the planner expects of a plan."""
 
+    # whether every device holds what it must; a plan that does not is refused, not returned
     feasible: bool = True
-    """Whether every device holds what it must; a plan that does not is refused, not returned."""
-    step_time_s: Annotated[float, Field(gt=0)]
-    """Seconds per step, steps following each other."""
+    step_time_s: Annotated[float, Field(gt=0)]  # seconds per step, steps following each other
+    # no plan under the same pins and models of time and memory can be faster
     lower_bound_s: Seconds
-    """No plan under the same pins and models of time and memory can be faster."""
-    search_time_s: Seconds = 0.0
-    """How long the search took."""
+    search_time_s: Seconds = 0.0  # how long the search took
+    # whether the search ended before it had proved its plan the best
     stopped_at_deadline: bool = False
-    """Whether the search ended before it had proved its plan the best."""
-    calibration: str = "analytic defaults"
-    """Where the constants of the model of time come from."""
-    constants: Constants | None = None
-    """These constants; None in plans that do not say."""
-    nodes: Mapping[str, NodePrediction]
-    """Calls by name; nodes that are not here take no time."""
+    calibration: str = "analytic defaults"  # where the constants of the model of time come from
+    constants: Constants | None = None  # these constants; None in plans that do not say
+    nodes: Mapping[str, NodePrediction]  # calls by name; nodes that are not here take no time
+    # group -> memory of its fullest device
     memory: Mapping[str, GroupMemory] = Field(default_factory=dict[str, GroupMemory])
-    """Group -> memory of its fullest device."""
-    runner_up: RunnerUp | None = None
-    """The best plan with another placement, if one was met."""
+    runner_up: RunnerUp | None = None  # the best plan with another placement, if one was met
+    # the others, the fastest first, where several were compared
     other_schedules: tuple[OtherSchedule, ...] = ()
-    """The others, the fastest first, where several were compared."""
-    streamed: StreamedStep | None = None
-    """What `Schedule.streaming` makes of it, if that was asked."""
+    streamed: StreamedStep | None = None  # what `Schedule.streaming` makes of it, if that was asked
+    # role -> name of its model's shape
     models: Mapping[str, str] = Field(default_factory=dict[str, str])
-    """Role -> name of its model's shape."""
-    workload: Workload | None = None
-    """Rows and tokens of the step it was made for."""
+    workload: Workload | None = None  # rows and tokens of the step it was made for
 
     @property
     def gap(self) -> float:
-        """How much faster, as a share of `step_time_s`, a better plan could be at most."""
         return max(0.0, 1.0 - self.lower_bound_s / self.step_time_s)
 
     @property
     def segment_tokens(self) -> int:
-        """How far a response grows in one step; 0: to its end."""
         return (self.workload.segment_tokens or 0) if self.workload is not None else 0
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of prompts and responses by the time of a step; None if they are not known."""
         if self.workload is None:
             return None
         work = self.workload
@@ -147,11 +125,9 @@ class Prediction(_Data):
 
     @property
     def fullest(self) -> GroupMemory | None:
-        """Memory of the group of which the largest share is used; None if none is predicted."""
         held = self.memory.values()
         return max(held, key=lambda one: one.peak_bytes / one.capacity_bytes, default=None)
 
     @property
     def durations_s(self) -> dict[str, float]:
-        """Call -> seconds."""
         return {name: node.duration_s for name, node in self.nodes.items()}

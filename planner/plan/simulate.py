@@ -26,50 +26,37 @@ from .plan import Plan
 
 _Begun: TypeAlias = tuple[str, int | None, int]
 
+# two durations that differ by less than this share are equal: sums of floats in other orders
 _SAME = 1e-9
-"""Two durations that differ by less than this share are equal: sums of floats in other orders."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a plan does once its steps repeat.
+    """What a plan does once its steps repeat."""
 
-    Attributes:
-        step_time_s: Seconds from the end of one step to the end of the next, in steady state.
-        cycle_steps: After how many steps the same timing comes again; usually 1.
-        start_s: Beginning of the cycle looked at: the end of a step.
-        end_s: End of that cycle, `cycle_steps * step_time_s` later.
-        completed_s: When each step was complete.
-        spans: Every task of a node, in the order in which they ended; ops take no time.
-        idle_share: Group -> share of the cycle in which its devices wait.
-        critical_path: Calls without a hole between them that decide how long steps take.
-    """
-
-    step_time_s: float
-    cycle_steps: int
-    start_s: float
-    end_s: float
-    completed_s: tuple[float, ...]
+    step_time_s: float  # seconds from the end of one step to the end of the next, in steady state
+    cycle_steps: int  # after how many steps the same timing comes again; usually 1
+    start_s: float  # beginning of the cycle looked at: the end of a step
+    end_s: float  # end of that cycle, `cycle_steps * step_time_s` later
+    completed_s: tuple[float, ...]  # when each step was complete
+    # every task of a node, in the order in which they ended; ops take no time
     spans: tuple[TaskSpan, ...]
-    idle_share: Mapping[str, float]
+    idle_share: Mapping[str, float]  # group -> share of the cycle in which its devices wait
+    # calls without a hole between them that decide how long steps take
     critical_path: tuple[PathItem, ...]
 
     def busy_s(self, group: str) -> float:
-        """Seconds per step in which a group computes."""
         return (1.0 - self.idle_share[group]) * self.step_time_s
 
     @property
     def critical_steps(self) -> int:
-        """Through how many steps the critical path goes before it repeats; usually 1."""
         return round(sum(item.seconds for item in self.critical_path) / self.step_time_s)
 
     @property
     def busiest(self) -> str:
-        """The group that waits least; the first of several."""
         return min(self.idle_share, key=lambda group: self.idle_share[group])
 
     def window(self) -> tuple[TaskSpan, ...]:
-        """What takes time within the cycle, cut at its ends, by group and start."""
         cut = [
             TaskSpan(
                 s.node, s.step, s.chunk, s.group, s.rank,
@@ -83,11 +70,7 @@ class Simulation:
 
 
 def simulate_plan(graph: Graph, plan: Plan, *, num_steps: int = 24) -> Simulation:
-    """Play a plan through with its own predicted durations and lag.
-
-    Raises:
-        PlanError: If the plan has no prediction, or does not fit the graph.
-    """
+    """Play a plan through with its own predicted durations and lag."""
     if plan.prediction is None:
         raise PlanError("the plan has no prediction, so nothing says how long its calls take")
     return simulate(
@@ -108,20 +91,7 @@ def simulate(
     parts_s: Mapping[str, Sequence[float]] | None = None,
     num_steps: int = 24,
 ) -> Simulation:
-    """Play some steps through the scheduler.
-
-    Args:
-        graph: The step.
-        nodes: Group of every node that is not a source.
-        durations_s: Seconds of every node that takes any.
-        max_lag: How many steps generation may run ahead.
-        parts_s: Seconds of each part of every node that takes any, where a step's rows go on in
-            parts; see `part_times`. Each node has as many.
-        num_steps: Steps to begin with; if they do not yet repeat, 4 and 16 times as many.
-
-    Raises:
-        PlanError: If the nodes do not fit the graph, or all of them together take no time.
-    """
+    """Play some steps through the scheduler."""
     unknown = sorted(durations_s.keys() - nodes.keys())
     if unknown:
         raise PlanError(f"there is a duration for '{unknown[0]}', which is no node of the step")
@@ -162,7 +132,6 @@ def simulate(
 def _seconds(
     durations_s: Mapping[str, float], parts_s: Mapping[str, Sequence[float]]
 ) -> Callable[[object], float]:
-    """How long a piece of work takes; the parts of a stream are asked for one after another."""
     answered: dict[tuple[str, int], int] = {}
 
     def seconds(work: object) -> float:
@@ -189,7 +158,6 @@ def _play(
     schedule: Schedule,
     num_steps: int,
 ) -> tuple[list[Span], list[float]]:
-    """All tasks in the order in which they ended, and when each of `num_steps` was complete."""
     # A run's last steps have the devices to themselves, so some more are played and not looked at.
     played = num_steps + 2 * (schedule.max_lag + 1)
     flow = flow_of(graph, placement, schedule)
@@ -207,7 +175,6 @@ def _task_span(span: Span, nodes: Mapping[str, str]) -> TaskSpan:
 
 
 def _completed(spans: list[Span], num_steps: int) -> list[float]:
-    """When each step and all before it were done."""
     ends = [0.0] * num_steps
     for span in spans:
         if isinstance(span.task, NodeTask):
@@ -218,11 +185,9 @@ def _completed(spans: list[Span], num_steps: int) -> list[float]:
 
 
 def _cycle(spans: list[Span], completed: list[float]) -> tuple[int, int]:
-    """`(step after which it repeats, steps of a cycle)`; the second half if nothing repeats.
-
-    Two steps end alike if the calls of later steps that run by then have the same time left, and
-    the same ones are done: what happens next depends on nothing else.
-    """
+    # `(step after which it repeats, steps of a cycle)`; the second half if nothing repeats.
+    # Two steps end alike if the calls of later steps that run by then have the same time left, and
+    # the same ones are done: what happens next depends on nothing else.
     begun: list[list[Span]] = [[] for _ in completed]
     for span in spans:
         if isinstance(span.task, NodeTask):
@@ -239,7 +204,6 @@ def _cycle(spans: list[Span], completed: list[float]) -> tuple[int, int]:
 
 
 def _state(begun: list[Span], step: int, now_s: float) -> dict[_Begun, float]:
-    """Call, part and how many steps ahead -> seconds left, of all that had begun."""
     return {
         (span.task.node, span.task.chunk, span.task.step - step): max(0.0, span.end_s - now_s)
         for span in begun

@@ -16,66 +16,47 @@ from ..plan.prediction import Prediction
 from ..plan.simulate import Simulation
 from .plan_texts import placement_text
 
+# of the columns: `memory` is the fullest device's, `device-h/1,000` the cost of 1,000 steps
 HEADS = (
     "plan", "devices", "step", "difference", "tokens/s", "memory", "device-h/1,000", "where",
 )  # fmt: skip
-"""Of the columns: `memory` is the fullest device's, `device-h/1,000` the cost of 1,000 steps."""
 
-_MOST_CALLS = 6
-"""Of those that differ."""
+_MOST_CALLS = 6  # of those that differ
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One row.
+    """One row."""
 
-    Attributes:
-        name: What is special about it.
-        plan: The best plan under that, with a prediction; None if none fits.
-        why: Why none does.
-        simulation: What happened, if it was measured; the plan is played through otherwise.
-    """
-
-    name: str
-    plan: Plan | None
-    why: str = ""
+    name: str  # what is special about it
+    plan: Plan | None  # the best plan under that, with a prediction; None if none fits
+    why: str = ""  # why none does
+    # what happened, if it was measured; the plan is played through otherwise
     simulation: Simulation | None = None
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step; infinitely many without a plan."""
         found = self.plan and self.plan.prediction
         return found.step_time_s if found else float("inf")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The plans that answer one question.
+    """The plans that answer one question."""
 
-    Attributes:
-        key: Of the configuration, that asked it: "compare".
-        title: Of the table.
-        base: The plan with which the others are compared.
-        others: The others; `base` may be among them.
-        answer: A sentence on what they show; "" if the table says it all.
-        by_call: Whether to say in which calls they differ.
-    """
-
-    key: str
-    title: str
-    base: Alternative
-    others: tuple[Alternative, ...]
-    answer: str = ""
-    by_call: bool = False
+    key: str  # of the configuration, that asked it: "compare"
+    title: str  # of the table
+    base: Alternative  # the plan with which the others are compared
+    others: tuple[Alternative, ...]  # the others; `base` may be among them
+    answer: str = ""  # A sentence on what they show; "" if the table says it all
+    by_call: bool = False  # whether to say in which calls they differ
 
     @property
     def rows(self) -> tuple[Alternative, ...]:
-        """All of them, each once."""
         return self.others if self.base in self.others else (self.base, *self.others)
 
     @property
     def plans(self) -> list[tuple[Alternative, Plan, Prediction]]:
-        """Those that fit, with their plan and prediction."""
         return [
             (one, one.plan, one.plan.prediction)
             for one in self.rows
@@ -122,7 +103,6 @@ def _row(graph: Graph, base: Alternative, one: Alternative) -> list[str]:
 
 
 def _calls(graph: Graph, comparison: Comparison) -> list[str]:
-    """The slowest calls of which not every plan has the same time, devices and layout."""
     plans = comparison.plans
     calls: list[tuple[float, list[str]]] = []
     for node in graph.nodes:
@@ -144,7 +124,6 @@ def _call(plan: Plan, found: Prediction, name: str) -> str:
 
 
 def comparison_json(graph: Graph, comparison: Comparison) -> dict[str, Any]:
-    """The same as plain data; keys keep their meaning between versions."""
     return {
         "title": comparison.title,
         "answer": comparison.answer,

@@ -28,21 +28,11 @@ from .plan_texts import (
     workload_text,
 )
 
-_COLUMNS = 72
-"""Characters of a timeline."""
+_COLUMNS = 72  # characters of a timeline
 
 
 def explain(graph: Graph, plan: Plan, simulation: Simulation | None = None) -> str:
-    """The text that `penstock plan` prints.
-
-    Args:
-        graph: The step that the plan is for.
-        plan: What to explain. One without a prediction has a placement table and no more.
-        simulation: The plan played through, if that was done already.
-
-    Raises:
-        PlanError: If the plan does not fit the graph.
-    """
+    """The text that `penstock plan` prints."""
     if plan.prediction is None:
         plan.placement(graph)
         return "\n".join([_title(graph, plan), "", *_placement(graph, plan)])
@@ -102,7 +92,6 @@ def _schedule(plan: Plan) -> str:
 
 
 def _wrapped(text: str) -> list[tuple[bool, str]]:
-    """The text in lines that a terminal can hold, and whether each is the first."""
     lines = textwrap.wrap(text, 86, break_on_hyphens=False)
     return [(i == 0, line if i == 0 else f"  {line}") for i, line in enumerate(lines)]
 
@@ -155,7 +144,6 @@ def _nodes(graph: Graph, plan: Plan, prediction: Prediction) -> list[str]:
 
 
 def _parts(parts_s: Mapping[str, float]) -> str:
-    """The largest parts, as many as fit a line."""
     total = sum(parts_s.values())
     most = sorted(parts_s.items(), key=lambda item: -item[1])[:3]
     return ", ".join(
@@ -187,10 +175,8 @@ def _timeline(graph: Graph, plan: Plan, simulation: Simulation) -> list[str]:
 def _bar(
     spans: list[TaskSpan], letters: Mapping[str, str], simulation: Simulation, first: int
 ) -> str:
-    """One line of a timeline: in each column the call that takes most of it, "." where none does.
-
-    A call that takes less than a column has one all the same, if its neighbor can spare it.
-    """
+    # One line of a timeline: in each column the call that takes most of it, "." where none does.
+    # A call that takes less than a column has one all the same, if its neighbor can spare it.
     width_s = (simulation.end_s - simulation.start_s) / _COLUMNS
     owner: list[int | None] = [None] * _COLUMNS
     for column in range(_COLUMNS):

@@ -18,10 +18,8 @@ from .style import NUM_COLORS
 WIDTH = 1160
 _LEFT, _RIGHT, _TOP, _GAP = 190, 80, 30, 12
 _PLOT = WIDTH - _LEFT - _RIGHT
-_LABEL = 25
-"""Characters left of a lane."""
-_CHARACTER = 7.4
-"""Pixels of a character of a bar's label, more or less."""
+_LABEL = 25  # characters left of a lane
+_CHARACTER = 7.4  # pixels of a character of a bar's label, more or less
 
 
 def role_colors(graph: Graph) -> dict[str, str]:
@@ -45,7 +43,6 @@ def attribute(text: str) -> str:
 
 
 def round_text(text: str) -> str:
-    """The same without zeros at the end of its fraction: what stands at a tick is round."""
     number, blank, unit = text.partition(" ")
     return (number.rstrip("0").rstrip(".") if "." in number else number) + blank + unit
 
@@ -63,15 +60,6 @@ def gantt(
 
     Every bar carries its seconds from the left edge as `data-start-s` and `data-end-s`, and what
     it stands for as `data-tip`.
-
-    Args:
-        graph: The step.
-        plan: With a prediction.
-        simulation: The plan played through.
-        cycles: How many are shown; by default two if steps overlap, and one if they do not.
-        axis_s: Seconds from the left edge to the right one; as many as are shown by default. More
-            of them put the chart on one axis with that of a slower plan.
-        name: Of the chart on its page.
     """
     length_s = (simulation.end_s - simulation.start_s) * (cycles or (2 if plan.max_lag else 1))
     axis_s = axis_s or length_s
@@ -105,7 +93,6 @@ def gantt(
 
 
 def _height(group: GroupPlan, plan: Plan) -> int:
-    """Pixels of a lane: by its share of the devices, but readable and not huge."""
     most = max(g.num_ranks for g in plan.groups)
     return round(max(46.0, 120.0 * group.num_ranks / most))
 
@@ -158,7 +145,6 @@ def _lane(
 
 
 def _node_edges(plan: Plan, group: GroupPlan, y: int, height: int) -> list[float]:
-    """Where one node of the cluster ends and the next begins, if there is room for the lines."""
     if not isinstance(plan.cluster, ClusterSpec) or not group.devices:
         return []
     nodes = [plan.cluster.node_of(device) for device in group.devices]
@@ -169,7 +155,6 @@ def _node_edges(plan: Plan, group: GroupPlan, y: int, height: int) -> list[float
 
 
 def _short(text: str) -> str:
-    """As much of a label as fits left of the lanes."""
     return text if len(text) <= _LABEL else f"{text[: _LABEL - 1]}…"
 
 
@@ -212,7 +197,6 @@ def _bar(
 
 
 def _label(node: str, width: float) -> str:
-    """As much of the node's name as the bar can hold."""
     for text in (node, node.partition(".")[2] or node):
         if len(text) * _CHARACTER + 8 <= width:
             return text

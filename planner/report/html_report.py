@@ -135,24 +135,17 @@ def _row(
 
 
 def _joined(pieces: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
-    """Return the pieces, those with equal descriptions added up."""
     sizes: dict[tuple[str, str], int] = {}
     for what, part, size in pieces:
         sizes[what, part] = sizes.get((what, part), 0) + size
     return [(what, part, size) for (what, part), size in sizes.items()]
 
 
-_NUMBERS = range(1, 7)
-"""Columns of numbers, which are aligned at their end."""
+_NUMBERS = range(1, 7)  # columns of numbers, which are aligned at their end
 
 
 def comparison_sections(graph: Graph, comparisons: Sequence[Comparison]) -> str:
-    """Return a card for each question, with the timelines where calls are compared.
-
-    Args:
-        graph: The step.
-        comparisons: Comparisons of the plan that the page is about.
-    """
+    """Return a card for each question, with the timelines where calls are compared."""
     return "".join(_section(graph, one) for one in comparisons)
 
 
@@ -177,7 +170,6 @@ def _cell(tag: str, column: int, text: str) -> str:
 
 
 def _timelines(graph: Graph, comparison: Comparison) -> str:
-    """Draw the devices of every plan over time, all on the axis of the slowest."""
     played = [
         (one.name, plan, one.simulation or simulate_plan(graph, plan))
         for one, plan, _ in comparison.plans
@@ -205,17 +197,7 @@ def to_html(
     simulation: Simulation | None = None,
     comparisons: Sequence[Comparison] = (),
 ) -> str:
-    """The page. It is well-formed XML, loads nothing, and follows the reader's light or dark theme.
-
-    Args:
-        graph: The step that the plan is for.
-        plan: With a prediction.
-        simulation: The plan played through, if that was done already.
-        comparisons: Plans beside it.
-
-    Raises:
-        PlanError: If the plan has no prediction or does not fit the graph.
-    """
+    """Return the page as well-formed XML that loads nothing and follows the reader's theme."""
     simulation = simulation or simulate_plan(graph, plan)
     found = plan.prediction
     assert found is not None, "simulate_plan refuses a plan without a prediction"

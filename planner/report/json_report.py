@@ -19,17 +19,6 @@ def to_json(
     simulation: Simulation | None = None,
     comparisons: Sequence[Comparison] = (),
 ) -> dict[str, Any]:
-    """What is known of a plan, as plain data; keys keep their meaning between versions.
-
-    Args:
-        graph: The step that the plan is for.
-        plan: With a prediction.
-        simulation: The plan played through, if that was done already.
-        comparisons: Plans beside it, each question under the key that asked it.
-
-    Raises:
-        PlanError: If the plan has no prediction or does not fit the graph.
-    """
     simulation = simulation or simulate_plan(graph, plan)
     found = plan.prediction
     assert found is not None, "simulate_plan refuses a plan without a prediction"
@@ -65,12 +54,6 @@ def to_json(
 
 
 def infeasible(reason: str, search_time_s: float) -> dict[str, Any]:
-    """The same keys as far as they mean something where no plan can run, and why not.
-
-    Args:
-        reason: The message of the `PlanError`.
-        search_time_s: How long it took to find out.
-    """
     return {
         "feasible": False,
         "reason": reason,

@@ -12,18 +12,13 @@ from ..formatting import percent_text, ranges_text, seconds_text
 from ..plan.plan import GroupPlan, Plan
 from .plan_texts import cluster_text, schedule_text
 
-_BAR = 160
-"""Pixels of the longest call."""
+_BAR = 160  # pixels of the longest call
 
 _CELL = 'style="text-align: left"'
 
 
 def plan_table(plan: Plan) -> str:
-    """The table as HTML that takes its colors and letters from the page around it.
-
-    Args:
-        plan: With or without a prediction; times, layouts and memory are shown where it has them.
-    """
+    """The table as HTML that takes its colors and letters from the page around it."""
     lines = [cluster_text(plan.cluster)] if plan.cluster else []
     if plan.max_lag is not None:
         segment_tokens = plan.prediction.segment_tokens if plan.prediction else 0
@@ -41,7 +36,6 @@ def plan_table(plan: Plan) -> str:
 
 
 def _rows(plan: Plan, group: GroupPlan) -> str:
-    """A row for each call that the plan names on a group; one that says so if it names none."""
     default = plan.default_group or plan.groups[0].name
     named = [name for name, where in plan.nodes.items() if where == group.name]
     rest = f"every {'other ' if plan.nodes else ''}call" if group.name == default else "no call"
@@ -60,7 +54,6 @@ def _rows(plan: Plan, group: GroupPlan) -> str:
 
 
 def _time(plan: Plan, name: str) -> str:
-    """Two cells: how long a call is expected to take, and a bar as long."""
     nodes = plan.prediction.nodes if plan.prediction else {}
     if name not in nodes:
         return "<td></td><td></td>"

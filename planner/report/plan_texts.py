@@ -33,7 +33,6 @@ def schedule_text(max_lag: int, segment_tokens: int) -> str:
 
 
 def segments_text(workload: Workload) -> str:
-    """What goes on in later steps, once as many responses end in a step as begin."""
     segment = workload.segment_tokens or workload.response.longest
     rows = sum(begun.rows for begun in begun_before(workload.response, segment))
     steps = -(-workload.response.longest // segment)
@@ -55,7 +54,6 @@ def cluster_text(cluster: ClusterSpec | str) -> str:
 
 
 def cost_text(plan: Plan) -> str:
-    """What follows the device-hours of a step: the unit, and those of the run if it is known."""
     text = "device-hours per step"
     if plan.num_steps is None or plan.prediction is None:
         return text
@@ -82,7 +80,6 @@ def roles_by_group(graph: Graph, plan: Plan) -> dict[str, list[str]]:
 
 
 def placement_text(graph: Graph, plan: Plan) -> str:
-    """Who shares how many devices: "{actor, ref} on 64, {critic, reward} on 64"."""
     roles = roles_by_group(graph, plan)
     return ", ".join(
         f"{{{', '.join(roles[group.name])}}} on {len(group.devices) or group.num_ranks}"

@@ -6,13 +6,12 @@ that XML would mind, so that the page can be parsed by any reader of XML.
 
 from __future__ import annotations
 
-NUM_COLORS = 8
-"""Colors of roles, `--c0` and so on; more roles begin again."""
+NUM_COLORS = 8  # colors of roles, `--c0` and so on; more roles begin again
 
+# parts of memory with a color of their own, `--weights` and so on; others are gray
 PART_COLORS = (
     "weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "transfer",
 )  # fmt: skip
-"""Parts of memory with a color of their own, `--weights` and so on; others are gray."""
 
 STYLE = """
 :root {

@@ -19,17 +19,7 @@ from ..plan.simulate import Simulation, simulate_plan
 def to_trace(
     graph: Graph, plan: Plan, simulation: Simulation | None = None, *, num_steps: int = 8
 ) -> str:
-    """The first steps of a run under this plan, from time 0.
-
-    Args:
-        graph: The step that the plan is for.
-        plan: With a prediction.
-        simulation: The plan played through, if that was done already.
-        num_steps: Steps shown.
-
-    Raises:
-        PlanError: If the plan has no prediction or does not fit the graph.
-    """
+    """The first steps of a run under this plan, from time 0."""
     simulation = simulation or simulate_plan(graph, plan)
     pids = {group.name: i for i, group in enumerate(plan.groups, start=1)}
     events: list[dict[str, Any]] = []
@@ -74,7 +64,6 @@ def _slice(plan: Plan, span: TaskSpan, pid: int) -> dict[str, Any]:
 
 
 def _memory(plan: Plan, span: TaskSpan, pid: int) -> list[dict[str, Any]]:
-    """A point of the group's memory counter where a call begins, and one where it ends."""
     held = plan.prediction.memory.get(span.group) if plan.prediction else None
     if held is None:
         return []

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-Box = tuple[tuple[int, int], ...]
-"""One (start, stop) per dimension of a parameter."""
+Box = tuple[tuple[int, int], ...]  # one (start, stop) per dimension of a parameter
 
 
 def whole(shape: Iterable[int]) -> Box:
@@ -23,7 +22,6 @@ def volume(box: Box) -> int:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """What two boxes share, or None."""
     shared = tuple(
         (max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True)
     )  # fmt: skip
@@ -32,24 +30,18 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 @dataclass(frozen=True)
 class Grid:
-    """The coarsest grid in which every given box is a block of whole cells.
+    """The coarsest grid in which every given box is a block of whole cells."""
 
-    Attributes:
-        cuts: Per dimension, where cells begin and end, ascending.
-    """
-
-    cuts: tuple[tuple[int, ...], ...]
+    cuts: tuple[tuple[int, ...], ...]  # per dimension, where cells begin and end, ascending
 
     @staticmethod
     def of(boxes: Iterable[Box]) -> Grid:
-        """The grid of some boxes, all of one number of dimensions."""
         columns = zip(*boxes, strict=True)
         return Grid(
             tuple(tuple(sorted({i for span in column for i in span})) for column in columns)
         )
 
     def cells(self, box: Box) -> Iterator[tuple[int, ...]]:
-        """Indices of the cells that a box of the grid is made of."""
         return itertools.product(
             *(
                 range(bisect_left(cuts, start), bisect_left(cuts, stop))
@@ -58,5 +50,4 @@ class Grid:
         )
 
     def box(self, cell: tuple[int, ...]) -> Box:
-        """The indices that a cell covers."""
         return tuple((cuts[i], cuts[i + 1]) for cuts, i in zip(self.cuts, cell, strict=True))

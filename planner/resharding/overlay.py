@@ -19,23 +19,15 @@ Cell = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """Parameters of one shape that are spread alike in the source and alike in the destination.
+    """Parameters of one shape that are spread alike in the source and alike in the destination."""
 
-    Attributes:
-        params: Their indices in the destination sharding.
-        names: Their names, in the same order.
-        source: How the source holds each.
-        destination: How the destination holds each.
-        source_dims: Dimensions of the source engine's tensor, as in `StoredParam.dims`.
-        destination_dims: The same of the destination.
-    """
-
-    params: tuple[int, ...]
-    names: tuple[str, ...]
-    source: Pattern
-    destination: Pattern
+    params: tuple[int, ...]  # their indices in the destination sharding
+    names: tuple[str, ...]  # their names, in the same order
+    source: Pattern  # how the source holds each
+    destination: Pattern  # how the destination holds each
+    # dimensions of the source engine's tensor, as in `StoredParam.dims`
     source_dims: tuple[int, ...]
-    destination_dims: tuple[int, ...]
+    destination_dims: tuple[int, ...]  # the same of the destination
 
 
 @dataclass(frozen=True)
@@ -50,27 +42,17 @@ class Kept:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box that some devices need and lack; no plan has to cut it further.
+    """A box that some devices need and lack; no plan has to cut it further."""
 
-    Attributes:
-        kind: The kind of the parameters.
-        box: The indices of each.
-        holders: Device -> its slice around the box, in the source.
-        needers: Device that lacks the box -> its slice around the box, in the destination.
-    """
-
-    kind: Kind
-    box: Box
-    holders: Mapping[int, Slice]
+    kind: Kind  # the kind of the parameters
+    box: Box  # the indices of each
+    holders: Mapping[int, Slice]  # device -> its slice around the box, in the source
+    # device that lacks the box -> its slice around the box, in the destination
     needers: Mapping[int, Slice]
 
 
 def kinds_of(source: Sharding, destination: Sharding) -> tuple[Kind, ...]:
-    """The kinds of parameters, in the order of their first one.
-
-    Raises:
-        PlanError: If the two do not hold the same parameters.
-    """
+    """The kinds of parameters, in the order of their first one."""
     given = {param.name: param for param in source.params}
     wanted = {param.name: param for param in destination.params}
     for name in [*wanted, *given]:
@@ -100,7 +82,6 @@ def kinds_of(source: Sharding, destination: Sharding) -> tuple[Kind, ...]:
 
 
 def kept_slices(kind: Kind) -> Iterator[Kept]:
-    """What each destination device already holds."""
     held = _by_device(kind.source)
     for wanted in kind.destination:
         for given in held.get(wanted.device, ()):
@@ -110,11 +91,6 @@ def kept_slices(kind: Kind) -> Iterator[Kept]:
 
 
 def pieces_of(kind: Kind) -> Iterator[Piece]:
-    """What must be sent, in pieces that have the same holders and needers throughout.
-
-    Raises:
-        PlanError: If some of it is held by nobody.
-    """
     sources, wanted = _by_box(kind.source), _by_box(kind.destination)
     if not wanted:
         return
@@ -140,7 +116,6 @@ def _by_device(pattern: Pattern) -> Mapping[int, list[Slice]]:
 
 
 def _by_box(pattern: Pattern) -> Mapping[Box, dict[int, Slice]]:
-    """Replicas together: the grid is then walked once for all of them."""
     held = defaultdict[Box, dict[int, Slice]](dict)
     for piece in pattern:
         if volume(piece.box):

@@ -26,22 +26,14 @@ from .sharding import Sharding, Slice
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that each device sends, receives and stages, in the order of `devices`.
+    """Bytes that each device sends, receives and stages, in the order of `devices`."""
 
-    Attributes:
-        devices: Ascending.
-        sent: i64[devices], over all parameters.
-        received: The same.
-        staged: i64[params, devices], packed and unpacked.
-    """
-
-    devices: tuple[int, ...]
-    sent: NDArray[np.int64]
-    received: NDArray[np.int64]
-    staged: NDArray[np.int64]
+    devices: tuple[int, ...]  # ascending
+    sent: NDArray[np.int64]  # i64[devices], over all parameters
+    received: NDArray[np.int64]  # the same
+    staged: NDArray[np.int64]  # i64[params, devices], packed and unpacked
 
     def staging_bytes(self, buckets: Sequence[int]) -> list[int]:
-        """Return the most that each device packs and unpacks in one bucket."""
         staged = np.zeros((1 + max(buckets), len(self.devices)), np.int64)
         np.add.at(staged, list(buckets), self.staged)
         return staged.max(axis=0).tolist()
@@ -54,15 +46,7 @@ def traffic_of(
     devices: tuple[int, ...],
     element_bytes: int,
 ) -> Traffic:
-    """Add up the bytes of moves.
-
-    Args:
-        moves: The moves of one plan.
-        groups: The groups of devices that the moves refer to.
-        num_params: Parameters in the plan; at least 1.
-        devices: All of either side, ascending.
-        element_bytes: Bytes of one element on the way.
-    """
+    """Add up the bytes of moves."""
     column = {device: i for i, device in enumerate(devices)}
     sent, received = (np.zeros(len(devices), np.int64) for _ in range(2))
     staged_of_group = np.zeros((len(groups), len(devices)), np.int64)
@@ -89,11 +73,6 @@ def buckets_of(traffic: Traffic, kinds: Sequence[Sequence[int]], bucket_bytes: i
 
     Kinds take turns in proportion to their numbers, so that every bucket loads all pipeline stages
     and not one after the other.
-
-    Args:
-        traffic: Bytes of each parameter on each device.
-        kinds: Parameters of one kind, as indices; together all parameters.
-        bucket_bytes: The bound; a parameter that exceeds it is alone.
     """
     turns = [
         ((i + 0.5) / len(kind), param) for kind in kinds for i, param in enumerate(kind)
@@ -108,26 +87,17 @@ def buckets_of(traffic: Traffic, kinds: Sequence[Sequence[int]], bucket_bytes: i
     return buckets
 
 
-MAX_PARTS = 64
-"""Most parts of a piece: more would only make plans larger and messages smaller."""
+MAX_PARTS = 64  # most parts of a piece: more would only make plans larger and messages smaller
 
 
 class Send(NamedTuple):
-    """A part of a piece, from one device to another.
+    """A part of a piece, from one device to another."""
 
-    Attributes:
-        piece: Index among the pieces.
-        params: Indices of the piece's parameters.
-        box: Indices of each parameter; the piece's box or a part of it.
-        source: The device that sends.
-        destination: The device that receives.
-    """
-
-    piece: int
-    params: tuple[int, ...]
-    box: Box
-    source: int
-    destination: int
+    piece: int  # index among the pieces
+    params: tuple[int, ...]  # indices of the piece's parameters
+    box: Box  # indices of each parameter; the piece's box or a part of it
+    source: int  # the device that sends
+    destination: int  # the device that receives
 
 
 def choose_sources(pieces: Sequence[Piece], *, min_part_elements: int) -> tuple[Send, ...]:
@@ -135,10 +105,6 @@ def choose_sources(pieces: Sequence[Piece], *, min_part_elements: int) -> tuple[
 
     Of devices that hold the same, none sends more than another by more than the largest part times
     the number of parameters that move alike.
-
-    Args:
-        pieces: Pieces that devices need, with the devices that hold them.
-        min_part_elements: No parameter is cut into parts smaller than this.
     """
     sent = {device: 0 for piece in pieces for device in piece.holders}
     sends: list[Send] = []
@@ -158,11 +124,6 @@ def choose_sources(pieces: Sequence[Piece], *, min_part_elements: int) -> tuple[
 def _parts(
     piece: Piece, index: int, count: int, min_part_elements: int
 ) -> Iterator[tuple[tuple[int, ...], Box]]:
-    """Cut a piece into at most `count` parts: its longest dimension, or else the parameters.
-
-    Yields:
-        The parameters and the box of each.
-    """
     params, box = piece.kind.params, piece.box
     dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0])
     begin, stop = box[dim]
@@ -190,18 +151,7 @@ def plan_transfer(
     bucket_bytes: int = BUCKET_BYTES,
     min_part_bytes: int = MIN_PART_BYTES,
 ) -> TransferPlan:
-    """The moves after which every destination device has its shard.
-
-    Args:
-        source: Which device holds what.
-        destination: Who is to hold what; on the same devices, others, or some of each.
-        bucket_bytes: What a device may pack and unpack at once; a parameter that exceeds it is a
-            bucket of its own.
-        min_part_bytes: A slice may be cut to share it among senders, but not smaller than this.
-
-    Raises:
-        PlanError: If the two are not of one model, or the source lacks something.
-    """
+    """The moves after which every destination device has its shard."""
     for name, size in (("bucket_bytes", bucket_bytes), ("min_part_bytes", min_part_bytes)):
         if size < 1:
             raise PlanError(f"{name} is {size}; expected at least 1")
@@ -255,7 +205,6 @@ def _move(piece: Piece, send: Send, groups: dict[tuple[int, ...], int]) -> Move:
 
 
 def _start(box: Box, around: Slice, dims: Sequence[int]) -> tuple[int, ...]:
-    """Where a part of a slice begins in the tensor that the slice lies in."""
     return tuple(
         begin + box[dim][0] - around.box[dim][0]
         for dim, begin in zip(dims, around.start, strict=True)

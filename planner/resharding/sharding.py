@@ -26,63 +26,39 @@ from .box import Box, intersection, volume
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A box of a parameter on one device.
+    """A box of a parameter on one device."""
 
-    Attributes:
-        device: The device that holds it.
-        box: Indices into the logical parameter.
-        start: Where the box begins in the engine's tensor on that device, in that tensor's own
-            order of dimensions.
-    """
-
-    device: int
-    box: Box
+    device: int  # the device that holds it
+    box: Box  # indices into the logical parameter
+    # where the box begins in the engine's tensor on that device, in that tensor's own order of
+    # dimensions
     start: tuple[int, ...]
 
 
-Pattern = tuple[Slice, ...]
-"""How one parameter is spread. All layers of a stage share a pattern."""
+Pattern = tuple[Slice, ...]  # how one parameter is spread. All layers of a stage share a pattern.
 
 
 @dataclass(frozen=True, slots=True)
 class StoredParam:
-    """A logical parameter in an engine.
+    """A logical parameter in an engine."""
 
-    Attributes:
-        name: In the checkpoint.
-        shape: In the checkpoint.
-        pattern: Index into `Sharding.patterns`.
-        tensor: The engine's name for the tensor that its slices lie in.
-        dims: For each dimension of that tensor, which of the parameter's dimensions it is:
-            (0, 1) as in the checkpoint, (1, 0) transposed.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    pattern: int
-    tensor: str
+    name: str  # in the checkpoint
+    shape: tuple[int, ...]  # in the checkpoint
+    pattern: int  # index into `Sharding.patterns`
+    tensor: str  # the engine's name for the tensor that its slices lie in
+    # for each dimension of that tensor, which of the parameter's dimensions it is: (0, 1) as in the
+    # checkpoint, (1, 0) transposed
     dims: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """All parameters of a model on a set of devices.
+    """All parameters of a model on a set of devices."""
 
-    Attributes:
-        devices: Cluster device of each rank, in rank order.
-        params: What is held, in the order of the checkpoint.
-        patterns: How parameters are held; they refer to these.
-        dtype: What the engine stores.
-
-    Raises:
-        PlanError: If a slice leaves its parameter, a device is unknown, or a device holds an
-            element twice.
-    """
-
-    devices: tuple[int, ...]
-    params: tuple[StoredParam, ...]
-    patterns: tuple[Pattern, ...]
-    dtype: str = "bfloat16"
+    devices: tuple[int, ...]  # cluster device of each rank, in rank order
+    params: tuple[StoredParam, ...]  # what is held, in the order of the checkpoint
+    patterns: tuple[Pattern, ...]  # how parameters are held; they refer to these
+    dtype: str = "bfloat16"  # what the engine stores
 
     def __post_init__(self) -> None:
         if len(set(self.devices)) != len(self.devices):
@@ -97,7 +73,6 @@ class Sharding:
 
     @cached_property
     def bytes_on(self) -> Mapping[int, int]:
-        """Device -> bytes of weights it holds."""
         elements = dict.fromkeys(self.devices, 0)
         uses = defaultdict[int, int](int)
         for param in self.params:
@@ -108,11 +83,6 @@ class Sharding:
         return {device: count * DTYPE_BYTES[self.dtype] for device, count in elements.items()}
 
     def on(self, devices: Sequence[int]) -> Sharding:
-        """The same ranks on other devices.
-
-        Raises:
-            PlanError: If their number differs.
-        """
         if len(devices) != len(self.devices):
             raise PlanError(f"{len(self.devices)} ranks cannot run on {len(devices)} devices")
         new = dict(zip(self.devices, devices, strict=True))
@@ -123,12 +93,10 @@ class Sharding:
         return Sharding(tuple(devices), self.params, patterns, self.dtype)
 
     def to_json(self) -> str:
-        """The whole sharding as JSON."""
         return json.dumps(_adapter().dump_python(self, mode="json"), separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Sharding:
-        """What `to_json` wrote."""
         return _adapter().validate_json(text)
 
 
@@ -184,13 +152,7 @@ def rank_of(index: int, layout: Layout) -> Rank:
 def whole(
     shapes: Mapping[str, tuple[int, ...]], devices: Sequence[int], *, dtype: str = "float32"
 ) -> Sharding:
-    """Every device has all of every parameter, each a tensor of its own.
-
-    Args:
-        shapes: Parameter -> its shape.
-        devices: Cluster device of each rank.
-        dtype: Data type of the weights.
-    """
+    """Every device has all of every parameter, each a tensor of its own."""
     order = {shape: index for index, shape in enumerate(dict.fromkeys(shapes.values()))}
     patterns = tuple(
         tuple(Slice(d, tuple((0, size) for size in shape), (0,) * len(shape)) for d in devices)
@@ -210,28 +172,14 @@ def shard(
     *,
     head: Head = "vocabulary",
 ) -> Sharding:
-    """What a layout means for every weight, each parameter a tensor of its own.
-
-    - tp cuts query, key, value, gate and up projections, embedding and head by rows, output and
-      down projections by columns, experts as well; norms and routers are whole everywhere. Gate and
-      up rows that are one parameter are cut apart and lie end to end. With more ranks than
-      key-value heads, neighboring ranks share a head.
-    - pp gives each stage a run of layers, the first the embedding, the last norm and head.
-    - ep deals experts in runs to the dp ranks `dp % ep`.
-    - `zero=3` cuts what a rank would hold once more, in the first dimension, over its dp x cp
-      ranks, as `torch.chunk` does: all pieces equal, the last ones smaller or empty. Experts are
-      cut over the `dp // ep` x cp ranks that share them.
-    - dp and cp without `zero=3` repeat.
-
-    Args:
-        model: Sizes and dtype.
-        layout: Legal for the model.
-        devices: Cluster device of each rank.
-        head: What the model ends in.
-
-    Raises:
-        PlanError: If the layout is not legal for the model or needs another number of devices.
-    """
+    # - tp cuts query, key, value, gate and up projections, embedding and head by rows, output and
+    # down projections by columns, experts as well; norms and routers are whole everywhere. Gate and
+    # up rows that are one parameter are cut apart and lie end to end. With more ranks than
+    # key-value heads, neighboring ranks share a head. - pp gives each stage a run of layers, the
+    # first the embedding, the last norm and head. - ep deals experts in runs to the dp ranks `dp %
+    # ep`. - `zero=3` cuts what a rank would hold once more, in the first dimension, over its dp x
+    # cp ranks, as `torch.chunk` does: all pieces equal, the last ones smaller or empty. Experts are
+    # cut over the `dp // ep` x cp ranks that share them. - dp and cp without `zero=3` repeat.
     check_layout(layout, model, node_size=layout.tp)
     if len(devices) != layout.num_devices:
         raise PlanError(
@@ -268,7 +216,6 @@ def _stages(param: LogicalParam, model: ModelShape, layout: Layout) -> tuple[int
 def _boxes(
     param: LogicalParam, layout: Layout, rank: Rank
 ) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """What a rank holds of a parameter, and where each box begins in its tensor."""
     box = [(0, size) for size in param.shape]
     shared = layout.ep if param.by_expert else 1
     if param.by_expert:
@@ -292,7 +239,6 @@ def _boxes(
 
 
 def _chunk(box: Box, layout: Layout, place: int, places: int) -> Box:
-    """What ZeRO's third stage leaves of a box on one of some ranks."""
     if layout.zero != 3:
         return box
     start, stop = box[0]

@@ -17,8 +17,6 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class _Patterns:
-    """Collects patterns, each once, and what parameters become."""
-
     def __init__(self, sharding: Sharding) -> None:
         self._sharding = sharding
         self._index: dict[Pattern, int] = {p: i for i, p in enumerate(sharding.patterns)}
@@ -38,7 +36,6 @@ class _Patterns:
         self._params[name] = replace(old, pattern=index, tensor=tensor, dims=dims or old.dims)
 
     def sharding(self) -> Sharding:
-        """With patterns that nobody uses any more left out."""
         used = sorted({param.pattern for param in self._params.values()})
         patterns = list(self._index)
         new = {old: i for i, old in enumerate(used)}
@@ -56,15 +53,6 @@ def concatenate(
 
     `concatenate(s, ("q_proj", "k_proj", "v_proj"), "qkv_proj")` and the same of gate and up
     projections are what vLLM and many others store. Weights and biases are fused apart.
-
-    Args:
-        sharding: What is held.
-        members: The last words of the parameters' module names, in the order of the tensor.
-        tensor: Replaces that word in the tensor's name.
-        dim: The dimension along which they are joined.
-
-    Raises:
-        PlanError: If a member is missing beside another.
     """
     made = _Patterns(sharding)
     for name, group in _groups(sharding, members, tensor).items():
@@ -87,14 +75,6 @@ def interleave_qkv(sharding: Sharding, head_dim: int, tensor: str = "qkv_proj") 
 
     For every local key-value head: the queries that share it, its key, its value. A slice that
     spans several groups becomes one slice per group.
-
-    Args:
-        sharding: Cut by whole heads.
-        head_dim: Rows of one head.
-        tensor: Replaces "q_proj" and so on in the tensor's name.
-
-    Raises:
-        PlanError: If a device holds queries without keys, or parts of heads.
     """
     made = _Patterns(sharding)
     for name, (query, key, value) in _groups(sharding, QKV, tensor).items():
@@ -130,7 +110,6 @@ def _rows(piece: Slice) -> int:
 
 
 def _interleaved(piece: Slice, length: int, offset: int, stride: int) -> list[Slice]:
-    """Cut a slice into runs of `length` rows that begin `stride` apart in the tensor."""
     (first, stop), rest = piece.box[0], piece.box[1:]
     return [
         Slice(
@@ -155,7 +134,6 @@ def transpose(sharding: Sharding, word: str) -> Sharding:
 def _groups(
     sharding: Sharding, members: tuple[str, ...], tensor: str
 ) -> Mapping[str, tuple[str, ...]]:
-    """Name of each fused tensor -> the parameters in it, in order."""
     names = {param.name for param in sharding.params}
     first = f".{members[0]}."
     groups: dict[str, tuple[str, ...]] = {}

@@ -23,49 +23,32 @@ from ...dataflow.errors import PlanError
 from ..inputs.cluster import ClusterSpec
 from ..inputs.mesh import Mesh
 
-Index: TypeAlias = tuple[int, ...]
-"""Per pool, a position in its `sizes`."""
+Index: TypeAlias = tuple[int, ...]  # per pool, a position in its `sizes`
 
 
 @dataclass(frozen=True)
 class Pool:
-    """All nodes of one kind.
+    """All nodes of one kind."""
 
-    Attributes:
-        node_groups: The cluster's node groups of this kind.
-        node_size: Devices of a node.
-        nodes: First device of every node, ascending.
-    """
-
-    node_groups: tuple[int, ...]
-    node_size: int
-    nodes: tuple[int, ...]
+    node_groups: tuple[int, ...]  # the cluster's node groups of this kind
+    node_size: int  # devices of a node
+    nodes: tuple[int, ...]  # first device of every node, ascending
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of devices that a group may have here: 0, parts of a node, whole nodes."""
         whole = range(self.node_size, self.num_devices + 1, self.node_size)
         return (*range(self.node_size), *whole)
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of all nodes."""
         return len(self.nodes) * self.node_size
 
     def is_part(self, position: int) -> bool:
-        """Whether that position of `sizes` is less than a node."""
         return 0 < position < self.node_size
 
 
 class Space:
-    """All allocations of a cluster's devices to groups.
-
-    Attributes:
-        cluster: The cluster.
-        pools: Its nodes by kind.
-        shape: Length of every pool's `sizes`.
-        legal: Which indices a group may have, in that shape.
-    """
+    """All allocations of a cluster's devices to groups."""
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self.cluster = cluster
@@ -76,11 +59,9 @@ class Space:
 
     @property
     def num_meshes(self) -> int:
-        """How many different meshes a group may have."""
         return int(self.legal.sum())
 
     def num_devices(self, index: Index) -> int:
-        """Number of devices of a group."""
         return sum(pool.sizes[k] for pool, k in zip(self.pools, index, strict=True))
 
     def mesh(self, index: Index) -> Mesh:
@@ -99,11 +80,6 @@ class Space:
         return self._meshes[index]
 
     def index_of(self, devices: Sequence[int], where: str) -> Index:
-        """The index of given devices.
-
-        Raises:
-            PlanError: If they are neither whole nodes nor a part of one node.
-        """
         index: list[int] = []
         for pool in self.pools:
             held = [
@@ -122,13 +98,6 @@ class Space:
         return tuple(index)
 
     def fits(self, allocation: Sequence[Index], fixed: Sequence[Sequence[int]] = ()) -> bool:
-        """Whether groups of these sizes use every device, each once.
-
-        Args:
-            allocation: The index of every group.
-            fixed: Per group its devices, empty where they are free; no device twice. All free if
-                not given.
-        """
         for k, pool in enumerate(self.pools):
             if sum(pool.sizes[index[k]] for index in allocation) != pool.num_devices:
                 return False
@@ -139,7 +108,6 @@ class Space:
     def devices(
         self, allocation: Sequence[Index], fixed: Sequence[Sequence[int]] = ()
     ) -> tuple[tuple[int, ...], ...]:
-        """Device ids of every group, ascending; the allocation must fit."""
         given = fixed or [()] * len(allocation)
         found = [sorted(devices) for devices in given]
         taken = {device for devices in found for device in devices}
@@ -164,7 +132,6 @@ class Space:
     def _bins(
         self, k: int, allocation: Sequence[Index], fixed: Sequence[Sequence[int]]
     ) -> list[tuple[int | None, list[int]]] | None:
-        """How free parts share nodes: `(first device of the node or None, groups)`; None if not."""
         pool = self.pools[k]
         parts: dict[int, int] = {}
         begun: dict[int, int] = {}
@@ -185,15 +152,7 @@ class Space:
 
 
 def pack(parts: dict[int, int], rooms: Sequence[int]) -> list[list[int]] | None:
-    """Put parts into rooms so that every room is exactly full.
-
-    Args:
-        parts: Key -> size.
-        rooms: Size of every room.
-
-    Returns:
-        The keys in each room, or None if there is no way.
-    """
+    """Put parts into rooms so that every room is exactly full."""
     if sum(parts.values()) != sum(rooms):
         return None
     order = sorted(parts, key=lambda key: (-parts[key], key))
@@ -246,7 +205,6 @@ def _pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
 
 
 def _legal(pools: Sequence[Pool]) -> NDArray[np.bool_]:
-    """A part of a node stands alone; nothing at all is no group."""
     shape = [len(pool.sizes) for pool in pools]
     assert prod(shape) < 1 << 26, "more meshes than can be looked at"
     legal = np.ones(shape, np.bool_)

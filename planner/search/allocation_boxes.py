@@ -18,33 +18,25 @@ from .allocation import Index, Space
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 
+# the first and the last position of boxes: boxes x groups x pools
 Corners: TypeAlias = tuple[Ints, Ints]
-"""The first and the last position of boxes: boxes x groups x pools."""
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """Some boxes with what is known of them.
+    """Some boxes with what is known of them."""
 
-    Attributes:
-        low: boxes x groups x pools, the first position.
-        high: The last.
-        bound: boxes; nothing inside has a lower value.
-    """
-
-    low: Ints
-    high: Ints
-    bound: Floats
+    low: Ints  # boxes x groups x pools, the first position
+    high: Ints  # the last
+    bound: Floats  # boxes; nothing inside has a lower value
 
     def __len__(self) -> int:
         return len(self.bound)
 
     def where(self, rows: NDArray[np.bool_] | Ints) -> Boxes:
-        """Some of them."""
         return Boxes(self.low[rows], self.high[rows], self.bound[rows])
 
     def plus(self, other: Boxes) -> Boxes:
-        """Both."""
         return Boxes(
             np.concatenate((self.low, other.low)),
             np.concatenate((self.high, other.high)),
@@ -52,38 +44,28 @@ class Boxes:
         )
 
     def best_first(self) -> Boxes:
-        """Boxes in the order of their bounds; equals keep their order."""
         return self.where(np.argsort(self.bound, kind="stable"))
 
     @property
     def is_point(self) -> NDArray[np.bool_]:
-        """Which hold one allocation only."""
         return (self.low == self.high).all((1, 2))
 
     def point(self, row: int) -> tuple[Index, ...]:
-        """The allocation at the low end of a box."""
         return tuple(tuple(int(k) for k in index) for index in self.low[row])
 
 
 class Grid:
-    """The boxes of a number of groups in a space.
-
-    Args:
-        space: The cluster.
-        fixed: Per group its devices, empty where they are free.
-    """
+    """The boxes of a number of groups in a space."""
 
     def __init__(self, space: Space, fixed: Sequence[Sequence[int]]) -> None:
         self._space, self._fixed = space, fixed
         self._sizes = [np.array(pool.sizes) for pool in space.pools]
 
     def nothing(self) -> Boxes:
-        """No boxes."""
         empty = np.zeros((0, len(self._fixed), len(self._sizes)), np.int64)
         return Boxes(empty, empty, np.zeros(0))
 
     def root(self) -> Corners:
-        """The box of all allocations; none if there is no allocation."""
         low = np.zeros((1, len(self._fixed), len(self._sizes)), np.int64)
         high = low + np.array(self._space.shape) - 1
         for k, devices in enumerate(self._fixed):
@@ -92,11 +74,6 @@ class Grid:
         return self._tightened(low, high)
 
     def split(self, boxes: Boxes) -> Corners:
-        """Cut every box in two in the middle of its widest range, by the ratio of its ends.
-
-        Returns:
-            The halves, tightened; those without an allocation are left out.
-        """
         rows = np.arange(len(boxes))
         ends = [
             [np.maximum(sizes[at[:, :, k]], 0.5) for k, sizes in enumerate(self._sizes)]

@@ -31,34 +31,20 @@ from .precedence import Wait, waits
 
 Floats: TypeAlias = NDArray[np.float64]
 
-MAX_CYCLES = 300
-"""Critical cycles looked at; any subset of them bounds."""
+MAX_CYCLES = 300  # critical cycles looked at; any subset of them bounds
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """Calls in an order in which each comes after what it waits for, and what that is.
-
-    Attributes:
-        order: The calls.
-        direct: Per call of `order`, what it waits for itself.
-        shared: Per call of `order`, the sets of two or more calls that it waits for, directly or
-            not, and that share a group.
-    """
-
-    order: tuple[int, ...]
-    direct: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...]  # the calls
+    direct: tuple[tuple[int, ...], ...]  # per call of `order`, what it waits for itself
+    # per call of `order`, the sets of two or more calls that it waits for, directly or not, and
+    # that share a group
     shared: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class StepBound:
-    """Bounds of a step whose calls are placed; made once per placement.
-
-    Args:
-        calls: In program order.
-        groups: The group of every call.
-        max_lag: Steps that rollouts may be behind.
-    """
+    """Bounds of a step whose calls are placed; made once per placement."""
 
     def __init__(self, calls: Sequence[CallNode], groups: Sequence[int], max_lag: int) -> None:
         self._in_flight = max_lag + 1
@@ -87,7 +73,6 @@ class StepBound:
             self._cycles = _cycles(found, after, max_lag)
 
     def __call__(self, durations_s: Floats) -> Floats:
-        """Seconds per step at least, per column of `durations_s` (calls x vectors)."""
         bound = np.zeros(durations_s.shape[1])
         for members in self._members:
             np.maximum(bound, durations_s[members].sum(0), out=bound)
@@ -111,7 +96,6 @@ class StepBound:
 
 
 def _closed(before: Mapping[int, set[int]], order: Sequence[int]) -> dict[int, set[int]]:
-    """What each call waits for, directly or not."""
     closed: dict[int, set[int]] = {}
     for call in order:
         closed[call] = before[call].union(*(closed[other] for other in before[call]))
@@ -125,7 +109,6 @@ def _chain(
     part: set[int],
     groups: Sequence[int],
 ) -> _Chain:
-    """The calls of `part`, which holds whatever lies between two of them."""
     calls = tuple(call for call in order if call in part)
     shared: list[tuple[tuple[int, ...], ...]] = []
     for call in calls:
@@ -139,7 +122,6 @@ def _chain(
 def _repeats(
     found: Sequence[Wait], earlier: Mapping[int, set[int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """`(first, last, distance)`: `first` waits for `last` of an older step, which waits for it."""
     nearest: dict[tuple[int, int], int] = {}
     for wait in found:
         key = (wait.call, wait.on)
@@ -150,7 +132,6 @@ def _repeats(
 
 
 def _cycles(found: Sequence[Wait], after: Mapping[int, set[int]], max_lag: int) -> Floats:
-    """Rows of 1 / steps at the calls of a cycle: times durations, seconds per step."""
     distances: dict[tuple[int, int], int] = {}
     for wait in found:
         if wait.distance == max_lag + 1 and after[wait.on]:
@@ -174,7 +155,6 @@ def _cycles(found: Sequence[Wait], after: Mapping[int, set[int]], max_lag: int) 
 
 
 def _heads(chain: _Chain, durations_s: Floats, start: int | None = None) -> Floats:
-    """Seconds before each call can start, counted from the start of call `start` if given."""
     heads = np.zeros_like(durations_s)
     for call, direct, shared in zip(chain.order, chain.direct, chain.shared, strict=True):
         if call == start:
@@ -190,7 +170,6 @@ def _heads(chain: _Chain, durations_s: Floats, start: int | None = None) -> Floa
 
 
 def _one_machine(heads: Floats, work: Floats, tails: Floats) -> Floats:
-    """Seconds that calls sharing a group need at least, with what is before and after them."""
     later = heads[None, :, :] >= heads[:, None, :]
     longer = tails[None, :, :] >= tails[:, None, :]
     both = later[:, None] & longer[None, :]

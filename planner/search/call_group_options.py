@@ -10,28 +10,20 @@ from numpy.typing import NDArray
 
 from .options import Option
 
+# combinations of a group's options that are looked at; beyond, the search keeps a gap
 MOST_COMBINED = 20_000
-"""Combinations of a group's options that are looked at; beyond, the search keeps a gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallGroupOption:
-    """An option, reduced to what the search compares.
+    """An option, reduced to what the search compares."""
 
-    Attributes:
-        durations_s: Seconds of the call group's calls, in program order.
-        resident_bytes: Per device, always.
-        transient_bytes: Per device, in the hungriest call.
-        option: The option.
-    """
-
-    durations_s: tuple[float, ...]
-    resident_bytes: int
-    transient_bytes: int
-    option: Option
+    durations_s: tuple[float, ...]  # seconds of the call group's calls, in program order
+    resident_bytes: int  # per device, always
+    transient_bytes: int  # per device, in the hungriest call
+    option: Option  # the option
 
     def covers(self, other: CallGroupOption) -> bool:
-        """Whether it is nowhere worse."""
         return (
             self.resident_bytes <= other.resident_bytes
             and self.transient_bytes <= other.transient_bytes
@@ -61,8 +53,6 @@ def together_fastest(
 
 @dataclass(frozen=True)
 class _Least:
-    """What the last call groups need at least, by how many of them there are."""
-
     resident_bytes: tuple[int, ...]
     transient_bytes: tuple[int, ...]
     work_s: tuple[float, ...]
@@ -80,11 +70,7 @@ class _Least:
 def fitting(
     pools: Sequence[Sequence[CallGroupOption]], memory_bytes: int, below_s: float
 ) -> tuple[list[tuple[CallGroupOption, ...]], bool]:
-    """One option per call group such that all fit and take less than `below_s` together.
-
-    Returns:
-        The combinations, and whether they are all.
-    """
+    """One option per call group such that all fit and take less than `below_s` together."""
     least = _Least.of(pools)
     found: list[tuple[CallGroupOption, ...]] = []
 
@@ -146,7 +132,6 @@ def unbeaten(combined: Sequence[tuple[CallGroupOption, ...]]) -> list[tuple[Call
 
 
 def _unbeaten(rows: NDArray[np.float64]) -> list[int]:
-    """Rows that no other row is at most equal to everywhere, by their first columns' sum."""
     numbers = np.lexsort((*rows.T[::-1], rows.sum(1)))
     left, kept = rows[numbers], list[int]()
     while len(numbers):

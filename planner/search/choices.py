@@ -36,34 +36,22 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One option for each call group of a group.
+    """One option for each call group of a group."""
 
-    Attributes:
-        durations_s: Seconds of the group's calls, in program order.
-        options: Options of the group's call groups, in the group's order.
-    """
-
-    durations_s: tuple[float, ...]
-    options: tuple[Option, ...]
+    durations_s: tuple[float, ...]  # seconds of the group's calls, in program order
+    options: tuple[Option, ...]  # options of the group's call groups, in the group's order
 
 
 @dataclass(frozen=True)
 class Front:
-    """What a group can choose from on a mesh.
+    """What a group can choose from on a mesh."""
 
-    Attributes:
-        choices: None of them is beaten in every duration.
-        complete: Whether they are all; otherwise there were too many to look at.
-    """
-
-    choices: tuple[Choice, ...]
-    complete: bool = True
+    choices: tuple[Choice, ...]  # none of them is beaten in every duration
+    complete: bool = True  # whether they are all; otherwise there were too many to look at
 
 
 @dataclass(frozen=True)
 class _Arrays:
-    """Options of a call group on all legal meshes: meshes x options (x calls), padded with inf."""
-
     durations_s: Floats
     resident_bytes: Floats
     transient_bytes: Floats
@@ -80,18 +68,7 @@ def sources_of(calls: Sequence[CallNode]) -> dict[str, str]:
 
 
 class Choices:
-    """Asks the table, once per call group and mesh.
-
-    Args:
-        calls: In program order.
-        table: Where options come from.
-        space: The meshes.
-        pins: Which options are allowed, and how many devices a call group must have.
-        every_choice: Whether fronts hold every choice that fits.
-
-    Attributes:
-        num_asked: Times that the table was asked.
-    """
+    """Asks the table, once per call group and mesh."""
 
     def __init__(
         self,
@@ -120,13 +97,11 @@ class Choices:
         self._groups: dict[tuple[str, ...], GroupChoices] = {}
 
     def has_source(self, call_group: str, group: Sequence[str]) -> bool:
-        """Whether the call group's weights are trained in the same group."""
         return self.sources.get(call_group) in group
 
     def options(
         self, call_group: str, index: Index, with_source: bool
     ) -> tuple[CallGroupOption, ...]:
-        """What a call group can do on a mesh, none worse than another, fastest first."""
         key = (call_group, with_source, index)
         if key not in self._options:
             self.num_asked += 1
@@ -155,7 +130,6 @@ class Choices:
         return tuple(reduced if self.every_choice else kept)
 
     def load(self, check: Callable[[], None]) -> None:
-        """Ask for everything, mesh by mesh; `check` is called in between and may raise."""
         for index in self.indices:
             for call_group in self.calls_of:
                 for with_source in (False, True) if call_group in self.sources else (False,):
@@ -163,7 +137,6 @@ class Choices:
                     self.options(call_group, index, with_source)
 
     def arrays(self, call_group: str, with_source: bool) -> _Arrays:
-        """The call group's options as arrays over all meshes."""
         key = (call_group, with_source)
         if key not in self._arrays:
             rows = [self.options(call_group, index, with_source) for index in self.indices]
@@ -179,29 +152,21 @@ class Choices:
         return self._arrays[key]
 
     def group(self, call_groups: tuple[str, ...]) -> GroupChoices:
-        """What these call groups can do together."""
         if call_groups not in self._groups:
             self._groups[call_groups] = GroupChoices(self, call_groups)
         return self._groups[call_groups]
 
     def memory(self) -> Floats:
-        """Bytes that roles can use, per mesh of `indices`."""
         return np.array([self.memory_bytes[index] for index in self.indices], np.float64)
 
     def may_have(self, call_groups: Sequence[str]) -> NDArray[np.bool_]:
-        """Which of `indices` have as many devices as the call groups' pins say."""
         wanted = {self.pins.num_devices[u] for u in call_groups if u in self.pins.num_devices}
         counts = (self.space.num_devices(index) for index in self.indices)
         return np.array([all(count == n for n in wanted) for count in counts], np.bool_)
 
 
 class GroupChoices:
-    """What some call groups can do when they share a mesh.
-
-    Attributes:
-        call_groups: The call groups.
-        calls: Indices of their calls, ascending.
-    """
+    """What some call groups can do when they share a mesh."""
 
     def __init__(self, choices: Choices, call_groups: tuple[str, ...]) -> None:
         self.call_groups = call_groups
@@ -216,13 +181,11 @@ class GroupChoices:
 
     @property
     def range_min(self) -> RangeMin:
-        """Least seconds of each of `calls` over boxes of indices; inf where nothing fits."""
         if self._range_min is None:
             self._range_min = RangeMin(self._least())
         return self._range_min
 
     def _least(self) -> Floats:
-        """Per call and index; each may use what fits beside the least that the others need."""
         choices = self._choices
         memory, may = choices.memory(), choices.may_have(self.call_groups)
         arrays = [
@@ -246,7 +209,6 @@ class GroupChoices:
         return found
 
     def front(self, index: Index, below_s: float) -> Front:
-        """Choices that fit and are beaten nowhere, if they take less than `below_s` together."""
         known_s, front = self._fronts.get(index, (-inf, Front(())))
         if below_s > known_s or (below_s < known_s and not front.complete):
             front = self._front(index, below_s)
@@ -254,7 +216,6 @@ class GroupChoices:
         return front
 
     def least_work(self, index: Index, below_s: float) -> Front:
-        """The choice with the least sum of durations, if that is less than `below_s`."""
         pools = self._pools(index)
         found = least_work(pools, self._choices.memory_bytes[index], below_s) if pools else None
         return Front((self._choice(found),) if found else ())
@@ -276,7 +237,6 @@ class GroupChoices:
         return Front(tuple(self._choice(options) for options in found), complete)
 
     def _pools(self, index: Index) -> list[tuple[CallGroupOption, ...]]:
-        """Every call group's options on a mesh; nothing if one has none."""
         choices = self._choices
         wanted = {choices.pins.num_devices.get(name) for name in self.call_groups} - {None}
         pools = [

@@ -12,12 +12,7 @@ from .partition_search import Branch, Found
 
 
 def fair_shares(space: Space, work: Sequence[float]) -> tuple[Index, ...] | None:
-    """Whole nodes for every group, one at least, as near as can be to its share of the work.
-
-    Args:
-        space: The cluster.
-        work: Work of every group, in any unit.
-    """
+    """Whole nodes for every group, one at least, as near as can be to its share of the work."""
     num_nodes = sum(len(pool.nodes) for pool in space.pools)
     if num_nodes < len(work):
         return None
@@ -47,13 +42,7 @@ def plunge(branch: Branch) -> tuple[Index, ...] | None:
 
 
 def improved(branch: Branch, found: Found, check: Callable[[], None]) -> Iterator[Found]:
-    """Move devices from one group to another for as long as that helps; yields every step.
-
-    Args:
-        branch: The partition.
-        found: Where to begin.
-        check: Called before every step; may raise.
-    """
+    """Move devices from one group to another for as long as that helps; yields every step."""
     while True:
         check()
         moves = _moves(branch.space.pools, found.allocation)
@@ -73,7 +62,6 @@ def improved(branch: Branch, found: Found, check: Callable[[], None]) -> Iterato
 
 
 def _moves(pools: Sequence[Pool], allocation: tuple[Index, ...]) -> list[tuple[Index, ...]]:
-    """Allocations in which one group gave devices of one pool to another."""
     moves: list[tuple[Index, ...]] = []
     for sender, receiver in permutations(range(len(allocation)), 2):
         for k, pool in enumerate(pools):
@@ -92,7 +80,6 @@ def _moves(pools: Sequence[Pool], allocation: tuple[Index, ...]) -> list[tuple[I
 
 
 def _amounts(pool: Pool) -> list[int]:
-    """Every part of a node, then nodes by powers of two."""
     nodes = [1 << k for k in range(len(pool.nodes).bit_length())]
     return [*range(1, pool.node_size), *(pool.node_size * n for n in nodes)]
 

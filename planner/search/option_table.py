@@ -26,12 +26,10 @@ from ..inputs.layout import Layout, legal_layouts
 from ..inputs.mesh import Mesh
 from .options import CallNode, Option, dominant
 
+# in how many waves a generation's rows may run, where their cache does not fit at once
 _WAVES = (1, 2, 4, 8)
-"""In how many waves a generation's rows may run, where their cache does not fit at once."""
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
-"""Sequences per rank that are tried."""
-_SLACK = 0.01
-"""Share of a device's memory by which sizes must differ to matter."""
+_MICRO_BATCHES = (1, 2, 4, 8, 16)  # sequences per rank that are tried
+_SLACK = 0.01  # share of a device's memory by which sizes must differ to matter
 
 
 class CallPlan(NamedTuple):
@@ -39,13 +37,11 @@ class CallPlan(NamedTuple):
 
     layout: Layout
     time: CallTime
-    move_s: float
-    """Moving weights into the layout, or from host memory."""
+    move_s: float  # moving weights into the layout, or from host memory
     transient: Parts
 
     @property
     def duration_s(self) -> float:
-        """Everything."""
         return self.time.total_s + self.move_s
 
 
@@ -65,17 +61,7 @@ def call_nodes(calls: Sequence[Call]) -> tuple[CallNode, ...]:
 
 
 class ModelTable:
-    """An `OptionTable` for a step's calls.
-
-    Args:
-        calls: The step's.
-        constants: Constants of the model of time.
-        engines: What runs the calls.
-        others: Role -> what runs its calls instead.
-        max_cp: Most ranks that share a sequence.
-        tp_across_nodes: Allow tensor parallelism over the network.
-        pins: Call name -> layout fields it must have; others are not even looked at.
-    """
+    """An `OptionTable` for a step's calls."""
 
     def __init__(
         self,
@@ -106,7 +92,6 @@ class ModelTable:
         self._meshes: dict[tuple[int, ...], Mesh] = {}
 
     def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]:
-        """See `OptionTable.options`."""
         key = (call_group, mesh.counts, with_source)
         if key not in self._known:
             mesh = self._meshes.setdefault(mesh.counts, mesh)
@@ -120,14 +105,12 @@ class ModelTable:
         return self._known[key]
 
     def _smallest(self, call_group: str, mesh: Mesh, with_source: bool) -> tuple[Option, ...]:
-        """What needs least, if nothing fits: it cannot be chosen, but says what is lacking."""
         ways = self._ways(call_group, mesh, with_source, fitting=False)
         found = [_option(held, plans) for held, plans in ways]
         return (min(found, key=lambda option: option.least_bytes),) if found else ()
 
     @property
     def pins(self) -> Mapping[str, Mapping[str, object]]:
-        """Call name -> layout fields that it must have."""
         return self._pins
 
     def variant(
@@ -135,12 +118,6 @@ class ModelTable:
         calls: Sequence[Call] | None = None,
         pins: Mapping[str, Mapping[str, object]] | None = None,
     ) -> ModelTable:
-        """The same for another cluster, whose meshes may have the same counts.
-
-        Args:
-            calls: With other models, if they have others.
-            pins: Other pins, if there are others.
-        """
         return ModelTable(
             [call for calls in self._calls.values() for call in calls] if calls is None else calls,
             self._constants,
@@ -154,12 +131,6 @@ class ModelTable:
     def explain(
         self, call_group: str, mesh: Mesh, option: Option, *, with_source: bool
     ) -> tuple[Mapping[str, Parts], dict[str, CallPlan]]:
-        """What an option consists of.
-
-        Returns:
-            What is always held, by the call group's name and by those of roles that follow it; and
-            each call's times and bytes.
-        """
         calls = self._calls[call_group]
         ways = self._ways(call_group, mesh, with_source, only=option.layouts, fitting=False)
         for resident, plans in ways:
@@ -170,11 +141,9 @@ class ModelTable:
         raise PlanError(f"'{call_group}' has no such option on this mesh")
 
     def engine_of(self, call: Call) -> EngineModel:
-        """The engine that runs a call."""
         return self._others.get(call.role, self._engines).runs(call.kind)
 
     def _apart(self, call: Call) -> bool:
-        """Whether another engine generates than evaluates and trains the role."""
         return self._others.get(call.role, self._engines).apart(call.kind)
 
     # --- ways to run a call group
@@ -202,7 +171,6 @@ class ModelTable:
                 yield held, {c.name: plan for c, plan in zip(calls, chosen, strict=True)}
 
     def _is_slight(self, calls: Sequence[Call], layout: Layout, mesh: Mesh) -> bool:
-        """Whether there is too little to put away to matter, and nobody insists."""
         if any("offload" in self._pins.get(call.name, {}) for call in calls):
             return False
         held = self.engine_of(calls[0]).memory.resident(calls[0], layout).total
@@ -211,7 +179,6 @@ class ModelTable:
     def _layouts(
         self, calls: Sequence[Call], mesh: Mesh, only: Mapping[str, Layout] | None
     ) -> Iterator[Layout]:
-        """Layouts of a call group's weights; micro-batches are left at 1."""
         if only is not None:
             yield only[calls[0].name].model_copy(update={"micro_batch": 1})
             return
@@ -248,11 +215,8 @@ class ModelTable:
                     }
 
     def _may_offload(self, calls: Sequence[Call], mesh: Mesh) -> bool:
-        """Whether a call group may wait in host memory.
-
-        It may not if it generates, or another does so with its weights. A CPU's memory is its
-        host's, so there it is for those who pin it.
-        """
+        # It may not if it generates, or another does so with its weights. A CPU's memory is its
+        # host's, so there it is for those who pin it.
         role, *others = {call.role for call in calls}
         if others or f"{role}.generate" in self._calls:
             return False
@@ -271,11 +235,8 @@ class ModelTable:
     def _holds(
         self, calls: Sequence[Call], layout: Layout, with_source: bool
     ) -> Mapping[str, Parts]:
-        """What the call group always holds, by its name, and by those of roles that follow it.
-
-        A generation beside its trainer borrows the weights. A frozen role that one engine
-        evaluates and another samples from is there twice.
-        """
+        # A generation beside its trainer borrows the weights. A frozen role that one engine
+        # evaluates and another samples from is there twice.
         held: dict[str, Parts] = {}
         if layout.offload or (with_source and calls[0].kind == "generate"):
             return held
@@ -297,7 +258,6 @@ class ModelTable:
         with_source: bool,
         only: Mapping[str, Layout] | None,
     ) -> list[CallPlan]:
-        """Return the options of one call in a layout of its weights, the fastest first."""
         layout, engine = sized[1], self.engine_of(call)
         if call.kind == "generate":
             return list(self._generations(call, layout, mesh, with_source))
@@ -322,7 +282,6 @@ class ModelTable:
         return [fastest[2], smallest[2]] if smallest[1] < fastest[1] else [fastest[2]]
 
     def micro_batch_tokens(self, call: Call, layout: Layout) -> int:
-        """Tokens that a rank computes at once in a forward or train call of that layout."""
         rows = layout.micro_batch * call.tokens_longest
         return self.engine_of(call).packs_tokens or -(-rows // layout.cp)
 
@@ -359,7 +318,6 @@ class ModelTable:
             yield CallPlan(layout, time, move_s, held)
 
     def _load_s(self, call: Call, layout: Layout, mesh: Mesh) -> float:
-        """Fetching what waits in host memory, and putting back what may have changed."""
         if not layout.offload:
             return 0.0
         held = self.engine_of(call).memory.resident(call, layout).total

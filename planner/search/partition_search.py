@@ -21,45 +21,21 @@ from .choices import Choice, Choices, Front
 from .options import Option, Partition
 from .step_time import StepTimer
 
-_AT_ONCE = 1024
-"""Choices of options whose bounds are computed at once."""
+_AT_ONCE = 1024  # choices of options whose bounds are computed at once
 
 
 @dataclass(frozen=True)
 class Found:
-    """A complete assignment.
+    """A complete assignment."""
 
-    Attributes:
-        step_time_s: Seconds per step.
-        partition: Call groups of every group.
-        allocation: Index of every group.
-        options: Call group -> how it runs.
-    """
-
-    step_time_s: float
-    partition: Partition
-    allocation: tuple[Index, ...]
-    options: dict[str, Option]
+    step_time_s: float  # seconds per step
+    partition: Partition  # call groups of every group
+    allocation: tuple[Index, ...]  # index of every group
+    options: dict[str, Option]  # call group -> how it runs
 
 
 class Branch:
-    """A partition of the call groups under one schedule.
-
-    Args:
-        choices: Choices of all call groups.
-        partition: Call groups of every group.
-        max_lag: Steps that rollouts may be behind.
-
-    Attributes:
-        space: The cluster.
-        fixed: Per group its devices, empty where they are free.
-        open: Boxes still to be looked at.
-        least_s: No plan in an open box takes less; inf if none is open.
-        dropped_s: Least bound of the boxes dropped.
-        num_played: Schedules played so far.
-        num_boxes: Boxes bounded so far.
-        num_cut_short: Allocations with more choices of options than are looked at.
-    """
+    """A partition of the call groups under one schedule."""
 
     def __init__(self, choices: Choices, partition: Partition, max_lag: int) -> None:
         self.partition, self.space = partition, choices.space
@@ -80,20 +56,16 @@ class Branch:
         self.num_played = self.num_boxes = self.num_cut_short = 0
 
     def root(self) -> Boxes:
-        """The box of all allocations; none if there is none."""
         return self.bounded(self._grid.root())
 
     def split(self, boxes: Boxes) -> Boxes:
-        """The halves of boxes, those left out that hold no plan."""
         return self.bounded(self._grid.split(boxes))
 
     def add(self, boxes: Boxes) -> None:
-        """Look at these boxes some time."""
         self.open = self.open.plus(boxes)
         self.least_s = float(self.open.bound.min(initial=inf))
 
     def take(self, limit: int, below_s: float) -> Boxes:
-        """Remove and return the open boxes of least bound; drop those not below `below_s`."""
         keep = self.open.bound < below_s
         self.dropped_s = min(self.dropped_s, float(self.open.bound[~keep].min(initial=inf)))
         boxes = self.open.where(keep).best_first()
@@ -102,7 +74,6 @@ class Branch:
         return boxes.where(taken)
 
     def bounded(self, corners: Corners) -> Boxes:
-        """Boxes with their bounds, those left out that hold no plan."""
         low, high = corners
         durations_s = np.empty((self._num_calls, len(low)))
         for k, group in enumerate(self._groups):
@@ -114,14 +85,6 @@ class Branch:
     def evaluate(
         self, allocation: tuple[Index, ...], below_s: float, *, last: bool = False
     ) -> Found | None:
-        """The best options on an allocation, if they take less than `below_s`.
-
-        Args:
-            allocation: Index of every group.
-            below_s: What is to be beaten.
-            last: Whether the allocation is not looked at again. If its choices are too many to
-                look at, its bound then stands for those that were not.
-        """
         given = zip(allocation, self._fixed_index, strict=True)
         if any(fixed is not None and index != fixed for index, fixed in given):
             return None
@@ -161,7 +124,6 @@ class Branch:
         self.dropped_s = min(self.dropped_s, float(self.bounded((at, at)).bound[0]))
 
     def _combinations(self, fronts: Sequence[Front]) -> Iterator[tuple[tuple[Choice, ...], float]]:
-        """One choice per group, and a bound; the most promising of a thousand at once first."""
         combinations = islice(product(*(front.choices for front in fronts)), MOST_COMBINED)
         while some := list(islice(combinations, _AT_ONCE)):
             bounds_s = self._bound(np.array([self._durations_s(choice) for choice in some]).T)
@@ -177,6 +139,5 @@ class Branch:
 
 
 def _complete(fronts: Sequence[Front]) -> bool:
-    """Whether all combinations of the groups' choices will be looked at."""
     count = prod(len(front.choices) for front in fronts)
     return count <= MOST_COMBINED and all(front.complete for front in fronts)

@@ -21,32 +21,20 @@ def _anything(call_group: str, option: Option) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Pins:
-    """Parts of a plan that the search must keep.
+    """Parts of a plan that the search must keep."""
 
-    Example:
-        >>> Pins(together=(("actor", "ref"),), devices={"reward": (0, 1)},
-        ...      layouts={"actor.train": {"tp": 8, "pp": 1}})
-    """
-
-    together: tuple[tuple[str, ...], ...] = ()
-    """Call groups of one entry share a group."""
-    apart: tuple[tuple[str, ...], ...] = ()
-    """No two call groups of one entry share a group."""
+    together: tuple[tuple[str, ...], ...] = ()  # call groups of one entry share a group
+    apart: tuple[tuple[str, ...], ...] = ()  # no two call groups of one entry share a group
+    # call group -> number of devices of its group
     num_devices: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Call group -> number of devices of its group."""
+    # call group -> the devices of its group; other call groups may join it there
     devices: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    """Call group -> the devices of its group; other call groups may join it there."""
+    # call name -> fields of its `Layout` with the values they must have
     layouts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
-    """Call name -> fields of its `Layout` with the values they must have."""
+    # whether a call group may have an option; must be deterministic
     allows: Callable[[str, Option], bool] = _anything
-    """Whether a call group may have an option; must be deterministic."""
 
     def check(self, calls: Sequence[CallNode], cluster: ClusterSpec) -> None:
-        """Refuse pins that cannot be meant.
-
-        Raises:
-            PlanError: If a pin names what is not there, or two contradict each other.
-        """
         call_groups = list(dict.fromkeys(call.call_group for call in calls))
         named = [("together", u) for s in self.together for u in s]
         named += [("apart", u) for s in self.apart for u in s]
@@ -101,7 +89,6 @@ class Pins:
             space.index_of(devices, f"pin devices of '{call_group}'")
 
     def _check_groups(self) -> None:
-        """Refuse two that must share a group and must not, naming the pins that say so."""
         joins = [(entry, f"together=[{', '.join(entry)}]") for entry in self.together]
         joins += [
             ((a, b), f"devices.{a} and devices.{b} (the same devices)")
@@ -127,14 +114,12 @@ class Pins:
                 )
 
     def all_together(self) -> tuple[tuple[str, ...], ...]:
-        """Call groups that share a group, those with the same devices included."""
         same: dict[frozenset[int], list[str]] = {}
         for call_group, devices in self.devices.items():
             same.setdefault(frozenset(devices), []).append(call_group)
         return (*self.together, *(tuple(call_groups) for call_groups in same.values()))
 
     def all_apart(self) -> tuple[tuple[str, ...], ...]:
-        """Call groups that share no group, those with different devices included."""
         different = [
             (a, b)
             for a, on_a in self.devices.items()
@@ -144,14 +129,12 @@ class Pins:
         return (*self.apart, *different)
 
     def fixed(self, partition: Partition) -> tuple[tuple[int, ...], ...]:
-        """The devices of every group, empty where they are free."""
         return tuple(
             next((tuple(sorted(self.devices[u])) for u in group if u in self.devices), ())
             for group in partition
         )
 
     def accepts(self, call_group: str, option: Option) -> bool:
-        """Whether the call group may have the option."""
         for name, layout in option.layouts.items():
             for key, value in self.layouts.get(name, {}).items():
                 if getattr(layout, key) != value:
@@ -162,7 +145,6 @@ class Pins:
 def _way(
     start: str, end: str, joins: Sequence[tuple[tuple[str, ...], str]]
 ) -> tuple[str, ...] | None:
-    """The fewest pins that put two call groups into one group; None if they are free."""
     ways: dict[str, tuple[str, ...]] = {start: ()}
     queue = [start]
     for call_group in queue:

@@ -23,19 +23,13 @@ from .options import CallNode
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`call` of step s waits for `on` of step s - distance.
+    """`call` of step s waits for `on` of step s - distance."""
 
-    Attributes:
-        call: Index of the call that waits.
-        on: Index of the call it waits for.
-        distance: In steps.
-        published: Whether weights move to another group in between. What else becomes ready when
-            the training ends is then served first.
-    """
-
-    call: int
-    on: int
-    distance: int
+    call: int  # index of the call that waits
+    on: int  # index of the call it waits for
+    distance: int  # in steps
+    # whether weights move to another group in between. What else becomes ready when the training
+    # ends is then served first.
     published: bool = False
 
 
@@ -65,13 +59,7 @@ def reads_of(calls: Sequence[CallNode], max_lag: int) -> tuple[Read | None, ...]
 
 
 def waits(calls: Sequence[CallNode], groups: Sequence[int], max_lag: int) -> tuple[Wait, ...]:
-    """All waits of a step.
-
-    Args:
-        calls: In program order.
-        groups: The group of every call.
-        max_lag: Steps that rollouts may be behind.
-    """
+    """All waits of a step."""
     index = {call.name: i for i, call in enumerate(calls)}
     found: list[Wait] = []
     for i, call in enumerate(calls):

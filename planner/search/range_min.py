@@ -13,11 +13,7 @@ Ints: TypeAlias = NDArray[np.int64]
 
 
 class RangeMin:
-    """A sparse table: minima of all boxes whose sides are powers of two.
-
-    Args:
-        values: rows x axes; every row is a table of its own.
-    """
+    """A sparse table: minima of all boxes whose sides are powers of two."""
 
     def __init__(self, values: Floats) -> None:
         sides = values.shape[1:]
@@ -37,15 +33,6 @@ class RangeMin:
             np.minimum(half[tuple(left)], half[tuple(right)], out=self._table[level][tuple(left)])
 
     def __call__(self, low: Ints, high: Ints) -> Floats:
-        """Minima over boxes.
-
-        Args:
-            low: boxes x axes, first position.
-            high: boxes x axes, last position, not below `low`.
-
-        Returns:
-            boxes x rows.
-        """
         # frexp gives the bit length, hence the largest power of two that fits.
         exponent = np.frexp((high - low + 1).astype(np.float64))[1] - 1
         last = high - (1 << exponent) + 1

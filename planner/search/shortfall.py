@@ -21,27 +21,19 @@ from .range_min import RangeMin
 
 _AT_ONCE = 512
 
+# bytes lacking, the call groups that lack them, and where
 _Least: TypeAlias = tuple[float, tuple[str, ...], Index]
-"""Bytes lacking, the call groups that lack them, and where."""
 
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A group that does not fit where it would fit best.
+    """A group that does not fit where it would fit best."""
 
-    Attributes:
-        call_groups: Its call groups.
-        num_devices: Devices of its mesh.
-        device: What they are.
-        needed_bytes: What it needs per device at least.
-        memory_bytes: What it can have.
-    """
-
-    call_groups: tuple[str, ...]
-    num_devices: int
-    device: str
-    needed_bytes: int
-    memory_bytes: int
+    call_groups: tuple[str, ...]  # its call groups
+    num_devices: int  # devices of its mesh
+    device: str  # what they are
+    needed_bytes: int  # what it needs per device at least
+    memory_bytes: int  # what it can have
 
     def __str__(self) -> str:
         first, *others = self.call_groups
@@ -55,7 +47,6 @@ class Shortfall:
 
 
 def explain_infeasible(choices: Choices, partitions: Sequence[Partition]) -> InfeasibleError:
-    """What to tell when no assignment is feasible."""
     cluster = choices.space.cluster.name
     for call_group in choices.calls_of:
         if not _runs_on(choices, call_group):
@@ -99,7 +90,6 @@ def _shortfall(choices: Choices, least: _Least) -> Shortfall:
 
 
 def _alone(choices: Choices, call_group: str) -> Shortfall | None:
-    """The mesh where a call group lacks least, with its source or without, if nothing shared it."""
     may = choices.may_have((call_group,))
     needed = [
         (_needed([options]) - choices.memory_bytes[index], (call_group,), index)
@@ -117,7 +107,6 @@ def _options(choices: Choices, call_group: str, index: Index) -> list[tuple[Call
 
 
 def _runs_on(choices: Choices, call_group: str) -> list[int]:
-    """Numbers of devices for which a call group has an option."""
     may = choices.may_have((call_group,))
     return sorted(
         {
@@ -141,7 +130,6 @@ def _indivisible(choices: Choices) -> str:
 
 
 def _needed(pools: Sequence[Sequence[CallGroupOption]]) -> float:
-    """The least bytes that call groups need per device together; inf if one has no option."""
     least = inf
     for most in {option.transient_bytes for pool in pools for option in pool}:
         resident = sum(
@@ -153,8 +141,6 @@ def _needed(pools: Sequence[Sequence[CallGroupOption]]) -> float:
 
 
 class _Lacks:
-    """The least lack of memory of a partition's groups, by the same boxes as the search."""
-
     def __init__(self, choices: Choices, partition: Partition) -> None:
         self._space, self._partition = choices.space, partition
         self._fixed = choices.pins.fixed(partition)
@@ -162,7 +148,6 @@ class _Lacks:
         self._tables = [RangeMin(_lacks(choices, call_groups)[None]) for call_groups in partition]
 
     def least(self, below: float) -> _Least | None:
-        """Bytes lacking in the worst group of the best allocation, and that group."""
         best: _Least | None = None
         boxes = self._bounded(self._grid.root())
         while len(boxes):
@@ -190,7 +175,6 @@ class _Lacks:
 
 
 def _lacks(choices: Choices, call_groups: Sequence[str]) -> NDArray[np.float64]:
-    """Bytes that the call groups lack when they share a mesh, per index; negative if they fit."""
     found = np.full(choices.space.shape, np.inf)
     for index, may in zip(choices.indices, choices.may_have(call_groups), strict=True):
         if may:

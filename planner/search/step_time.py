@@ -17,11 +17,10 @@ from math import inf
 from .options import CallNode
 from .precedence import waits
 
+# steps after which a schedule that has not repeated is averaged over its second half
 MAX_STEPS = 400
-"""Steps after which a schedule that has not repeated is averaged over its second half."""
 
-_SAME = 1e-9
-"""Two states are equal if no remaining time differs by more than this share of a step."""
+_SAME = 1e-9  # two states are equal if no remaining time differs by more than this share of a step
 
 
 def period(
@@ -30,14 +29,7 @@ def period(
     durations_s: Mapping[str, float],
     max_lag: int,
 ) -> float:
-    """Seconds per step in the long run.
-
-    Args:
-        calls: A step's calls in program order.
-        group_of: Call group -> number of its group.
-        durations_s: Call name -> seconds.
-        max_lag: Steps that rollouts may be behind.
-    """
+    """Seconds per step in the long run."""
     timer = StepTimer(calls, [group_of[call.call_group] for call in calls], max_lag)
     return timer.seconds([durations_s[call.name] for call in calls])
 
@@ -52,13 +44,7 @@ class Cycle:
 
 
 class StepTimer:
-    """Plays a step's calls on their groups; made once per placement, used for many durations.
-
-    Args:
-        calls: In program order.
-        groups: The group of every call.
-        max_lag: Steps that rollouts may be behind.
-    """
+    """Plays a step's calls on their groups; made once per placement, used for many durations."""
 
     def __init__(self, calls: Sequence[CallNode], groups: Sequence[int], max_lag: int) -> None:
         self._num_calls, self._max_lag = len(calls), max_lag
@@ -89,16 +75,10 @@ class StepTimer:
         )
 
     def seconds(self, durations_s: Sequence[float]) -> float:
-        """Seconds per step in the long run; one duration per call."""
         cycle = self.cycle(durations_s)
         return cycle.seconds / cycle.steps
 
     def cycle(self, durations_s: Sequence[float]) -> Cycle:
-        """How the schedule repeats.
-
-        Raises:
-            AssertionError: The calls wait for each other in a circle, which no program order can.
-        """
         play = _Play(self._num_calls, self._num_counts, len(self._members))
         same_s = _SAME * sum(durations_s)
         seen: list[tuple[float, tuple[int, ...], list[float]]] = []
@@ -120,7 +100,6 @@ class StepTimer:
                 self._start(play, durations_s)
 
     def _start(self, play: _Play, durations_s: Sequence[float]) -> None:
-        """Start what each idle group can: the oldest step first, then program order."""
         started, ended = play.started, play.ended
         for group, members in enumerate(self._members):
             if play.running[group] >= 0:
@@ -141,8 +120,6 @@ class StepTimer:
 
 
 class _Play:
-    """What runs and how often each call has started and ended."""
-
     __slots__ = ("complete", "ended", "ends_s", "now_s", "running", "started")
 
     def __init__(self, num_calls: int, num_counts: int, num_groups: int) -> None:
@@ -151,7 +128,6 @@ class _Play:
         self.running, self.ends_s = [-1] * num_groups, [inf] * num_groups
 
     def finish_next(self) -> int:
-        """Go to the next end of a call; returns the call."""
         end_s = min(self.ends_s)
         assert end_s < inf, "no call can start: they wait for each other in a circle"
         group = self.ends_s.index(end_s)
@@ -162,12 +138,10 @@ class _Play:
         return call
 
     def state(self, ended: int) -> tuple[int, ...]:
-        """What the future depends on, apart from remaining times and the number of the step."""
         counts = [count - self.complete for count in (*self.started, *self.ended)]
         return (ended, *counts, *self.running)
 
     def remaining_s(self) -> list[float]:
-        """Seconds left of each group's running call."""
         return [end_s - self.now_s for end_s in self.ends_s if end_s < inf]
 
 

@@ -27,6 +27,7 @@ OUTSIDE = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "examples/README.md": "examples.md",
+    "benchmarks/README.md": "results.md",
 }
 """Pages outside `docs`, by where they are on the site."""
 SHOWN = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", "": "docker"}

@@ -1,8 +1,8 @@
 """Online DPO: pairs are the best and the worst of the policy's own responses to a prompt.
 
-Guo et al., "Direct Language Model Alignment from Online AI Feedback", 2024. Its loss has no ratio
-to the policy that sampled, which makes it tolerant of old rollouts (Noukhovitch et al.,
-"Asynchronous RLHF", 2024).
+Guo et al., "Direct Language Model Alignment from Online AI Feedback", 2024. Its loss does not read
+the log-probabilities of the policy that sampled. Noukhovitch et al. ("Asynchronous RLHF", 2024)
+found it to lose less with old rollouts than PPO.
 """
 
 from __future__ import annotations

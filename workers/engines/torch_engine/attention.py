@@ -28,8 +28,6 @@ _MOST_ON_DEVICE = 1 << 27
 _ADDED_AT_ONCE, _ADDED_AT_ONCE_16_BITS = 128, 1024
 """Positions of a cache whose values one product on the CPU adds up. Of more, it adds up parts whose
 bounds depend on their number: a row's result would depend on how far the longest row goes."""
-_FEW_QUERIES = 3
-"""Of so few queries per key a float32 product adds one value after another, however many."""
 _LEAST_QUERIES = 16
 """Queries of one row that are computed together, whatever the number of scores."""
 
@@ -204,8 +202,10 @@ def _added_up(weight: Tensor, value: Tensor) -> Tensor:
     _, queries, span = weight.shape
     is_float32 = value.dtype == torch.float32
     at_once = _ADDED_AT_ONCE if is_float32 else _ADDED_AT_ONCE_16_BITS
-    few = queries <= _FEW_QUERIES and is_float32
-    if weight.device.type != "cpu" or few or span <= at_once:
+    # One query's float32 product adds one value after another. Of two or three, processors with AMX
+    # add up parts, and those without do not.
+    is_one = queries == 1 and is_float32
+    if weight.device.type != "cpu" or is_one or span <= at_once:
         return torch.bmm(weight, value)
     parts = zip(weight.split(at_once, 2), value.split(at_once, 1), strict=True)
     total = torch.bmm(*next(parts)).float()

@@ -71,7 +71,7 @@ def test_outputs_and_gradients_are_those_of_torch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [1, 3, 4, 7])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 7])
 def test_a_row_does_not_see_how_long_the_cache_is(heads: int, dtype: torch.dtype) -> None:
     """Bit for bit, wherever torch's own product would add up in other parts."""
     random = torch.Generator().manual_seed(0)

@@ -23,8 +23,7 @@ from penstock.configs.validate import fields_of
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import dumped, resolve, run_config
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchValueSpec
-from penstock.workers.rewards.kinds import CodeRewardSpec
-from penstock.workers.rewards.rule_reward import RuleRewardSpec
+from penstock.workers.rewards.rule_reward import CodeRewardSpec, RuleRewardSpec
 
 _CONFIGS = Path(str(penstock.configs.__file__)).parent
 GROUPS = {

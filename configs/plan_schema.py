@@ -140,7 +140,7 @@ class ProfileConfig(Section):
     up to eight."""
     num_threads: AtLeastOne | None = None
     """Torch threads of each rank; by default the cores are shared out."""
-    dispatch: str = PARALLEL_EXECUTOR.name
+    dispatch: str = PARALLEL_EXECUTOR
     """The executor with which the cost of a call is measured. If it has joined a cluster
     (`RAY_ADDRESS`), all machines of that are measured instead of this one."""
     widths: Annotated[list[Width], Field(min_length=1)] | None = None

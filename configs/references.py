@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -22,6 +21,7 @@ from ..dataflow.errors import (
     nearest,
     one_process,
 )
+from ..dataflow.registry import Registry
 
 _IMPORT_DEADLINE_S = 40.0
 """How long a module may take to be imported; torch and a model library take ten at worst."""
@@ -31,13 +31,13 @@ CONFIGS = "penstock.configs"
 
 
 def entry_or_own(
-    name: str, registry: Mapping[str, Any], at: str, what: str, kind: type | None = None
+    name: str, registry: Registry[Any], at: str, what: str, kind: type | None = None
 ) -> Any:
     """The entry of a registry that is called `name`, or the object that `module:name` names.
 
     Args:
         name: What was configured.
-        registry: Name -> entry.
+        registry: What comes with Penstock.
         at: Under which key.
         what: What the entries are, for the message: "tracker".
         kind: Their class, if they are instances of one.
@@ -45,20 +45,19 @@ def entry_or_own(
     Raises:
         ConfigError: If there is no such entry, module or name, or it is of another class.
     """
-    if ":" in name:
-        found = load_object(name, at)
-        if kind is None or isinstance(found, kind):
-            return found
-        raise ConfigError(
-            f"'{at}': '{name}' is a {type(found).__name__}\n"
-            f"    give an {kind.__name__} ({kind.__module__})"
-        )
-    if name not in registry:
+    path = registry.paths.get(name, name)
+    if ":" not in path:
         raise ConfigError(
             f"'{at}': there is no {what} '{name}'{nearest(name, registry)}\n"
             f"    {what}s are: {', '.join(registry)}, or module:name for your own"
         )
-    return registry[name]
+    found = load_object(path, at)
+    if kind is None or isinstance(found, kind):
+        return found
+    raise ConfigError(
+        f"'{at}': '{name}' is a {type(found).__name__}\n"
+        f"    give an {kind.__name__} ({kind.__module__})"
+    )
 
 
 def load_object(reference: str, at: str) -> Any:

@@ -199,7 +199,7 @@ class TaskConfig(BaseModel):
 class ExecutorConfig(Section):
     """Where nodes run."""
 
-    kind: str = DEFAULT_EXECUTOR.name
+    kind: str = DEFAULT_EXECUTOR
     """An executor: an option of `executor=`, or `module:EXECUTOR` for one of your own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`cpu` or `cuda`. `auto`: `cuda` if there is one; perceptrons stay on the CPU."""

@@ -157,7 +157,7 @@ def _run_here(*, start: bool) -> dict[str, str]:
     said = {
         "executor.device=auto": device,
         "model.dtype=auto": "bfloat16 for trained models" if fast else "float32: bfloat16 is slow",
-        "executor": f"{DEFAULT_EXECUTOR.name}, one process" + _idle(devices),
+        "executor": f"{DEFAULT_EXECUTOR}, one process" + _idle(devices),
         "engine": f"{DEFAULT.name}, which generates as well (rollout=same)",
         "torch threads": str(torch.get_num_threads()),
     }

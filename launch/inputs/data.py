@@ -1,6 +1,6 @@
 """The data of a run: its task and its tokenizer.
 
-The kinds of task stand here, one line each. One of one's own is `task=own task.kind=module:Class`
+The kinds of task are listed here, one line each. Your own is `task=own task.kind=module:Class`
 with a dataclass that is a `TaskSpec`; its fields are the keys of the section.
 """
 
@@ -16,54 +16,44 @@ from ...configs.references import entry_or_own, option_file, options_of
 from ...configs.schema import ModelConfig, TaskConfig
 from ...configs.validate import check_finite, fields_of, nearest_key, validated
 from ...dataflow.errors import ConfigError, nearest, one_process
-from ...workers.agents.adapters.gymnasium_text import GymnasiumTextTaskSpec
-from ...workers.agents.adapters.openenv_text import OpenEnvTaskSpec
-from ...workers.agents.adapters.verifiers_task import VerifiersTaskSpec
-from ...workers.agents.tasks.calculator import CalculatorTaskSpec
+from ...dataflow.registry import Registry
 from ...workers.agents.tasks.conversation_task import TURNS
-from ...workers.agents.tasks.maze import MazeTaskSpec
-from ...workers.agents.tasks.program_task import ProgramTaskSpec
-from ...workers.agents.tasks.search_task import SearchTaskSpec
-from ...workers.agents.tasks.table_questions import TableQuestionsSpec
-from ...workers.agents.tasks.tool_task import ToolTaskSpec
-from ...workers.agents.tasks.twenty_questions import TwentyQuestionsTaskSpec
 from ...workers.agents.worker import has_other_side
 from ...workers.data.chat import ChatOptions, PromptEncoder
 from ...workers.data.decontamination import contaminated
-from ...workers.data.file_task import FileTaskSpec
-from ...workers.data.hf_task import HfTaskSpec
-from ...workers.data.instruction_task import InstructionTaskSpec
-from ...workers.data.mixture_task import MixtureTaskSpec
 from ...workers.data.orders import Order
-from ...workers.data.reasoning_task import ReasoningTaskSpec
 from ...workers.data.row_report import DataReport
 from ...workers.data.task import HasTemplate, Task, TaskSpec, fingerprint, task_alphabet
-from ...workers.envs.games.task import BoardTaskSpec, LibraryGameTaskSpec
-from ...workers.envs.task import EnvTaskSpec
 from ...workers.models.tokenizer import PRINTABLE, Tokenizer, TokenizerSpec, folder_end
 from ...workers.models.tokenizer_trial import check_tokenizer
 from .env_specs import acted_in
 
-TASKS: Mapping[str, Any] = {
-    "reasoning_gym": ReasoningTaskSpec,
-    "file": FileTaskSpec,
-    "hf": HfTaskSpec,
-    "instructions": InstructionTaskSpec,
-    "calculator": CalculatorTaskSpec,
-    "maze": MazeTaskSpec,
-    "twenty_questions": TwentyQuestionsTaskSpec,
-    "search": SearchTaskSpec,
-    "table_questions": TableQuestionsSpec,
-    "gymnasium_text": GymnasiumTextTaskSpec,
-    "verifiers": VerifiersTaskSpec,
-    "openenv": OpenEnvTaskSpec,
-    "tools": ToolTaskSpec,
-    "program": ProgramTaskSpec,
-    "mixture": MixtureTaskSpec,
-    "gymnasium": EnvTaskSpec,
-    "board_game": BoardTaskSpec,
-    "library_game": LibraryGameTaskSpec,
-}
+_DATA = "penstock.workers.data"
+_AGENTS = "penstock.workers.agents"
+_ENVS = "penstock.workers.envs"
+
+TASKS = Registry[Any](
+    {
+        "reasoning_gym": f"{_DATA}.reasoning_task:ReasoningTaskSpec",
+        "file": f"{_DATA}.file_task:FileTaskSpec",
+        "hf": f"{_DATA}.hf_task:HfTaskSpec",
+        "instructions": f"{_DATA}.instruction_task:InstructionTaskSpec",
+        "calculator": f"{_AGENTS}.tasks.calculator:CalculatorTaskSpec",
+        "maze": f"{_AGENTS}.tasks.maze:MazeTaskSpec",
+        "twenty_questions": f"{_AGENTS}.tasks.twenty_questions:TwentyQuestionsTaskSpec",
+        "search": f"{_AGENTS}.tasks.search_task:SearchTaskSpec",
+        "table_questions": f"{_AGENTS}.tasks.table_questions:TableQuestionsSpec",
+        "gymnasium_text": f"{_AGENTS}.adapters.gymnasium_text:GymnasiumTextTaskSpec",
+        "verifiers": f"{_AGENTS}.adapters.verifiers_task:VerifiersTaskSpec",
+        "openenv": f"{_AGENTS}.adapters.openenv_text:OpenEnvTaskSpec",
+        "tools": f"{_AGENTS}.tasks.tool_task:ToolTaskSpec",
+        "program": f"{_AGENTS}.tasks.program_task:ProgramTaskSpec",
+        "mixture": f"{_DATA}.mixture_task:MixtureTaskSpec",
+        "gymnasium": f"{_ENVS}.task:EnvTaskSpec",
+        "board_game": f"{_ENVS}.games.task:BoardTaskSpec",
+        "library_game": f"{_ENVS}.games.task:LibraryGameTaskSpec",
+    }
+)
 """Kind -> the dataclass of its options, which builds the task."""
 
 
@@ -87,19 +77,19 @@ class Data:
 
     @property
     def has_text(self) -> bool:
-        """Whether its problems are texts; those of an environment are none."""
+        """True if problems are texts, false for environments and games."""
         return acted_in(self.spec) is None
 
     @property
     def chat(self) -> ChatOptions:
-        """How conversations are rendered, and texts too where another side answers."""
+        """Options of rendering conversations, and texts where another side answers."""
         section = self.section
         wrap = section.chat or has_other_side(self.task)
         return ChatOptions(wrap=wrap, template_kwargs=section.chat_template_kwargs)
 
     @property
     def order(self) -> Order:
-        """Which problems a step takes prompts of."""
+        """The order in which problems are sampled."""
         section = self.section
         return Order(
             kind=section.order,
@@ -153,7 +143,7 @@ def task_spec_of(section: TaskConfig) -> TaskSpec:
     for option in options:
         if option not in known:
             # A changed 'kind' leaves the keys of the option of task= that was composed before it.
-            kept = option in (fields_of(ReasoningTaskSpec) or ())
+            kept = option in (fields_of(TASKS["reasoning_gym"]) or ())
             other = "; 'task.kind' alone keeps the keys of task=chain_sum, so choose an option too"
             raise ConfigError(
                 f"a '{section.kind}' task has no option '{option}'"
@@ -165,12 +155,7 @@ def task_spec_of(section: TaskConfig) -> TaskSpec:
     with one_process():
         spec: Any = validated(kind, options, "task")
     check_finite(options, "task")
-    if isinstance(spec, MixtureTaskSpec):
-        parts = {name: _part(f"'task.tasks.{name}'", own) for name, own in spec.tasks.items()}
-        return replace(spec, tasks=parts)
-    if isinstance(spec, ToolTaskSpec | ProgramTaskSpec):
-        return replace(spec, task=_part("'task.task'", spec.task))
-    return spec
+    return spec.with_specs(_part) if hasattr(spec, "with_specs") else spec
 
 
 def _part(at: str, given: Any) -> TaskSpec:
@@ -192,7 +177,7 @@ def _part(at: str, given: Any) -> TaskSpec:
         spec = task_spec_of(TaskConfig.model_validate(given))
     except ConfigError as error:
         raise ConfigError(f"{at}: {error}") from error
-    if acted_in(spec) is not None or isinstance(spec, MixtureTaskSpec):
+    if acted_in(spec) is not None or hasattr(spec, "is_mixture"):
         raise ConfigError(f"{at} has no problems of its own\n    give a task with prompts")
     return spec
 
@@ -244,7 +229,7 @@ _TOGETHER: Mapping[str, tuple[str, ...]] = {
 
 
 def _has(task: object, name: str) -> bool:
-    """Whether a task has a member; one that raises because it has no value counts."""
+    """Return whether a task has a member; one that raises because it has no value counts."""
     try:
         return hasattr(task, name)
     except ConfigError:

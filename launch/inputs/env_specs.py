@@ -3,64 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from ...algorithms.losses.actor_critic import ActorCriticLoss
-from ...algorithms.roles.environment import ActorCritic, Env
-from ...algorithms.roles.games import BoardGame
-from ...algorithms.roles.replay import QNetwork, Replay
-from ...algorithms.roles.teams import TeamCritic
+from ...algorithms.roles.environment import ActorCritic
 from ...configs.schema import ModelConfig
 from ...configs.validate import validated
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Constant, Graph
 from ...dataflow.graph.role import Role
+from ...dataflow.registry import Registry
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...workers.data.task import TaskSpec
-from ...workers.envs.actors.actor_critic import TorchActorCriticSpec
-from ...workers.envs.actors.perceptron import PerceptronSpec
-from ...workers.envs.actors.q_network import QNetworkSpec
-from ...workers.envs.actors.replay import ReplaySpec
-from ...workers.envs.actors.team_critic import TeamCriticSpec
-from ...workers.envs.games.boards import GameSpec
-from ...workers.envs.games.mnk_games import BoardSpec
-from ...workers.envs.games.task import BoardTaskSpec, LibraryGameTaskSpec
-from ...workers.envs.spec import EnvSpec
-from ...workers.envs.task import EnvTaskSpec
-from ...workers.envs.worker import EnvWorkerSpec
 from ...workers.training.optimizer import OptimizerSpec
 
-ENV_CONTRACTS: Mapping[str, type[Role]] = {
-    "env": Env,
-    "board": BoardGame,
-    "actor_critic": ActorCritic,
-    "team_critic": TeamCritic,
-    "q_network": QNetwork,
-    "replay": Replay,
-}
-"""The workers that can be named, and the contract each fulfils."""
+if TYPE_CHECKING:
+    from ...workers.envs.actors.perceptron import PerceptronSpec
+    from ...workers.envs.games.task import BoardTaskSpec, LibraryGameTaskSpec
+    from ...workers.envs.task import EnvTaskSpec
 
-ENV_SPECS: Mapping[str, Any] = {
-    "env": EnvWorkerSpec,
-    "board": BoardSpec,
-    "actor_critic": TorchActorCriticSpec,
-    "team_critic": TeamCriticSpec,
-    "q_network": QNetworkSpec,
-    "replay": ReplaySpec,
-}
-"""And the class of its spec."""
+    GameTaskSpec = BoardTaskSpec | LibraryGameTaskSpec
 
-NETWORKS = {name for name, spec in ENV_SPECS.items() if hasattr(spec, "network")}
+ENV_CONTRACTS = Registry[type[Role]](
+    {
+        "env": "penstock.algorithms.roles.environment:Env",
+        "board": "penstock.algorithms.roles.games:BoardGame",
+        "actor_critic": "penstock.algorithms.roles.environment:ActorCritic",
+        "team_critic": "penstock.algorithms.roles.teams:TeamCritic",
+        "q_network": "penstock.algorithms.roles.replay:QNetwork",
+        "replay": "penstock.algorithms.roles.replay:Replay",
+    }
+)
+"""The workers that can be named, and the contract of each."""
+
+ENV_SPECS = Registry[Any](
+    {
+        "env": "penstock.workers.envs.worker:EnvWorkerSpec",
+        "board": "penstock.workers.envs.games.mnk_games:BoardSpec",
+        "actor_critic": "penstock.workers.envs.actors.actor_critic:TorchActorCriticSpec",
+        "team_critic": "penstock.workers.envs.actors.team_critic:TeamCriticSpec",
+        "q_network": "penstock.workers.envs.actors.q_network:QNetworkSpec",
+        "replay": "penstock.workers.envs.actors.replay:ReplaySpec",
+    }
+)
+"""The workers that can be named, and the spec of each."""
+
+NETWORKS = frozenset({"actor_critic", "team_critic", "q_network"})
 """Those that have weights."""
 
-FILLED_IN = {"env", "network", "start", "optimizer", *BoardSpec.__dataclass_fields__}
+NETWORK_SPECS = Registry[Any](
+    {"perceptron": "penstock.workers.envs.actors.perceptron:PerceptronSpec"}
+)
+"""`model.architecture.model_type` -> the spec of networks that act in environments."""
+
+(MODEL_TYPE,) = NETWORK_SPECS
+
+_OF_THE_RULES = frozenset({"height", "width", "in_line", "gravity"})
+FILLED_IN = frozenset({"env", "network", "start", "optimizer"}) | _OF_THE_RULES
 """Fields of these specs that the run fills in; the others may be set as `options`."""
-
-GameTaskSpec = BoardTaskSpec | LibraryGameTaskSpec
-"""A task that is a game of two players."""
-
-MODEL_TYPE = "perceptron"
-"""As `model.architecture.model_type`: the networks of actors and critics."""
 
 
 def env_task(spec: TaskSpec, reader: str) -> EnvTaskSpec:
@@ -73,8 +72,8 @@ def env_task(spec: TaskSpec, reader: str) -> EnvTaskSpec:
     Raises:
         ConfigError: If it is none.
     """
-    if isinstance(spec, EnvTaskSpec):
-        return spec
+    if getattr(spec, "acts_in", None) == "environment":
+        return cast("EnvTaskSpec", spec)
     raise ConfigError(
         f"{reader} acts in environments, and the task is none\n"
         "    choose one: task=cartpole, or task=gymnasium task.id=NAME"
@@ -82,8 +81,8 @@ def env_task(spec: TaskSpec, reader: str) -> EnvTaskSpec:
 
 
 def acted_in(spec: TaskSpec) -> EnvTaskSpec | GameTaskSpec | None:
-    """The task if it is an environment or a game, which has no problems to solve one by one."""
-    return spec if isinstance(spec, EnvTaskSpec | GameTaskSpec) else None
+    """Return the task if it is an environment or a game, which has no problems to solve."""
+    return cast("EnvTaskSpec | GameTaskSpec", spec) if hasattr(spec, "acts_in") else None
 
 
 def refuse_scaled_fitness(graph: Graph, spec: EnvTaskSpec | GameTaskSpec) -> None:
@@ -98,7 +97,7 @@ def refuse_scaled_fitness(graph: Graph, spec: EnvTaskSpec | GameTaskSpec) -> Non
         and node.method == ActorCritic.inherit.__name__
         for node in graph.nodes
     )
-    if compares and isinstance(spec, EnvTaskSpec) and spec.normalization.rewards:
+    if compares and spec.acts_in == "environment" and spec.normalization.rewards:
         raise ConfigError(
             f"{graph.name} compares what its members have earned, and every group of environments "
             "scales rewards by what it has seen itself\n    set task.normalization.rewards=false"
@@ -119,7 +118,8 @@ def refuse_other_value_loss(graph: Graph, architecture: Mapping[str, Any]) -> No
     for node in graph.nodes:
         for _, argument in node.arguments:
             loss = argument.value if isinstance(argument, Constant) else None
-            if not isinstance(loss, ActorCriticLoss) or loss.two_hot == weighs:
+            two_hot = getattr(loss, "two_hot", None)
+            if two_hot is None or two_hot == weighs:
                 continue
             if weighs:
                 raise ConfigError(
@@ -136,8 +136,8 @@ def refuse_other_value_loss(graph: Graph, architecture: Mapping[str, Any]) -> No
 
 def game_task(spec: TaskSpec, reader: str) -> GameTaskSpec:
     """The task as a game; raises as `env_task`."""
-    if isinstance(spec, GameTaskSpec):
-        return spec
+    if getattr(spec, "acts_in", None) == "game":
+        return cast("GameTaskSpec", spec)
     raise ConfigError(
         f"{reader} plays a game, and the task is none\n"
         "    choose one: task=tic_tac_toe, task=connect_four, or task=envpool_game or "
@@ -163,7 +163,7 @@ def perceptron_spec(model: ModelConfig, init_offset: int = 0) -> PerceptronSpec:
             f"environment needs model_type {MODEL_TYPE!r}\n    choose model=mlp"
         )
     seeded = {"init_seed": model.init_seed + init_offset, **architecture}
-    return validated(PerceptronSpec, seeded, "model.architecture")
+    return validated(NETWORK_SPECS[kind], seeded, "model.architecture")
 
 
 def env_worker(
@@ -192,14 +192,12 @@ def env_worker(
     reader = f"a worker '{worker}'"
     if worker == "board":
         return game_task(task, reader).env
+    kind = ENV_SPECS[worker]
     if worker == "replay":
-        return ReplaySpec(**options)
+        return kind(**options)
     if worker == "env":
-        return EnvWorkerSpec(env=env_task(task, reader).env, **options)
-    if worker == "actor_critic" and isinstance(task, GameTaskSpec):
-        env: EnvSpec | GameSpec = task.env
-    else:
-        env = env_task(task, reader).env
+        return kind(env=env_task(task, reader).env, **options)
+    acted = acted_in(task) if worker == "actor_critic" else None
+    env = (acted or env_task(task, reader)).env
     network = perceptron_spec(model, init_offset)
-    made = ENV_SPECS[worker]
-    return made(env=env, network=network, start=start, optimizer=optimizer, **options)
+    return kind(env=env, network=network, start=start, optimizer=optimizer, **options)

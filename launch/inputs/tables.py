@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ...algorithms.roles.environment import EnvRows
 from ...algorithms.roles.games import GameRows
@@ -21,10 +21,13 @@ from ...workers.data.sources import (
     ScoredPairSource,
 )
 from ...workers.envs.rows import EnvRowSource, GameRowSource
-from ...workers.envs.task import EnvTaskSpec
 from .data import Data
-from .env_specs import GameTaskSpec, env_task, game_task, refuse_scaled_fitness
+from .env_specs import env_task, game_task, refuse_scaled_fitness
 from .record import Recorded
+
+if TYPE_CHECKING:
+    from ...workers.envs.task import EnvTaskSpec
+    from .env_specs import GameTaskSpec
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def read_calibration(path: Path) -> Calibration:
         cluster=cluster,
         constants=learned,
         num_threads=threads_of(first.devices_per_node),
-        executor=PARALLEL_EXECUTOR.name,
+        executor=PARALLEL_EXECUTOR,
         machine=machine_name(cluster.device_type),
         date=datetime.fromtimestamp(folder.summary.stat().st_mtime, UTC).date().isoformat(),
     )

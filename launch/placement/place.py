@@ -21,7 +21,7 @@ from ...planner.inputs.layout import Layout
 from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
 from ...workers.engines.registry import ENGINES, trainers
 from ...workers.executors.executor_kind import ExecutorKind
-from ...workers.executors.registry import EXECUTORS
+from ...workers.executors.registry import EXECUTORS, PARALLEL_EXECUTOR
 from ...workers.weight_sync.registry import DEFAULT_TRANSPORT
 from ..inputs.compose import AUTO, PlacementInputs
 from ..inputs.engines import Engines
@@ -32,7 +32,7 @@ from .machine import threads_of
 _SIZES = {"tensor_parallel": "tp", "pipeline_parallel": "pp"}
 """Sections of `executor` that divide models, and the size of a layout that each is."""
 
-_SEVERAL = " or ".join(f"executor={name}" for name, kind in EXECUTORS.items() if kind.has_processes)
+_SEVERAL = f"executor={PARALLEL_EXECUTOR}"
 """What to set for a run in several processes."""
 
 

@@ -323,7 +323,7 @@ def _on_cluster(
 
 def _call_seconds(kind: ExecutorKind, threads: int, notes: list[str]) -> tuple[str, float]:
     """With which executor, and what a call costs there."""
-    from ...workers.executors.registry import DEFAULT_EXECUTOR
+    from ...workers.executors.registry import DEFAULT_EXECUTOR, EXECUTORS
     from ...workers.weight_sync.registry import DEFAULT_TRANSPORT
     from .dispatch import call_seconds
 
@@ -331,7 +331,7 @@ def _call_seconds(kind: ExecutorKind, threads: int, notes: list[str]) -> tuple[s
         notes.append(
             f"calls: measured in one process, because the package {kind.package} is missing"
         )
-        kind = DEFAULT_EXECUTOR
+        kind = EXECUTORS[DEFAULT_EXECUTOR]
     try:
         return kind.name, call_seconds(kind.make(threads, DEFAULT_TRANSPORT))
     finally:

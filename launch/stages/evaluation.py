@@ -22,9 +22,10 @@ from ...dataflow.runtime.executor import Program
 from ...dataflow.runtime.placement import Placement, follow, one_group
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.schedule import Schedule
-from ...workers.agents.worker import TASK_AGENTS, has_other_side
+from ...workers.agents.registry import TASK_AGENTS
+from ...workers.agents.worker import has_other_side
 from ...workers.data.example_file import ExampleFileSpec
-from ...workers.rewards.kinds import RULES
+from ...workers.rewards.registry import RULES
 from ...workers.rewards.rule_reward import RuleRewardSpec
 from ..run_dir.evaluations import SHARES, Measured
 from ..run_dir.run_files import required_object

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ...configs.schema import SAME, ExecutorConfig, ModelConfig, model_spec
 from ...dataflow.errors import ConfigError
@@ -13,17 +13,16 @@ from ...dataflow.graph.graph import NodeKind, RoleRef
 from ...dataflow.runtime.engine import Source
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.plan.plan import Plan
-from ...workers.agents.worker import TASK_AGENTS, has_other_side, other_side
+from ...workers.agents.registry import TASK_AGENTS
+from ...workers.agents.worker import has_other_side, other_side
 from ...workers.data.row_report import DataReport
 from ...workers.data.task import Task
 from ...workers.engines.registry import DEFAULT
-from ...workers.envs.exactness import why_not_exact
-from ...workers.envs.task import EnvTaskSpec
 from ...workers.models.architecture import empty_model
 from ...workers.rewards.rule_reward import RuleRewardSpec
 from ..inputs.compose import Resolved
 from ..inputs.data import Data, load_data
-from ..inputs.env_specs import MODEL_TYPE
+from ..inputs.env_specs import MODEL_TYPE, acted_in
 from ..inputs.sizes import check_lengths, longest_sampled
 from ..inputs.tables import longest_rows, sources_of, statistics_of
 from ..placement.auto_place import choose, idle_gpus
@@ -52,6 +51,9 @@ from .worker_specs import (
     model_positions,
     rounded_adapters,
 )
+
+if TYPE_CHECKING:
+    from ...workers.envs.task import EnvTaskSpec
 
 _NUM_STEPS = 16
 """Steps that are taken to try an environment before its state is saved, and after."""
@@ -114,8 +116,9 @@ def _reasons(
             )
         if (
             plan.worker == "env"
-            and isinstance(spec, EnvTaskSpec)
-            and (why := _why_random(spec, tries))
+            and (acted := acted_in(spec)) is not None
+            and acted.acts_in == "environment"
+            and (why := _why_random(acted, tries))
         ):
             yield (
                 role,
@@ -173,6 +176,8 @@ def _why_random(spec: EnvTaskSpec, tries: bool) -> str:
             return f"Gymnasium lists '{spec.id}' as nondeterministic"
     if not tries:
         return ""
+    from ...workers.envs.exactness import why_not_exact
+
     found = why_not_exact(spec.env, num_before=_NUM_STEPS, num_after=_NUM_STEPS)
     return f"two environments '{spec.id}' that were tried {found}" if found else ""
 

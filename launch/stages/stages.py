@@ -22,8 +22,8 @@ from ...dataflow.graph.graph import Graph
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.placement import Placement
 from ...planner.plan.plan import Plan, one_group_plan
-from ...workers.agents.worker import TASK_AGENTS
-from ...workers.rewards.mixture import TASK_REWARDS
+from ...workers.agents.registry import TASK_AGENTS
+from ...workers.rewards.registry import TASK_REWARDS
 from ..inputs.compose import Resolved, check_model
 from ..inputs.env_specs import ENV_CONTRACTS, NETWORKS
 from ..inputs.own_workers import asked_for, check_takes, is_own

@@ -21,7 +21,8 @@ from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
-from ...workers.agents.worker import TASK_AGENTS, AgentSpec, has_other_side
+from ...workers.agents.registry import TASK_AGENTS
+from ...workers.agents.worker import AgentSpec, has_other_side
 from ...workers.engines.engine import Engine
 from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.architecture import empty_model
@@ -30,7 +31,7 @@ from ...workers.models.heads import Head, HeadName
 from ...workers.models.lora import check_lora
 from ...workers.models.spec import ModelSpec
 from ...workers.models.tokenizer import TokenizerSpec
-from ...workers.rewards.mixture import TASK_REWARDS, check_verifiers
+from ...workers.rewards.registry import TASK_REWARDS, check_verifiers
 from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.rollout.missing_scores import CheckedRewardSpec
 from ...workers.training.logprob_mismatch import MismatchLimits

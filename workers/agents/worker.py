@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Literal
@@ -374,7 +374,3 @@ def other_side(task: Task) -> HasEnvironments | HasPrograms:
         f"task '{task.task_id}' has no environments to talk with\n    choose one that has, "
         "such as task=calculator, or give your task a method `environment`"
     )
-
-
-TASK_AGENTS: Mapping[str, type[AgentSpec]] = {"agent": AgentSpec}
-"""Every agent that a configuration can name, with its spec."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from ...dataflow.errors import ConfigError, nearest
 from ..verifiers.child import as_score
 from ..verifiers.pool import VerifierSpec
-from .task import Converses, HasReplies, HasSuites, ScoresPairs, Task, TellsCalls
+from .task import Converses, HasReplies, HasSuites, ScoresPairs, Task, TaskSpec, TellsCalls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,13 @@ class MixtureTaskSpec:
     problems.jsonl}`."""
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
     """Name -> its weight; 1 for a task that is left out. 0 leaves it to evaluation alone."""
+
+    is_mixture: ClassVar[bool] = True
+
+    def with_specs(self, spec_of: Callable[[str, Any], TaskSpec]) -> MixtureTaskSpec:
+        """Replace the tasks' sections by their specs; `spec_of` takes a key and a section."""
+        specs = {name: spec_of(f"'task.tasks.{name}'", own) for name, own in self.tasks.items()}
+        return replace(self, tasks=specs)
 
     def build(self) -> MixtureTask:
         """Build every task.

@@ -1,17 +1,22 @@
-"""The engines there are, one line each; see `engine.py` for what an engine says of itself."""
+"""The engines that come with Penstock; `engine.py` says what one declares."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ...dataflow.errors import nearest
+from ...dataflow.registry import Registry
 from .engine import Engine
-from .fsdp_engine.declaration import FSDP
-from .megatron_engine.declaration import MEGATRON
 from .torch_engine.declaration import TORCH
-from .vllm_engine.declaration import VLLM
 
-ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (TORCH, FSDP, MEGATRON, VLLM)}
+_FOLDER = "penstock.workers.engines"
+
+ENGINES = Registry[Engine](
+    {
+        "torch": f"{_FOLDER}.torch_engine.declaration:TORCH",
+        "fsdp": f"{_FOLDER}.fsdp_engine.declaration:FSDP",
+        "megatron": f"{_FOLDER}.megatron_engine.declaration:MEGATRON",
+        "vllm": f"{_FOLDER}.vllm_engine.declaration:VLLM",
+    }
+)
 """Name -> engine."""
 
 DEFAULT = TORCH
@@ -39,19 +44,20 @@ def check_engine(name: str, *others: str) -> str:
     Raises:
         ValueError: If not; says what there is.
     """
-    return _checked(name, "trains", [*others, *trainers()])
+    if ":" in name or name in others or (name in ENGINES and ENGINES[name].trains):
+        return name
+    raise _unknown(name, "trains", [*others, *trainers()])
 
 
 def check_rollout(name: str, *others: str) -> str:
     """The same for an engine that generates."""
-    return _checked(name, "generates", [*others, *rollouts()])
-
-
-def _checked(name: str, does: str, known: list[str]) -> str:
-    if name in known or ":" in name:
+    if ":" in name or name in others or (name in ENGINES and ENGINES[name].rollout is not None):
         return name
-    what = f"'{name}' is no engine that {does}"
-    raise ValueError(
-        f"{what}{nearest(name, known, '')}\n"
-        f"    there are: {', '.join(known)}, or module:ENGINE for one of your own"
+    raise _unknown(name, "generates", [*others, *rollouts()])
+
+
+def _unknown(name: str, does: str, names: list[str]) -> ValueError:
+    return ValueError(
+        f"'{name}' is no engine that {does}{nearest(name, names, '')}\n"
+        f"    there are: {', '.join(names)}, or module:ENGINE for one of your own"
     )

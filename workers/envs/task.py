@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from ...dataflow.option_checks import check_range
 from ..data.row_report import DataReport
@@ -23,6 +23,8 @@ from .spec import EnvSpec
 @dataclass(frozen=True, kw_only=True)
 class EnvTaskSpec(EnvSpec):
     """An environment of Gymnasium, and how many step together."""
+
+    acts_in: ClassVar[Literal["environment"]] = "environment"
 
     group_size: int | None = None
     """Rows that step together and share a worker, a seed and running moments; results depend on
@@ -40,12 +42,7 @@ class EnvTaskSpec(EnvSpec):
         return EnvSpec(**fields)
 
     def build(self) -> EnvTask:
-        """The task.
-
-        Raises:
-            ConfigError: If there is no such environment, no actor can act in it, or it is not what
-                moments to begin with are of.
-        """
+        """The task."""
         Normalizer(self.normalization, 1, self.spaces()[0])
         return EnvTask(self.id, self)
 

@@ -75,3 +75,13 @@ class ExecutorKind:
             "which is no executor\n    return what has the methods and attributes of Executor "
             f"({Executor.__module__})"
         )
+
+
+def _in_process(num_threads: int | None, transport: Transport) -> Executor:
+    from ...dataflow.runtime.in_process import InProcess
+
+    return InProcess()
+
+
+IN_PROCESS = ExecutorKind(name="in_process", create=_in_process, has_processes=False)
+"""The calling process, which computes everything one after another."""

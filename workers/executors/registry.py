@@ -1,28 +1,23 @@
-"""The executors there are, one line each; see `executor_kind.py` for what one says of itself."""
+"""The executors that come with Penstock; `executor_kind.py` says what one declares."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ...dataflow.errors import nearest
-from ...dataflow.runtime.executor import Executor
-from ...dataflow.runtime.in_process import InProcess
-from ..weight_sync.registry import Transport
+from ...dataflow.registry import Registry
 from .executor_kind import ExecutorKind
-from .on_ray.declaration import RAY
 
+DEFAULT_EXECUTOR = "in_process"
+"""Where a run computes by default: in the calling process."""
 
-def _in_process(num_threads: int | None, transport: Transport) -> Executor:
-    return InProcess()
+PARALLEL_EXECUTOR = "ray"
+"""What several processes run on by default."""
 
-
-DEFAULT_EXECUTOR = ExecutorKind(name="in_process", create=_in_process, has_processes=False)
-"""Where a run is if nothing is said: in the calling process."""
-
-PARALLEL_EXECUTOR = RAY
-"""What several processes run on if nothing is said."""
-
-EXECUTORS: Mapping[str, ExecutorKind] = {kind.name: kind for kind in (DEFAULT_EXECUTOR, RAY)}
+EXECUTORS = Registry[ExecutorKind](
+    {
+        DEFAULT_EXECUTOR: "penstock.workers.executors.executor_kind:IN_PROCESS",
+        PARALLEL_EXECUTOR: "penstock.workers.executors.on_ray.declaration:RAY",
+    }
+)
 """Name -> kind."""
 
 

@@ -1,4 +1,4 @@
-"""Whether the fields of a Hugging Face config describe a model that can be computed.
+"""Checks that the fields of a Hugging Face config describe a model that can be computed.
 
 transformers takes any key, and most values, and fails later or computes something else. What a
 user writes is checked key by key; a folder's own config.json may have keys that others put there,
@@ -95,12 +95,12 @@ class _Fields:
         return name if name in self.given else own
 
     def value(self, name: str) -> Any:
-        """What a field says; None if nothing."""
+        """The value of a field; None if it is not given."""
         key = self.written(name)
         return self.given.get(key, self.declared.get(key))
 
     def refusal(self, name: str, expected: str, fix: str = "") -> ConfigError:
-        """What is wrong with a field."""
+        """The error about a field."""
         key = self.written(name)
         where = self.called(key)
         hint = f"\n    {fix}" if fix else ""
@@ -108,16 +108,7 @@ class _Fields:
 
 
 def checked_config(given: Mapping[str, Any], folder: Path | None = None) -> Any:
-    """The config that some fields describe.
-
-    Args:
-        given: Keys and values, with `model_type`.
-        folder: Whose config.json they are. None if they are the user's own: then a key that the
-            family does not know is refused.
-
-    Raises:
-        ConfigError: Naming the key, what it says and what was expected.
-    """
+    """The config that some fields describe."""
     kind = _family(given, folder)
     if folder is None:
         _check_known(_Fields(given, kind, folder))
@@ -154,7 +145,24 @@ def _family(given: Mapping[str, Any], folder: Path | None) -> Any:
             "    give the model_type of a causal language model, such as qwen2 or llama; code of a "
             "folder's own is never run"
         )
-    return families[kind]
+    with _plain_docstrings():
+        return families[kind]
+
+
+@contextmanager
+def _plain_docstrings() -> Generator[None]:
+    """Import config classes with the docstrings that they were written with.
+
+    transformers completes them by names of its models, and imports all that generates and trains
+    for it: torch's compiler among it, which takes half of the time of `penstock graph`.
+    """
+    utils: Any = transformers.utils
+    completes = utils.auto_docstring
+    utils.auto_docstring = lambda kind=None, **_: kind or (lambda kind: kind)
+    try:
+        yield
+    finally:
+        utils.auto_docstring = completes
 
 
 def _check_known(fields: _Fields) -> None:
@@ -172,7 +180,7 @@ def _check_known(fields: _Fields) -> None:
 
 
 def _written(kind: Any) -> frozenset[str]:
-    """What transformers itself writes of a config beyond its fields, such as `_name_or_path`."""
+    """Keys that transformers writes beyond a config's fields, such as `_name_or_path`."""
     try:
         with quiet_transformers():
             return frozenset(kind().to_dict())
@@ -273,15 +281,7 @@ def learn_padding(model: Any) -> None:
 
 
 def empty_model(config: Any, folder: Path | None = None) -> Any:
-    """The language model of a config, without memory for its weights.
-
-    Args:
-        config: From `checked_config`.
-        folder: Whose it is.
-
-    Raises:
-        ConfigError: If transformers has none, or cannot make it.
-    """
+    """The language model of a config, without memory for its weights."""
     auto: Any = transformers.AutoModelForCausalLM
     try:
         with quiet_transformers(), torch.device("meta"):

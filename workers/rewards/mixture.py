@@ -34,8 +34,8 @@ from ..models.tokenizer import TokenizerSpec
 from ..rollout.missing_scores import LARGEST, MissingScores, check_unscored, filled_in
 from ..rollout.reports import mean_score, score_metrics
 from ..verifiers.child import USER_ERRORS
-from ..verifiers.verifiers import blame, import_user_module, load_verifier
-from .kinds import PART_KINDS, RULES
+from ..verifiers.verifiers import blame, import_user_module
+from .registry import PART_KINDS, check_verifiers
 
 _LEARNED = "reward_model"
 _MAKES = "it must be a function of the part's options that returns a Reward or its spec"
@@ -157,12 +157,15 @@ class MixtureSpec:
             )
         return built
 
+    def check_verifiers(self) -> None:
+        """Load the verifiers and factories of its parts; raises as `registry.check_verifiers`."""
+        for name, part in self.checked().items():
+            if ":" in part.worker:
+                _factory(name, part)
+            check_verifiers(part.worker, part.options or {})
+
     def _shared(self) -> dict[str, Any]:
         return {f: getattr(self, f) for f in ("task", "tokenizer", "task_fingerprint")}
-
-
-TASK_REWARDS: Mapping[str, Any] = {**PART_KINDS, "mixture": MixtureSpec}
-"""Every reward that a configuration can name and that looks at the task, with its spec."""
 
 
 def _part(name: str, given: Any) -> MixturePart:
@@ -221,29 +224,6 @@ def _factory(name: str, part: MixturePart) -> Callable[..., Any]:
     except ValueError:  # it has no signature
         pass
     return make
-
-
-def check_verifiers(worker: str, options: Mapping[str, Any]) -> None:
-    """Load the verifiers that a reward, or the parts of a mixture, will ask for.
-
-    Args:
-        worker: A name of `TASK_REWARDS`.
-        options: Of its spec, which have been checked.
-
-    Raises:
-        ConfigError: If one cannot be loaded, or needs a sandbox that this machine lacks, or a
-            part's factory does not take its options.
-    """
-    unknown: dict[str, Any] = {"task": None, "tokenizer": None}
-    if worker in RULES:
-        spec = RULES[worker](**unknown, **options)
-        if spec.verifier is not None:
-            load_verifier(spec.verifier, spec.verifier_options)
-    elif worker == "mixture":
-        for name, part in MixtureSpec(**unknown, **options).checked().items():
-            if ":" in part.worker:
-                _factory(name, part)
-            check_verifiers(part.worker, part.options or {})
 
 
 class Mixture(Reward):

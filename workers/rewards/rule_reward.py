@@ -26,6 +26,7 @@ from ..rollout.missing_scores import LARGEST, WINDOW, MissingScores, check_unsco
 from ..rollout.reports import score_metrics
 from ..verifiers.child import verdict
 from ..verifiers.pool import LONGEST_S, MOST_PROCESSES, SHORTEST_S, Outcome, VerifierPool
+from ..verifiers.verifiers import load_verifier
 from .answered_task import AnsweredTask
 
 
@@ -62,6 +63,11 @@ class RuleRewardSpec:
         check_range(self, "scale", at_least=-LARGEST, at_most=LARGEST)
         check_unscored(self.unscored)
 
+    def check_verifiers(self) -> None:
+        """Load the verifier that it names; raises as `load_verifier`."""
+        if self.verifier is not None:
+            load_verifier(self.verifier, self.verifier_options)
+
     def build(self, context: WorkerContext) -> RuleReward:
         """Build the task again here and wrap it.
 
@@ -81,6 +87,35 @@ class RuleRewardSpec:
             scale=self.scale,
             unscored=self.unscored,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactRewardSpec(RuleRewardSpec):
+    """1 for the task's answer, white space around it aside."""
+
+    verifier: str | None = "exact_match"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathRewardSpec(RuleRewardSpec):
+    """1 for what equals the task's answer as mathematics."""
+
+    verifier: str | None = "math_verify"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstructionRewardSpec(RuleRewardSpec):
+    """The share of the instructions in the task's answer that a response keeps."""
+
+    verifier: str | None = "instructions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeRewardSpec(RuleRewardSpec):
+    """1 for a program that passes the tests in the task's answer; it runs in a sandbox."""
+
+    verifier: str | None = "code_tests"
+    time_limit_s: float = 30.0
 
 
 class RuleReward(Reward):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ...dataflow.errors import ConfigError
 from .sandbox.child import typed
 from .sandbox.process import Limits
-from .sandbox.sandbox import run_python
+from .sandbox.sandbox import announce_sandbox, check_sandbox, run_python
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,3 +230,20 @@ def _same(given: Any, expected: Any) -> bool:
     if isinstance(given, dict) and isinstance(expected, dict):
         return given.keys() == expected.keys() and all(_same(given[k], expected[k]) for k in given)
     return bool(given == expected)
+
+
+def check_place(options: Mapping[str, Any], *, announce: bool = False) -> None:
+    """Refuse a machine without a sandbox as strong as the options of `code_tests` ask for."""
+    check_sandbox(**{key: str(value) for key, value in options.items() if key == "minimum"})
+    if announce:
+        announce_sandbox()
+
+
+def check_limits(options: Mapping[str, Any]) -> None:
+    """Refuse limits among the options of `code_tests` that no sandbox takes."""
+    try:
+        Limits(**{key: options[key] for key in ("time_s", "memory_mb") if key in options})
+    except ValueError as error:
+        raise ConfigError(
+            f"reward 'code_tests': option {error}\n    time_s is in seconds, memory_mb in MiB"
+        ) from error

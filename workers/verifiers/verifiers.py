@@ -25,11 +25,8 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from ...dataflow.errors import ConfigError, nearest, raised_at
+from ...dataflow.registry import Registry, imported
 from .child import USER_ERRORS
-from .code_tests import code_tests
-from .instructions.instructions import instruction_score
-from .sandbox.process import Limits
-from .sandbox.sandbox import announce_sandbox, check_sandbox
 
 Verifier = Callable[[str, str, str | None], float | None]
 """Function of (prompt, response, answer) that returns a score; None where there is none."""
@@ -70,12 +67,17 @@ def math_verify(prompt: str, response: str, answer: str | None) -> float:
     return float(verify(gold, given, timeout_seconds=None))
 
 
-BUILT_IN: dict[str, Verifier] = {
-    "exact_match": exact_match,
-    "math_verify": math_verify,
-    "instructions": instruction_score,
-    "code_tests": code_tests,
-}
+_HERE = "penstock.workers.verifiers"
+_CODE_TESTS = "code_tests"
+
+BUILT_IN = Registry[Verifier](
+    {
+        "exact_match": f"{_HERE}.verifiers:exact_match",
+        "math_verify": f"{_HERE}.verifiers:math_verify",
+        "instructions": f"{_HERE}.instructions.instructions:instruction_score",
+        _CODE_TESTS: f"{_HERE}.code_tests:code_tests",
+    }
+)
 """Verifiers by name. They need an answer."""
 
 
@@ -88,13 +90,9 @@ def make_verifier(reward: str, options: Mapping[str, Any] | None = None) -> Veri
     verifier = _with_options(reward, options)
     if reward == "math_verify":
         verifier("", "$\\frac{1}{2}$ and 2", "1/2")
-    if reward == "code_tests":
-        check_sandbox(**_sandbox_options(options))
+    if reward == _CODE_TESTS:
+        imported(f"{_HERE}.code_tests:check_place")(options or {})
     return verifier
-
-
-def _sandbox_options(options: Mapping[str, Any] | None) -> dict[str, str]:
-    return {key: str(value) for key, value in (options or {}).items() if key == "minimum"}
 
 
 def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> Verifier:
@@ -110,9 +108,8 @@ def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> V
     """
     verifier = _with_options(reference, options)
     # Without options it is loaded where a task is read, which may be another machine.
-    if reference == "code_tests" and options is not None:
-        check_sandbox(**_sandbox_options(options))
-        announce_sandbox()
+    if reference == _CODE_TESTS and options is not None:
+        imported(f"{_HERE}.code_tests:check_place")(options, announce=True)
     return verifier
 
 
@@ -150,17 +147,9 @@ def _check_values(reference: str, function: Any, options: Mapping[str, Any]) -> 
                 f"reward '{reference}': option '{name}' is {options[name]!r:.80}: "
                 f"{error.errors()[0]['msg']}\n    it takes {inspect.signature(function)}"
             ) from error
-    if function is code_tests:
-        _check_limits(options)
-
-
-def _check_limits(options: Mapping[str, Any]) -> None:
-    try:
-        Limits(**{key: options[key] for key in ("time_s", "memory_mb") if key in options})
-    except ValueError as error:
-        raise ConfigError(
-            f"reward 'code_tests': option {error}\n    time_s is in seconds, memory_mb in MiB"
-        ) from error
+    own_module, own_name = (getattr(function, key, "") for key in ("__module__", "__name__"))
+    if f"{own_module}:{own_name}" == BUILT_IN.paths[_CODE_TESTS]:
+        imported(f"{_HERE}.code_tests:check_limits")(options)
 
 
 def _load(reference: str) -> Verifier:

@@ -1,4 +1,4 @@
-"""The weight channels there are; see `channel.py` for what one must do.
+"""The weight channels that come with Penstock; `channel.py` says what one must do.
 
 - `object_store`: packets lie in the executor's object store, a bucket once.
 - `point_to_point`: packets stay with the process that made them, and travel over TCP.
@@ -7,15 +7,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Literal
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.registry import Registry
 from ...dataflow.runtime.placement import DeviceGroup
-from .channel import ChannelEnd, WeightChannel
-from .object_store import ObjectStoreChannel
-from .point_to_point import PointToPointChannel
-from .shared_device import SharedDeviceChannel, why_not_shared
+
+if TYPE_CHECKING:
+    from .channel import ChannelEnd, WeightChannel
+
+_FOLDER = "penstock.workers.weight_sync"
 
 Transport = Literal["object_store", "point_to_point", "cuda_ipc"]
 """How the configuration calls them."""
@@ -23,16 +25,18 @@ Transport = Literal["object_store", "point_to_point", "cuda_ipc"]
 DEFAULT_TRANSPORT: Transport = "object_store"
 """What a run takes that names none."""
 
-CHANNELS: Mapping[Transport, Callable[[ChannelEnd], WeightChannel]] = {
-    "object_store": ObjectStoreChannel,
-    "point_to_point": PointToPointChannel,
-    "cuda_ipc": SharedDeviceChannel,
-}
+CHANNELS: Registry[Callable[[ChannelEnd], WeightChannel]] = Registry(
+    {
+        "object_store": f"{_FOLDER}.object_store:ObjectStoreChannel",
+        "point_to_point": f"{_FOLDER}.point_to_point:PointToPointChannel",
+        "cuda_ipc": f"{_FOLDER}.shared_device:SharedDeviceChannel",
+    }
+)
 """Name -> what makes a process's end of one."""
 
-_WHY_NOT: Mapping[Transport, Callable[[DeviceGroup, DeviceGroup], str | None]] = {
-    "cuda_ipc": why_not_shared,
-}
+_WHY_NOT = Registry[Callable[[DeviceGroup, DeviceGroup], str | None]](
+    {"cuda_ipc": f"{_FOLDER}.shared_device:why_not_shared"}
+)
 """Name -> why one group's weights cannot get to another by it; of those that not all groups can."""
 
 

@@ -1,4 +1,4 @@
-"""Every kind of tracker there is, and those of one run together.
+"""The trackers that come with Penstock, and those of one run together.
 
 `metrics.jsonl` is the run's own record, from which its curve is drawn: it is always written, and a
 run that cannot write it ends. Those that are configured beside it can fail without harm.
@@ -14,22 +14,22 @@ from typing import Any
 from ....configs.references import entry_or_own
 from ....configs.schema import TrackerConfig
 from ....dataflow.errors import ConfigError, PenstockError, one_process, users_line
+from ....dataflow.registry import Registry
 from ..samples import Sample
 from .jsonl import JsonlTracker
-from .mlflow_store import MlflowTracker
-from .prometheus import PrometheusTracker
-from .tensorboard import TensorBoardTracker
 from .tracker import RunInfo, TakesSamples, Tracker
-from .trackio_store import TrackioTracker
-from .weights_and_biases import WandbTracker
 
-TRACKERS: Mapping[str, Callable[..., Tracker]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
-    "trackio": TrackioTracker,
-    "prometheus": PrometheusTracker,
-}
+_FOLDER = "penstock.launch.run_dir.trackers"
+
+TRACKERS = Registry[Callable[..., Tracker]](
+    {
+        "tensorboard": f"{_FOLDER}.tensorboard:TensorBoardTracker",
+        "wandb": f"{_FOLDER}.weights_and_biases:WandbTracker",
+        "mlflow": f"{_FOLDER}.mlflow_store:MlflowTracker",
+        "trackio": f"{_FOLDER}.trackio_store:TrackioTracker",
+        "prometheus": f"{_FOLDER}.prometheus:PrometheusTracker",
+    }
+)
 """Kind -> what makes it of `tracker.options`."""
 
 _TABLES = TakesSamples.log_samples.__name__

@@ -12,10 +12,10 @@ from penstock.configs.references import options_of
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
-from penstock.launch.placement import place
 from penstock.launch.placement.auto_place import Choice, choose, idle_gpus, preset_of
 from penstock.launch.placement.reported import joined
 from penstock.workers.executors.assignment import Machine
+from penstock.workers.executors.on_ray import declaration
 from penstock.workers.executors.registry import EXECUTORS
 
 H100 = ("NVIDIA H100 80GB HBM3", 85_017_624_576)
@@ -145,7 +145,7 @@ def joins(monkeypatch: pytest.MonkeyPatch, *machines: Machine) -> None:
     """Have Ray report such machines, of which this one has no GPU."""
     has(monkeypatch, [])
     far = replace(EXECUTORS["ray"], machines=lambda: machines)
-    monkeypatch.setattr(place, "EXECUTORS", {**EXECUTORS, "ray": far})
+    monkeypatch.setattr(declaration, "RAY", far)
 
 
 def test_gpus_of_joined_nodes_are_used_from_a_head_without_one(

@@ -15,8 +15,8 @@ from penstock.launch.inputs.data import load_data
 from penstock.launch.stages.stages import stages_of
 from penstock.launch.stages.worker_specs import check_options, worker_specs
 from penstock.workers.rewards.judge import JudgeSpec
-from penstock.workers.rewards.kinds import RULES
 from penstock.workers.rewards.mixture import MixtureSpec
+from penstock.workers.rewards.registry import RULES
 from penstock.workers.rollout.missing_scores import CheckedRewardSpec
 
 ROLE = "algorithm.roles.reward"

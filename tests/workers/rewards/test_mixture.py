@@ -17,9 +17,14 @@ from penstock.dataflow.graph.role import Metric
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, drain_metrics
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
-from penstock.workers.rewards.kinds import CodeRewardSpec, ExactRewardSpec, InstructionRewardSpec
-from penstock.workers.rewards.mixture import Mixture, MixturePart, MixtureSpec, check_verifiers
-from penstock.workers.rewards.rule_reward import RuleRewardSpec
+from penstock.workers.rewards.mixture import Mixture, MixturePart, MixtureSpec
+from penstock.workers.rewards.registry import check_verifiers
+from penstock.workers.rewards.rule_reward import (
+    CodeRewardSpec,
+    ExactRewardSpec,
+    InstructionRewardSpec,
+    RuleRewardSpec,
+)
 from penstock.workers.rollout.missing_scores import WINDOW
 from torch import Tensor
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
-from ...data.task import Task
+from ...data.task import Task, TaskSpec
 from ..programs.endpoint import check_extra
 from ..programs.program import Access, Command, Function, Program
 from ..tools.functions import imported
@@ -51,6 +52,10 @@ class ProgramTaskSpec:
         check_range(self, "max_branches", at_least=1)
         if (self.function is None) == (not self.command):
             raise ValueError("give either task.function or task.command")
+
+    def with_specs(self, spec_of: Callable[[str, Any], TaskSpec]) -> ProgramTaskSpec:
+        """Replace the task's section by its spec; `spec_of` takes a key and a section."""
+        return replace(self, task=spec_of("'task.task'", self.task))
 
     def build(self) -> ProgramTask:
         """Build the task, and look for the program.

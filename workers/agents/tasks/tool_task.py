@@ -6,12 +6,12 @@ task scores. Its demonstrations call tools where they are messages that do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ....dataflow.errors import ConfigError, nearest
-from ...data.task import Task
+from ...data.task import Task, TaskSpec
 from ..environment import Environment
 from ..tools.functions import FunctionTools
 from ..tools.mcp_tools import McpTools
@@ -45,6 +45,10 @@ class ToolTaskSpec:
     tells_calls: bool = False
     """Whether prompts or demonstrations teach how the tools are called, so that nothing is shown in
     place of a chat template that shows no tools."""
+
+    def with_specs(self, spec_of: Callable[[str, Any], TaskSpec]) -> ToolTaskSpec:
+        """Replace the task's section by its spec; `spec_of` takes a key and a section."""
+        return replace(self, task=spec_of("'task.task'", self.task))
 
     def build(self) -> ToolTask:
         """Build the task and the tools.

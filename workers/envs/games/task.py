@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ....algorithms.roles.environment import ActionSpace
 from ....dataflow.option_checks import check_range
@@ -42,16 +42,10 @@ class LibraryGame:
 
     @property
     def title(self) -> str:
-        """See `GameSpec.title`."""
         return f"'{self.id}' of {'EnvPool' if self.backend == 'envpool' else 'PettingZoo'}"
 
     def spaces(self) -> tuple[int, ActionSpace]:
-        """Return the numbers of an observation, and the actions that there are.
-
-        Raises:
-            ConfigError: If the library is not installed or has no such game, or it is none for two
-                players who choose in turn from what is allowed.
-        """
+        """Return the numbers of an observation, and the actions that there are."""
         found = pool_game_spaces if self.backend == "envpool" else zoo_game_spaces
         return found(self.id, self.options)
 
@@ -74,6 +68,8 @@ class LibraryGameSpec(LibraryGame):
 class BoardTaskSpec:
     """A game of two players on a board, and how many games are played together."""
 
+    acts_in: ClassVar[Literal["game"]] = "game"
+
     game: BoardSpec = BoardSpec()
     """Its rules."""
     group_size: int | None = None
@@ -85,7 +81,7 @@ class BoardTaskSpec:
 
     @property
     def env(self) -> BoardSpec:
-        """What players see and can do."""
+        """The rules that players see."""
         return self.game
 
     def build(self) -> EnvTask:
@@ -96,6 +92,8 @@ class BoardTaskSpec:
 @dataclass(frozen=True, kw_only=True)
 class LibraryGameTaskSpec(LibraryGame):
     """A game of two players of EnvPool or PettingZoo, and how many games are played together."""
+
+    acts_in: ClassVar[Literal["game"]] = "game"
 
     group_size: int | None = None
     """Games that are played together, as of `BoardTaskSpec`. By default all of them."""
@@ -111,11 +109,6 @@ class LibraryGameTaskSpec(LibraryGame):
         return LibraryGameSpec(**fields)
 
     def build(self) -> EnvTask:
-        """The task.
-
-        Raises:
-            ConfigError: If the library is not installed or has no such game, or it is none for two
-                players who choose in turn from what is allowed.
-        """
+        """The task."""
         self.spaces()
         return EnvTask(self.id, self)

@@ -1,0 +1,42 @@
+"""Registries: parts by name, each imported when it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any, TypeVar
+
+Part = TypeVar("Part", covariant=True)
+
+
+class Registry(Mapping[str, Part]):
+    """Names and what they stand for; nothing is imported before it is looked up.
+
+    Args:
+        paths: Name -> "module:name", which is also how a configuration names a user's own part.
+
+    Example:
+        >>> Registry[type]({"path": "pathlib:Path"})["path"].__name__
+        'Path'
+    """
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self.paths = dict(paths)
+
+    def __getitem__(self, name: str) -> Part:
+        return imported(self.paths[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.paths
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+def imported(path: str) -> Any:
+    """Import what "module:name" names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)

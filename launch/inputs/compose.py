@@ -45,7 +45,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class PlacementInputs:
-    """What is said of where nodes run.
+    """Where nodes run, as configured.
 
     Attributes:
         executor: The section.
@@ -123,7 +123,7 @@ def run_config(composed: Mapping[str, Any]) -> RunConfig:
 
 
 def resolve(config: RunConfig, device: str | None = None) -> Resolved:
-    """What follows from a run's configuration.
+    """Resolve a run's configuration.
 
     Args:
         config: The configuration.

@@ -30,12 +30,12 @@ def _why_not_own(layout: Layout, kind: CallKind, shape: ModelShape | None) -> st
 
 
 _OWN = RoleEngines(replace(DEFAULT.planned, why_not=_why_not_own))
-"""What a worker of the user's own is to the planner."""
+"""A user's own worker as the planner sees it."""
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """What trains a role, and what generates with it if that is not the same."""
+    """The engine that trains a role, and the one that generates if it is another."""
 
     train: Engine
     rollout: Engine | None
@@ -43,7 +43,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class Engines:
-    """What trains and what generates.
+    """The engines that train and generate.
 
     Attributes:
         train: What trains and evaluates.
@@ -79,11 +79,11 @@ class Engines:
         return " ".join(words)
 
     def trainer(self, role: str) -> Engine:
-        """What trains and evaluates a role."""
+        """The engine that trains and evaluates a role."""
         return self._pair(role).train
 
     def generator(self, role: str) -> Engine | None:
-        """What generates with a role, if that is not what trains it."""
+        """The engine that generates with a role, if another one trains it."""
         return self._pair(role).rollout
 
     def _pair(self, role: str) -> _Pair:
@@ -94,7 +94,7 @@ class Engines:
         return self.options if self.trainer(role) is self.train else {}
 
     def rollout_options_of(self, role: str) -> Mapping[str, Any]:
-        """The same of what generates with it."""
+        """Fields of the spec of the engine that generates with a role."""
         return self.rollout_options if self.generator(role) is self.rollout else {}
 
     def runs(self, graph: Graph, node: Node) -> Engine:
@@ -105,13 +105,13 @@ class Engines:
         return self.generator(role) or self.train if self.apart(graph, node) else self.trainer(role)
 
     def apart(self, graph: Graph, node: Node) -> bool:
-        """Whether another engine than the one that trains generates here."""
+        """Return whether another engine than the one that trains generates here."""
         if node.role is None or node.role in self.own or node.kind is not NodeKind.ROLLOUT:
             return False
         return self.generator(node.role) is not None and issubclass(graph.roles[node.role], Policy)
 
     def planned(self) -> tuple[RoleEngines, dict[str, RoleEngines]]:
-        """What the planner is to plan for: what runs the calls of a role, and those of others."""
+        """The planner's engines: by default, and of roles that have others."""
         others = {role: _planned(pair) for role, pair in self.of_roles.items()}
         return _planned(_Pair(self.train, self.rollout)), others | dict.fromkeys(self.own, _OWN)
 
@@ -201,7 +201,7 @@ def _of_role(given: RoleConfig, run: _Pair, at: str) -> _Pair:
 
 
 def _generator(name: str, at: str) -> Engine | None:
-    """What generates; None for what trains."""
+    """Return the engine that generates; None for the one that trains."""
     if name == SAME:
         return None
     engine: Engine = entry_or_own(name, ENGINES, at, "engine", Engine)

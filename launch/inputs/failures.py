@@ -1,4 +1,4 @@
-"""What is said of an exception that nobody foresaw: one message, and whose line it was.
+"""Turn an unexpected exception into one message with the user's file and line.
 
 What we raise on purpose (`PenstockError`) is said as it is. Of an `OSError` the file and the
 reason are said, of an exception in the user's code the user's line, of any other ours.
@@ -25,11 +25,11 @@ _MOST_CHARACTERS = 2000
 
 
 class Unforeseen(WorkerError):
-    """What nobody foresaw, and no line of the user's has raised."""
+    """An unexpected exception that no line of the user's raised."""
 
 
 def left_debugger(error: BaseException) -> bool:
-    """Whether the user left pdb by `q`."""
+    """Return whether the user left pdb by `q`."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, BdbQuit):
         seen = seen.__cause__ or seen.__context__
@@ -37,7 +37,7 @@ def left_debugger(error: BaseException) -> bool:
 
 
 def may_go_on(error: PenstockError) -> bool:
-    """Whether a run that ended with it may get further if it is started again.
+    """Return whether starting a run again may help.
 
     The user's own code, and what was refused, would fail again; a run that has gone back as often
     as it may is not to; and what a ledger has found is to be looked at.

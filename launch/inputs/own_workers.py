@@ -43,7 +43,7 @@ _NEEDED_BY = {
 
 
 def is_own(worker: str | None) -> bool:
-    """Whether a worker is named as `module:factory`."""
+    """Return whether a worker is named as `module:factory`."""
     return ":" in (worker or "")
 
 
@@ -110,7 +110,7 @@ def _hints(factory: Any) -> dict[str, Any]:
 
 
 def _is_for(annotation: Any, kind: Any) -> bool:
-    """Whether a parameter of that annotation is meant for something of a kind."""
+    """Return whether a parameter of that annotation is meant for something of a kind."""
     if annotation is Any or kind is TaskSpec:  # whose members are many
         return True
     return kind in (annotation, *typing.get_args(annotation))

@@ -129,11 +129,11 @@ def record(algorithm: AlgorithmConfig, at: str) -> Graph:
 
 
 _RECORD_DEADLINE_S = 8.0
-"""How long a step function may take to be recorded, which takes ours milliseconds."""
+"""Longest recording of a step function; ours take milliseconds."""
 
 
 def averages(stage: Recorded) -> bool:
-    """Whether a role's weights move towards another's by a share, which 16 bits cannot hold."""
+    """Return whether weights are averaged by shares that 16 bits cannot hold."""
     return any(
         isinstance(argument, Constant) and argument.value != 1.0
         for node in stage.graph.nodes

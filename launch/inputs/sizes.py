@@ -1,4 +1,4 @@
-"""Whether a step's sizes divide and fit as they must, worked out from the graph alone.
+"""Checks that a step's sizes divide and fit, from the graph alone.
 
 Rows are followed through the graph: a table brings `per_step` items, a rollout makes
 `sampling.num_samples` rows of each prompt, other nodes keep their rows. Where an op makes rows of
@@ -181,12 +181,12 @@ def _rows(graph: Graph, per_step: Mapping[str, int]) -> dict[str, _Rows]:
 
 
 def converses(node: Node) -> bool:
-    """Whether a node holds conversations, so that its sampling is that of their turns."""
+    """Return whether a node holds conversations, sampled turn by turn."""
     return node.method == "converse"
 
 
 def _check_turns(node: Node) -> None:
-    """See `check_turns`; of what the graph says, as far as it says it."""
+    """Check the turns of a node, as far as the graph knows them."""
     values = {name: one.value for name, one in node.arguments if isinstance(one, Constant)}
     sampling = _constant(node, Sampling)
     if isinstance(sampling, Sampling):

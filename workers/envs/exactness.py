@@ -1,4 +1,4 @@
-"""Whether environments that were saved go on as they would have, tried before a run depends on it.
+"""Try whether saved environments go on as they would have, before a run depends on it.
 
 What is saved of single environments are their seed and actions, and of a vectorized one its
 numbers. Whatever else an environment depends on (a global random generator, a clock, statistics
@@ -26,20 +26,7 @@ _ROLE = "exactness"
 
 
 def why_not_exact(spec: EnvSpec, *, num_before: int = 64, num_after: int = 64) -> str | None:
-    """What is different after a restart, found out with two environments and random actions.
-
-    Args:
-        spec: The environments.
-        num_before: Steps until they are saved.
-        num_after: Steps that are compared.
-
-    Returns:
-        The reason, in words that follow the environment's name; None if nothing is different so
-        far, or they fail in another way, which is told when they are used.
-
-    Raises:
-        ConfigError: If they cannot be made.
-    """
+    """Name what differs after a restart, tried with two environments and random actions."""
     numbers = list(range(_NUM_ENVS * spec.num_agents))
     random = np.random.default_rng(0)
     with StepAlarm(spec.step_limit_s) as alarm:

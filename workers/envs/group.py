@@ -21,7 +21,7 @@ from ...dataflow.errors import one_process
 
 
 class Stepped(NamedTuple):
-    """What a step of a group shows; arrays may be overwritten by the next step."""
+    """A step of a group; arrays may be overwritten by the next step."""
 
     obs: NDArray[np.float32]
     """f32[envs, features]: after the step, before any reset."""
@@ -35,9 +35,9 @@ class Failure(NamedTuple):
     """An environment went wrong, or several that nobody can tell apart."""
 
     said: str
-    """Who did what, and when."""
+    """The environment, its fault and the step."""
     rows: tuple[int, ...]
-    """What had to be restarted: the step of these rows counts as that of a reset."""
+    """Rows that were restarted: their step counts as that of a reset."""
 
 
 class EnvGroup(Protocol):
@@ -93,11 +93,7 @@ def env_seed(seed: int, role: str, *names: int | str) -> int:
 
 
 def close_all(closes: Iterable[Callable[[], None]]) -> None:
-    """Close several things; one that raises does not keep the others open.
-
-    Raises:
-        Exception: What the first one raised that did, once all have been closed.
-    """
+    """Close several things; one that raises does not keep the others open."""
     errors: list[Exception] = []
     for close in closes:
         try:

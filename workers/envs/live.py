@@ -45,12 +45,12 @@ class LiveGroup:
         self._given_up: set[tuple[int, int]] = set()
 
     def named(self, index: int) -> str:
-        """What messages call an environment."""
+        """Name of an environment in messages."""
         return f"environment {self.numbers[index]} (seed {self._group.seed_of(index)})"
 
     @property
     def actions(self) -> ActionSpace:
-        """What can be done in its environments."""
+        """Actions of its environments."""
         return self._group.actions
 
     def see_as(self, state: Mapping[str, Any]) -> None:
@@ -63,11 +63,7 @@ class LiveGroup:
         self._obs = self._normalizer.obs(self._group.start()).copy()
 
     def check_order(self, call: CallKey) -> None:
-        """Require the calls of a run one after another; step 0 begins a run.
-
-        Raises:
-            StateError: If they are not.
-        """
+        """Require the calls of a run one after another; step 0 begins a run."""
         step, last = call.step, self._call
         again = step == last.step and call.ordinal > last.ordinal
         if last.step >= 0 and step not in (0, last.step + 1) and not again:
@@ -79,18 +75,7 @@ class LiveGroup:
         self._call = call
 
     def roll(self, actor: Actor, noise: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
-        """Act for as many steps as there is noise.
-
-        Args:
-            actor: The actor.
-            noise: f64[horizon, envs, components].
-
-        Returns:
-            Columns of `Trajectories` by name, all but `env`, rows first.
-
-        Raises:
-            WorkerError: See `EnvWorker.rollout`.
-        """
+        """Act for as many steps as there is noise."""
         horizon, group = len(noise), self._group
         num_failures = len(group.failures)  # of the first episodes' beginning
         found = _buffers(group.num_envs, group.num_features, group.actions, horizon)
@@ -210,7 +195,7 @@ class LiveGroup:
         return found
 
     def restarts(self) -> list[str]:
-        """What went wrong up to the end of the last rollout and was restarted; it is logged."""
+        """Log the restarts up to the end of the last rollout, and return their number."""
         failures = self._group.failures
         for said, rows in failures:
             _LOG.warning("%s; restarted: %.80s", said, [self.numbers[row] for row in rows])
@@ -219,7 +204,7 @@ class LiveGroup:
         return said
 
     def metrics(self) -> dict[str, Metric]:
-        """Of the last rollout, asked for once; see `EnvWorker`."""
+        """Metrics of the last rollout; call once. `EnvWorker` lists them."""
         count = float(len(self._episodes))
         return {
             "episode_return": Metric.mean(sum(total for total, _ in self._episodes), count),
@@ -249,11 +234,7 @@ class LiveGroup:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken.
-
-        Raises:
-            StateError: If it is of other environments, or they do not come to where they were.
-        """
+        """Go on where `state` was taken."""
         if state["numbers"] != self.numbers:
             raise StateError(
                 f"a group of environments {state['numbers']} was saved, and {self.numbers} are to "
@@ -279,7 +260,7 @@ class LiveGroup:
     def nothing(
         num_features: int, actions: ActionSpace, horizon: int, actor: Actor
     ) -> dict[str, NDArray[Any]]:
-        """What `roll` gives for no environments."""
+        """The columns of `roll` for no environments."""
         found = _buffers(0, num_features, actions, horizon)
         rows = {name: array.swapaxes(0, 1) for name, array in found.items()}
         nobody = np.zeros((0, num_features), np.float32)

@@ -86,19 +86,12 @@ class LoopGroup:
         self._truncated = np.zeros(self.num_envs, np.bool_)
 
     def start(self) -> NDArray[np.float32]:
-        """See `EnvGroup.start`."""
         for index, single in enumerate(self._all):
             self._obs[index] = self._guarded(index, single, partial(self._reset, single))
         self._alarm.disarm()
         return self._obs
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
-        """See `EnvGroup.step`.
-
-        Raises:
-            WorkerError: If more environments fail than may, or one does not say as it should what
-                is allowed.
-        """
         self._reward[:] = 0.0
         self._terminated[:] = False
         self._truncated[:] = False
@@ -173,7 +166,7 @@ class LoopGroup:
         return env_seed(self._seed, self._role, single.number, single.episode)
 
     def action_mask(self) -> NDArray[np.bool_] | None:
-        """See `EnvGroup.action_mask`; the masks of several components stand side by side."""
+        """The masks of several components stand side by side."""
         if not self.actions.masked:
             return None
         return np.stack([single.mask for single in self._all])
@@ -208,11 +201,9 @@ class LoopGroup:
         return f"environment {single.number} of '{self._name}' (seed {self._seed_of(single)})"
 
     def seed_of(self, index: int) -> int:
-        """See `EnvGroup.seed_of`."""
         return self._seed_of(self._all[index])
 
     def state(self) -> dict[str, Any]:
-        """See `EnvGroup.state`."""
         return {
             "envs": [
                 {
@@ -225,7 +216,6 @@ class LoopGroup:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `EnvGroup.restore`."""
         for index, (single, saved) in enumerate(zip(self._all, state["envs"], strict=True)):
             single.episode = int(saved["episode"])
             try:
@@ -253,5 +243,4 @@ class LoopGroup:
             self._advance(index, single, np.array(action, np.float32))
 
     def close(self) -> None:
-        """See `EnvGroup.close`."""
         close_all(single.env.close for single in self._all)

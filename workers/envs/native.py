@@ -33,7 +33,7 @@ _KINDS = "biufU"
 
 
 def can_save(value: object) -> bool:
-    """Whether `to_json` can write a value."""
+    """Return whether `to_json` can write a value."""
     if isinstance(value, (np.ndarray, np.generic)):
         return cast("NDArray[Any]", value).dtype.kind in _KINDS
     return value is None or isinstance(value, (bool, int, float, str))
@@ -65,13 +65,7 @@ def copied(value: Any) -> Any:
 
 
 def same(one: Any, other: Any, known: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Whether two values are equal, or of one kind with parts that are.
-
-    Args:
-        one: A value.
-        other: Another value.
-        known: Pairs being compared, taken to be equal: things may refer to each other in circles.
-    """
+    """Return whether two values are equal, or of one kind with equal parts."""
     pair = (id(one), id(other))
     if one is other or pair in known:
         return True
@@ -164,15 +158,9 @@ class NativeGroup:
         return env_seed(self._first_seed, "restarted", again) if again else self._first_seed
 
     def start(self) -> NDArray[np.float32]:
-        """See `EnvGroup.start`."""
         return self._guarded(self._begin).obs
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
-        """See `EnvGroup.step`.
-
-        Raises:
-            WorkerError: If more environments fail than may.
-        """
         return self._guarded(lambda: self._advance(action))
 
     def _guarded(self, call: Callable[[], Stepped]) -> Stepped:
@@ -206,7 +194,7 @@ class NativeGroup:
         return self._begin()
 
     def _named(self, *rows: int) -> str:
-        """What messages call some of the environments, by default all."""
+        """Name of some environments in messages, by default all."""
         numbers = [self._numbers[row] for row in rows] or self._numbers
         which = f"environment {numbers[0]}" if len(rows) == 1 else f"environments {numbers!s:.80}"
         return f"{which} of '{self._id}' (seed {self._seed})"
@@ -219,11 +207,6 @@ class NativeGroup:
         return self._seed
 
     def state(self) -> dict[str, Any]:
-        """See `EnvGroup.state`.
-
-        Raises:
-            StateError: If something has changed that cannot be saved.
-        """
         *wrappers, values = [
             self._saved(vars(layer), fixed)
             for layer, fixed in zip(self._layers(), self._fixed, strict=True)
@@ -266,7 +249,6 @@ class NativeGroup:
         return values
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `EnvGroup.restore`."""
         self._num_made, self._num_steps = int(state.get("made", 1)), int(state.get("steps", 0))
         self._alarm.arm()
         try:
@@ -296,7 +278,6 @@ class NativeGroup:
         ) from error
 
     def close(self) -> None:
-        """See `EnvGroup.close`."""
         with one_process():
             self._env.close()
 
@@ -308,15 +289,7 @@ def _made(env_id: str, num_envs: int, options: Mapping[str, Any]) -> Any:
 
 @one_process()
 def native_spaces(env_id: str, options: Mapping[str, Any]) -> tuple[gym.Space[Any], gym.Space[Any]]:
-    """What each environment of such an object shows and takes.
-
-    Args:
-        env_id: Gymnasium's name of it.
-        options: Keyword arguments of the environment.
-
-    Raises:
-        ConfigError: If it cannot be made.
-    """
+    """Spaces of each environment of a vectorized object."""
     try:
         made = _made(env_id, 1, options)
     except Exception as error:

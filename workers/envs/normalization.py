@@ -21,7 +21,7 @@ from ...dataflow.option_checks import check_range
 
 @dataclass(frozen=True, kw_only=True)
 class Normalization:
-    """What is scaled, and how far it may go."""
+    """Which values are scaled, and their bounds."""
 
     observations: bool = False
     """Scale observations to mean 0 and variance 1."""
@@ -74,7 +74,7 @@ class Moments:
         return {"mean": mean, "variance": variance, "count": self.count}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """What `state` gave."""
+        """Go on with what `state` gave."""
         self.mean, self.variance = np.array(state["mean"]), np.array(state["variance"])
         self.count = float(state["count"])
 
@@ -166,7 +166,7 @@ class Normalizer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """What `state` gave."""
+        """Go on with what `state` gave."""
         self._obs.restore(state["obs"])
         self._returns.restore(state["returns"])
         self._sums = np.array(state["sums"])

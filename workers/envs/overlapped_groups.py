@@ -35,7 +35,7 @@ NumOverlapped = int | Literal["auto"]
 takes."""
 
 _POLL_S = 0.25
-"""How often the steps under way are looked at."""
+"""Seconds between two looks at the steps under way."""
 
 _LEAST_WAITS = 0.5
 """A loop with fewer waits in a turn does not wait."""
@@ -70,7 +70,6 @@ class _Timed(Actor):
         action_mask: NDArray[np.bool_] | None,
         recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
-        """See `Actor.act`."""
         before_s, before_cpu_s = time.perf_counter(), time.thread_time()
         found = self._actor.act(obs, noise, action_mask, recurrent_state)
         self.ask_s += time.perf_counter() - before_s
@@ -94,7 +93,7 @@ class _Timed(Actor):
 
 
 def _num_waits() -> float:
-    """How often this thread has given its core away of its own accord; inf if nobody counts."""
+    """Voluntary context switches of this thread; inf where the system does not count them."""
     if not hasattr(resource, "RUSAGE_THREAD"):
         return math.inf
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
@@ -123,7 +122,6 @@ class _Slot(Actor):
         action_mask: NDArray[np.bool_] | None,
         recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
-        """See `Actor.act`."""
         self.stepping_s = None
         if self.ended.is_set():
             raise _Ended
@@ -134,7 +132,7 @@ class _Slot(Actor):
 
 @dataclass
 class _Rollout:
-    """What the threads of a rollout share.
+    """State that the threads of a rollout share.
 
     Attributes:
         todo: Index, group and noise of the groups that nobody has begun.
@@ -182,17 +180,13 @@ class OverlappedGroups:
         self._step_limit_s = step_limit_s
 
     def uses_threads(self, num_groups: int) -> bool:
-        """Whether so many groups would be rolled out by other threads than the caller's."""
+        """Return whether so many groups would be rolled out by other threads than the caller's."""
         return num_groups > 1 and self.size not in ("auto", 1)
 
     def roll(
         self, groups: Sequence[LiveGroup], noises: Sequence[NDArray[np.float64]], actor: Actor
     ) -> list[Columns]:
-        """What `LiveGroup.roll` returns for each group, in order.
-
-        Raises:
-            WorkerError: Whatever a group raises; or a step took too long.
-        """
+        """Roll out all groups; returns what `LiveGroup.roll` returns for each, in order."""
         if self.size == "auto" and len(groups) > 1:
             return self._measured(groups, noises, actor)
         if self.uses_threads(len(groups)):

@@ -28,7 +28,7 @@ from .restarts import BadRows, Restarts, began, described, finite, laid_out
 from .spaces import action_space, from_columns, num_features, to_features
 
 _MASKS = ("action_mask", "legal_action_mask")
-"""What EnvPool's environments call the choices that are allowed."""
+"""Names of the masks of EnvPool's environments."""
 
 _GYMNASIUM = "\n    leave out backend=envpool, and it is Gymnasium's"
 _ADVICE = "\n    without task.backend=envpool they are stepped, and restarted, one by one"
@@ -105,16 +105,9 @@ class PoolGroup:
         return made
 
     def start(self) -> NDArray[np.float32]:
-        """See `EnvGroup.start`."""
         return self._guarded(lambda: finite(self._begun())).obs
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
-        """See `EnvGroup.step`.
-
-        Raises:
-            WorkerError: If more environments fail than may. Or if an action is none, by which the
-                process might end.
-        """
         self._check(action)
         return self._guarded(lambda: finite(self._taken(action)))
 
@@ -156,7 +149,7 @@ class PoolGroup:
         return finite(self._begun())
 
     def _reset(self, rows: list[int], stepped: Stepped) -> Stepped:
-        """The same step, but that of `rows` is a reset now; whatever it shows."""
+        """The same step with a reset of `rows`, unchecked."""
         self._resets.append((self._num_steps, rows))
         shown, info = self._env.reset(np.array(rows, np.int32))
         stepped.obs[rows] = self._flat(shown).reshape(len(rows), self.num_features)
@@ -180,11 +173,7 @@ class PoolGroup:
         return f"EnvPool's environments {self._numbers!s:.80} of '{self._id}' ({seeds})"
 
     def action_mask(self) -> NDArray[np.bool_] | None:
-        """See `EnvGroup.action_mask`; where an episode is over, everything is allowed.
-
-        Raises:
-            WorkerError: If the environments do not say which choices are allowed.
-        """
+        """Where an episode is over, everything is allowed."""
         if not self.actions.masked:
             return None
         names = self._mask_names()
@@ -200,11 +189,10 @@ class PoolGroup:
         return [name for name in _MASKS if name in self._info]
 
     def seed_of(self, index: int) -> int:
-        """See `EnvGroup.seed_of`: that of the environment, in all its episodes."""
+        """That of the environment, in all its episodes."""
         return self._seeds[index]
 
     def state(self) -> dict[str, Any]:
-        """See `EnvGroup.state`."""
         actions = base64.b64encode(zlib.compress(self._actions, level=1)).decode()
         return {
             "actions": actions,
@@ -215,7 +203,6 @@ class PoolGroup:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `EnvGroup.restore`."""
         taken = np.frombuffer(
             zlib.decompress(base64.b64decode(state["actions"])), np.dtype(state["dtype"])
         )
@@ -259,23 +246,13 @@ class PoolGroup:
         return stepped
 
     def close(self) -> None:
-        """See `EnvGroup.close`."""
         self._env.close()
 
 
 def pool_spaces(
     env_id: str, options: Mapping[str, Any], *, masked: bool = False
 ) -> tuple[int, ActionSpace]:
-    """Return the numbers of an observation, and the actions that there are.
-
-    Args:
-        env_id: EnvPool's name of the environment.
-        options: EnvPool's own.
-        masked: Whether it says which choices are allowed.
-
-    Raises:
-        ConfigError: If EnvPool is not installed or does not have it, or no actor can act in it.
-    """
+    """Return the numbers of an observation, and the actions that there are."""
     made = ask_envpool("environment", env_id, "make_spec", options, advice=_GYMNASIUM)
     if getattr(made.config, "max_num_players", 1) > 1:
         raise ConfigError(

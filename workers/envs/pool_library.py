@@ -28,19 +28,7 @@ def ask_envpool(
     advice: str = "",
     **further: Any,
 ) -> Any:
-    """What a function of EnvPool's makes of an environment or game.
-
-    Args:
-        kind: "environment" or "game", for messages.
-        name: EnvPool's name of it.
-        function: Such as "make_spec".
-        options: EnvPool's own.
-        advice: What else one may do if it has none of that name.
-        **further: As `options`, but ours.
-
-    Raises:
-        ConfigError: If EnvPool is not installed, has none of that name, or cannot make it.
-    """
+    """Call a function of EnvPool for an environment or game."""
     try:
         pool = importlib.import_module("envpool")
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What is done where environments go wrong: report, restart what failed, and give up in the end.
+"""Faults of environments: report, restart what failed, and give up in the end.
 
 All kinds of groups do the same. A call that fails is noted as a `Failure`, and another one is made
 in its place, which restarts what failed; what else may be done differs from group to group.
@@ -20,17 +20,17 @@ from .group import Failure, Stepped
 T = TypeVar("T")
 
 LARGEST = float(np.finfo(np.float32).max)
-"""What is larger is no number in a column of float32."""
+"""Largest number of a float32 column."""
 _WHOLE = 1 << 24
 """Float32 has all whole numbers up to this one."""
 
 
 class BadEnv(Exception):
-    """What an environment did wrong, or several that nobody can tell apart, in words."""
+    """A fault of an environment, or of several that cannot be told apart."""
 
 
 class BadRows(Exception):
-    """What some of the environments did wrong that were stepped together.
+    """A fault of some of the environments that were stepped together.
 
     Args:
         what: What went wrong, in words, by row.
@@ -43,7 +43,7 @@ class BadRows(Exception):
 
 
 class Restarts:
-    """What has gone wrong in a group and was made good by a restart.
+    """The restarts of a group.
 
     Args:
         alarm: Limits the time of every call; entered by whoever makes them.
@@ -61,15 +61,7 @@ class Restarts:
     def guarded(
         self, call: Callable[[], T], instead: Callable[[BaseException], Callable[[], T]]
     ) -> T:
-        """The call's result. The alarm is still armed when it returns.
-
-        Args:
-            call: May fail, or take too long.
-            instead: Notes what failed, and says what to call in its place: again under guard.
-
-        Raises:
-            WorkerError: If the call does, since nothing would be better with another environment.
-        """
+        """The call's result. The alarm is still armed when it returns."""
         while True:
             self._alarm.arm()
             try:
@@ -81,16 +73,7 @@ class Restarts:
                 call = instead(error)
 
     def note(self, said: str, rows: Iterable[int], error: BaseException) -> None:
-        """Count a failure, and see that no more fail than may.
-
-        Args:
-            said: Who did what, and when.
-            rows: The rows whose episodes are given up by it.
-            error: What was raised.
-
-        Raises:
-            WorkerError: If there are too many.
-        """
+        """Count a failure, and see that no more fail than may."""
         self.failures.append(Failure(said, tuple(rows)))
         if len(self.failures) > self._max_restarts:
             raise WorkerError(
@@ -100,15 +83,7 @@ class Restarts:
             ) from error
 
     def remade(self, close: Callable[[], object], make: Callable[[], T]) -> T:
-        """Something new in the place of what failed; making it has no limit but the engine's.
-
-        Args:
-            close: Closes the old one.
-            make: Makes the new one.
-
-        Raises:
-            BadEnv: If it cannot be made.
-        """
+        """Something new in the place of what failed; making it has no limit but the engine's."""
         with contextlib.suppress(Exception, StepTooLong):  # it is broken already
             close()
         self._alarm.disarm()
@@ -123,7 +98,7 @@ class Restarts:
 
 
 def described(error: BaseException) -> str:
-    """What an environment did that failed, after its name."""
+    """Describe a failure, in words that follow the environment's name."""
     if isinstance(error, BadEnv):
         return str(error)
     if isinstance(error, StepTooLong):
@@ -132,27 +107,18 @@ def described(error: BaseException) -> str:
 
 
 def not_finite(obs: NDArray[np.float32]) -> str:
-    """What an environment did that showed this."""
+    """Describe values that are not finite, in words that follow the environment's name."""
     return f"showed an observation that is not finite: {obs.tolist()!s:.80}"
 
 
 def began(obs: NDArray[Any], num_envs: int, num_features: int) -> Stepped:
-    """What several environments show whose episodes begin; raises as `laid_out`."""
+    """First observations of several environments; raises as `laid_out`."""
     nothing, never = np.zeros(num_envs, np.float32), np.zeros(num_envs, np.bool_)
     return laid_out((obs, nothing, never, never.copy()), num_envs, num_features)
 
 
 def laid_out(shown: Sequence[NDArray[Any]], num_envs: int, num_features: int) -> Stepped:
-    """A step of several environments, their observations laid out flat.
-
-    Args:
-        shown: Observations, rewards, and who terminated and was truncated.
-        num_envs: Number of environments.
-        num_features: Numbers that each should show.
-
-    Raises:
-        BadEnv: If there are more or fewer numbers.
-    """
+    """A step of several environments, their observations laid out flat."""
     obs, reward, terminated, truncated = shown
     if obs.shape[0] != num_envs or obs.size != num_envs * num_features:
         raise BadEnv(
@@ -168,11 +134,7 @@ def laid_out(shown: Sequence[NDArray[Any]], num_envs: int, num_features: int) ->
 
 
 def finite(stepped: Stepped) -> Stepped:
-    """The same, if everything is finite: asking takes 1.3 microseconds for 16 environments.
-
-    Raises:
-        BadRows: If something is not finite as float32.
-    """
+    """Require finite values; this takes 1.3 microseconds for 16 environments."""
     obs, reward = stepped.obs, as_f32(stepped.reward)
     if not (all_finite(obs) and all_finite(reward)):
         what = {row: not_finite(obs[row]) for row in _rows(~np.isfinite(obs).all(axis=1))}
@@ -183,11 +145,7 @@ def finite(stepped: Stepped) -> Stepped:
 
 
 def as_f32(array: NDArray[Any]) -> NDArray[np.float32]:
-    """Convert to float32; numbers that are too large become infinite, without a warning.
-
-    Raises:
-        BadEnv: If a whole number would be rounded.
-    """
+    """Convert to float32; numbers that are too large become infinite, without a warning."""
     if array.dtype == np.float32:
         return array
     if array.dtype.kind in "iu" and array.dtype.itemsize > 2 and array.size:

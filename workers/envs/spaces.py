@@ -22,11 +22,7 @@ from .restarts import as_f32
 
 
 def num_features(space: gym.Space[Any], name: str) -> int:
-    """Numbers of an observation laid out flat.
-
-    Raises:
-        ConfigError: If it has no fixed number of them.
-    """
+    """Numbers of an observation laid out flat."""
     leaves = _leaves(space)
     wrong = "have no fixed number of values" if not space.is_np_flattenable else ""
     if any(isinstance(leaf, spaces.Text) for leaf in leaves):
@@ -44,16 +40,7 @@ def num_features(space: gym.Space[Any], name: str) -> int:
 def to_features(
     space: gym.Space[Any], *, many: bool = False
 ) -> Callable[[Any], NDArray[np.float32]]:
-    """Return a function from an observation to its numbers, laid out flat.
-
-    Args:
-        space: The space of a single environment, of which `num_features` has been asked.
-        many: Whether it takes the observations of several environments, and returns f32[envs, ...];
-            else f32[features].
-
-    Raises:
-        BadEnv: The function does, if a whole number would be rounded.
-    """
+    """Return a function from an observation to its numbers, laid out flat."""
     scale = np.concatenate([_scale(leaf) for leaf in _leaves(space)])
     scale = scale[0] if (scale == scale[0]).all() else scale
 
@@ -93,16 +80,7 @@ def _scale(leaf: gym.Space[Any]) -> NDArray[np.float32]:
 
 
 def action_space(space: gym.Space[Any], name: str, *, masked: bool = False) -> ActionSpace:
-    """What can be done, as the actor needs to know it.
-
-    Args:
-        space: The space of a single environment.
-        name: The environment's, for the message.
-        masked: Whether it says which choices are allowed.
-
-    Raises:
-        ConfigError: If no actor of ours can act in it.
-    """
+    """Convert a space of actions to the actor's form."""
     match space:
         case spaces.Discrete():
             return ActionSpace("discrete", sizes=(int(space.n),), masked=masked)

@@ -1,4 +1,4 @@
-"""Which environment, and how groups of it are made."""
+"""The specification of an environment, and its groups."""
 
 from __future__ import annotations
 
@@ -38,16 +38,10 @@ class CountsAgents(gym.Wrapper[Any, Any, Any, Any]):
         self._num_agents = num_agents
 
     def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-        """See `gymnasium.Env.reset`.
-
-        Raises:
-            ValueError: If there are more or fewer agents.
-        """
         obs, info = self.env.reset(**options)
         return self._counted(obs), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """See `gymnasium.Env.step`; raises as `reset`."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         return self._counted(obs), reward, terminated, truncated, info
 
@@ -74,13 +68,11 @@ class TeamGroup:
         self.failures: list[Failure] = []
 
     def start(self) -> NDArray[np.float32]:
-        """See `EnvGroup.start`."""
         obs = self._teams.start()
         self._note_failures(0)
         return self._agents(obs)
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
-        """See `EnvGroup.step`."""
         if not self.failures:
             self._teams.failures.clear()
         before = len(self._teams.failures)
@@ -101,41 +93,26 @@ class TeamGroup:
             self.failures.append(Failure(said, tuple(each)))
 
     def action_mask(self) -> NDArray[np.bool_] | None:
-        """See `EnvGroup.action_mask`."""
         mask = self._teams.action_mask()
         return None if mask is None else mask.reshape(self.num_envs, -1)
 
     def seed_of(self, index: int) -> int:
-        """See `EnvGroup.seed_of`."""
         return self._teams.seed_of(index // self._num_agents)
 
     def state(self) -> dict[str, Any]:
-        """See `EnvGroup.state`."""
         return self._teams.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `EnvGroup.restore`."""
         self._teams.restore(state)
 
     def close(self) -> None:
-        """See `EnvGroup.close`."""
         self._teams.close()
 
 
 def agent_spaces(
     num_features: int, actions: ActionSpace, num_agents: int, name: str
 ) -> tuple[int, ActionSpace]:
-    """Return what one agent of an environment sees and can do.
-
-    Args:
-        num_features: Numbers of an observation of all agents together.
-        actions: What all agents can do together.
-        num_agents: Number of agents.
-        name: The environment's, for the message.
-
-    Raises:
-        ConfigError: If observations or actions do not divide into as many equal parts.
-    """
+    """Return what one agent of an environment sees and can do."""
     sizes = actions.sizes
     each = len(sizes) // num_agents
     equal = actions.kind == "discrete" and each > 0 and sizes == sizes[:each] * num_agents
@@ -149,11 +126,7 @@ def agent_spaces(
 
 
 def team_numbers(numbers: list[int], num_agents: int) -> list[int]:
-    """Return the environments that some rows are the agents of.
-
-    Raises:
-        ConfigError: If the agents of one are not all there, next to each other and in order.
-    """
+    """Return the environments that some rows are the agents of."""
     first = numbers[::num_agents]
     expected = [number + agent for number in first for agent in range(num_agents)]
     if numbers != expected or any(number % num_agents for number in first):
@@ -203,11 +176,7 @@ class EnvSpec:
 
     @one_process()
     def make(self) -> gym.Env[Any, Any]:
-        """One environment.
-
-        Raises:
-            ConfigError: If there is none of that name, or it cannot be made.
-        """
+        """One environment."""
         try:
             made = gym.make(self.id, disable_env_checker=True, **self.options)
         except (gym.error.Error, ImportError, TypeError) as error:
@@ -220,11 +189,7 @@ class EnvSpec:
 
     @one_process()
     def spaces(self) -> tuple[int, ActionSpace]:
-        """Numbers of an observation, and what can be done: of one agent.
-
-        Raises:
-            ConfigError: If no actor of ours can act in it, or it has another number of agents.
-        """
+        """Numbers of an observation, and what can be done: of one agent."""
         if self.backend == "envpool":
             return pool_spaces(self.id, self.options, masked=self.masked)
         env = self.make()
@@ -241,19 +206,7 @@ class EnvSpec:
 
     def group(self, number: int, numbers: list[int], seed: int, role: str,
               alarm: StepAlarm) -> EnvGroup:  # fmt: skip
-        """Group `number`, of the environments `numbers`.
-
-        Args:
-            number: Number of the group, unique in the run.
-            numbers: Numbers of its environments, unique in the run.
-            seed: The run's.
-            role: The role whose environments they are.
-            alarm: Limits the time of a step.
-
-        Raises:
-            ConfigError: If the environment has no vectorized form and was asked for it, or a team
-                is not whole.
-        """
+        """Group `number`, of the environments `numbers`."""
         if self.backend == "envpool":
             return PoolGroup(
                 self.id,
@@ -307,7 +260,7 @@ class EnvSpec:
         return gym.spec(name).entry_point is None or self._same_in_both_forms()
 
     def _same_in_both_forms(self) -> bool:
-        """Whether the vectorized form shows and takes what an environment does by itself."""
+        """Return whether the vectorized form has the spaces of a single environment."""
         env = self.make()
         alone = env.observation_space, env.action_space
         env.close()

@@ -69,7 +69,7 @@ class Episodes:
 
     @property
     def over(self) -> bool:
-        """Whether no further episode counts."""
+        """Return whether no further episode counts."""
         return not self._left.any()
 
     def add(
@@ -79,14 +79,7 @@ class Episodes:
         ended: NDArray[np.bool_],
         failed: NDArray[np.bool_],
     ) -> None:
-        """Take in steps of all environments, [envs, steps].
-
-        Args:
-            reward: The reward of each step.
-            mask: False on those of resets.
-            ended: True on the last step of an episode.
-            failed: True on the step after it if the episode was given up, which does not count.
-        """
+        """Take in steps of all environments, [envs, steps]."""
         given_up = np.zeros_like(failed)
         given_up[:, :-1] = failed[:, 1:]
         ended = ended & ~given_up
@@ -132,18 +125,7 @@ def play(
     num_episodes: int,
     max_episode_steps: int,
 ) -> Episodes:
-    """Play the first episodes of a group that has begun.
-
-    Args:
-        live: The group; its rewards as they are.
-        actor: The actor.
-        noise: For piece 0, 1, ... f64[PIECE, envs, components].
-        num_episodes: Episodes of every environment.
-        max_episode_steps: Longest episode, in steps.
-
-    Raises:
-        WorkerError: See `EnvWorker.rollout`. Or an environment gave up too many in a row.
-    """
+    """Play the first episodes of a group that has begun."""
     found, piece = Episodes(len(live.numbers), num_episodes, max_episode_steps), 0
     while not found.over:
         part = live.roll(actor, noise(piece))
@@ -187,7 +169,7 @@ class EnvWorkerSpec:
 
 
 class EnvWorker(Env):
-    """See `EnvWorkerSpec`. It is `Stateful`: every group is a file of its own.
+    """Roll out groups of environments; every group is a file of its own in saved states.
 
     Attributes:
         metrics: Metrics of the last call: return and length of the episodes that ended in it,
@@ -205,14 +187,6 @@ class EnvWorker(Env):
         self._resumed = False
 
     def rollout(self, env: Tensor, group: Tensor, actor: Actor, *, horizon: int) -> Trajectories:
-        """See `Env.rollout`.
-
-        Raises:
-            StateError: If a step of the run was left out or is done twice, or the checkpoint that
-                the run goes on from has no such group.
-            WorkerError: If more environments fail than may be restarted, or the actor gives no
-                numbers; names environment, seed and step.
-        """
         key = call_key(self.context.role, "rollout")
         stream = stream_key(self.context.seed, self.context.role, "noise", key)
         with self._alarm:
@@ -242,7 +216,6 @@ class EnvWorker(Env):
         num_episodes: int,
         max_episode_steps: int,
     ) -> Tensor:
-        """See `Env.evaluate`; raises as `rollout`."""
         key = call_key(self.context.role, "evaluate")
         found: list[NDArray[np.float64]] = [np.zeros(0)]
         for number, numbers in _groups(env.tolist(), group.tolist()):
@@ -333,11 +306,7 @@ class EnvWorker(Env):
                 file.write(json.dumps(state) + "\n")
 
     def load_state(self, folder: Path) -> None:
-        """Read all groups; each goes on in the rank that is asked for it.
-
-        Raises:
-            ValueError: If a file is of another format.
-        """
+        """Read all groups; each goes on in the rank that is asked for it."""
         self.close()
         self._saved.clear()
         self._resumed = True
@@ -348,11 +317,7 @@ class EnvWorker(Env):
             self._saved[int(state["group"])] = state
 
     def close(self) -> None:
-        """Close all environments.
-
-        Raises:
-            Exception: What closing one of them raised, once all have been closed.
-        """
+        """Close all environments."""
         live, self._live = self._live, {}
         close_all(group.close for group in live.values())
 
@@ -374,14 +339,7 @@ def _groups(env: list[int], group: list[int]) -> Iterator[tuple[int, list[int]]]
 def action_noise(
     actions: ActionSpace, stream: NDArray[np.uint64], numbers: list[int], horizon: int
 ) -> NDArray[np.float64]:
-    """All the randomness of some environments' actions, f64[horizon, envs, components].
-
-    Args:
-        actions: What can be done: choices are sampled by uniform numbers, numbers by normal ones.
-        stream: From `stream_key`.
-        numbers: Numbers of the environments.
-        horizon: Steps.
-    """
+    """All the randomness of some environments' actions, f64[horizon, envs, components]."""
     rows = np.array(numbers, dtype=np.int64)
     width = actions.num_components
     uniform = row_uniforms(stream, rows, np.zeros_like(rows), horizon * width)

@@ -35,12 +35,7 @@ _FUSED = re.compile(r"(.*)\.mlp\.(?:(gate)\.weight|experts\.(gate_up_proj|down_p
 
 
 def as_in_files(tensors: Mapping[str, Tensor], model_type: str) -> Iterator[tuple[str, Tensor]]:
-    """A module's tensors as its files have them: views of each expert's matrices.
-
-    Args:
-        tensors: Whole parameters by the module's names.
-        model_type: Of a Hugging Face config.
-    """
+    """A module's tensors as its files have them: views of each expert's matrices."""
     mixtral = model_type == "mixtral"
     block = "block_sparse_moe" if mixtral else "mlp"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -94,7 +89,6 @@ class FusedExperts:
         return found
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `TensorSource.read`."""
         if name in self._plain:
             return self._files.read(self._plain[name], box)
         (first, stop), rows, columns = box
@@ -115,7 +109,7 @@ class FusedExperts:
 
 
 def _rows_of(name: str, held: Mapping[tuple[int, int], str]) -> list[list[str]]:
-    """Of each expert the files' names of its matrices, top to bottom."""
+    """Names of each expert's matrices in the files, top to bottom."""
     number = 1 + max(expert for expert, _ in held)
     blocks = range(2 if name.endswith("gate_up_proj") else 1)
     for expert in range(number):

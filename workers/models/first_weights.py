@@ -31,7 +31,6 @@ class _Backbone:
         return {self._PREFIX + name: shape for name, shape in self._files.shapes().items()}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """See `TensorSource.read`."""
         return self._files.read(name.removeprefix(self._PREFIX), box)
 
 
@@ -39,13 +38,6 @@ def model_source(spec: ModelSpec, head: Head) -> TensorSource:
     """The weights that `spec.causal_lm` starts from, under the same names.
 
     Of a folder only what is asked for is read; random weights are sampled whole, as elsewhere.
-
-    Args:
-        spec: The model.
-        head: What it is to end in.
-
-    Raises:
-        ConfigError: If the folder does not hold exactly the weights of its model.
     """
     if spec.folder is None:
         return WholeTensors(dict(spec.causal_lm("cpu").named_parameters()))
@@ -57,15 +49,7 @@ def model_source(spec: ModelSpec, head: Head) -> TensorSource:
 def fill_first_weights(
     network: Network, source: TensorSource, head: Head, model: ModelSpec, context: WorkerContext
 ) -> None:
-    """Give a process's part its first weights.
-
-    Args:
-        network: The part.
-        source: The language model's, or at least its backbone's.
-        head: Its first weights are its own unless it is the language model's.
-        model: The model that they come from.
-        context: The run's seed and the role.
-    """
+    """Give a process's part its first weights."""
     if not head.is_scalar:
         fill_weights(network, source, exact=False)
         return

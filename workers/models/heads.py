@@ -1,4 +1,4 @@
-"""What stands on a backbone: a language model's own head, a value per token, a score per sequence.
+"""Heads on a backbone: a language model's own, a value per token, a score per sequence.
 
 A head says how its first weights are made and how a folder in Hugging Face's layout keeps it. A
 scalar head is one number with a bias; its folder is the backbone's own, with a file beside it.
@@ -21,7 +21,7 @@ from .architecture import quiet_transformers
 from .spec import ModelSpec
 
 HeadName = Literal["lm_head", "value_head", "score"]
-"""What a model ends in, as checkpoints call it."""
+"""Name of the head in checkpoints."""
 
 HEAD_FILE = "head.safetensors"
 """Where a value or reward model keeps its head, beside the backbone's own files."""
@@ -56,7 +56,7 @@ class Head:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether it says one number per token, not logits."""
+        """Return whether it says one number per token, not logits."""
         return self.name != "lm_head"
 
     def first_weights(self, model: ModelSpec, context: WorkerContext) -> nn.Linear:
@@ -79,7 +79,7 @@ class Head:
         return linear
 
     def is_saved(self, folder: str | None) -> bool:
-        """Whether a model folder has a head of this name."""
+        """Return whether a model folder has a head of this name."""
         path = None if folder is None else Path(folder) / HEAD_FILE
         return path is not None and path.is_file() and f"{self.name}.weight" in read_tensors(path)
 
@@ -96,11 +96,7 @@ class Head:
         take_tensors(path, f"a {self.name}", saved, wanted)
 
     def check(self, model: ModelSpec) -> None:
-        """Look at all that can be known of a model under this head, without its weights.
-
-        Raises:
-            ConfigError: As `ModelSpec.check`, or if the head that lies in its folder does not fit.
-        """
+        """Look at all that can be known of a model under this head, without its weights."""
         model.check(scalar_head=self.is_scalar)
         if self.is_scalar:
             self.first_weights(model, WorkerContext(self.name))
@@ -115,12 +111,7 @@ class Head:
         return HeadedModel(backbone, self.name, linear)
 
     def save(self, folder: Path, module: nn.Module) -> None:
-        """Write a whole model; `ModelSpec(folder=...)` under such a head reads it back.
-
-        Args:
-            folder: The folder to write.
-            module: A model as `whole_model` makes one.
-        """
+        """Write a whole model; `ModelSpec(folder=...)` under such a head reads it back."""
         whole: Any = module
         with quiet_transformers():
             (whole.model if self.is_scalar else whole).save_pretrained(folder)

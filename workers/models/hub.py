@@ -22,26 +22,12 @@ _LEFT_OUT = ("*/*", "consolidated*")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a text has the form of a model's name on a hub: "org/name"."""
+    """Return whether a text has the form of a model's name on a hub: "org/name"."""
     return _HUB_ID.fullmatch(name) is not None
 
 
 def hub_folder(name: str, revision: str | None, *, weights: bool, key: str = "model.hub") -> Path:
-    """The local folder of a model's snapshot, downloaded if it is not there.
-
-    Args:
-        name: "org/name".
-        revision: A branch, a tag or a commit; None for the hub's default branch.
-        weights: Whether to take them as well; a plan reads the configuration alone.
-        key: Where the name is configured.
-
-    Returns:
-        The folder, which is named after the commit and never changes.
-
-    Raises:
-        ConfigError: If the name, the model or the revision is wrong, the hub cannot be reached, or
-            there is no room.
-    """
+    """The local folder of a model's snapshot, downloaded if it is not there."""
     from huggingface_hub import constants, errors, snapshot_download
 
     if not is_hub_id(name):

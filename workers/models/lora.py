@@ -33,7 +33,7 @@ from .model_folder import read_object
 from .packaged import packaged_name
 
 _NAME = "default"
-"""What peft calls the one adapter that a module has."""
+"""Peft's name of a module's one adapter."""
 _PEFT_PREFIX = "base_model.model."
 _WEIGHTS, ADAPTER_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _ALPHA = 32.0
@@ -83,12 +83,7 @@ class LoraSpec:
         return self.rank > 0 or self.folder is not None
 
     def resolved(self) -> LoraSpec:
-        """Take what is left open from the adapter_config.json of the folder, or the defaults.
-
-        Raises:
-            ConfigError: If the folder's adapter cannot be continued, or it was trained with other
-                settings than are given here.
-        """
+        """Take what is left open from the adapter_config.json of the folder, or the defaults."""
         if not self:
             return self
         found = _saved_settings(self.folder) if self.folder else {}
@@ -231,17 +226,7 @@ def _not_done(file: Path, key: str, value: Any) -> str:
 
 
 def check_lora(spec: LoraSpec, module: nn.Module, *, but: str = "lm_head") -> None:
-    """Require that adapters can be made.
-
-    Args:
-        spec: Resolved.
-        module: The model, which may be on the meta device.
-        but: Name of the head, which gets none.
-
-    Raises:
-        ConfigError: If peft is missing, a target or a pattern fits no linear map of the model, or a
-            rank is larger than all of the maps.
-    """
+    """Require that adapters can be made."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
             "lora.rank needs the package peft, which is not installed\n    pip install peft"
@@ -284,7 +269,7 @@ def _heads(module: nn.Module, but: str) -> set[str]:
 
 
 def _ends_in(name: str, end: str) -> bool:
-    """Whether peft takes a module for a target."""
+    """Return whether peft takes a module for a target."""
     return name == end or name.endswith(f".{end}")
 
 
@@ -308,20 +293,7 @@ def _no_target(
 
 
 def adapt(module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> dict[str, nn.Parameter]:
-    """Put adapters with their first weights into a model, in place; its own stop learning.
-
-    Args:
-        module: The model.
-        spec: Resolved.
-        seed: The run's.
-        but: Name of the head, which gets none.
-
-    Returns:
-        The adapters' parameters in float32, by name: "model.layers.0.mlp.up_proj.lora_A.weight".
-
-    Raises:
-        ConfigError: As `insert_adapters` and `first_adapters`.
-    """
+    """Put adapters with their first weights into a model, in place; its own stop learning."""
     found = insert_adapters(module, spec, but=but)
     shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
     for name, value in first_adapters(spec, seed, shapes).items():
@@ -330,11 +302,7 @@ def adapt(module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> dict[str
 
 
 def insert_adapters(module: nn.Module, spec: LoraSpec, *, but: str) -> dict[str, nn.Parameter]:
-    """`adapt` without first weights, for a model that may have no memory yet.
-
-    Raises:
-        ConfigError: As `check_lora`.
-    """
+    """`adapt` without first weights, for a model that may have no memory yet."""
     check_lora(spec, module, but=but)
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -352,28 +320,19 @@ def insert_adapters(module: nn.Module, spec: LoraSpec, *, but: str) -> dict[str,
 
 
 def checkpoint_name(name: str) -> str:
-    """What checkpoints call a parameter of an adapted model."""
+    """Name of an adapted model's parameter in checkpoints."""
     return name.replace(f".{_NAME}.", ".").replace(".base_layer.", ".")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a checkpoint's parameter is an adapter's."""
+    """Return whether a checkpoint's parameter is an adapter's."""
     return ".lora_" in name
 
 
 def first_adapters(
     spec: LoraSpec, seed: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Adapters' first weights on the CPU, in float32: the folder's, or fresh ones.
-
-    Args:
-        spec: Resolved.
-        seed: The run's.
-        shapes: Of each adapter's parameter, by name: A [rank, in] or B [out, rank].
-
-    Raises:
-        ConfigError: If the folder's adapter is another one.
-    """
+    """Adapters' first weights on the CPU, in float32: the folder's, or fresh ones."""
     if spec.folder is None:
         return {name: _fresh(name, shape, seed) for name, shape in shapes.items()}
     made = {name: torch.empty(shape) for name, shape in shapes.items()}
@@ -469,15 +428,7 @@ def save_adapter(
     parameters: Mapping[str, Tensor],
     base: str | None,
 ) -> None:
-    """Write adapters as peft writes them: `PeftModel.from_pretrained(base, folder)` reads them.
-
-    Args:
-        folder: Made if it is not there.
-        module: The adapted model.
-        spec: The resolved spec that they were made by.
-        parameters: As `adapt` gave them; a scalar head that was trained beside them is left out.
-        base: The folder of the model below them; None if it was made of an architecture.
-    """
+    """Write adapters as peft writes them: `PeftModel.from_pretrained(base, folder)` reads them."""
     folder.mkdir(parents=True, exist_ok=True)
     targets = sorted({name.rpartition(".")[2] for name, _ in adapted_linears(module)})
     name, revision = (hub_name(base) or (packaged_name(base), None)) if base else (None, None)

@@ -1,4 +1,4 @@
-"""What a model folder holds, looked at before anything is built from it.
+"""Checks of a model folder before anything is built from it.
 
 Only headers are read here, of every file, in milliseconds: the weights themselves are looked at
 where they have been loaded. transformers fills what a folder lacks with random numbers, and takes
@@ -41,11 +41,7 @@ class _Saved:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON file that is an object.
-
-    Raises:
-        ConfigError: If it cannot be read, or is something else.
-    """
+    """A JSON file that is an object."""
     try:
         found: Any = read_json(file)
     except OSError as error:
@@ -63,11 +59,7 @@ _AGAIN = "copy the folder again, or give one that save_pretrained wrote"
 
 
 def folder_config(folder: Path) -> Any:
-    """The Hugging Face config of a folder.
-
-    Raises:
-        ConfigError: If there is none, or it describes no model that can be computed.
-    """
+    """The Hugging Face config of a folder."""
     file = folder / _CONFIG
     check_folder_files(folder)  # transformers reads further files of the folder
     if not file.is_file():
@@ -92,11 +84,7 @@ def folder_config(folder: Path) -> Any:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder.
-
-    Raises:
-        ConfigError: If there are none, or the index names others than there are.
-    """
+    """The safetensors files of a folder."""
     index = folder / _INDEX
     if not index.is_file():
         if (folder / _ONE).is_file():
@@ -171,13 +159,6 @@ def check_tensors(folder: Path, *, scalar_head: bool) -> None:
     What a scalar head needs beyond the backbone is its own; a language model's head that lies there
     is left alone then. Tied weights stand in a file once or twice, and what old checkpoints keep
     of their buffers is ignored by name.
-
-    Args:
-        folder: In Hugging Face's layout.
-        scalar_head: Whether the backbone alone is taken.
-
-    Raises:
-        ConfigError: With all that is missing, unexpected, or of another shape or type.
     """
     config = folder_config(folder)
     if not scalar_head:
@@ -218,14 +199,14 @@ def _refuse_classifier(folder: Path, saved: Mapping[str, _Saved]) -> None:
 
 
 def owner_words(config: Any) -> str:
-    """What the weights of a folder are to be those of."""
+    """Describe the model that a folder's weights must fit."""
     return f"the '{config.model_type}' model that its config.json describes"
 
 
 def _misfits(
     folder: Path, kind: Any, config: Any, saved: Mapping[str, _Saved], free: frozenset[str]
 ) -> dict[str, list[str]]:
-    """What transformers would make of the tensors, found by loading ones without memory."""
+    """Faults that transformers would report, found by loading tensors without memory."""
     nothing = torch.zeros(())
     tensors: dict[str, Tensor] = {name: nothing.expand(one.shape) for name, one in saved.items()}
     try:
@@ -249,7 +230,7 @@ def _misfits(
 
 
 def load_faults(info: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What a load by transformers says went wrong."""
+    """Faults that a load by transformers reports."""
     return {
         "missing": sorted(info["missing_keys"]),
         "unexpected": sorted(info["unexpected_keys"]),
@@ -261,11 +242,7 @@ def load_faults(info: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """Read generation_config.json; empty if there is none.
-
-    Raises:
-        ConfigError: If it cannot be read.
-    """
+    """Read generation_config.json; empty if there is none."""
     file = folder / _GENERATION
     return read_object(file) if file.exists() else {}
 

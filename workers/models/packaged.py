@@ -92,13 +92,6 @@ def packaged_folder(name: str, tell: Callable[[str], None]) -> Path:
     """The folder of a packaged model, which is written if it is not there.
 
     Processes that write it at the same time end with the one that was complete first.
-
-    Args:
-        name: A key of `PACKAGED`.
-        tell: Is told what takes long.
-
-    Raises:
-        ConfigError: If a package is missing, its file is another, or the cache cannot be written.
     """
     model = PACKAGED[name]
     place = cache_folder() / "models" / f"{name}-{model.sha256[:12]}"
@@ -204,7 +197,7 @@ def _hash(file: Path) -> str:
 
 
 def _is_whole(place: Path) -> bool:
-    """Whether a folder holds exactly what was written there."""
+    """Return whether a folder holds exactly what was written there."""
     try:
         return json.loads((place / _CONTENTS).read_bytes()) == _contents(place)
     except (OSError, ValueError):

@@ -44,12 +44,7 @@ class ResponseEnd:
         return {**found, "stop_strings": [*self.strings]} if self.strings else found
 
     def said(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """Return the text of one response without what ended it, if it has ended.
-
-        Args:
-            ids: Its tokens.
-            decode: Makes a text of tokens.
-        """
+        """Return the text of one response without what ended it, if it has ended."""
         end = next((place for place, token in enumerate(ids) if token in self.ids), None)
         if end is not None:
             return decode(ids[:end])

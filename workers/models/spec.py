@@ -79,7 +79,7 @@ class ModelSpec:
         return self._placed(model, device)
 
     def backbone(self, device: str) -> transformers.PreTrainedModel:
-        """The same model without its language-model head: token ids to hidden states."""
+        """Build the model without its language-model head: token ids to hidden states."""
         if self.folder is None:
             model = self._initialized().base_model
         else:

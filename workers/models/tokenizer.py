@@ -37,7 +37,7 @@ spelled name of a token stands for. It is no character of Unicode, so no text ho
 message does, it is taken out."""
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""What begins a part of a chat template that the assistant generates."""
+"""Begin of a part of a chat template that the assistant generates."""
 
 _WORD = "penstock9system"
 """A word that no template writes by itself."""
@@ -55,7 +55,7 @@ So a run that goes on tomorrow, or is made again, has the same prompts."""
 
 
 class ChatTemplateError(ValueError):
-    """What a chat template says against a conversation."""
+    """A chat template's objection to a conversation."""
 
 
 class Tokenizer:
@@ -104,11 +104,7 @@ class Tokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, in one call.
-
-        Raises:
-            ConfigError: If the tokenizer turns out to be broken when it is used.
-        """
+        """`encode` of each text, in one call."""
         if not texts:
             return []
         if self._marks_ends and any(END_MARK in text for text in texts):
@@ -145,7 +141,7 @@ class Tokenizer:
         return [*self.encode(text), self.eos_id]
 
     def end_of_turn(self, turn: Sequence[int], start: int) -> int:
-        """See `ResponseEnd.past_turn`, of a turn of the assistant that begins at `start`."""
+        """Place behind the assistant's turn that begins at `start`."""
         special = self.backend.added_tokens_decoder
         marks: list[int] = []
         for place in reversed(range(start, len(turn))):
@@ -167,7 +163,7 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether it renders conversations."""
+        """Return whether it renders conversations."""
         return bool(self.backend.chat_template)
 
     def render(
@@ -178,19 +174,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The conversation by the tokenizer's chat template; `encode` it for its tokens.
-
-        Args:
-            messages: See `check_messages`.
-            tools: JSON schemas of what the model may call. Where the template shows none, they,
-                calls and results are written into the messages as Hermes has them.
-            add_generation_prompt: Whether it ends with what begins the assistant's answer.
-            variables: Further ones of the template.
-
-        Raises:
-            ChatTemplateError: If the template refuses these messages.
-            ConfigError: If the template itself cannot be read.
-        """
+        """The conversation by the tokenizer's chat template; `encode` it for its tokens."""
         from jinja2 import TemplateSyntaxError
 
         messages, tools = self._with_tools(messages, tools, variables)
@@ -227,11 +211,7 @@ class Tokenizer:
         return {"strftime_now": _DATE.strftime, **variables}
 
     def shows_tools(self, variables: Mapping[str, Any]) -> bool:
-        """Whether the chat template writes the schemas of tools, found out by giving it one.
-
-        Args:
-            variables: Further variables of the template.
-        """
+        """Whether the chat template writes the schemas of tools, found out by giving it one."""
         asked = [{"role": "user", "content": "a"}]
         return self._writes(PROBE_TOOL["function"]["name"], asked, [PROBE_TOOL], variables)
 
@@ -256,7 +236,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> bool:
-        """Whether the template writes a word for these; each template is asked once."""
+        """Return whether the template writes a word for these; each template is asked once."""
         key = (str(variables.get("chat_template") or self.backend.chat_template), word)
         if key not in self._written:
             self._written[key] = tools is not None  # if it fails, so does the real call
@@ -299,12 +279,7 @@ class Tokenizer:
         return text if isinstance(text, str) else "".join(text)
 
     def decode_responses(self, tokens: Tensor, mask: Tensor) -> list[str]:
-        """Decode each row's response: its masked tokens without its end.
-
-        Args:
-            tokens: i64[rows, T], padded with -1.
-            mask: bool[rows, T], True on the response.
-        """
+        """Decode each row's response: its masked tokens without its end."""
         rows = zip(tokens.tolist(), mask.tolist(), strict=True)
         return [self.said([t for t, keep in zip(*both, strict=True) if keep]) for both in rows]
 
@@ -313,7 +288,7 @@ class Tokenizer:
         return self.end.said(ids, self.decode)
 
     def ends_with(self, ids: Sequence[int]) -> bool:
-        """Whether the last of these tokens ends a response."""
+        """Return whether the last of these tokens ends a response."""
         return bool(ids) and ids[-1] in self.end.ids
 
     def decode_rows(self, tokens: Tensor) -> list[str]:
@@ -353,11 +328,7 @@ class TokenizerSpec:
     turn. A folder's tokenizer has its own."""
 
     def build(self) -> Tokenizer:
-        """Make the tokenizer.
-
-        Raises:
-            ConfigError: If the alphabet is empty, or the folder is missing or holds no tokenizer.
-        """
+        """Make the tokenizer."""
         if self.kind == "char":
             return _char_tokenizer(self.alphabet, self.chat_template)
         if self.kind == "byte":
@@ -384,13 +355,11 @@ class EndedTokenizerSpec(TokenizerSpec):
     """Further ids; and the strings, which replace the folder's."""
 
     def build(self) -> Tokenizer:
-        """See `TokenizerSpec.build`."""
         tokenizer = super().build()
         tokenizer.end = ResponseEnd(tokenizer.end.also(self.end.ids).ids, self.end.strings)
         return tokenizer
 
     def sampled_by(self, sampling: Sampling) -> EndedTokenizerSpec:
-        """See `TokenizerSpec.sampled_by`."""
         return self.ending(self.end.sampled_by(sampling))
 
 
@@ -456,7 +425,7 @@ def _wrapped(backend: object, chat_template: str | None) -> PreTrainedTokenizerB
 
 @functools.lru_cache(maxsize=64)
 def _draws(template: str) -> bool:
-    """Whether a chat template uses the filter `random`, or `lipsum`."""
+    """Return whether a chat template uses the filter `random`, or `lipsum`."""
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
@@ -506,11 +475,7 @@ def _folder_tokenizer(folder: str | None) -> Tokenizer:
 
 
 def folder_end(folder: Path, own: ResponseEnd = ResponseEnd(())) -> ResponseEnd:  # noqa: B008
-    """Return the ends of responses in the generation_config.json of a folder, besides `own`.
-
-    Raises:
-        ConfigError: If an id there is no token.
-    """
+    """Return the ends of responses in the generation_config.json of a folder, besides `own`."""
     from .model_folder import generation_config
 
     found = generation_config(folder)
@@ -526,11 +491,7 @@ def folder_end(folder: Path, own: ResponseEnd = ResponseEnd(())) -> ResponseEnd:
 
 
 def pad_rows(rows: Iterable[Sequence[int]]) -> Tensor:
-    """Rows of ids as one column.
-
-    Returns:
-        i64[rows, longest], padded on the right with -1.
-    """
+    """Rows of ids as one column."""
     listed = [list(row) for row in rows]
     width = max(map(len, listed), default=0)
     padded = [row + [-1] * (width - len(row)) for row in listed]

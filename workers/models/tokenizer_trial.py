@@ -41,13 +41,6 @@ def check_tokenizer(folder: Path, given: Any = None) -> None:
     """Refuse a folder whose tokenizer or chat template takes time or memory without a bound.
 
     Two words with one id are refused as well: of those, only this process sees both.
-
-    Args:
-        folder: Folder of a model.
-        given: A chat template to use instead of the folder's.
-
-    Raises:
-        ConfigError: Saying what was too much.
     """
     check_folder_files(folder)
     files = [folder / name for name in ("tokenizer.json", *_TEMPLATES)]

@@ -42,13 +42,7 @@ def with_tools_as_text(
     *,
     system: bool,
 ) -> list[Mapping[str, Any]]:
-    """Return the conversation with everything about tools in the contents of its messages.
-
-    Args:
-        messages: The conversation; some messages may have `tool_calls`, or be a tool's.
-        tools: JSON schemas of what may be called; they go into the first message.
-        system: Whether the first message may be the system's; else it is the user's.
-    """
+    """Return the conversation with everything about tools in the contents of its messages."""
     written: list[Mapping[str, Any]] = []
     follows_result = False
     for message in messages:

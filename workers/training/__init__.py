@@ -1,4 +1,4 @@
-"""What every trainable worker does with weights, states and train calls, over any `Network`.
+"""Weights, states and train calls of every trainable worker, over any `Network`.
 
 How a model computes its outputs is an engine's business.
 """

@@ -122,7 +122,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def box_key(name: str, box: Box) -> str:
-    """What a box is called in a file of format 2."""
+    """Name of a box in a file of format 2."""
     return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
@@ -140,12 +140,7 @@ def state_file(kind: str, process: int | None) -> str:
 
 
 def read_state_json(folder: Path) -> dict[str, Any]:
-    """The `state.json` of a saved state.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it has an unknown format.
-    """
+    """The `state.json` of a saved state."""
     state: dict[str, Any] = json.loads((folder / "state.json").read_text())
     if state.get("format") not in _FORMATS:
         raise ValueError(

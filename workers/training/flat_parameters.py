@@ -129,11 +129,7 @@ class FlatParameters:
         return {name: self.view(source, name).detach().to("cpu", copy=True) for name in self._spans}
 
     def load(self, tensors: Mapping[str, Tensor], buffer: Tensor | None = None) -> None:
-        """Copy tensors by name into a buffer of this layout (the weights by default).
-
-        Raises:
-            ValueError: If names or shapes differ in any way; nothing has been changed then.
-        """
+        """Copy tensors by name into a buffer of this layout (the weights by default)."""
         self._check(tensors)
         target = self.data if buffer is None else buffer
         with torch.no_grad():
@@ -202,11 +198,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file.
-
-    Raises:
-        ConfigError: If it is not there, or is no whole safetensors file.
-    """
+    """Read a safetensors file."""
     try:
         check_regular(path)  # a FIFO would be waited for
         return safetensors.torch.load_file(path)

@@ -14,16 +14,7 @@ from .stored_pieces import pieces_on, stored_view
 
 
 def frozen_names(network: Network, patterns: Sequence[str], role: str) -> frozenset[str]:
-    """The parameters of a model that patterns name, by the names that checkpoints have.
-
-    Args:
-        network: A process's part of the model; the whole model's names count.
-        patterns: With `*`, `?` and `[...]`, as file names are matched.
-        role: For messages.
-
-    Raises:
-        ConfigError: If a pattern names none, or together they name all.
-    """
+    """The parameters of a model that patterns name, by the names that checkpoints have."""
     names = [param.name for param in network.layout.params]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

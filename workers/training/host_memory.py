@@ -44,16 +44,16 @@ class HostRoom:
         return found
 
     def give_back(self, pieces: Sequence[Tensor]) -> None:
-        """What was taken is not needed any more."""
+        """Give back pieces that `take` gave."""
         self._free += pieces
 
 
 _PINNED = HostRoom()
-"""Of this process; nothing is in it until something on a GPU sleeps."""
+"""This process's room, empty until something on a GPU sleeps."""
 
 
 class HostCopy:
-    """What tensors hold on a device, kept on the host; their memory there is given up.
+    """Contents of a device's tensors, kept on the host; their memory there is given up.
 
     The tensors stay what they are, and so do all views of them: only the memory under them goes and
     comes back, at another place. Nobody may look at them meanwhile.

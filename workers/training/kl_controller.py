@@ -29,7 +29,7 @@ class KLControllerSpec:
 
 
 class AdaptiveKL(KLController):
-    """See `KLController`. All ranks of a group take in all rows and hold the same number."""
+    """The controller; all ranks of a group take in all rows and hold the same number."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -37,7 +37,6 @@ class AdaptiveKL(KLController):
         self._factor = 1.0
 
     def follow(self, kl: Tensor, first: float, target: KLTarget) -> TrainMetrics:
-        """See `KLController.follow`."""
         values = self._group.gather_floats(kl)
         observed = sum(values) / max(len(values), 1)
         self._factor = target.next_coef(
@@ -51,7 +50,6 @@ class AdaptiveKL(KLController):
         )
 
     def coefficient(self, kl: Tensor, first: float) -> Tensor:
-        """See `KLController.coefficient`."""
         return torch.full_like(kl, first * self._factor)
 
     def export_weights(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""How far what trains a policy agrees with what sampled from it, about the same tokens.
+"""The mismatch of log-probabilities between the engine that trains and the one that sampled.
 
 Looked at in the first minibatch of a train call, between its gradient and the update, where the
 training engine's log-probabilities are there anyway. If the rollout read the weights that are
@@ -29,7 +29,7 @@ _MOST = 20.0  # a log-ratio beyond which the exponential says nothing
 
 
 class MismatchError(PenstockError):
-    """What samples and what trains say different things of the same tokens on the same weights."""
+    """Sampling and training disagree about the same tokens on the same weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

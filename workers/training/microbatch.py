@@ -37,7 +37,7 @@ def _ragged(kind: type) -> frozenset[str]:
 
 
 def row_sizes(batch: object) -> Tensor:
-    """What each row counts for where micro-batches are bounded, i64[rows], on the CPU.
+    """Size of each row where micro-batches are bounded, i64[rows], on the CPU.
 
     The length of its `tokens`; in a batch without them, all steps of its `mask`, True or False.
     """
@@ -59,13 +59,7 @@ def columns(batch: object) -> dict[str, Tensor]:
 
 
 def take_rows(batch: T, rows: Tensor, device: torch.device | None = None) -> T:
-    """Some rows of a batch, trimmed to the longest of them.
-
-    Args:
-        batch: A batch dataclass, with a `tokens` column if any column is ragged.
-        rows: i64[n]; at least one.
-        device: Where the result goes; the batch's own device by default.
-    """
+    """Some rows of a batch, trimmed to the longest of them."""
     parts = {name: column[rows.to(column.device)] for name, column in columns(batch).items()}
     ragged = _ragged(type(batch))
     if ragged:
@@ -97,7 +91,7 @@ def _group_ids(batch: object) -> Tensor:
 
 
 class Minibatches:
-    """Which of this rank's rows belong to which minibatch.
+    """The assignment of this rank's rows to minibatches.
 
     Args:
         batch: This rank's part of the batch.
@@ -172,15 +166,7 @@ def micro_batches(
     *,
     sort_by_length: bool,
 ) -> Iterator[Tensor]:
-    """Cut a minibatch's rows into micro-batches of at most `max_tokens` tokens or one unit.
-
-    Args:
-        batch: Columns with `tokens`, or `mask` without them; see `row_sizes`.
-        rows: i64[n]; the minibatch.
-        unit: "group" keeps the rows of a group in one micro-batch.
-        max_tokens: Real tokens, padding not counted.
-        sort_by_length: Bring units of similar length together (worth it where padding costs).
-    """
+    """Cut a minibatch's rows into micro-batches of at most `max_tokens` tokens or one unit."""
     lengths = row_sizes(batch)[rows]
     if unit == "row" and not sort_by_length and len(rows) and int(lengths.sum()) <= max_tokens:
         yield rows

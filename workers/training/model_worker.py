@@ -1,4 +1,4 @@
-"""What every worker with a trained model does, whichever engine computes it and whatever it says.
+"""The part that all workers with a trained model share, whichever engine computes it.
 
 Weights in and out, checkpoints, giving up the device, evaluation in micro-batches, the train call.
 A data-parallel rank may be several processes that share a model: every method is called on all of
@@ -83,7 +83,7 @@ class ModelWorker:
     # --- weights in and out
 
     def weights_layout(self) -> Sharding:
-        """Who in the group stores what; device numbers are those of `WorkerContext.process`."""
+        """Layout of the group's weights; device numbers are those of `WorkerContext.process`."""
         return self._network.layout
 
     def local_tensors(self) -> dict[str, Tensor]:
@@ -109,11 +109,7 @@ class ModelWorker:
         return gather_weights(self._network, lead)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace all weights in place, each process its part.
-
-        Raises:
-            ValueError: If names or shapes differ; nothing has been changed then.
-        """
+        """Replace all weights in place, each process its part."""
         self._state_files.keep()
         fill_weights(self._network, WholeTensors(weights))
         self.weights_changed()
@@ -125,11 +121,7 @@ class ModelWorker:
     # --- checkpoints
 
     def save_state(self, folder: Path) -> None:
-        """Write weights and optimizer state; see `take_state`.
-
-        Raises:
-            StateError: If pieces of a batch wait for its last one: their gradient would be lost.
-        """
+        """Write weights and optimizer state; see `take_state`."""
         write = self.take_state()
         folder.mkdir(parents=True, exist_ok=True)
         write(folder, lambda: False)
@@ -139,9 +131,6 @@ class ModelWorker:
 
         A model that one process alone has is written in format 1 of `checkpoint_files`, any other
         in format 2: of what several processes hold each writes a share.
-
-        Raises:
-            StateError: If pieces of a batch wait for its last one: their gradient would be lost.
         """
         if self._trainer is not None:
             self._trainer.refuse_pieces("its state was to be saved")
@@ -173,7 +162,7 @@ class ModelWorker:
         return write
 
     def _stored(self, buffers: Mapping[str, Tensor | None], *, boxed: bool) -> dict[str, Tensor]:
-        """What this process writes of the weights (None) and of buffers laid out as they are."""
+        """This process's part of the weights (None) and of buffers laid out as they are."""
         found: dict[str, Tensor] = {}
         pieces = [
             piece
@@ -188,13 +177,7 @@ class ModelWorker:
         return found
 
     def load_state(self, folder: Path) -> None:
-        """Restore what any engine saved in any layout; bit for bit what this one saved.
-
-        Raises:
-            FileNotFoundError: If a file is missing.
-            ValueError: If the state is of another model or format.
-            ConfigError: If weights in it are not finite.
-        """
+        """Restore what any engine saved in any layout; bit for bit what this one saved."""
         state = read_state_json(folder)
         self._state_files.keep()
         fill_weights(self._network, open_state(folder, state, "weights"))
@@ -250,16 +233,7 @@ class ModelWorker:
     # --- calls
 
     def follow(self, leader: object, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
-        """Move the weights to `w + share * (leader - w)` in place; nothing is sent anywhere.
-
-        Args:
-            leader: A worker in this process with the same model in the same layout.
-            share: How far, in (0, 1]; 1 copies.
-            every: Only in steps whose number it divides.
-
-        Raises:
-            ConfigError: If it cannot be; nothing has been changed then.
-        """
+        """Move the weights to `w + share * (leader - w)` in place; nothing is sent anywhere."""
         role = self.context.role
         if not 0 < share <= 1:
             raise ConfigError(f"role '{role}' follows with share={share}; expected in (0, 1]")
@@ -391,11 +365,7 @@ def _cut(lengths: Tensor, limit: int, *, by_length: bool) -> Iterator[Tensor]:
 
 
 def check_columns(tokens: Tensor, mask: Tensor) -> None:
-    """Require i64[rows, T] tokens and a bool mask of that shape that leaves column 0 alone.
-
-    Raises:
-        ValueError: Saying what came instead.
-    """
+    """Require i64[rows, T] tokens and a bool mask of that shape that leaves column 0 alone."""
     if (
         tokens.ndim != 2
         or tokens.dtype != torch.int64

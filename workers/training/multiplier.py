@@ -39,7 +39,7 @@ class MultiplierSpec:
 
 
 class LagrangeMultiplier(Multiplier):
-    """See `MultiplierSpec`. All ranks of a group take in all costs and hold the same number."""
+    """The multiplier; all ranks of a group take in all costs and hold the same number."""
 
     def __init__(self, spec: MultiplierSpec, context: WorkerContext) -> None:
         self._context = context
@@ -49,7 +49,6 @@ class LagrangeMultiplier(Multiplier):
         self._steps = 0
 
     def update(self, cost: Tensor, ascent: Ascent) -> TrainMetrics:
-        """See `Multiplier.update`."""
         self._costs.extend(one for one in self._group.gather_floats(cost) if not math.isnan(one))
         while len(self._costs) > ascent.window:
             self._costs.popleft()
@@ -65,7 +64,6 @@ class LagrangeMultiplier(Multiplier):
         )
 
     def price(self, cost: Tensor) -> Tensor:
-        """See `Multiplier.price`."""
         return torch.full_like(cost, math.exp(self._log_multiplier))
 
     def export_weights(self) -> dict[str, Tensor]:

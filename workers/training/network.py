@@ -1,4 +1,4 @@
-"""What training and evaluation ask of a model, whichever engine computes it.
+"""The interface of a model for training and evaluation, whichever engine computes it.
 
 A `Network` is one process's part of a model. The engines differ in how a micro-batch goes through
 it, in who holds which weights, and in how gradients are added up; what a worker does with a call is
@@ -51,7 +51,7 @@ class Network(Protocol):
 
     @property
     def is_divided(self) -> bool:
-        """Whether this process has only a part of the model."""
+        """True if this process has only a part of the model."""
         ...
 
     def held_tensors(self) -> list[Tensor]:
@@ -66,7 +66,7 @@ class Network(Protocol):
         """Weights were written from outside."""
 
     def make_optimizer(self, spec: OptimizerSpec) -> AdamW:
-        """What steps these weights."""
+        """The optimizer of these weights."""
         ...
 
     def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
@@ -92,7 +92,7 @@ class Network(Protocol):
         """
 
     def together(self, result: Tensor) -> Tensor:
-        """What `compute` wrote in all processes, each its own rows and zero elsewhere, in place."""
+        """Add up what `compute` wrote in all processes, each its own rows and zero elsewhere."""
         ...
 
     def start_gradient(self) -> Tensor:
@@ -109,7 +109,7 @@ class Network(Protocol):
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model says after some tokens.
+    """A model's outputs after some tokens.
 
     Attributes:
         values: f[U, width]: what its `token_logprob` reads, be it the states before the head or

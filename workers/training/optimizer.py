@@ -221,7 +221,7 @@ def _fused_step(
     lr: float,
     step: int,
 ) -> None:
-    """The same to float32 rounding by one kernel of torch, with no temporary."""
+    """AdamW to float32 rounding by one kernel of torch, with no temporary."""
     beta1, beta2 = spec.betas
     fused: Any = torch.ops.aten._fused_adamw_  # pyright: ignore[reportPrivateUsage]
     steps = torch.full((), float(step), dtype=torch.float32, device=master.device)
@@ -302,7 +302,7 @@ class AdamW:
             update_weights(weights[begin:end], own[begin:end], part, self._spec, lr, self.steps)
 
     def _stepped(self, length: int) -> Iterator[tuple[int, int]]:
-        """What is not frozen of this process's `length` weights."""
+        """Spans of this process's `length` weights that are not frozen."""
         begin = 0
         for start, stop in self._frozen:
             if start - self._begin > begin:
@@ -313,7 +313,7 @@ class AdamW:
         yield begin, length
 
     def _weights(self) -> Tensor:
-        """What this process steps, as one tensor in the layout of the buffers."""
+        """The weights that this process steps, in the layout of the buffers."""
         return self._data
 
     def _allocated(self) -> dict[str, Tensor]:

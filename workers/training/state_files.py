@@ -29,10 +29,10 @@ _AT_ONCE = 8 << 20
 """Bytes that are read, hashed and written at once."""
 
 _BLOCK_BYTES = 256 << 20
-"""Of pinned memory, made at once: torch makes it in powers of two."""
+"""Size of a block of pinned memory: torch makes it in powers of two."""
 
 _ROOM_S = 60.0
-"""How long a change waits for the disk where there is no room for a copy."""
+"""Longest wait of a change for the disk where there is no room for a copy."""
 
 _DTYPES = {
     torch.int64: "I64",
@@ -69,7 +69,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Held:
-    """What a file is to hold of a tensor, whose own memory may be given up meanwhile."""
+    """A tensor's content for a file; its own memory may be given up meanwhile."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -91,14 +91,7 @@ class StateFiles:
         self._ended = threading.Event()
 
     def take(self, files: Mapping[str, Mapping[str, Tensor]]) -> Writes:
-        """Take what some files are to hold.
-
-        Args:
-            files: File name -> tensor name -> tensor. The owner calls `keep` before it changes one.
-
-        Returns:
-            What writes them, once; it may be called in another thread.
-        """
+        """Take what some files are to hold."""
         self.keep()  # of a state that nobody has written
         self.pinned.reuse()
         taken = {
@@ -231,7 +224,7 @@ class PinnedBlocks:
 
 
 class _UnwantedError(Exception):
-    """Nobody wants the file that is being written."""
+    """The file that is being written is not wanted any more."""
 
 
 def _check(source: _Source) -> None:
@@ -245,7 +238,7 @@ def _check(source: _Source) -> None:
 
 
 def _header(tensors: Mapping[str, _Held]) -> bytes:
-    """How a safetensors file with these tensors begins, in their order."""
+    """Header of a safetensors file with these tensors, in their order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, held in tensors.items():

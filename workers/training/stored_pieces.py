@@ -45,7 +45,7 @@ class StoredPiece:
 
 
 def pieces_on(sharding: Sharding, device: int) -> Iterator[StoredPiece]:
-    """What a device holds, in the order of the checkpoint."""
+    """Pieces that a device holds, in the order of the checkpoint."""
     for param in sharding.params:
         owners: dict[Box, int] = {}
         for piece in sharding.patterns[param.pattern]:
@@ -55,7 +55,7 @@ def pieces_on(sharding: Sharding, device: int) -> Iterator[StoredPiece]:
 
 
 def share_of(pieces: Sequence[StoredPiece], rank: int, num_ranks: int) -> Iterator[StoredPiece]:
-    """What a rank writes of pieces that all ranks hold: about as many numbers as each other one."""
+    """A rank's share of pieces that all ranks hold: about equal numbers each."""
     total, before = sum(volume(piece.box) for piece in pieces), 0
     for piece in pieces:
         if before * num_ranks // max(total, 1) == rank:
@@ -72,14 +72,12 @@ def stored_view(tensors: Mapping[str, Tensor], piece: StoredPiece) -> Tensor:
 
 
 class HoldsWeights(Protocol):
-    """What `fill_weights` needs of a `Network`."""
+    """The part of a `Network` that `fill_weights` needs."""
 
     context: WorkerContext
     rank_layout: Sharding
 
-    def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
-        """See `Network.tensors`."""
-        ...
+    def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]: ...
 
 
 def fill_weights(
@@ -91,19 +89,7 @@ def fill_weights(
     only: str = "",
     but: str | None = None,
 ) -> None:
-    """Have a process's part of a model say what a source says.
-
-    Args:
-        network: The part.
-        source: Whole parameters by the checkpoint's names.
-        buffers: What to fill instead of the weights, by the prefix of its names in the source.
-        exact: Whether the source may have no other parameters.
-        only: How the parameters begin that are filled.
-        but: How those begin that are left alone.
-
-    Raises:
-        ValueError: If names or shapes differ; nothing has been changed then.
-    """
+    """Have a process's part of a model say what a source says."""
     wanted = {
         param.name: param.shape
         for param in network.rank_layout.params
@@ -142,12 +128,7 @@ def _check_names(
 
 
 def gather_weights(network: Network, lead: int) -> dict[str, Tensor]:
-    """Copies of whole parameters, on the CPU of one process; nothing elsewhere.
-
-    Args:
-        network: This process's part; all processes of the rank must take part.
-        lead: The process that is to have them.
-    """
+    """Copies of whole parameters, on the CPU of one process; nothing elsewhere."""
     sharding, tensors = network.rank_layout, network.tensors()
     here = network.context.process
     own = next(iter(tensors.values()))

@@ -1,4 +1,4 @@
-"""What a train call adds up: over micro-batches, over the pieces of a batch, and over ranks."""
+"""Sums of a train call: over micro-batches, over the pieces of a batch, and over ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Sums:
 
 @dataclass
 class Pieces:
-    """What has come of a batch that comes in pieces, the loss still undivided.
+    """The sums of a batch that comes in pieces, the loss still undivided.
 
     Attributes:
         role: What is trained.
@@ -94,7 +94,7 @@ class Pieces:
         return counts[:-1]
 
     def unfinished(self, what: str) -> StateError:
-        """What is said where the last piece was expected.
+        """The message where the last piece was expected.
 
         Args:
             what: What came in place of it.
@@ -106,7 +106,7 @@ class Pieces:
 
 
 def divisor(loss: Loss[Any, Any], totals: Tensor, role: str) -> Tensor:
-    """What a loss's sum over rows is divided by; see `Loss.divisor`.
+    """Divisor of a loss's sum over rows; see `Loss.divisor`.
 
     Raises:
         ConfigError: If that is not all that totals are to it.

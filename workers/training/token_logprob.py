@@ -25,7 +25,7 @@ MOST_LOGITS = 1 << 23
 MOST_IN_FLOAT32 = 1 << 21
 """Logits that exist at once in float32 on a CPU: 8 MiB, about what the cache holds."""
 _ON_DEVICE, _ON_DEVICE_IN_FLOAT32 = 1 << 28, 1 << 27
-"""The same on other devices, half a gigabyte each: 1,766 states of 151,936 words, and half that."""
+"""Chunks on other devices, half a gigabyte each: 1,766 states of 151,936 words, and half that."""
 
 
 def known_words(head: Any, num_words: int | None) -> tuple[Tensor, Tensor | None]:
@@ -233,14 +233,14 @@ def _add_product(total: Tensor, change: Tensor, states: Tensor) -> None:
 
 
 class _Lines:
-    """Which tokens, on the device, are asked for of which states, ascending on the CPU."""
+    """The tokens asked for, on the device, and their states, ascending on the CPU."""
 
     def __init__(self, entry: Tensor, target: Tensor) -> None:
         self._entry, self._target = entry, target
         self._there = sent(entry, target.device)
 
     def of(self, rows: slice) -> tuple[slice, Tensor, Tensor]:
-        """Of some states: which places of `entry`, and for each the state, from 0, and the word."""
+        """For some states: places of `entry`, and for each the state, from 0, and the word."""
         edges = torch.tensor([rows.start, rows.stop])
         begin, end = torch.searchsorted(self._entry, edges).tolist()
         asked = slice(begin, end)

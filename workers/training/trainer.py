@@ -131,7 +131,7 @@ class Trainer(Generic[O]):
 
     @property
     def has_pieces(self) -> bool:
-        """Whether pieces of a batch wait for its last one: then their gradient is needed."""
+        """Return whether pieces of a batch wait for its last one: then their gradient is needed."""
         return self._pieces is not None
 
     def refuse_pieces(self, what: str) -> None:

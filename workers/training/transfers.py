@@ -19,13 +19,7 @@ _HOST: Any = WeakTensorKeyDictionary()
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; the same one if it is there. Neither may be written to afterwards.
-
-    Args:
-        tensor: Any. From host memory it goes to a CUDA device through pinned memory, in the order
-            of that device's work.
-        device: Where to.
-    """
+    """A tensor on a device; the same one if it is there. Neither may be written to afterwards."""
     if tensor.device == device:
         return tensor
     if tensor.device.type != "cpu":
@@ -57,12 +51,7 @@ def derived(tensor: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
-    """`x[mask]`, differentiable, and known on the host if `x` and `mask` are.
-
-    Args:
-        x: [rows, T, ...].
-        mask: bool[rows, T].
-    """
+    """`x[mask]`, differentiable, and known on the host if `x` and `mask` are."""
     if mask.device.type == "cpu":
         return x[mask]
     if x in _HOST:
@@ -71,13 +60,7 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, mask: Tensor, zero: Tensor) -> Tensor:
-    """`zero` with values where `mask` is True, in their order, differentiable.
-
-    Args:
-        values: [n, ...], one for each True.
-        mask: bool[rows] or bool[rows, T].
-        zero: [*mask's shape, ...].
-    """
+    """`zero` with values where `mask` is True, in their order, differentiable."""
     if mask.device.type == "cpu":
         more = [1] * (values.ndim - 1)
         return zero.masked_scatter(mask.view(*mask.shape, *more), values)

@@ -21,16 +21,7 @@ _LARGEST_NORM = 1e12
 
 
 def refuse_faults(place: Path, owner: str, faults: Mapping[str, Iterable[str]]) -> None:
-    """Refuse saved weights that are not those of what they are for.
-
-    Args:
-        place: The folder or file.
-        owner: What they are for: "a value head".
-        faults: What is wrong -> names of tensors.
-
-    Raises:
-        ConfigError: If anything is.
-    """
+    """Refuse saved weights that are not those of what they are for."""
     lines = [f"    {what}: {some(names)}" for what, names in faults.items() if names]
     if lines:
         raise ConfigError(
@@ -52,18 +43,7 @@ def not_mapped(file: Path, error: MemoryError | RuntimeError) -> ConfigError:
 def take_tensors(
     file: Path, owner: str, saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
 ) -> None:
-    """Copy saved tensors by name into others: all of them, or none.
-
-    Args:
-        file: Where they were read, for messages.
-        owner: See `refuse_faults`.
-        saved: What stands there.
-        wanted: What they are copied to.
-
-    Raises:
-        ConfigError: If one is missing, too many, of another shape, of a type that is no floating
-            point, or not finite.
-    """
+    """Copy saved tensors by name into others: all of them, or none."""
     shared = [name for name in wanted if name in saved]
     shapes = {name: (list(saved[name].shape), list(wanted[name].shape)) for name in shared}
     faults = {
@@ -92,9 +72,6 @@ def unusable(tensors: Mapping[str, Tensor]) -> list[str]:
 
     A gated feed-forward multiplies three weights, so from there on its numbers are beyond float32;
     norms of trained weights stay below 1e6.
-
-    Args:
-        tensors: Floating-point tensors of one device.
     """
     parts = [tensor.detach() for tensor in tensors.values()]
     if float(torch.nn.utils.get_total_norm(parts)) <= _LARGEST_NORM:
@@ -119,17 +96,7 @@ def some(names: Iterable[str]) -> str:
 
 
 def check_outputs(role: str, what: str, found: Tensor, weights: Mapping[str, Tensor]) -> None:
-    """Refuse what a model says if there is a nan or an infinity in it.
-
-    Args:
-        role: Whose model it is.
-        what: What it was asked for: "log-probabilities".
-        found: [rows, ...].
-        weights: The model's, as far as they are here.
-
-    Raises:
-        WorkerError: Naming role, step and the weights that are to blame.
-    """
+    """Refuse what a model says if there is a nan or an infinity in it."""
     if bool(found.isfinite().all()):
         return
     rows = int((~found.isfinite()).reshape(len(found), -1).any(dim=1).sum())
@@ -143,14 +110,7 @@ def check_outputs(role: str, what: str, found: Tensor, weights: Mapping[str, Ten
 
 
 def stopped(role: str, step: int, what: str, findings: Sequence[str]) -> WorkerError:
-    """What is said when a role cannot be trained on.
-
-    Args:
-        role: The role.
-        step: The run's step.
-        what: What was noticed: "the gradient norm is nan".
-        findings: What else is not finite, on whichever process.
-    """
+    """The message when a role cannot be trained on."""
     others = f"\n    not finite: {'; '.join(findings)}" if findings else ""
     return WorkerError(
         f"step {step}: '{role}' cannot be trained on: {what}{others}\n    nothing of this step is "

@@ -55,34 +55,29 @@ class WholeNetwork:
         self.rank_layout = whole(lying, [context.process], dtype=dtype)
 
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
-        """See `Network.tensors`."""
         source = self.flat.data if buffer is None else buffer
         return {name: self.flat.view(source, name) for name in self.flat.names}
 
     def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
-        """See `LanguageNetwork.whole_module`."""
         return self.module
 
     def save_adapter(self, folder: Path, base: str | None) -> None:
-        """See `LanguageNetwork.save_adapter`: there is none."""
+        """There are no adapters."""
 
     def held_tensors(self) -> list[Tensor]:
-        """See `Network.held_tensors`."""
         return [self.flat.data, *self.gradients()]
 
     def gradients(self) -> list[Tensor]:
-        """See `Network.gradients`."""
         return [] if self.flat.grad is None else [self.flat.grad]
 
     def weights_changed(self) -> None:
-        """See `Network.weights_changed`: nothing here is derived from them."""
+        """Nothing here is derived from the weights."""
 
     def make_optimizer(self, spec: OptimizerSpec) -> AdamW:
-        """See `Network.make_optimizer`."""
         return AdamW(self.flat.data, spec)
 
     def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
-        """See `Network.micro_batch_limit`: there is one process."""
+        """There is one process."""
         return limit
 
     def run(
@@ -93,7 +88,6 @@ class WholeNetwork:
         *,
         backward: bool,
     ) -> None:
-        """See `Network.run`."""
         for part in parts:
             total = compute(load(part))
             if backward:
@@ -103,13 +97,12 @@ class WholeNetwork:
                 total.backward()
 
     def together(self, result: Tensor) -> Tensor:
-        """See `Network.together`: there is one process."""
+        """There is one process."""
         return result
 
     def start_gradient(self) -> Tensor:
-        """See `Network.start_gradient`."""
         return self.flat.enable_gradients()
 
     def finish_gradient(self, grad: Tensor) -> Tensor:
-        """See `Network.finish_gradient`: all ranks' are added up."""
+        """All ranks' are added up."""
         return self.replicas.sum_(grad)

@@ -39,7 +39,7 @@ from .perceptron import ActorCriticNetwork, HasSpaces, PerceptronSpec, single_st
 from .recurrent import NumpyRecurrent
 
 _MODEL_TYPE = "perceptron_actor_critic"
-"""What the configuration of a saved network calls it."""
+"""`model_type` in the config of a saved network."""
 
 B = TypeVar("B")
 
@@ -64,17 +64,11 @@ class TorchActorCriticSpec:
         check_range(self, "micro_batch_steps", at_least=1)
 
     def build(self, context: WorkerContext) -> TorchActorCritic:
-        """Make it on the context's device.
-
-        Raises:
-            ConfigError: If `start` is no such folder, or its network does not fit.
-        """
+        """Make it on the context's device."""
         return TorchActorCritic(self, context)
 
 
 class TorchActorCritic(ModelWorker, ActorCritic):
-    """See `TorchActorCriticSpec`."""
-
     def __init__(self, spec: TorchActorCriticSpec, context: WorkerContext) -> None:
         num_features, actions = spec.env.spaces()
         self.spec = spec
@@ -97,19 +91,17 @@ class TorchActorCritic(ModelWorker, ActorCritic):
         action_mask: NDArray[np.bool_] | None,
         recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
-        """See `Actor.act`."""
         self._on_host.follow()
         return self._numpy.act(obs, noise, action_mask, recurrent_state)
 
     def answer_all(self, method: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Acts]:
-        """See `BatchedInference`: what is waiting for actions is computed together."""
+        """Compute all waiting requests together."""
         if method != "act":
             return [getattr(self, method)(*arguments) for arguments in calls]
         self._on_host.follow()
         return self._numpy.act_all(calls)
 
     def weights_changed(self) -> None:
-        """See `ModelWorker.weights_changed`."""
         super().weights_changed()
         self._on_host.is_stale = True
 
@@ -121,7 +113,6 @@ class TorchActorCritic(ModelWorker, ActorCritic):
         recurrent_state: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Evaluation:
-        """See `ActorCritic.evaluate`."""
         logprob, entropy = torch.zeros(obs.shape[:2]), torch.zeros(obs.shape[:2])
         with torch.no_grad():
             seen = self._seen(obs, recurrent_state, mask)
@@ -139,7 +130,6 @@ class TorchActorCritic(ModelWorker, ActorCritic):
         recurrent_state: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Values:
-        """See `ActorCritic.value`."""
         if self.module.memory is not None:
             with torch.no_grad():
                 seen = self._seen(torch.cat([obs, last_obs[:, None]], dim=1), recurrent_state, mask)
@@ -147,7 +137,7 @@ class TorchActorCritic(ModelWorker, ActorCritic):
         return state_values(self.module.value, obs, last_obs, self.device)
 
     def _seen(self, obs: Tensor, recurrent_state: Tensor | None, mask: Tensor | None) -> Tensor:
-        """What actor and critic see, a row at a time as in `state_values`."""
+        """Inputs of actor and critic, a row at a time as in `state_values`."""
         net = self.module.memory
         if net is None or not len(obs):
             return obs
@@ -169,7 +159,7 @@ class TorchActorCritic(ModelWorker, ActorCritic):
         epochs: int = 1,
         num_minibatches: int = 1,
     ) -> TrainMetrics:
-        """See `ActorCritic.train`. Every step is a row of its own if nothing is remembered."""
+        """Every step is a row of its own if nothing is remembered."""
         rows = single_steps(batch) if self.module.memory is None else batch
         try:
             return self._train(self._forward, loss, rows, epochs, num_minibatches)
@@ -185,11 +175,7 @@ class TorchActorCritic(ModelWorker, ActorCritic):
         mutation: float = 0.0,
         every: int = 1,
     ) -> TrainMetrics:
-        """See `ActorCritic.inherit`. Moments of the optimizer stay.
-
-        Raises:
-            WorkerError: If one of the two has no rows that say how fit it is.
-        """
+        """Moments of the optimizer stay."""
         key = call_key(self.context.role, "inherit")
         own, its = self._means(fitness, rival_fitness)
         gives_way = (key.step + 1) % every == 0 and its > own

@@ -30,15 +30,7 @@ _SEED = "init_seed"
 def save_network(
     folder: Path, network: nn.Module, model_type: str, spec: PerceptronSpec, more: Mapping[str, Any]
 ) -> None:
-    """Write `config.json` and `model.safetensors` of a network made of perceptrons.
-
-    Args:
-        folder: Made if it is not there.
-        network: Its weights, by the names they have in it.
-        model_type: What the configuration calls it.
-        spec: Its layers.
-        more: What else must be known to make it: numbers of what it sees and says.
-    """
+    """Write `config.json` and `model.safetensors` of a network made of perceptrons."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / "model.safetensors", network.state_dict())
     config = {"model_type": model_type, **asdict(spec), **more}
@@ -52,19 +44,7 @@ def load_network(
     spec: PerceptronSpec,
     more: Mapping[str, Any],
 ) -> None:
-    """Give a network the weights of a folder; the arguments are those of `save_network`.
-
-    Args:
-        folder: Holds `config.json` and `model.safetensors`.
-        network: Its weights are overwritten, each with that of the same name.
-        model_type: What the folder's configuration must say that it is.
-        spec: Layers of `network`; seeds need not agree.
-        more: Numbers of what it sees and says, which must agree.
-
-    Raises:
-        ConfigError: If there is no such folder, or it holds another kind of network, or one made
-            for other observations, actions or layers; all that differs is listed.
-    """
+    """Give a network the weights of a folder; the arguments are those of `save_network`."""
     folder = Path(folder)
     found = _configuration(folder, model_type)
     wanted: dict[str, Any] = json.loads(json.dumps({**asdict(spec), **more}))
@@ -119,18 +99,7 @@ def inherit_weights(
     mutation: float = 0.0,
     random: np.random.Generator | None = None,
 ) -> None:
-    """Take another worker's weights, each times `1 + mutation * noise`.
-
-    Args:
-        worker: The one whose weights are moved.
-        other: A worker of the same kind of network.
-        mutation: Deviation of the noise.
-        random: Where it comes from; needed if there is a mutation.
-
-    Raises:
-        WorkerError: If the other one has no weights to give.
-        ValueError: If names or shapes differ; nothing has been changed then.
-    """
+    """Take another worker's weights, each times `1 + mutation * noise`."""
     if not isinstance(other, Trainable):
         raise WorkerError(
             f"'{worker.context.role}' was to inherit the weights of a {type(other).__name__}, "

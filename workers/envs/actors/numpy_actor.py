@@ -77,7 +77,6 @@ class NumpyActor:
         action_mask: NDArray[np.bool_] | None,
         recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
-        """See `Actor.act`."""
         if self._recurrent is None:
             return self._sample(self.outputs(obs), noise, action_mask)
         held = self._recurrent.step(obs, recurrent_state)
@@ -103,7 +102,7 @@ class NumpyActor:
         self,
         calls: Sequence[_Call],
     ) -> list[Acts]:
-        """What `act` says to each of these arguments, bit for bit; of equal shapes together.
+        """Answer each of these arguments as `act` does, bit for bit; equal shapes together.
 
         Groups are stacked, not joined: numpy multiplies each by the weights as it would alone, so
         that the order of its sums is the same. All else concerns single rows.

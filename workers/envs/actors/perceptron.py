@@ -27,7 +27,7 @@ from .recurrent import RecurrentNetwork
 
 
 class HasSpaces(Protocol):
-    """What an actor acts in: an environment's specification, or a game's."""
+    """The specification of an environment or a game."""
 
     def spaces(self) -> tuple[int, ActionSpace]:
         """Return the numbers of an observation, and the actions that there are."""
@@ -63,15 +63,7 @@ class PerceptronSpec:
 
 
 def refuse_value_bins(spec: PerceptronSpec, who: str) -> None:
-    """Require a network that says each value as one number.
-
-    Args:
-        spec: Its layers.
-        who: Whose network it is.
-
-    Raises:
-        ConfigError: If it is to weigh several.
-    """
+    """Require a network that says each value as one number."""
     if spec.value_bins is not None:
         raise ConfigError(
             f"{who} cannot weigh values ({spec.value_bins} of them): its loss is a squared error\n"
@@ -142,7 +134,7 @@ class ActorCriticNetwork(nn.Module):
         return two_hot_value(found, value_bins(found.shape[1]).to(found)), found
 
     def spaces(self) -> dict[str, Any]:
-        """What it sees and says, as `save_network` writes it."""
+        """Numbers of inputs and outputs, as `save_network` writes them."""
         return {"num_features": self.num_features, "actions": asdict(self.actions)}
 
 
@@ -171,14 +163,7 @@ def _stepless(kind: type) -> frozenset[str]:
 def state_values(
     value: Callable[[Tensor], Tensor], obs: Tensor, last_obs: Tensor, device: torch.device
 ) -> Values:
-    """What a critic says of every state, without gradients.
-
-    Args:
-        value: Maps f32[states, features] to f32[states].
-        obs: f32[rows, T, features].
-        last_obs: f32[rows, features].
-        device: The critic's.
-    """
+    """A critic's value of every state, without gradients."""
     every = torch.zeros(obs.shape[0], obs.shape[1] + 1)
     with torch.no_grad():
         # A row at a time: what a product of matrices rounds to may depend on how many there are,

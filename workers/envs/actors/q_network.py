@@ -78,12 +78,7 @@ class QNetworkSpec:
         return self.epsilon_start + past * (self.epsilon_end - self.epsilon_start)
 
     def build(self, context: WorkerContext) -> TorchQNetwork:
-        """Make it on the context's device.
-
-        Raises:
-            ConfigError: If an action is not one choice of several, all of them always allowed; or
-                `start` is no such folder, or its network does not fit.
-        """
+        """Make it on the context's device."""
         num_features, actions = self.env.spaces()
         if actions.kind != "discrete" or len(actions.sizes) != 1 or actions.masked:
             raise ConfigError(
@@ -104,8 +99,6 @@ class _Network(nn.Module):
 
 
 class TorchQNetwork(ModelWorker, QNetwork):
-    """See `QNetworkSpec`."""
-
     def __init__(
         self, spec: QNetworkSpec, context: WorkerContext, num_features: int, actions: ActionSpace
     ) -> None:
@@ -125,7 +118,7 @@ class TorchQNetwork(ModelWorker, QNetwork):
         action_mask: NDArray[np.bool_] | None,
         recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
-        """See `Actor.act`: one number decides whether a choice is random, and which one then."""
+        """One number decides whether a choice is random, and which one then."""
         self._on_host.follow()
         value = self._numpy.outputs(obs)
         count, best = value.shape[1], value.argmax(axis=1)
@@ -136,18 +129,15 @@ class TorchQNetwork(ModelWorker, QNetwork):
         return Acts(choice[:, None].astype(np.float32), np.log(probability).astype(np.float32))
 
     def weights_changed(self) -> None:
-        """See `ModelWorker.weights_changed`."""
         super().weights_changed()
         self._on_host.is_stale = True
 
     def best(self, obs: Tensor) -> Tensor:
-        """See `QNetwork.best`."""
         with torch.no_grad():
             choice = self.module.layers(obs.to(self.device)).argmax(-1, keepdim=True)
         return choice.float().to(obs.device)
 
     def value(self, obs: Tensor, action: Tensor) -> Tensor:
-        """See `QNetwork.value`."""
         with torch.no_grad():
             return self._value(obs.to(self.device), action.to(self.device)).to(obs.device)
 
@@ -157,15 +147,6 @@ class TorchQNetwork(ModelWorker, QNetwork):
     def train(
         self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
     ) -> TrainMetrics:
-        """See `QNetwork.train`.
-
-        As long as the batch has no step that counts, on any rank, no optimizer step is taken: the
-        first of them is not to find moments that have been averaged over nothing. The call counts
-        all the same, so schedules of learning rate and exploration go on.
-
-        Raises:
-            ConfigError: If the batch comes in pieces.
-        """
         if call_piece() != "whole":
             raise ConfigError(
                 f"role '{self.context.role}' is given its batch in pieces, but a Q-network skips a "
@@ -189,7 +170,7 @@ class TorchQNetwork(ModelWorker, QNetwork):
         return TrainMetrics({**found.metrics, "epsilon": Metric.mean(epsilon, 1.0)})
 
     def _any_counts(self, batch: object) -> bool:
-        """Whether any rank has a step to learn from; all of them must ask."""
+        """Return whether any rank has a step to learn from; all of them must ask."""
         mask = columns(batch).get("mask")
         if mask is None:
             return True

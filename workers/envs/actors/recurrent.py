@@ -23,16 +23,7 @@ from ....dataflow.errors import ConfigError
 
 
 def refuse_recurrence(units: int, who: str, why: str) -> None:
-    """Require a network without a recurrent state.
-
-    Args:
-        units: Numbers of its recurrent state.
-        who: Whose network it is.
-        why: What does not go with one.
-
-    Raises:
-        ConfigError: If there is one.
-    """
+    """Require a network without a recurrent state."""
     if units:
         raise ConfigError(
             f"{who} cannot have a recurrent state (of {units} units): {why}\n"
@@ -59,18 +50,7 @@ class RecurrentNetwork(nn.Module):
             nn.init.zeros_(bias)
 
     def beside(self, obs: Tensor, recurrent_state: Tensor, mask: Tensor) -> Tensor:
-        """Observations, and beside each of them the state once it has been read.
-
-        Args:
-            obs: f32[rows, T, features].
-            recurrent_state: f32[rows, units], with which each row begins; of width 0 if all begin
-                with nothing remembered.
-            mask: bool[rows, T], the steps that count; that of the last one is not looked at, and
-                may be missing.
-
-        Returns:
-            f32[rows, T, features + units].
-        """
+        """Observations, and beside each of them the state once it has been read."""
         cell, length = self.cell, obs.shape[1]
         state = (
             recurrent_state
@@ -94,16 +74,7 @@ class _Unrolled(Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - it names its arguments
         ctx: Any, read: Tensor, state: Tensor, keeps: Tensor, weight: Tensor, bias: Tensor
     ) -> Tensor:
-        """All states, f32[T, rows, units].
-
-        Args:
-            ctx: Where tensors are kept for the gradient.
-            read: f32[T, rows, 3 * units], what observations add to the three gates.
-            state: f32[rows, units], before the first step.
-            keeps: f32[T - 1, rows, 1], 0 after steps that end what is remembered, else 1.
-            weight: f32[3 * units, units], of the state before.
-            bias: f32[3 * units].
-        """
+        """All states, f32[T, rows, units]."""
         units, turned = weight.shape[1], weight.t()
         states: list[Tensor] = []
         steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -151,7 +122,7 @@ class _Unrolled(Function):
 
 
 class NumpyRecurrent:
-    """The same step by step, following the weights wherever they are changed in place.
+    """The unit step by step in numpy; it follows weights that change in place.
 
     Args:
         network: The recurrent network, on the CPU.
@@ -172,13 +143,7 @@ class NumpyRecurrent:
     def step(
         self, obs: NDArray[np.float32], recurrent_state: NDArray[np.float32] | None
     ) -> NDArray[np.float32]:
-        """The state once an observation has been read, f32[..., envs, units].
-
-        Args:
-            obs: f32[..., envs, features].
-            recurrent_state: f32[..., envs, units], the state before; None, for f32[envs, features],
-                where nothing is remembered.
-        """
+        """The state once an observation has been read, f32[..., envs, units]."""
         units = self._units
         if recurrent_state is None:
             recurrent_state = self.blank(len(obs))

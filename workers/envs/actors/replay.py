@@ -35,11 +35,7 @@ class ReplaySpec:
         check_range(self, "capacity", at_least=1)
 
     def build(self, context: WorkerContext) -> ReplayMemory:
-        """Make an empty replay.
-
-        Raises:
-            PlanError: If its group has several ranks: each would hold a replay of its own.
-        """
+        """Make an empty replay."""
         if context.num_ranks > 1:
             raise PlanError(
                 f"role '{context.role}' is one replay, but its group has {context.num_ranks} "
@@ -49,7 +45,7 @@ class ReplaySpec:
 
 
 class ReplayMemory(Replay):
-    """See `ReplaySpec`. What it holds depends on what it was given, and in which order.
+    """Steps in memory; they depend on what was added, and in which order.
 
     Attributes:
         metrics: `stored`, the steps it holds after a call of `add`.
@@ -69,12 +65,6 @@ class ReplayMemory(Replay):
         return min(self._added, self.spec.capacity)
 
     def add(self, steps: Trajectories) -> Tensor:
-        """See `Replay.add`.
-
-        Raises:
-            StateError: If it is given an earlier step of the run than before.
-            ValueError: If not all choices are allowed: which were, nothing would remember.
-        """
         self._check_order(call_key(self.context.role, "add").step)
         if steps.action_mask.shape[-1]:
             raise ValueError(
@@ -108,7 +98,7 @@ class ReplayMemory(Replay):
         self._added += count
 
     def sample(self, stored: Tensor, *, num_steps: int, at_least: int = 1) -> Transitions:
-        """See `Replay.sample`; nothing but zeros comes of a replay that nothing was added to."""
+        """Nothing but zeros comes of a replay that nothing was added to."""
         key = call_key(self.context.role, "sample")
         random = stream_generator(self.context.seed, self.context.role, "sample", key)
         there = self.num_stored >= max(at_least, 1)
@@ -131,11 +121,7 @@ class ReplayMemory(Replay):
         (folder / _STATE).write_text(json.dumps(state, indent=2) + "\n")
 
     def load_state(self, folder: Path) -> None:
-        """Restore what `save_state` wrote, bit for bit.
-
-        Raises:
-            ValueError: If it is of another format or capacity.
-        """
+        """Restore what `save_state` wrote, bit for bit."""
         state: dict[str, Any] = json.loads((folder / _STATE).read_text())
         if state["format"] != _FORMAT:
             raise ValueError(f"'{folder}' has format {state['format']}, this version {_FORMAT}")

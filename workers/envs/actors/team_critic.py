@@ -55,11 +55,7 @@ class TeamCriticSpec:
         refuse_value_bins(self.network, "a team's critic")
 
     def build(self, context: WorkerContext) -> TorchTeamCritic:
-        """Make it on the context's device.
-
-        Raises:
-            ConfigError: If `start` is no such folder, or its network does not fit.
-        """
+        """Make it on the context's device."""
         return TorchTeamCritic(self, context)
 
 
@@ -78,8 +74,6 @@ class _Network(nn.Module):
 
 
 class TorchTeamCritic(ModelWorker, TeamCritic):
-    """See `TeamCriticSpec`."""
-
     def __init__(self, spec: TeamCriticSpec, context: WorkerContext) -> None:
         self.spec = spec
         self.module = _Network(spec).to(context.device)
@@ -89,11 +83,6 @@ class TorchTeamCritic(ModelWorker, TeamCritic):
         super().__init__(context, self.network, spec.optimizer, micro_batch_tokens=1 << 16)
 
     def value(self, obs: Tensor, last_obs: Tensor) -> Values:
-        """See `TeamCritic.value`.
-
-        Raises:
-            ConfigError: If the step joins the observations of another number of agents.
-        """
         width, agents = self.module.width, self.spec.env.num_agents
         if obs.shape[-1] != width:
             raise ConfigError(
@@ -106,7 +95,6 @@ class TorchTeamCritic(ModelWorker, TeamCritic):
     def train(
         self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
     ) -> TrainMetrics:
-        """See `TeamCritic.train`."""
 
         def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
             return ValueOutput(value=self.module.value(rows.obs[:, 0])[:, None])

@@ -64,37 +64,20 @@ class GameNames:
         return env_seed(self.seed, self.role, "game", step, ordinal, int(self.numbers[index]))
 
     def refuse(self, bad: NDArray[np.bool_], what: Callable[[int], str]) -> None:
-        """Raise where something went wrong in games.
-
-        Args:
-            bad: bool[games].
-            what: Tells it of one of them.
-
-        Raises:
-            WorkerError: If it has in any; names the first.
-        """
+        """Raise where something went wrong in games."""
         if bad.any():
             index = int(bad.argmax())
             raise WorkerError(f"{self.of(index)}: {what(index)}")
 
     def blame(self, bad: NDArray[np.bool_], what: Callable[[int], str]) -> None:
-        """As `refuse`, where the games did it themselves."""
+        """Raise as `refuse`, for what the games did themselves."""
         if bad.any():
             index = int(bad.argmax())
             raise WorkerError(f"{self.own(index)} {what(index)}")
 
 
 def answered(named: Callable[[], str], alarm: StepAlarm, ask: Callable[[], T]) -> T:
-    """What a game of somebody else's answers.
-
-    Args:
-        named: Says what messages call it.
-        alarm: Limits the time of the answer.
-        ask: Asks.
-
-    Raises:
-        WorkerError: If it raises or takes too long.
-    """
+    """Call a library's game; its exceptions become `BadRows`."""
     alarm.arm()
     try:
         return ask()
@@ -147,11 +130,11 @@ class Boards(Protocol):
 
 
 class GameSpec(Protocol):
-    """What `BoardGameWorker` plays."""
+    """The specification of a game that `BoardGameWorker` plays."""
 
     @property
     def title(self) -> str:
-        """What messages call the game."""
+        """Name of the game in messages."""
         ...
 
     @property

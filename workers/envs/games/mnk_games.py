@@ -38,7 +38,6 @@ class BoardSpec:
 
     @property
     def title(self) -> str:
-        """See `GameSpec.title`."""
         falls = " falling" if self.gravity else ""
         return f"{self.in_line} in line on {self.height}x{self.width}{falls}"
 
@@ -109,17 +108,15 @@ class MnkBoards:
         self.turn: NDArray[np.int64] = np.zeros(num_games, np.int64)
 
     def obs(self, side: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `Boards.obs`."""
         seen = self._occupied[self._games[:, None], np.stack([side, 1 - side], axis=1)]
         return seen.reshape(len(seen), -1).astype(np.float32)
 
     def allowed(self) -> NDArray[np.bool_]:
-        """See `Boards.allowed`."""
         free = ~np.any(self._occupied, axis=1)
         return free[:, : self._spec.width] if self._spec.gravity else free  # the top row
 
     def move(self, choice: NDArray[np.int64], live: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """See `Boards.move`: 1 to who has won by it, -1 to the other."""
+        """1 to who has won by it, -1 to the other."""
         games = np.nonzero(live)[0]
         side = self.turn[games]
         self._occupied[games, side, self._places(choice)[games]] = True

@@ -23,7 +23,7 @@ from ..spaces import action_space, num_features, to_features
 from .boards import GameNames, answered
 
 _TOLD = ("current_player", "legal_action_mask")
-"""What EnvPool's games of two players say beside what they show."""
+"""Columns of EnvPool's games beside observations."""
 
 
 class PoolBoards:
@@ -82,24 +82,16 @@ class PoolBoards:
 
     @property
     def turn(self) -> NDArray[np.int64]:
-        """See `Boards.turn`."""
         strange = (self._mover != 0) & (self._mover != 1)
         return np.where(strange, self._mover, self._mover ^ self._first)
 
     def obs(self, side: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `Boards.obs`."""
         return self._obs[self._games, side ^ self._first]
 
     def allowed(self) -> NDArray[np.bool_]:
-        """See `Boards.allowed`."""
         return self._allowed
 
     def move(self, choice: NDArray[np.int64], live: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """See `Boards.move`.
-
-        Raises:
-            WorkerError: If EnvPool fails, takes too long, or shows something else than it said.
-        """
         # A game that is over steps as well, and by something that its new beginning allows.
         taken = np.where(live, choice, self._allowed.argmax(axis=1)).astype(np.int32)
         obs, reward, terminated, truncated, info = answered(
@@ -143,21 +135,11 @@ class PoolBoards:
         self._allowed = np.asarray(info["legal_action_mask"], np.bool_)[order]
 
     def close(self) -> None:
-        """See `Boards.close`."""
         self._opened.close()
 
 
 def pool_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, ActionSpace]:
-    """Return the numbers of an observation, and the actions that there are.
-
-    Args:
-        game_id: EnvPool's name of the game.
-        options: EnvPool's own.
-
-    Raises:
-        ConfigError: If EnvPool is not installed or does not have it, or it is no game of two
-            players who choose in turn from what is allowed.
-    """
+    """Return the numbers of an observation, and the actions that there are."""
     made = ask_envpool("game", game_id, "make_spec", options)
     players = getattr(made.config, "max_num_players", 1)
     told = {key.removeprefix("info:") for key in made.state_array_spec}

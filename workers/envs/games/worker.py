@@ -65,13 +65,7 @@ class GameColumns:
         return self.turns[np.arange(len(turn)), turn] < self._max_turns
 
     def add(self, moved: NDArray[np.bool_], side: int, **shown: NDArray[Any]) -> None:
-        """Add one more turn of a side in some games.
-
-        Args:
-            moved: bool[games]: the games.
-            side: The side whose turn it was.
-            shown: Columns [games, ...] about it.
-        """
+        """Add one more turn of a side in some games."""
         at = self.turns[moved, side]
         for name, column in shown.items():
             self._columns[name][moved, side, at] = column[moved]
@@ -85,13 +79,7 @@ class GameColumns:
         self._columns["reward"][game, side, self.turns[game, side] - 1] += reward[game, side]
 
     def end(self, cut: NDArray[np.bool_], left: NDArray[np.float32] | None) -> None:
-        """End all games, with the last turn that each side has had.
-
-        Args:
-            cut: bool[games, 2]: sides for which it would have gone on.
-            left: f32[games, 2, features]: how each side sees the last state of games that were cut;
-                None if none were. It stands where an environment shows it that resets.
-        """
+        """End all games, with the last turn that each side has had."""
         game, side = np.nonzero(self.turns)
         last = self.turns[game, side] - 1
         self._columns["terminated"][game, side, last] = ~cut[game, side]
@@ -131,12 +119,6 @@ class BoardGameWorker(BoardGame):
         self.metrics: dict[str, Metric] = {}
 
     def play(self, game: Tensor, group: Tensor, first: Actor, second: Actor) -> Trajectories:
-        """See `BoardGame.play`.
-
-        Raises:
-            WorkerError: If a player makes a move that is not allowed, or says what is no number, or
-                a game fails or shows what it should not; names game, seed and move.
-        """
         key = call_key(self.context.role, "play")
         parts = [self._group(numbers, (first, second), key) for numbers in _groups(game, group)]
         if not parts:
@@ -197,7 +179,7 @@ class _Played:
         self._live = self._still_live()
 
     def goes_on(self) -> bool:
-        """Whether any game does."""
+        """Return whether any game does."""
         return bool(self._live.any())
 
     def _still_live(self) -> NDArray[np.bool_]:
@@ -262,7 +244,7 @@ class _Played:
         return obs
 
     def _allowed(self) -> NDArray[np.bool_]:
-        """As `Boards.allowed`; all of them where no move is to come, as some choice must be."""
+        """`Boards.allowed`, and all choices where no move follows: some choice must be allowed."""
         allowed = self._boards.allowed()
         self._names.blame(
             self._live & ~np.any(allowed, axis=1),

@@ -21,11 +21,11 @@ from ..spaces import num_features, to_features
 from .boards import GameNames, answered
 
 _OBS, _MASK = "observation", "action_mask"
-"""What PettingZoo's games show a player."""
+"""Keys of an observation of PettingZoo's games."""
 
 _METHODS = ("observation_space", "action_space", "reset", "observe", "step", "close")
 _BEGUN = ("agent_selection", "rewards", "terminations", "truncations")
-"""What a game in its AEC form has beside `possible_agents`; the latter once it has begun."""
+"""Members of an AEC game beside `possible_agents`; the latter once it has begun."""
 
 
 class ZooBoards:
@@ -80,7 +80,7 @@ class ZooBoards:
         return answered(lambda: self._names.own(index), self._alarm, ask)
 
     def _side(self, index: int, players: Sequence[str]) -> int:
-        """Who of the players is to move."""
+        """The player to move."""
         mover = self._games[index].agent_selection
         if mover not in players:
             raise WorkerError(
@@ -90,12 +90,7 @@ class ZooBoards:
         return players.index(mover)
 
     def obs(self, side: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `Boards.obs`; nothing of games that have come to their end.
-
-        Raises:
-            WorkerError: If a game fails, takes too long, or shows something of another shape; as
-                the other methods.
-        """
+        """Nothing of games that have come to their end."""
         obs = np.zeros((len(side), self._num_features), np.float32)
         for index in np.nonzero(~self.ended[np.arange(len(side)), side])[0]:
             obs[index] = self._seen(index, int(side[index]))
@@ -109,7 +104,7 @@ class ZooBoards:
         return self._ask(index, lambda: self._flat(shown))
 
     def allowed(self) -> NDArray[np.bool_]:
-        """See `Boards.allowed`; all where it is over."""
+        """All where it is over."""
         choices = self._actions.num_choices
         allowed = np.ones((len(self._games), choices), np.bool_)
         for index in np.nonzero(~self.over)[0]:
@@ -134,7 +129,6 @@ class ZooBoards:
         return found.reshape(-1)
 
     def move(self, choice: NDArray[np.int64], live: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """See `Boards.move`."""
         reward = np.zeros((len(choice), 2), np.float32)
         for index in np.nonzero(live)[0]:
             game, players = self._games[index], self._players[index]
@@ -168,21 +162,11 @@ class ZooBoards:
         )
 
     def close(self) -> None:
-        """See `Boards.close`."""
         self._opened.close()
 
 
 def zoo_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, ActionSpace]:
-    """Return the numbers of an observation, and the actions that there are.
-
-    Args:
-        game_id: PettingZoo's name of the game, or `module:function`.
-        options: The game's own.
-
-    Raises:
-        ConfigError: If PettingZoo is not installed or does not have it, or it is no game of two
-            players who choose in turn from what is allowed.
-    """
+    """Return the numbers of an observation, and the actions that there are."""
     shown, actions = _playable(game_id, options)
     return num_features(shown, game_id), actions
 
@@ -250,7 +234,7 @@ def _require(game_id: str, game: Any, names: Iterable[str]) -> None:
 
 
 def _pettingzoos(game_id: str) -> Callable[..., Any]:
-    """What makes one of PettingZoo's games."""
+    """Return the factory of one of PettingZoo's games."""
     name = f"pettingzoo.classic.{game_id}"
     try:
         make = getattr(_imported(game_id, name), "env", None)
@@ -272,7 +256,7 @@ def _pettingzoos(game_id: str) -> Callable[..., Any]:
 
 
 def _own(game_id: str, module: str, function: str) -> Callable[..., Any]:
-    """What makes a game of the user's own."""
+    """Return the factory of a user's own game."""
     try:
         found = _imported(game_id, module)
     except ModuleNotFoundError as error:
@@ -313,7 +297,7 @@ def _needs(game_id: str, error: ModuleNotFoundError) -> str:
 
 
 def _raised(error: Exception) -> str:
-    """What was raised, and where if that was not our call."""
+    """Describe an exception, with its line if that was not our call."""
     where = raised_at(error)
     place = "" if where.file == __file__ else f" ({where.short})"
     return f"raised {type(error).__name__}: {error}{place}"

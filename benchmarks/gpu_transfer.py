@@ -18,6 +18,7 @@ import torch
 import torch.multiprocessing as mp
 from gpu_case import Bench, Figure, batch_of
 from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.dataflow.graph.role import Worker
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import shape_of
@@ -41,8 +42,8 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Holder:
-    """A worker as the exchange of slices sees it; see `SliceHolder`.
+class Holder(Worker):
+    """A worker as the exchange of slices sees it.
 
     Attributes:
         layout: What its group holds.
@@ -63,15 +64,12 @@ class Holder:
         })  # fmt: skip
 
     def weights_layout(self) -> Sharding:
-        """See `SliceHolder`."""
+        """What its group holds."""
         return self.layout
 
     def local_tensors(self) -> Mapping[str, Tensor]:
-        """See `SliceHolder`."""
+        """What it holds."""
         return self.values
-
-    def weights_changed(self) -> None:
-        """Nothing to do."""
 
     @property
     def num_bytes(self) -> int:

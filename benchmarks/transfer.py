@@ -14,10 +14,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from bench import parser, report, spread, table
+from penstock.dataflow.graph.role import Worker
 from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
@@ -97,8 +99,9 @@ def tensors(sharding: Sharding, device: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
-class Holder(NamedTuple):
-    """A worker as the exchange of slices sees it; see `SliceHolder`."""
+@dataclass(frozen=True)
+class Holder(Worker):
+    """A worker as the exchange of slices sees it."""
 
     layout: Sharding
     values: Mapping[str, Tensor]
@@ -110,9 +113,6 @@ class Holder(NamedTuple):
     def local_tensors(self) -> Mapping[str, Tensor]:
         """What it holds."""
         return self.values
-
-    def weights_changed(self) -> None:
-        """Nothing to do."""
 
 
 class Member:

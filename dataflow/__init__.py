@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from .graph.axes import Axis, Behavior, GroupId, boolean, f32, i64
     from .graph.graph import Graph
-    from .graph.role import Loss, LossSum, Metric, Role, call
+    from .graph.role import Loss, LossSum, Metric, Role, Worker, call
     from .graph.tracer import build, op
     from .runtime.call_context import call_key, current_step, step_scope
     from .runtime.eager import run_eagerly
@@ -30,13 +30,12 @@ if TYPE_CHECKING:
     from .runtime.executor import Executor
     from .runtime.in_process import InProcess
     from .runtime.placement import DeviceGroup, Placement, one_group
-    from .runtime.worker_protocol import Closable, Trainable, WorkerContext, WorkerSpec
+    from .runtime.worker_protocol import WorkerContext, WorkerSpec
     from .scheduler.schedule import Schedule
 
 __all__ = [
     "Axis",
     "Behavior",
-    "Closable",
     "ConfigError",
     "DeviceGroup",
     "Engine",
@@ -56,7 +55,7 @@ __all__ = [
     "Source",
     "StateError",
     "StepResult",
-    "Trainable",
+    "Worker",
     "WorkerContext",
     "WorkerError",
     "WorkerSpec",
@@ -91,9 +90,9 @@ _MODULES = {
     "graph.graph": ("Graph",),
     "runtime.placement": ("DeviceGroup", "Placement", "one_group"),
     "graph.tracer": ("build", "op"),
-    "graph.role": ("Loss", "LossSum", "Metric", "Role", "call"),
+    "graph.role": ("Loss", "LossSum", "Metric", "Role", "Worker", "call"),
     "scheduler.schedule": ("Schedule",),
-    "runtime.worker_protocol": ("Closable", "Trainable", "WorkerContext", "WorkerSpec"),
+    "runtime.worker_protocol": ("WorkerContext", "WorkerSpec"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

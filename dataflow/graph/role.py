@@ -1,20 +1,25 @@
-"""Role contracts: what a model, or anything else, can be asked to do, and what a loss is.
+"""Workers, role contracts, losses and metrics: what an algorithm and an engine agree on.
 
 A contract is a plain typed class deriving from `Role`; the methods a step may call carry `@call`.
 The same class is what the recorder imitates when a step is built and what a worker implements, so
-an algorithm never sees an engine and an engine never sees an algorithm.
+an algorithm never sees an engine and an engine never sees an algorithm. What the engine asks of a
+worker besides (states, weights, the device) has defaults in `Worker`, which every role inherits.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+
+from ..errors import WorkerError
+from ..written_files import WrittenFile
 
 Scope = Literal["row", "group", "batch"]
 """What a node must see at once: single rows, all rows of a group, or the whole batch."""
@@ -68,7 +73,215 @@ def call_spec(method: object) -> CallSpec | None:
     return getattr(method, _CALL_ATTRIBUTE, None)
 
 
-class Role:
+WriteState = Callable[[Path, Callable[[], bool]], Mapping[str, WrittenFile]]
+"""Writes a state into a folder; returns what it has written, by the names in the folder.
+
+Its second argument tells it that the state is not wanted any more.
+"""
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The answer to one of several calls that are served together.
+
+    Attributes:
+        call: The call's index.
+        returned: The method's return value.
+        size: Length of its longest row.
+        unfinished: A `Worker.unfinished` table of the rows that go on in a later step.
+    """
+
+    call: int
+    returned: Any
+    size: int
+    unfinished: Any = None
+
+
+class Worker:
+    """What plays a role. Override what your worker can do; the rest has defaults.
+
+    Where a group has several ranks, every method is called on every rank. Only `close` and `sleep`
+    are called whatever the run asks for; a worker that is trained needs `export_weights`,
+    `load_weights`, `save_state` and `load_state`, one whose contract `keeps_state` the latter two.
+
+    Attributes:
+        metrics: Numbers about the last call (response length, malformed answers), which the worker
+            adds to; the engine takes and clears them after each call. A worker without any need
+            not have it.
+        takes_pieces: A train call may be given a batch in pieces (`call_piece`): each adds to the
+            gradient, and the optimizer steps with the last.
+        takes_weights: Weights may change while it streams. In a call in flight (`call_in_flight`)
+            its stream gives None after every entry that it adds to its rows; when it is resumed,
+            `call_version` may be newer, and what it adds from there on is of these weights.
+        unfinished: Table of rows that go on in a later step, a frozen dataclass of annotated
+            columns, if it has `stream_segment`.
+        offload: It sleeps between its calls.
+        stays_warm: It leaves an engine to the next worker of its kind in the process: `keep_warm`.
+    """
+
+    metrics: dict[str, Metric]
+    takes_pieces: bool = False
+    takes_weights: bool = False
+    unfinished: type[Any] | None = None
+    offload: bool = False
+    stays_warm: bool = False
+
+    # --- the device, and the end
+
+    def sleep(self) -> None:
+        """Give up device memory; what cannot be made again is kept in host memory."""
+
+    def sleep_empty(self) -> bool:
+        """Sleep without keeping weights: they are received again after `wake`, before any call.
+
+        Returns:
+            False if it cannot, and is as awake as it was.
+        """
+        return False
+
+    def wake(self) -> None:
+        """Be as before `sleep`."""
+
+    def keep_warm(self) -> None:
+        """Leave the engine to the next worker, in place of `close`; see `stays_warm`."""
+
+    def close(self) -> None:
+        """Give back processes, files and connections within 5 seconds; nothing follows."""
+
+    # --- several calls together
+
+    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
+        """Serve calls of one node in one step together, each answered when it is ready.
+
+        What is answered, and in which order, is a function of the calls and the weights: in order
+        of (size, call), whatever the timing. None is a pause; see `takes_weights`. A class that
+        defines the method anew without this has its method called, one call after another.
+
+        Args:
+            method: Name of the method.
+            calls: The arguments of each, by name.
+        """
+        self._lacks("stream")
+
+    def stream_segment(
+        self,
+        method: str,
+        calls: Sequence[Mapping[str, Any]],
+        begun: Sequence[Any | None],
+        length: int,
+    ) -> Iterator[Streamed | None]:
+        """Serve calls as `stream` does, each for a segment only.
+
+        A call goes on with the groups that are unfinished, and begins its own. It returns the rows
+        of the groups all of whose rows have ended, and gives the others as `Streamed.unfinished`.
+        Answers come by (size, call), the size being how far the segment has taken a row.
+
+        Args:
+            method: Name of the method.
+            calls: The arguments of each, by name.
+            begun: What the same call of the step before has left unfinished; None before there is
+                one.
+            length: By how much a row may grow.
+        """
+        self._lacks("stream_segment")
+
+    def answer_all(self, method: str, calls: Sequence[tuple[Any, ...]]) -> Sequence[Any] | None:
+        """Answer inference requests together: what `method` returns for each tuple of arguments.
+
+        The answer to one must not depend on the others, not by a single bit. None, the default,
+        has `method` called for each; so has an exception.
+        """
+        return None
+
+    # --- the state of training
+
+    def save_state(self, folder: Path) -> None:
+        """Write weights and optimizer state, or a state of its own, as safetensors and JSON.
+
+        All ranks are given the same folder. Of what all ranks hold rank 0 may write all, or each
+        rank a share; of different things each rank writes files of its own.
+        """
+        self._lacks("save_state")
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what any number of ranks wrote by `save_state`, bit for bit."""
+        self._lacks("load_state")
+
+    def take_state(self) -> WriteState:
+        """Take the state as it is now, to be written by another thread while calls go on.
+
+        `save_state` writes the same. The next `take_state` comes when the writing has ended.
+        Without it, or where a class defines `save_state` anew, calls wait for `save_state`.
+        """
+        self._lacks("take_state")
+
+    # --- weights
+
+    def export_weights(self) -> Mapping[str, Tensor]:
+        """Detached tensors by logical parameter name (Hugging Face's); a snapshot, not views."""
+        self._lacks("export_weights")
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace all weights in place; names and shapes must match exactly."""
+        self._lacks("load_weights")
+
+    def weights_layout(self) -> Any:
+        """How the group stores the weights: a `planner.resharding.sharding.Sharding`.
+
+        Its devices are numbered as the group's processes. With a layout, processes exchange slices
+        of weights; without one (None) `export_weights` and `load_weights` move all of them.
+        """
+        return None
+
+    def local_tensors(self) -> Mapping[str, Tensor] | None:
+        """This process's weights by the layout's names: views, which are read and written in place.
+
+        None if the worker exports nothing and receives whole tensors by `receive`.
+        """
+        return None
+
+    def weights_changed(self) -> None:
+        """Note that `local_tensors` were written from outside."""
+
+    def receive(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Use these whole weights from now on.
+
+        They may be views of memory that others read: do not write to them, nor keep them once they
+        are in use.
+        """
+        self._lacks("receive")
+
+    def expect(self, version: int) -> None:
+        """Refuse to work with weights of any other version."""
+
+    def save_pretrained(self, folder: Path) -> bool | None:
+        """Write the model as a folder in Hugging Face's layout: config and safetensors.
+
+        Returns:
+            False if there is no such format of it, and nothing was written.
+        """
+        return False
+
+    def _lacks(self, method: str) -> NoReturn:
+        raise WorkerError(
+            f"the engine needs `{method}` of a {type(self).__name__}, which does not define it\n"
+            f"    {_NEEDED_FOR.get(method, 'define it as penstock.dataflow.Worker describes it')}"
+        )
+
+
+_NEEDED_FOR = {
+    **dict.fromkeys(
+        ("export_weights", "load_weights"),
+        "its role is trained: define export_weights, load_weights, save_state and load_state",
+    ),
+    **dict.fromkeys(
+        ("save_state", "load_state"),
+        "its role is trained or keeps a state: define save_state and load_state",
+    ),
+}
+
+
+class Role(Worker):
     """Base of every role contract. A contract's methods are declared with `@call`.
 
     Attributes:
@@ -77,7 +290,7 @@ class Role:
         default_worker: Who plays the role if nobody is named, as `module:factory`; None if the
             contract does not say.
         keeps_state: True if a call depends on the calls before it in other ways than by weights.
-            Its worker is `Stateful`, lives in one group, and is saved in checkpoints.
+            Its worker has `save_state`, lives in one group, and is saved in checkpoints.
     """
 
     model_head: ClassVar[Literal["vocabulary", "scalar"] | None] = None

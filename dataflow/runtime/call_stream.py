@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import StateError
-from ..graph.role import Role
+from ..graph.role import Streamed, Worker
 from .messages import AnswerWork, CallWork
-from .worker_protocol import Streamed, Streams
 
 _Arguments = Mapping[str, Any]
 
@@ -102,26 +101,26 @@ class CallStream:
 
 
 def one_by_one(
-    worker: Role, method: str, calls: Sequence[_Arguments], size: Callable[[int, Any], int]
+    worker: Worker, method: str, calls: Sequence[_Arguments], size: Callable[[int, Any], int]
 ) -> Iterator[Streamed | None]:
     """The answers of a worker to calls, by (size, call).
 
     Args:
-        worker: One that streams serves them together, another one after the other; and so does one
-            that `overrides` the method.
+        worker: It serves them together, or one after another if it `overrides` the method.
         method: Name of the method.
         calls: The arguments of each.
         size: The length of the longest row, of a call and what it returned.
     """
-    if isinstance(worker, Streams) and not overrides(worker, method, "stream"):
-        return worker.stream(method, calls)
-    return _in_turn(getattr(worker, method), calls, size)
+    if overrides(worker, method, "stream"):
+        return _in_turn(getattr(worker, method), calls, size)
+    return worker.stream(method, calls)
 
 
-def overrides(worker: Role, method: str, together: str) -> bool:
-    """Whether a worker's own `method` would be passed by if its calls were served together.
+def overrides(worker: Worker, method: str, together: str) -> bool:
+    """True if a worker's own `method` would be passed by if its calls were served together.
 
-    So it is where a class inherits what serves calls together, and defines the method anew.
+    So it is where a class defines the method anew below what serves calls together; `Worker`, which
+    defines the latter as a refusal, comes last.
 
     Args:
         worker: The worker.

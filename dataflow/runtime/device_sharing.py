@@ -2,9 +2,8 @@
 
 Which group works when is the scheduler's to decide (`Flow.sharing`). An executor hands the devices
 off: before it gives work to a group that sleeps, it puts the groups with its devices to sleep,
-which offload, and wakes it. A worker that has memory on the device to offload is a `Sleeper`.
-
-Inside a group a worker may sleep as well, whenever none of its calls runs: an `Offloaded` one.
+which offload, and wakes it. Inside a group a worker may sleep as well, whenever none of its calls
+runs: `Worker.offload`.
 """
 
 from __future__ import annotations
@@ -12,47 +11,10 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard, runtime_checkable
 
+from ..graph.role import Worker
 from .messages import LayoutWork, SaveReportWork, Work
 from .placement import DeviceGroup, sharing
-
-
-@runtime_checkable
-class Sleeper(Protocol):
-    """A worker that can give its device to others for a while. Optional.
-
-    On a group of several ranks every method is called on every rank.
-    """
-
-    def sleep(self) -> None:
-        """Give up device memory; what cannot be made again is kept in host memory."""
-
-    def wake(self) -> None:
-        """Be as before `sleep`."""
-
-
-@runtime_checkable
-class Refilled(Sleeper, Protocol):
-    """A sleeper that need not keep weights which it can be given again. Optional."""
-
-    def sleep_empty(self) -> bool:
-        """As `sleep`, and keep no weights: they will be received after `wake`, before any call.
-
-        Returns:
-            False if it cannot, and is as awake as it was.
-        """
-        ...
-
-
-@runtime_checkable
-class Offloaded(Sleeper, Protocol):
-    """A sleeper that may wait in host memory between its calls. Optional."""
-
-    @property
-    def offload(self) -> bool:
-        """Whether it does."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -102,36 +64,31 @@ def needs_device(work: Work) -> bool:
     return not isinstance(work, LayoutWork | SaveReportWork)
 
 
-def sleep_workers(workers: Iterable[object]) -> None:
-    """Put those to sleep that can."""
+def sleep_workers(workers: Iterable[Worker]) -> None:
+    """Put workers to sleep."""
     for worker in workers:
-        if isinstance(worker, Sleeper):
-            worker.sleep()
+        worker.sleep()
 
 
-def wake_workers(workers: Iterable[object]) -> None:
-    """Wake those that can sleep, but for those that wait in host memory for their next call."""
+def wake_workers(workers: Iterable[Worker]) -> None:
+    """Wake workers, but for those that wait in host memory for their next call."""
     for worker in workers:
-        if isinstance(worker, Sleeper) and not _waits(worker):
+        if not worker.offload:
             worker.wake()
 
 
-def sleep_offloaded(workers: Iterable[object]) -> None:
+def sleep_offloaded(workers: Iterable[Worker]) -> None:
     """Put those to sleep that wait in host memory for their next call."""
-    sleep_workers(filter(_waits, workers))
+    sleep_workers(worker for worker in workers if worker.offload)
 
 
 @contextmanager
-def on_device(workers: Iterable[object]) -> Generator[None]:
+def on_device(workers: Iterable[Worker]) -> Generator[None]:
     """While something is done with workers, have those on the device that wait in host memory."""
-    waiting = [worker for worker in workers if _waits(worker)]
+    waiting = [worker for worker in workers if worker.offload]
     try:
         for worker in waiting:
             worker.wake()
         yield
     finally:
         sleep_workers(waiting)
-
-
-def _waits(worker: object) -> TypeGuard[Offloaded]:
-    return isinstance(worker, Offloaded) and worker.offload

@@ -31,7 +31,7 @@ from .placement import Placement, flow_of
 from .recovery.going_back import GoingBack
 from .recovery.ledger import Ledger
 from .recovery.limits import Recoveries, Recovery, Told, WorkerLost
-from .recovery.resizing import ElasticExecutor, Resizing, Scale
+from .recovery.resizing import Resizing, Scale
 from .run import Run, Trained
 from .saving.in_workers import StateInWorkers
 from .saving.of_run import Saving
@@ -153,8 +153,7 @@ class Engine:
             WorkerError: If a worker process fails or is not ready in time.
         """
         if not self._started:
-            if isinstance(self.executor, ElasticExecutor):
-                self.executor.recovery = self._recovery
+            self.executor.recovery = self._recovery
             again = Recoveries(self._recovery)
             while not self._started:
                 try:

@@ -7,9 +7,10 @@ puts one to sleep and wakes the other before it gives out work; see `device_shar
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 
@@ -18,8 +19,8 @@ from ..graph.graph import Graph
 from ..graph.role import Role
 from .messages import Handle, Part, Report, Work
 from .placement import DeviceGroup, Placement
-from .recovery.limits import Restart
-from .worker_protocol import WorkerContext, WorkerSpec
+from .recovery.limits import Recovery, Restart
+from .worker_protocol import WorkerContext, WorkerSpec, is_spec
 
 __all__ = [
     "Completion",
@@ -113,19 +114,23 @@ class TaskSpan:
     peak_bytes: int = 0
 
 
-@runtime_checkable
-class Executor(Protocol):
-    """What the engine needs of an executor; `start`, `put`, `get` and `wait` alone may block.
+class Executor(ABC):
+    """Where work is carried out; `start`, `put`, `get`, `wait` and `resize` alone may block.
 
     Attributes:
-        one_at_a_time: Whether all ranks share one thread, so that work begins only when what was
-            submitted before it has ended.
-        moves_slices: Whether it serves `LayoutWork`, `ExportSlicesWork` and `ImportSlicesWork`.
+        one_at_a_time: All ranks share one thread, so that work begins only when what was submitted
+            before it has ended.
+        moves_slices: It serves `LayoutWork`, `ExportSlicesWork` and `ImportSlicesWork`.
+        elastic: Groups can have other ranks while a run goes on: `prepare` and `resize`.
+        recovery: How often it may start a rank again by itself; set by the engine before `start`.
     """
 
-    one_at_a_time: bool
-    moves_slices: bool
+    one_at_a_time = False
+    moves_slices = False
+    elastic = False
+    recovery = Recovery()
 
+    @abstractmethod
     def start(
         self,
         programs: Mapping[str, Program],
@@ -145,35 +150,38 @@ class Executor(Protocol):
             PlanError: If the groups cannot be provided.
         """
 
+    @abstractmethod
     def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
         """Queue work on one rank; ranks do theirs in the order of submission."""
 
+    @abstractmethod
     def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
         """What happened since the last call; nothing if the time is up, and perhaps before."""
-        ...
 
+    @abstractmethod
     def put(self, part: Part) -> Handle:
         """Store a part made by the controller."""
-        ...
 
+    @abstractmethod
     def get(self, handles: Sequence[Handle]) -> list[Part]:
         """Bring stored parts to the controller.
 
         Raises:
             WorkerError: If one is lost, or not there within the deadline.
         """
-        ...
 
+    @abstractmethod
     def release(self, handles: Sequence[Handle]) -> None:
         """Forget stored parts."""
 
+    @abstractmethod
     def died(self) -> str:
         """Which processes have died and were not started again, in words; "" if none is known of.
 
         To be asked when something has failed: it may take some seconds.
         """
-        ...
 
+    @abstractmethod
     def revive(self, groups: Collection[str]) -> frozenset[str]:
         """Start the groups again of which a process has died, and others besides.
 
@@ -190,19 +198,39 @@ class Executor(Protocol):
             WorkerError: If a process fails or is not ready in time.
             PlanError: If a group cannot be provided any more.
         """
-        ...
 
+    @abstractmethod
     def outlives(self, group: str) -> bool:
         """Whether what the calls of a group have made is there after its processes have died."""
-        ...
 
+    def prepare(self, group: str, num_ranks: int) -> bool:
+        """Start the ranks that are missing, beside what runs; says whether all have started.
+
+        To be called again until they have.
+
+        Raises:
+            PenstockError: If one cannot be started. None of the others is then.
+        """
+        raise NotImplementedError
+
+    def resize(self, group: str, num_ranks: int) -> int:
+        """Give those that were prepared the group's weights, or end the last ones.
+
+        Nothing runs in the group.
+
+        Returns:
+            How many ranks it has: as many as before, if one that joins cannot have the weights.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
     def stop(self) -> None:
         """Close the workers that were built from specs, end all worker processes; idempotent."""
 
     @property
+    @abstractmethod
     def controller_bytes(self) -> int:
         """Bytes that have passed through the controller since the start."""
-        ...
 
 
 def groups_of(programs: Mapping[str, Program]) -> list[DeviceGroup]:
@@ -262,7 +290,7 @@ def build_role(name: str, worker: WorkerSpec | Role, context: WorkerContext) -> 
         # second; batches of ragged rows bring new ones for many steps.
         torch.backends.cuda.enable_cudnn_sdp(False)
     with no_exit():
-        built = worker.build(context) if isinstance(worker, WorkerSpec) else worker
+        built = worker.build(context) if is_spec(worker) else worker
     if not isinstance(built, Role):  # pyright: ignore[reportUnnecessaryIsInstance] - user code
         raise ConfigError(
             f"the worker of role '{name}' is a {type(built).__name__}, which is no Role; derive it "

@@ -24,7 +24,7 @@ from ..errors import ConfigError, StateError, WorkerError, no_exit
 from ..file_errors import writing
 from ..graph.axes import Spec, spec_of
 from ..graph.graph import Argument, Constant, Graph, Node, NodeKind, Ref, RoleRef
-from ..graph.role import Metric, Role
+from ..graph.role import Metric, Role, Streamed
 from .call_columns import CallColumns, empty_part, length_key, output_lengths, returned_columns
 from .call_context import Piece, call_scope
 from .call_stream import CallStream, one_by_one, overrides
@@ -55,15 +55,7 @@ from .ragged import Packed, lengths_of, pack, unpack
 from .recovery.ledger import digest_of, feeding, pieces_of
 from .remote_inference import ServedRole, ServedWeights
 from .saving.in_ranks import Saves, refusal_of
-from .worker_protocol import (
-    Continues,
-    Stateful,
-    Streamed,
-    TakesPieces,
-    TakesWeights,
-    Trainable,
-    drain_metrics,
-)
+from .worker_protocol import drain_metrics
 
 T = TypeVar("T")
 
@@ -193,17 +185,16 @@ class Host:
                 start_s = self._streams[work.node].since_s
                 parts, metrics, chunk, size = self._answer(work)
             case ExportWork():
-                weights = self._trainable(work.role).export_weights()
+                weights = self.roles[work.role].export_weights()
             case ImportWork():
                 with self._served_weights.changing(work.role, work.version):
-                    self._trainable(work.role).load_weights(self._fetch(work.weights))
+                    self.roles[work.role].load_weights(self._fetch(work.weights))
             case SetServedVersionWork():
                 self._served_weights.set_version(work.role, work.version)
             case SaveStateWork():
-                worker = self._stateful(work.role)
-                answer = self._saves.begin(self.roles[work.role], worker, Path(work.folder))
+                answer = self._saves.begin(self.roles[work.role], Path(work.folder))
             case LoadStateWork():
-                self._stateful(work.role).load_state(Path(work.folder))
+                self.roles[work.role].load_state(Path(work.folder))
             case SavePartWork():
                 part, file = self._fetch(work.part), Path(work.file)
                 answer = refusal_of(lambda: save_part(part, file), file)
@@ -268,26 +259,6 @@ class Host:
             case _:
                 names = [work.role]
         return [self.roles[name] for name in dict.fromkeys(names) if name in self.roles]
-
-    def _trainable(self, role: str) -> Trainable:
-        worker = self.roles[role]
-        if not isinstance(worker, Trainable):
-            raise WorkerError(
-                f"role '{role}' is trained, but its worker {type(worker).__name__} is not "
-                "Trainable; it needs export_weights, load_weights, save_state and load_state"
-            )
-        return worker
-
-    def _stateful(self, role: str) -> Stateful:
-        if role in self.graph.trains_per_step:
-            return self._trainable(role)
-        worker = self.roles[role]
-        if not isinstance(worker, Stateful):
-            raise WorkerError(
-                f"role '{role}' keeps state, but its worker {type(worker).__name__} is not "
-                "Stateful; it needs save_state and load_state"
-            )
-        return worker
 
     def _call(self, work: CallWork) -> tuple[tuple[Part, ...], Mapping[str, Metric]]:
         node = self.graph[work.node]
@@ -354,7 +325,7 @@ class Host:
         ]
         worker, method = self.roles[node.role or ""], node.method or ""
         if work.segment is not None:
-            if not isinstance(worker, Continues):
+            if worker.unfinished is None:
                 raise ConfigError(
                     f"'{node.name}' is to go on in later steps (Schedule.segment_tokens), which "
                     f"{type(worker).__name__} cannot\n    set schedule.segment_tokens=0, or give "
@@ -366,8 +337,9 @@ class Host:
                     f"{type(worker).__name__} defines its own `{method}`, which would not be "
                     "called\n    set schedule.segment_tokens=0, or define `stream_segment` too"
                 )
+            table = worker.unfinished
             begun = [
-                None if handle is None else unpack_table(worker.unfinished, self._fetch(handle))
+                None if handle is None else unpack_table(table, self._fetch(handle))
                 for handle in work.begun
             ]
             return worker.stream_segment(method, arguments, begun, work.segment)
@@ -452,7 +424,7 @@ class Host:
 
 def _check_piece(node: Node, worker: Role, piece: Piece) -> None:
     """A worker that reads no piece would take an optimizer step with each."""
-    if piece == "whole" or isinstance(worker, TakesPieces):
+    if piece == "whole" or worker.takes_pieces:
         return
     raise ConfigError(
         f"'{node.name}' would be given a step's rows in pieces (Schedule.streaming or "
@@ -464,7 +436,7 @@ def _check_piece(node: Node, worker: Role, piece: Piece) -> None:
 
 def _check_takes_weights(node: Node, worker: Role) -> None:
     """Require that a worker can be given newer weights while it samples."""
-    if isinstance(worker, TakesWeights) and worker.takes_weights:
+    if worker.takes_weights:
         return
     raise ConfigError(
         f"'{node.name}' is to take newer weights in flight (Schedule.in_flight), which "

@@ -17,14 +17,23 @@ from .device_sharing import (
     sleep_workers,
     wake_workers,
 )
-from .executor import Completion, Program, Restart, build_role, groups_of, longest_s, methods_of
+from .executor import (
+    Completion,
+    Executor,
+    Program,
+    Restart,
+    build_role,
+    groups_of,
+    longest_s,
+    methods_of,
+)
 from .host import Host
 from .messages import Handle, Part, Work
 from .remote_inference import ServedRole, ServedWeights
 from .worker_protocol import WorkerContext, WorkerSpec, close_workers
 
 
-class InProcess:
+class InProcess(Executor):
     """Runs everything in the calling thread: no processes, no copies, and pdb works.
 
     Work is performed inside `wait`, oldest first. A call that takes longer than the longest may is
@@ -33,7 +42,6 @@ class InProcess:
     """
 
     one_at_a_time = True
-    moves_slices = False
 
     def __init__(self) -> None:
         self._hosts: dict[tuple[str, str], Host] = {}

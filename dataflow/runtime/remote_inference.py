@@ -16,13 +16,13 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, get_type_hints, runtime_checkable
+from typing import Any, get_type_hints
 
 import torch
 from numpy.typing import NDArray
 
 from ..errors import PlanError, WorkerError, no_exit
-from ..graph.role import Role, call_spec
+from ..graph.role import Role, Worker, call_spec
 
 Array = NDArray[Any]
 """Of numbers or truth values, of any shape."""
@@ -50,18 +50,6 @@ SendRequest = Callable[[InferenceRequest, type[Any]], Any]
 
 Called from several threads at once. Raises a `WorkerError` if there is no answer.
 """
-
-
-@runtime_checkable
-class BatchedInference(Protocol):
-    """A worker that answers several requests at once. Optional.
-
-    The answer to one must not depend on the others, not by a single bit.
-    """
-
-    def answer_all(self, method: str, calls: Sequence[tuple[Array | None, ...]]) -> Sequence[Any]:
-        """What `method` returns for each of the calls' arguments; one by one if this raises."""
-        ...
 
 
 class ServedWeights:
@@ -137,10 +125,7 @@ class ServedWeights:
         try:
             worker = self._check(one)
             with torch.no_grad(), no_exit():
-                if isinstance(worker, BatchedInference):
-                    answers = _answer_together(worker, requests)
-                else:
-                    answers = [_answer_one(worker, each) for each in requests]
+                answers = _answer_together(worker, requests)
             self._check(one)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
             return [error] * len(requests)
@@ -165,9 +150,7 @@ class ServedWeights:
         return worker
 
 
-def _answer_together(
-    worker: BatchedInference, requests: Sequence[InferenceRequest]
-) -> Sequence[Any]:
+def _answer_together(worker: Role, requests: Sequence[InferenceRequest]) -> Sequence[Any]:
     """Answer requests together; if that fails each by itself, so that faults harm no other."""
     one = requests[0]
     try:
@@ -176,6 +159,8 @@ def _answer_together(
         if len(requests) == 1:
             return [error]
         return [_answer_together(worker, [each])[0] for each in requests]
+    if answers is None:
+        return [_answer_one(worker, each) for each in requests]
     if len(answers) != len(requests):
         raise WorkerError(
             f"'{one.role}' gave {len(answers)} answers to {len(requests)} requests for "
@@ -242,7 +227,7 @@ def remote_methods(role: str, contract: type[Role]) -> Mapping[str, type[Any]]:
     """
     found: dict[str, type[Any]] = {}
     for name, method in inspect.getmembers(contract, inspect.isfunction):
-        if name.startswith("_") or call_spec(method) is not None:
+        if name.startswith("_") or hasattr(Worker, name) or call_spec(method) is not None:
             continue
         returns = get_type_hints(method).get("return")
         if not (isinstance(returns, type) and issubclass(returns, tuple)):

@@ -7,22 +7,14 @@ import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from ...dataflow.file_errors import writing
-from ...dataflow.graph.role import Role
+from ...dataflow.graph.role import Role, Worker
 from ...dataflow.regular_files import opened
-from ...dataflow.runtime.worker_protocol import Trainable, WorkerContext, WorkerSpec
+from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
 from ...workers.models.tokenizer import Tokenizer
 from ...workers.training.flat_parameters import tensors_sha256
-
-
-@runtime_checkable
-class Saves(Protocol):
-    """A worker that can write itself as a model folder."""
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write config and safetensors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,23 +54,24 @@ def export_roles(
     for role, spec in roles.items():
         worker = restored(role, spec, checkpoint / role, seed)
         hashes[role] = tensors_sha256(worker.export_weights())
-        if isinstance(worker, Saves):
-            draft = folder / f"{role}.writing"
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-            with writing(draft):
-                worker.save_pretrained(draft)
-                if tokenizer is not None:
-                    tokenizer.save(draft)
-            shutil.rmtree(folder / role, ignore_errors=True)
-            folders[role] = draft.rename(folder / role)
+        draft = folder / f"{role}.writing"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        with writing(draft):
+            if worker.save_pretrained(draft) is False:
+                draft.rmdir()
+                continue
+            if tokenizer is not None:
+                tokenizer.save(draft)
+        shutil.rmtree(folder / role, ignore_errors=True)
+        folders[role] = draft.rename(folder / role)
     return Exported(folders, hashes)
 
 
-def restored(role: str, spec: WorkerSpec | Role, state: Path, seed: int) -> Trainable:
+def restored(role: str, spec: WorkerSpec | Role, state: Path, seed: int) -> Worker:
     """A worker of this process as it was when its state was saved, which trains no further."""
     built: Any = spec
-    if isinstance(spec, WorkerSpec):
+    if is_spec(spec):
         built = RestoredSpec(spec, state).build(WorkerContext(role, seed))
     return built
 

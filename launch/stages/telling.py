@@ -20,7 +20,7 @@ from ...dataflow.graph.graph import Graph, Node, NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.engine import Engine, StepResult
 from ...dataflow.runtime.executor import Program, groups_of
-from ...dataflow.runtime.recovery.resizing import ElasticExecutor, Scale, why_not_elastic
+from ...dataflow.runtime.recovery.resizing import Scale, why_not_elastic
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.schedule import Schedule
 from ..inputs.record import load_step, step_cfg
@@ -492,7 +492,7 @@ def stage_scale(engine: Engine, folder: Path, told: Callable[[str], None]) -> Sc
 
 def _groups(engine: Engine) -> dict[str, ElasticGroup]:
     most = engine.programs["main"].placement.num_chunks
-    alone = "" if isinstance(engine.executor, ElasticExecutor) else "one process does all the work"
+    alone = "" if engine.executor.elastic else "one process does all the work"
     return {
         group.name: ElasticGroup(most, alone or why_not_elastic(engine.programs, group.name))
         for group in groups_of(engine.programs)

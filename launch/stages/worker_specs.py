@@ -20,7 +20,7 @@ from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
-from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
+from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
 from ...workers.agents.registry import TASK_AGENTS
 from ...workers.agents.worker import AgentSpec, has_other_side
 from ...workers.engines.engine import Engine
@@ -600,7 +600,7 @@ def _own(
             made = factory(**arguments, **plan.config.options)
     except TypeError as error:
         raise ConfigError(f"'{at}.worker': '{plan.worker}' cannot be called: {error}") from error
-    if isinstance(made, (WorkerSpec, Role)):
+    if is_spec(made) or isinstance(made, Role):
         only_scores = issubclass(plan.contract, Reward) and not plan.trained
         return CheckedRewardSpec(plan.worker, made) if only_scores else made
     raise ConfigError(

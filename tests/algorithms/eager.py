@@ -7,21 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.algorithms.roles import TrainMetrics
-from penstock.dataflow.graph.role import Role
+from penstock.dataflow.graph.role import Role, Worker
 from penstock.dataflow.runtime.eager import run_eagerly
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.executor import build_role
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import one_group
-from penstock.dataflow.runtime.worker_protocol import Trainable, WorkerContext
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
 
 from .configured import Configured
 
 NUM_STEPS = 5
 
 
-def weights_of(worker: object) -> dict[str, bytes]:
-    assert isinstance(worker, Trainable)
+def weights_of(worker: Worker) -> dict[str, bytes]:
     return {name: t.numpy().tobytes() for name, t in worker.export_weights().items()}
 
 

@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping
 import torch
 from penstock.algorithms.roles import Sampling
 from penstock.workers.rollout.ended import Begun, Ended, collected
+from penstock.workers.rollout.generation_engine import GenerationEngine
 from penstock.workers.rollout.responses import Responses
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
 from torch_models import VOCAB
 
 
-class DiceEngine:
-    """A `GenerationEngine` without a model: random numbers are tokens, and say how many there are.
+class DiceEngine(GenerationEngine):
+    """Samples without a model: random numbers are tokens, and say how many there are.
 
     A token says as well which weights have sampled it: it is the random number's plus `VOCAB` for
     each time that weights were loaded.

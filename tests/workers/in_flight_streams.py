@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from penstock.algorithms.roles import Rollout, Sampling
 from penstock.dataflow.runtime.call_context import call_scope
-from penstock.dataflow.runtime.worker_protocol import TakesWeights
 from torch import Tensor
 
 
@@ -20,9 +19,7 @@ def streamed(
     load: Callable[[], object],
 ) -> Rollout:
     """The answer to one call in flight; after so many pauses weights of version 8 come, not 7."""
-    able: object = policy
-    assert isinstance(able, TakesWeights)
-    assert able.takes_weights
+    assert policy.takes_weights
     prompt, prompt_id = prompts
     call = {"prompt": prompt, "prompt_id": prompt_id, "sampling": sampling}
     steps: Any = policy.stream("generate", [call])

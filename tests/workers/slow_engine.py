@@ -16,6 +16,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rollout.ended import Begun, Ended, collected
+from penstock.workers.rollout.generation_engine import GenerationEngine
 from penstock.workers.rollout.generator_policy import GeneratorPolicy
 from penstock.workers.rollout.response_sampler import ResponseSampler
 from penstock.workers.rollout.responses import Responses, check_stop
@@ -35,7 +36,7 @@ class SlowPolicySpec:
         return GeneratorPolicy(context, SlowEngine(self))
 
 
-class SlowEngine:
+class SlowEngine(GenerationEngine):
     """A `GenerationEngine`."""
 
     name = "the slow engine"

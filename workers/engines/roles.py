@@ -30,9 +30,9 @@ from ...algorithms.roles.language import (
     ValueOutput,
 )
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.role import Loss, add_metrics
+from ...dataflow.graph.role import Loss, Streamed, add_metrics
 from ...dataflow.option_checks import check_range
-from ...dataflow.runtime.worker_protocol import Streamed, WorkerContext
+from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.heads import Head
 from ..models.spec import ModelSpec
 from ..rollout.converse import converse
@@ -159,7 +159,7 @@ class PolicyRecipe(Recipe):
 class PolicyWorker(LanguageWorker, Policy):
     """See `PolicyRecipe`: evaluated, trained, and sampled from if its engine does that."""
 
-    unfinished: type = Unfinished
+    unfinished = Unfinished
 
     def __init__(self, context: WorkerContext, recipe: PolicyRecipe) -> None:
         super().__init__(context, Head("lm_head"), recipe)
@@ -198,7 +198,7 @@ class PolicyWorker(LanguageWorker, Policy):
         return converse(engine, self.context, prompt, prompt_id, *given, self.metrics)
 
     def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
-        """See `Streams` and `sample_streamed`.
+        """See `Worker.stream` and `sample_streamed`.
 
         Raises:
             ConfigError: If the engine does not generate.
@@ -212,7 +212,7 @@ class PolicyWorker(LanguageWorker, Policy):
         begun: Sequence[Unfinished | None],
         length: int,
     ) -> Iterator[Streamed | None]:
-        """See `Continues` and `sample_segment`.
+        """See `Worker.stream_segment` and `sample_segment`.
 
         Raises:
             ConfigError: If the engine does not generate.

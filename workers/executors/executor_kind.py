@@ -72,7 +72,7 @@ class ExecutorKind:
             return made
         raise ConfigError(
             f"executor '{self.name}': its ExecutorKind.create returned a {type(made).__name__}, "
-            "which is no executor\n    return what has the methods and attributes of Executor "
+            "which is no executor\n    return one of a class that inherits from Executor "
             f"({Executor.__module__})"
         )
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from ...dataflow.errors import PenstockError, WorkerError
 from ...dataflow.file_errors import file_error
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.device_sharing import (
-    Refilled,
     needs_device,
     on_device,
     sleep_offloaded,
@@ -87,14 +86,6 @@ class _Exported(Result):
     """Slices of weights, apart for every process that receives some."""
 
     offer: Offer | None = None
-
-
-@runtime_checkable
-class WarmWorker(Protocol):
-    """A worker that leaves an engine behind for the next of its kind in the process. Optional."""
-
-    def keep_warm(self) -> None:
-        """In place of `close`; nothing is asked of the worker afterwards."""
 
 
 class RankProcess:
@@ -253,7 +244,7 @@ class RankProcess:
         """
         self._sleeps = "nobody has woken it"
         for name, role in self._roles.items():
-            if name in self._imported and isinstance(role, Refilled) and role.sleep_empty():
+            if name in self._imported and role.sleep_empty():
                 self._emptied.add(name)
             else:
                 sleep_workers([role])
@@ -376,14 +367,13 @@ class RankProcess:
 
     def keep_warm(self) -> bool:
         """Get ready for another run, if every worker leaves an engine behind; says whether."""
-        if not self._roles or not all(isinstance(r, WarmWorker) for r in self._roles.values()):
+        if not self._roles or not all(role.stays_warm for role in self._roles.values()):
             return False
         if self._clients or self._server:
             return False  # Others may still be connected.
         self._channel.close(_CLOSE_CHANNEL_S)
         for role in self._roles.values():
-            if isinstance(role, WarmWorker):
-                role.keep_warm()
+            role.keep_warm()
         again = self._home, self._group, self._process, torch.get_num_threads()
         RankProcess.__init__(self, *again, self._deadline_s, self._start_s, self._replica)
         return True

@@ -26,6 +26,7 @@ from ...dataflow.graph.role import Role
 from ...dataflow.runtime.device_sharing import DeviceSharing, needs_device
 from ...dataflow.runtime.executor import (
     Completion,
+    Executor,
     Lost,
     Program,
     Restart,
@@ -44,7 +45,7 @@ from ...dataflow.runtime.messages import (
 )
 from ...dataflow.runtime.recovery.limits import Recovery
 from ...dataflow.runtime.recovery.resizing import replica_groups, restartable_groups
-from ...dataflow.runtime.worker_protocol import WorkerSpec
+from ...dataflow.runtime.worker_protocol import WorkerSpec, is_spec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport
 from .jobs import LOOK, Books, Job, Offers, Started
@@ -207,7 +208,7 @@ _LOAD_S = 20.0
 """How long weights may take to come before it is looked who lives."""
 
 
-class Supervisor:
+class Supervisor(Executor):
     """Runs a program on the processes of a backend.
 
     A rank of a group that trains nothing and keeps no state is started again when one of its
@@ -239,8 +240,8 @@ class Supervisor:
             wait before. An engine sets it before `start`.
     """
 
-    one_at_a_time = False
     moves_slices = True
+    elastic = True
 
     def __init__(
         self,
@@ -279,7 +280,7 @@ class Supervisor:
     ) -> None:
         """Start all processes at once. See `Executor.start`."""
         for name, worker in workers.items():
-            if not isinstance(worker, WorkerSpec):
+            if not is_spec(worker):
                 raise ConfigError(
                     f"role '{name}' is given as a live {type(worker).__name__}; on {self._where} "
                     "it must be built where it runs: give a WorkerSpec"
@@ -504,7 +505,7 @@ class Supervisor:
         return self._failed(job, said)
 
     def prepare(self, group: str, num_ranks: int) -> bool:
-        """See `ElasticExecutor.prepare`."""
+        """See `Executor.prepare`."""
         one, here = self._groups[group], self._here
         joining = self._joining.get(group)
         if joining is not None and joining.num_ranks != num_ranks:
@@ -524,7 +525,7 @@ class Supervisor:
             raise
 
     def resize(self, group: str, num_ranks: int) -> int:
-        """See `ElasticExecutor.resize`."""
+        """See `Executor.resize`."""
         one = self._groups[group]
         joining = self._joining.pop(group, None)
         if joining is not None:

@@ -23,9 +23,9 @@ from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import (
     WorkerContext,
-    WorkerSpec,
     close_workers,
     drain_metrics,
+    is_spec,
 )
 from ..data.task import TaskSpec
 from ..engines.torch_engine.specs import TorchRewardModelSpec
@@ -143,7 +143,7 @@ class MixtureSpec:
         make = _factory(name, part)
         try:
             built = make(**options)
-            built = built.build(context) if isinstance(built, WorkerSpec) else built
+            built = built.build(context) if is_spec(built) else built
         except PenstockError:
             raise
         except USER_ERRORS as error:

@@ -12,7 +12,7 @@ from ...dataflow.errors import ConfigError, WorkerError
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.runtime.call_context import current_step
 from ...dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
-from .generation_engine import GenerationEngine, SamplesTurns
+from .generation_engine import GenerationEngine
 from .reports import report_lag
 from .responses import check_prompts
 
@@ -57,13 +57,13 @@ def converse(
         prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
     )
     engine.check(sampling)
-    if not isinstance(engine, SamplesTurns):
+    found = engine.turns(sampling, len(prompt) * sampling.num_samples * agent.max_pieces)
+    if found is None:
         raise ConfigError(
             f"'{context.role}.converse': {engine.name} samples whole responses, and no turns of "
             "conversations\n    give the engine a method `turns`, or choose another: rollout=vllm"
         )
-    num_rows = len(prompt) * sampling.num_samples * agent.max_pieces
-    with closing(engine.turns(sampling, num_rows)) as turns:
+    with closing(found) as turns:
         roll = agent.hold(
             turns, prompt.cpu(), prompt_id.cpu(), sampling, max_turns=max_turns, branch=branch
         )

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...algorithms.roles.language import Rollout, Sampling, Unfinished
-from ...dataflow.graph.role import Metric, add_metrics
+from ...dataflow.graph.role import Metric, Streamed, add_metrics
 from ...dataflow.runtime.call_context import call_in_flight, call_key, current_step
-from ...dataflow.runtime.worker_protocol import Streamed, WorkerContext
+from ...dataflow.runtime.worker_protocol import WorkerContext
 from .ended import Begun, Ended
 from .generation_engine import GenerationEngine
 from .reports import report_lag, report_responses
@@ -257,10 +257,10 @@ def sample_streamed(
     calls: Sequence[Mapping[str, Any]],
     metrics: dict[str, Metric],
 ) -> Iterator[Streamed | None]:
-    """Answer calls to `generate` of one step together, each as `sample` would; see `Streams`.
+    """Answer calls to `generate` of one step together, each as `sample` would; see `Worker.stream`.
 
     What an answer has to report is added to the metrics right before it is given. In flight there
-    are pauses between answers; see `TakesWeights`.
+    are pauses between answers; see `Worker.takes_weights`.
 
     Args:
         engine: Samples the tokens.
@@ -299,7 +299,7 @@ def sample_segment(
     length: int,
     metrics: dict[str, Metric],
 ) -> Iterator[Streamed | None]:
-    """Answer calls to `generate` of one step together, each for a segment; see `Continues`.
+    """Answer calls to `generate` of one step together, each for a segment.
 
     A group is returned by the call that ends its last response. What is not is `Unfinished`, the
     groups of earlier steps first; a response goes on with the random numbers of its own step.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,32 +15,28 @@ from .responses import Responses
 from .sampling import SampleStreams
 
 
-class GenerationEngine(Protocol):
+class GenerationEngine(ABC):
     """Samples responses from a language model in this process.
 
     Attributes:
         name: For messages: "vLLM".
         dtype: Data type of the weights: "float32" or "bfloat16".
         vocab_size: Tokens that the model knows.
-        takes_weights: Whether `load` may be called while a stream is open, between two of what it
-            gives. What there is of a response stays, with its keys and values; what is sampled from
-            there on is sampled from the new weights, and of `call_version`.
+        shapes: Parameter -> its shape, by Hugging Face name; tied weights appear once.
+        num_positions: The longest sequence, prompt and response; None if unknown.
+        takes_weights: `load` may be called while a stream is open, between two of what it gives.
+            What there is of a response stays, with its keys and values; what is sampled from there
+            on is sampled from the new weights, and of `call_version`.
+        drops_weights: It can sleep without its weights: `sleep_empty`.
     """
 
     name: str
     dtype: str
     vocab_size: int
-    takes_weights: bool
-
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Parameter -> its shape, by Hugging Face name; tied weights appear once."""
-        ...
-
-    @property
-    def num_positions(self) -> int | None:
-        """The longest sequence, prompt and response; None if unknown."""
-        ...
+    shapes: Mapping[str, torch.Size]
+    num_positions: int | None
+    takes_weights: bool = False
+    drops_weights: bool = False
 
     def check(self, sampling: Sampling) -> None:
         """Refuse what this engine would do otherwise than asked.
@@ -49,6 +45,7 @@ class GenerationEngine(Protocol):
             ValueError: Saying what, and what to ask for instead.
         """
 
+    @abstractmethod
     def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
         """Sample responses.
 
@@ -62,8 +59,8 @@ class GenerationEngine(Protocol):
         Returns:
             On the CPU, the samples of a prompt adjacent.
         """
-        ...
 
+    @abstractmethod
     def stream(
         self,
         prompt: Tensor,
@@ -84,8 +81,18 @@ class GenerationEngine(Protocol):
                 same random number in whatever call it is sampled, if the engine takes `uniforms`;
                 one with random numbers of its own begins them anew, at a seed of that length.
         """
-        ...
 
+    def turns(self, sampling: Sampling, num_rows: int) -> Turns | None:
+        """Begin to sample turns of so many conversations; checked, and closed by the caller.
+
+        None, the default, if the engine samples whole responses only.
+
+        Raises:
+            ConfigError: If it cannot for this model.
+        """
+        return None
+
+    @abstractmethod
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Replace all weights; what was computed with the old ones is void."""
 
@@ -95,41 +102,14 @@ class GenerationEngine(Protocol):
         Returns:
             Bytes given back.
         """
-        ...
+        return 0
+
+    def sleep_empty(self) -> int:
+        """Sleep without weights: after `wake` it has none until `load`; see `drops_weights`."""
+        raise NotImplementedError
 
     def wake(self) -> None:
         """Take the memory back; nothing to do if it is awake."""
 
     def close(self) -> None:
         """End the engine; nothing is asked of it afterwards."""
-
-
-@runtime_checkable
-class DropsWeights(Protocol):
-    """A `GenerationEngine` that can sleep without its weights. Optional."""
-
-    @property
-    def drops_weights(self) -> bool:
-        """Whether it can on the device that it is on."""
-        ...
-
-    def sleep_empty(self) -> int:
-        """As `sleep`; after `wake` it has no weights until `load`.
-
-        Returns:
-            Bytes given back.
-        """
-        ...
-
-
-@runtime_checkable
-class SamplesTurns(Protocol):
-    """A `GenerationEngine` for conversations. Optional."""
-
-    def turns(self, sampling: Sampling, num_rows: int) -> Turns:
-        """Begin to sample turns of so many conversations; checked, and closed by the caller.
-
-        Raises:
-            ConfigError: If it cannot, for this model.
-        """
-        ...

@@ -25,13 +25,13 @@ from ...algorithms.roles.language import (
     Unfinished,
 )
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.role import Loss, Metric, Role, add_metrics
-from ...dataflow.runtime.worker_protocol import Streamed, WorkerContext, WorkerSpec
+from ...dataflow.graph.role import Loss, Metric, Role, Streamed, add_metrics
+from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from ...planner.resharding.sharding import Sharding, whole
 from ..weight_sync.weight_buffer import ReceivedWeights
 from .converse import converse
 from .generate_calls import sample, sample_segment, sample_streamed
-from .generation_engine import DropsWeights, GenerationEngine
+from .generation_engine import GenerationEngine
 
 B = TypeVar("B")
 
@@ -47,14 +47,9 @@ class GeneratorPolicy(Policy):
     Args:
         context: Where the worker lives.
         engine: Samples the tokens.
-
-    Attributes:
-        metrics: Numbers about the last calls; see `drain_metrics`.
-        unfinished: See `Continues`.
-        takes_weights: See `TakesWeights`.
     """
 
-    unfinished: type = Unfinished
+    unfinished = Unfinished
 
     def __init__(self, context: WorkerContext, engine: GenerationEngine) -> None:
         self.context = context
@@ -92,7 +87,7 @@ class GeneratorPolicy(Policy):
         return converse(self.engine, self.context, prompt, prompt_id, *given, self.metrics)
 
     def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
-        """See `Streams` and `sample_streamed`.
+        """See `Worker.stream` and `sample_streamed`.
 
         Raises:
             WeightsError: If the weights are partial or not of the expected version.
@@ -107,7 +102,7 @@ class GeneratorPolicy(Policy):
         begun: Sequence[Unfinished | None],
         length: int,
     ) -> Iterator[Streamed | None]:
-        """See `Continues` and `sample_segment`.
+        """See `Worker.stream_segment` and `sample_segment`.
 
         Raises:
             WeightsError: If the weights are partial or not of the expected version.
@@ -218,8 +213,8 @@ class GeneratorPolicy(Policy):
         self._gave_back(self.engine.sleep())
 
     def sleep_empty(self) -> bool:
-        """See `Refilled`; until they have come again, no call is served."""
-        if not isinstance(self.engine, DropsWeights) or not self.engine.drops_weights:
+        """Sleep without weights; until they have come again, no call is served."""
+        if not self.engine.drops_weights:
             return False
         self._gave_back(self.engine.sleep_empty())
         self._weights.drop()

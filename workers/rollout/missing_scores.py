@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...dataflow.errors import WorkerError
 from ...dataflow.graph.role import Role
-from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
+from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
 
 _LOG = logging.getLogger("penstock.reward")
 LARGEST = torch.finfo(torch.float32).max
@@ -130,7 +130,7 @@ class CheckedRewardSpec:
 
         One that scores by a method of ours does so itself, and knows `unscored`.
         """
-        reward = self.made.build(context) if isinstance(self.made, WorkerSpec) else self.made
+        reward = self.made.build(context) if is_spec(self.made) else self.made
         score = getattr(reward, "score", None)
         if score is None or getattr(score, "__module__", "").startswith("penstock."):
             return reward

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ...algorithms.roles.language import TrainMetrics
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.role import Loss, Metric
+from ...dataflow.graph.role import Loss, Metric, Worker, WriteState
 from ...dataflow.runtime.call_context import call_key, call_piece
-from ...dataflow.runtime.worker_protocol import WorkerContext, WriteState
+from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...dataflow.written_files import WrittenFile, write_hashed
 from ...planner.resharding.sharding import Sharding
 from .checkpoint_files import WholeTensors, box_key, open_state, read_state_json, state_file
@@ -40,20 +40,18 @@ B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
 
 
-class ModelWorker:
-    """A network, and a trainer unless it is frozen. Implements `Trainable` and `Offloaded`.
+class ModelWorker(Worker):
+    """A network, and a trainer unless it is frozen.
 
     Args:
         context: Where the worker lives.
         network: This process's part of the model.
         optimizer: None for a frozen model, which refuses `train` and keeps no optimizer state.
         micro_batch_tokens: Tokens computed at once, in evaluation and training.
-        offload: See `Offloaded`.
+        offload: See `Worker.offload`.
 
     Attributes:
         device: Where the weights lie.
-        metrics: Numbers about the last calls; see `drain_metrics`.
-        takes_pieces: See `TakesPieces`.
     """
 
     takes_pieces = True

@@ -9,53 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ...dataflow.errors import WorkerError
+from ...dataflow.graph.role import Worker
 from ...dataflow.runtime.messages import HeldLayout
 from ...planner.resharding.plan import TransferPlan
 from ...planner.resharding.plan_transfer import plan_transfer
 from ...planner.resharding.sharding import Sharding
 from .packets import Packed, Packet, Room, host_room, pack, unpack, unpack_whole
 from .version_tracker import HeldWeights
-
-
-@runtime_checkable
-class SliceHolder(Protocol):
-    """A worker whose tensors can be read and written where they lie."""
-
-    def weights_layout(self) -> Sharding:
-        """Who in the group stores what; devices are numbered as the group's processes."""
-        ...
-
-    def local_tensors(self) -> Mapping[str, Tensor]:
-        """This process's tensors by the names that the layout gives them: views, not copies."""
-        ...
-
-    def weights_changed(self) -> None:
-        """They have been written from outside."""
-
-
-@runtime_checkable
-class SliceReceiver(Protocol):
-    """A worker that receives whole tensors by name and does the rest itself."""
-
-    def weights_layout(self) -> Sharding:
-        """Whole tensors in every process that wants them."""
-        ...
-
-    def receive(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Use these weights from now on.
-
-        They may be views of what others read too: they are not to be written to, nor kept once they
-        are in use.
-        """
-
-    def expect(self, version: int) -> None:
-        """Refuse to work with weights of any other version."""
 
 
 class SliceTraffic:
@@ -71,16 +36,16 @@ class SliceTraffic:
         self._senders = senders
         self._held: dict[str, HeldWeights] = {}
 
-    def layout(self, worker: object) -> HeldLayout | None:
+    def layout(self, worker: Worker) -> HeldLayout | None:
         """How the worker's group holds the weights; None if it cannot say."""
-        if not isinstance(worker, (SliceHolder, SliceReceiver)):
-            return None
         layout = worker.weights_layout()
+        if layout is None:
+            return None
         return HeldLayout(_only(layout, self._senders).to_json(), layout.to_json())
 
     def export(
         self,
-        worker: object,
+        worker: Worker,
         receivers: Mapping[str, str],
         version: int,
         room: Room = host_room,
@@ -89,13 +54,13 @@ class SliceTraffic:
 
         What goes to several of them alike is one bucket in all their packets.
         """
-        if not isinstance(worker, SliceHolder):
+        tensors = worker.local_tensors()
+        if tensors is None:
             raise WorkerError(
                 f"a {type(worker).__name__} cannot export its weights in slices; it needs "
                 "weights_layout, local_tensors and weights_changed"
             )
         source = _only(worker.weights_layout(), self._senders).to_json()
-        tensors = worker.local_tensors()
         found: dict[tuple[str, int], Packet] = {}
         packed: Packed = {}
         for group, layout in receivers.items():
@@ -104,31 +69,30 @@ class SliceTraffic:
             found |= {(group, device - first): packet for device, packet in made.items()}
         return found
 
-    def expect(self, role: str, worker: object) -> None:
+    def expect(self, role: str, worker: Worker) -> None:
         """From now on the role's weights come from outside: those it was built with are none.
 
         To be told before packets are asked for, so that a call is refused if they never come.
         """
-        if role not in self._held and isinstance(worker, (SliceHolder, SliceReceiver)):
+        if role not in self._held:
             self._held[role] = HeldWeights.of(worker.weights_layout(), self._process)
 
     def write(
-        self, role: str, worker: object, source: str, packets: Sequence[Packet], version: int
+        self, role: str, worker: Worker, source: str, packets: Sequence[Packet], version: int
     ) -> None:
         """Write what has come into the worker's tensors: all of it or nothing.
 
         Raises:
             WeightsError: If a slice is missing, damaged or of another version; names the parameter.
         """
-        if not isinstance(worker, (SliceHolder, SliceReceiver)):
-            raise WorkerError(f"a {type(worker).__name__} cannot receive weights in slices")
         layout = worker.weights_layout()
         plan, first = _plan(source, layout.to_json())
         self.expect(role, worker)
         held = self._held[role]
         device = first + self._process
-        if isinstance(worker, SliceHolder):
-            unpack(plan, device, packets, worker.local_tensors(), version, held)
+        tensors = worker.local_tensors()
+        if tensors is not None:
+            unpack(plan, device, packets, tensors, version, held)
             worker.weights_changed()
             _await(packets)
             return

@@ -11,47 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from ...errors import PenstockError
 from ...scheduler.events import Resize, Resized, ResizeGroup
 from ...scheduler.flow import Flow
-from ..executor import Program, groups_of, servers_of
-from .limits import Recovery
+from ..executor import Executor, Program, groups_of, servers_of
 
 _LOOK_S = 1.0
 """How often anybody is asked for a wish."""
-
-
-@runtime_checkable
-class ElasticExecutor(Protocol):
-    """An executor whose groups can have other ranks while a run goes on, and may die alone.
-
-    Attributes:
-        recovery: How often it may start a rank again by itself; to be set before `start`.
-    """
-
-    recovery: Recovery
-
-    def prepare(self, group: str, num_ranks: int) -> bool:
-        """Start the ranks that are missing, beside what runs; says whether all have started.
-
-        To be called again until they have.
-
-        Raises:
-            PenstockError: If one cannot be started. None of the others is then.
-        """
-        ...
-
-    def resize(self, group: str, num_ranks: int) -> int:
-        """Give those that were prepared the group's weights, or end the last ones.
-
-        Nothing runs in the group.
-
-        Returns:
-            How many ranks it has: as many as before, if one that joins cannot have the weights.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +50,7 @@ class Resizing:
     def __init__(
         self,
         scale: Scale,
-        executor: object,
+        executor: Executor,
         programs: Mapping[str, Program],
         flow: Flow,
         sizes: dict[str, int],
@@ -117,7 +84,6 @@ class Resizing:
 
     def carry_out(self, instruction: ResizeGroup, at_s: float) -> Resized:
         """Change the ranks of a group at rest."""
-        assert isinstance(self._executor, ElasticExecutor), "it has prepared the ranks"
         group, before = instruction.group, self._has[instruction.group]
         found = self._executor.resize(group, instruction.num_ranks)
         self._has[group] = self._sizes[group] = found
@@ -135,7 +101,7 @@ class Resizing:
 
     def _is_ready(self, group: str, num_ranks: int) -> bool:
         why_not = self._why_not(group, num_ranks)
-        if why_not or not isinstance(self._executor, ElasticExecutor):
+        if why_not or not self._executor.elastic:
             alone = "all of this run's work is done by one process"
             self._refuse(group, num_ranks, why_not or alone)
             return False

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ...errors import StateError
 from ...file_errors import disk_refusal, writing
-from ...graph.role import Role
+from ...graph.role import Worker
 from ...written_files import Background, WrittenFile
 from ..call_stream import overrides
 from ..messages import SaveReport
-from ..worker_protocol import CLOSE_S, SavesLater, Stateful, Trainable
+from ..worker_protocol import CLOSE_S
 
 _Written = Mapping[str, WrittenFile]
 
@@ -44,12 +44,11 @@ class Saves:
         self._unwanted = threading.Event()
         self._begun: dict[str, Background[_Written]] = {}
 
-    def begin(self, role: Role, worker: Stateful | Trainable, folder: Path) -> str:
+    def begin(self, worker: Worker, folder: Path) -> str:
         """Write a worker's state into a folder of the checkpoint, later if the worker can.
 
         Args:
-            role: The same worker.
-            worker: The same.
+            worker: The worker.
             folder: Named after the role; the checkpoint's is the one above.
 
         Returns:
@@ -62,7 +61,7 @@ class Saves:
         if folder.parent != self._folder or self._unwanted.is_set():
             self.close()
             self._folder, self._unwanted = folder.parent, threading.Event()
-        if not isinstance(worker, SavesLater) or overrides(role, "save_state", "take_state"):
+        if overrides(worker, "save_state", "take_state"):
             return refusal_of(lambda: worker.save_state(folder), folder)
         write = partial(worker.take_state(), folder, self._unwanted.is_set)
         self._begun[folder.name] = Background(write, f"save {folder.name}")

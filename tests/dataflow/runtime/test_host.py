@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.graph.axes import Axis, GroupId, f32, i64
 from penstock.dataflow.graph.graph import Graph
-from penstock.dataflow.graph.role import Loss, Metric, Role, call
+from penstock.dataflow.graph.role import Loss, Metric, Role, Streamed, call
 from penstock.dataflow.graph.tracer import build, op
 from penstock.dataflow.runtime.call_context import call_key
 from penstock.dataflow.runtime.cuts import cut_table, even_cuts
@@ -34,7 +34,6 @@ from penstock.dataflow.runtime.messages import (
     SaveStateWork,
 )
 from penstock.dataflow.runtime.ragged import Packed, concatenate, lengths_of, pack, unpack
-from penstock.dataflow.runtime.worker_protocol import Streamed
 from torch import Tensor
 
 ROW = Axis("row")
@@ -535,12 +534,12 @@ def test_what_user_code_raises_passes_untouched() -> None:
         host(model=Broken()).perform(call_work("model.value", 0, data=CHUNKS[0]))
 
 
-def test_a_trained_role_s_worker_must_be_trainable() -> None:
+def test_a_trained_role_s_worker_needs_what_publishing_asks_of_it() -> None:
     with pytest.raises(WorkerError) as caught:
         host(model=Wrong(None)).perform(ExportWork("model"))
     assert str(caught.value) == (
-        "role 'model' is trained, but its worker Wrong is not Trainable; it needs export_weights, "
-        "load_weights, save_state and load_state"
+        "the engine needs `export_weights` of a Wrong, which does not define it\n    its role is "
+        "trained: define export_weights, load_weights, save_state and load_state"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from penstock.dataflow.runtime.call_context import call_scope
-from penstock.dataflow.runtime.worker_protocol import Closable, WorkerContext
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.data.sample_files import step_files
 from penstock.workers.data.sample_log import SampleLog, SampleLogSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
@@ -52,7 +52,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_a_step_is_a_file_of_its_first_rows(tmp_path: Path) -> None:
     log = log_in(tmp_path / "samples", max_rows=2)
     record(log, 3, [[4, 5, 6, 7, 2], [0, 8, 9, 2, -1], [4, 4, 4, 4, 4]], staleness=1)
-    assert isinstance(log, Closable)
     log.close()
     assert list(step_files(tmp_path / "samples")) == [3]
     first = {"step": 3, "version": 5, "prompt_id": 0, "finished": True, "advantage": 3.0}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from penstock.algorithms.roles import Sampling
+from penstock.dataflow.graph.role import Worker
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.messages import (
     CallMethodWork,
@@ -116,8 +117,8 @@ class Home:
 
 
 @dataclass
-class Trained:
-    """See `SliceHolder`."""
+class Trained(Worker):
+    """Exports slices."""
 
     layout: Sharding
 

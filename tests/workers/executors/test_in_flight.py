@@ -15,14 +15,14 @@ import pytest
 from penstock.algorithms.grpo import GRPO
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.errors import ConfigError, PlanError
-from penstock.dataflow.graph.role import Role
+from penstock.dataflow.graph.role import Role, Streamed
 from penstock.dataflow.runtime import call_stream
 from penstock.dataflow.runtime.call_context import current_step
 from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Executor
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
-from penstock.dataflow.runtime.worker_protocol import Streamed, WorkerContext
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.dataflow.graph.role import Role
+from penstock.dataflow.graph.role import Role, Streamed
 from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Executor
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
-from penstock.dataflow.runtime.worker_protocol import Streamed, WorkerContext
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 

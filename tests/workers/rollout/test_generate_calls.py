@@ -14,7 +14,6 @@ from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.graph.role import Metric
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import (
-    Streams,
     WorkerContext,
     drain_metrics,
 )
@@ -60,7 +59,6 @@ Answered = list[tuple[int, int, Rollout, dict[str, Metric]]]
 
 def streamed(policy: Any, calls: list[dict[str, Any]]) -> Answered:
     """What the host gets: it is in the call's scope only while it waits for an answer."""
-    assert isinstance(policy, Streams)
     steps = policy.stream("generate", calls)
     found: Answered = []
     while True:

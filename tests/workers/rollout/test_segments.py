@@ -14,11 +14,9 @@ from dice_engine import DiceEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.roles import Rollout, Sampling, Unfinished
-from penstock.dataflow.graph.role import Metric
+from penstock.dataflow.graph.role import Metric, Streamed
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import (
-    Continues,
-    Streamed,
     WorkerContext,
     drain_metrics,
 )
@@ -79,7 +77,6 @@ def segment(
     policy: Any, step: int, calls: Calls, begun: Sequence[Unfinished | None], length: int
 ) -> list[Answer]:
     """What the host gets in a step; version 10 + step of the weights, one too old."""
-    assert isinstance(policy, Continues)
     steps = policy.stream_segment("generate", calls, begun, length)
     found: list[Answer] = []
     while True:

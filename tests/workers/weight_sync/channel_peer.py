@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from penstock.dataflow.graph.role import Worker
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.planner.resharding.sharding import Sharding, shard
@@ -38,8 +39,8 @@ Pack = Callable[[int], Packets]
 
 
 @dataclass
-class Holder:
-    """See `SliceHolder`; with tensors that a test can know by their version."""
+class Holder(Worker):
+    """Tensors that a test can know by their version."""
 
     layout: Sharding
     tensors: Mapping[str, Tensor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from penstock.dataflow.graph.role import Worker
 from penstock.planner.resharding.sharding import Sharding, whole
 from penstock.workers.executors.process_backend import ProcessHome
 from penstock.workers.weight_sync.channel import ChannelEnd, Offer
@@ -90,8 +91,8 @@ class WholePeer:
         self._taken = dict(tensors)
 
 
-class _Receiver:
-    """See `SliceReceiver`."""
+class _Receiver(Worker):
+    """Takes whole tensors."""
 
     def __init__(self, peer: WholePeer) -> None:
         self._peer = peer

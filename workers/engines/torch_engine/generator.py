@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ....algorithms.roles.agents import Turn, TurnRequest
 from ....algorithms.roles.language import Sampling
@@ -26,6 +27,7 @@ from ....dataflow.runtime.call_context import call_in_flight
 from ...models.architecture import quiet_transformers
 from ...models.tokenizer import TokenizerSpec
 from ...rollout.ended import Begun, Ended, collected
+from ...rollout.generation_engine import GenerationEngine
 from ...rollout.response_sampler import ResponseSampler
 from ...rollout.responses import Responses, check_stop
 from ...rollout.sampling import SampleStreams
@@ -269,8 +271,8 @@ class TorchTurns:
         return turn
 
 
-class TorchGenerator:
-    """A `GenerationEngine` that samples from a network's own weights.
+class TorchGenerator(GenerationEngine):
+    """Samples from a network's own weights.
 
     Args:
         network: A language model.
@@ -305,12 +307,12 @@ class TorchGenerator:
         self.vocab_size: int = module.config.vocab_size
         self._num_words = min(num_words or self.vocab_size, self.vocab_size)
 
+    @override
     def check(self, sampling: Sampling) -> None:
-        """See `GenerationEngine.check`."""
         check_stop(sampling, has_tokenizer=self._tokenizer is not None)
 
+    @override
     def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
-        """See `GenerationEngine.generate`."""
         return collected(
             self.stream(prompt, streams, sampling),
             len(prompt) * sampling.num_samples,
@@ -325,7 +327,7 @@ class TorchGenerator:
         sampling: Sampling,
         begun: Begun | None = None,
     ) -> Iterator[Ended]:
-        """See `GenerationEngine.stream`: what this call adds nothing to comes first."""
+        """Sample responses; what this call adds nothing to comes first."""
         device = self.network.device
         sampler = ResponseSampler(
             prompt,
@@ -351,12 +353,8 @@ class TorchGenerator:
             return sampled(self.network, sampler, self._max_rows)
         return decode_plain(self._module, sampler, self._max_rows)
 
+    @override
     def turns(self, sampling: Sampling, num_rows: int) -> TorchTurns:
-        """See `GenerationEngine.turns`.
-
-        Raises:
-            ConfigError: If the model is decoded by its own forward.
-        """
         if not isinstance(self.network, LeanNetwork):
             raise ConfigError(
                 f"conversations need a model that {self.name} decodes itself (Llama, Qwen2 or "
@@ -371,22 +369,19 @@ class TorchGenerator:
         )
         return TorchTurns(self.network, sampler, num_rows, self._max_rows)
 
+    @override
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """See `GenerationEngine.load`; nothing is kept of what was computed before."""
         self.network.flat.load(tensors)
 
+    @override
     def sleep(self) -> int:
-        """See `GenerationEngine.sleep`: weights move to host memory, if they are not there."""
         if self._host_copy is not None:
             return 0
         self._host_copy = HostCopy(self.network.held_tensors())
         return self._host_copy.num_bytes
 
+    @override
     def wake(self) -> None:
-        """See `GenerationEngine.wake`."""
         kept, self._host_copy = self._host_copy, None
         if kept is not None:
             kept.restore()
-
-    def close(self) -> None:
-        """See `GenerationEngine.close`: it holds nothing but memory."""

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import psutil
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ....algorithms.roles.agents import Turn, TurnRequest
 from ....algorithms.roles.language import Sampling
@@ -25,6 +26,7 @@ from ...models.model_folder import weight_files
 from ...models.spec import ModelSpec
 from ...models.tokenizer import TokenizerSpec
 from ...rollout.ended import Begun, Ended, collected
+from ...rollout.generation_engine import GenerationEngine
 from ...rollout.generator_policy import GeneratorPolicy
 from ...rollout.responses import Responses, check_stop
 from ...rollout.sampling import SampleStreams
@@ -275,7 +277,9 @@ class VllmPolicySpec:
 
 
 class VllmPolicy(GeneratorPolicy):
-    """See `VllmPolicySpec`."""
+    """A policy that generates with vLLM, whose engine the next one of its process may take over."""
+
+    stays_warm = True
 
     def __init__(self, context: WorkerContext, generator: VllmGenerator) -> None:
         super().__init__(context, generator)
@@ -292,15 +296,12 @@ class VllmPolicy(GeneratorPolicy):
         """
         self.vllm.abort(rows)
 
+    @override
     def keep_warm(self) -> None:
-        """Leave the engine, asleep, to the next policy of this process that can use it.
-
-        Nothing may be asked of this one afterwards.
-        """
         keep(self._key, self.vllm)
 
 
-class VllmGenerator:
+class VllmGenerator(GenerationEngine):
     """A vLLM engine as a `GenerationEngine`.
 
     With tensor parallelism every process of a rank runs the same calls with the same rows and
@@ -340,6 +341,7 @@ class VllmGenerator:
         kept = take(self.key)
         self.vllm = kept or _started(spec.model, options)
         self.vllm.sample_among(spec.num_words)
+        self.drops_weights = self.vllm.drops_weights
         if self._adapted is not None:
             if kept is not None or spec.lora.folder is not None:
                 self.load(self._adapted.adapters, 0)
@@ -347,8 +349,8 @@ class VllmGenerator:
             module = spec.model.causal_lm("cpu")
             self.load({name: tensor.detach() for name, tensor in module.named_parameters()}, 0)
 
+    @override
     def check(self, sampling: Sampling) -> None:
-        """See `GenerationEngine.check`."""
         check_stop(sampling, has_tokenizer=self._spec.tokenizer is not None)
         if 0 < sampling.temperature < _LEAST_TEMPERATURE:
             raise ValueError(
@@ -357,15 +359,12 @@ class VllmGenerator:
                 "it to 0 for the likeliest token, or higher"
             )
 
+    @override
     def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
-        """See `GenerationEngine.generate`.
-
-        Raises:
-            GenerationAbortedError: If the call was aborted meanwhile.
-        """
         steps = self.stream(prompt, streams, sampling)
         return collected(steps, len(prompt) * sampling.num_samples, sampling.max_new_tokens)
 
+    @override
     def stream(
         self,
         prompt: Tensor,
@@ -373,7 +372,7 @@ class VllmGenerator:
         sampling: Sampling,
         begun: Begun | None = None,
     ) -> Iterator[Ended]:
-        """See `GenerationEngine.stream`.
+        """Sample responses with vLLM.
 
         A response that goes on has other random numbers from there than if it had not been
         interrupted: vLLM's own begin anew with each request, here at a seed that says how many
@@ -395,34 +394,29 @@ class VllmGenerator:
         for step in self.vllm.stream(requests, sampling, end_ids=end_ids, completes=completes):
             yield as_columns(step, sampling)
 
+    @override
     def turns(self, sampling: Sampling, num_rows: int) -> VllmTurns:
-        """See `GenerationEngine.turns`."""
         return VllmTurns(self.vllm, sampling, self._spec.end_ids)
 
+    @override
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """See `GenerationEngine.load`."""
         whole = tensors if self._adapted is None else self._adapted.merged_with(tensors)
         self.vllm.load(whole, version)
 
+    @override
     def sleep(self) -> int:
-        """See `VllmEngine.sleep`."""
         return self.vllm.sleep()
 
-    @property
-    def drops_weights(self) -> bool:
-        """See `DropsWeights.drops_weights`."""
-        return self.vllm.drops_weights
-
+    @override
     def sleep_empty(self) -> int:
-        """See `DropsWeights.sleep_empty`."""
         return self.vllm.sleep(keep_weights=False)
 
+    @override
     def wake(self) -> None:
-        """See `GenerationEngine.wake`."""
         self.vllm.wake()
 
+    @override
     def close(self) -> None:
-        """See `GenerationEngine.close`."""
         self.vllm.close()
 
 

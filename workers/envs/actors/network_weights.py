@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ....dataflow.errors import ConfigError, WorkerError
-from ....dataflow.runtime.worker_protocol import Trainable
+from ....dataflow.errors import ConfigError
+from ....dataflow.graph.role import Worker
 from ...training.flat_parameters import read_tensors, write_tensors
 from ...training.model_worker import ModelWorker
 from ...training.weight_checks import take_tensors
@@ -94,17 +94,12 @@ def _shown(value: object) -> str:
 
 def inherit_weights(
     worker: ModelWorker,
-    other: object,
+    other: Worker,
     *,
     mutation: float = 0.0,
     random: np.random.Generator | None = None,
 ) -> None:
     """Take another worker's weights, each times `1 + mutation * noise`."""
-    if not isinstance(other, Trainable):
-        raise WorkerError(
-            f"'{worker.context.role}' was to inherit the weights of a {type(other).__name__}, "
-            "which has none; it needs export_weights"
-        )
     taken = dict(other.export_weights())
     if mutation and random is not None:
         for name, weight in taken.items():

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import StateError
+from penstock.dataflow.graph.role import WriteState
 from penstock.dataflow.runtime.messages import SaveReport
 from penstock.dataflow.runtime.saving import in_ranks
 from penstock.dataflow.runtime.saving.in_ranks import Saves
-from penstock.dataflow.runtime.worker_protocol import WriteState
 from penstock.dataflow.written_files import WrittenFile, write_hashed
 
 from ...counter import Counter
@@ -46,7 +46,7 @@ def folder(tmp_path: Path, role: str, step: int = 1) -> Path:
 
 def test_a_report_names_files_in_the_checkpoint_and_says_the_same_again(tmp_path: Path) -> None:
     one, worker = Saves(), Later()
-    assert one.begin(worker, worker, folder(tmp_path, "a")) == ""
+    assert one.begin(worker, folder(tmp_path, "a")) == ""
     assert one.report(0.0, unwanted=False) == SaveReport(writing=True)
     worker.gate.set()
     report = one.report(60.0, unwanted=False)
@@ -58,7 +58,7 @@ def test_a_report_names_files_in_the_checkpoint_and_says_the_same_again(tmp_path
 def test_a_worker_s_own_save_state_counts(tmp_path: Path) -> None:
     one, worker = Saves(), Own()
     own = folder(tmp_path, "a")
-    one.begin(worker, worker, own)
+    one.begin(worker, own)
     assert [path.name for path in own.iterdir()] == ["own"]
     assert one.report(0.0, unwanted=False) == SaveReport(writing=False)
 
@@ -66,8 +66,8 @@ def test_a_worker_s_own_save_state_counts(tmp_path: Path) -> None:
 def test_the_next_checkpoint_ends_the_one_before(tmp_path: Path) -> None:
     one, worker = Saves(), Later()
     before = folder(tmp_path, "a")
-    one.begin(worker, worker, before)
-    one.begin(worker, worker, folder(tmp_path, "a", 2))
+    one.begin(worker, before)
+    one.begin(worker, folder(tmp_path, "a", 2))
     assert not list(before.iterdir())
     worker.gate.set()
     assert one.report(60.0, unwanted=False).files.keys() == {"a/w"}
@@ -82,7 +82,7 @@ def test_a_disk_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             return lambda folder, is_unwanted: {} if gate.wait(60.0) else {}
 
     one, worker, where = Saves(), Hangs(), folder(tmp_path, "a")
-    one.begin(worker, worker, where)
+    one.begin(worker, where)
     with pytest.raises(StateError) as raised:
         one.close()
     assert str(raised.value) == (

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import WorkerError
+from penstock.dataflow.graph.role import WriteState
 from penstock.dataflow.runtime.checkpoint import Interval, Pauses, SavedRun, write_run_state
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.saving import in_workers
-from penstock.dataflow.runtime.worker_protocol import WriteState
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.written_files import WrittenFile, write_hashed
 from penstock.launch.run_dir.checkpoint import CheckpointStore, CheckpointWarning, checkpoints_in

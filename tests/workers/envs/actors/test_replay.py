@@ -10,7 +10,7 @@ from penstock.algorithms.roles.environment import Trajectories
 from penstock.algorithms.roles.replay import Transitions
 from penstock.dataflow.errors import PlanError, StateError
 from penstock.dataflow.runtime.call_context import call_scope
-from penstock.dataflow.runtime.worker_protocol import Stateful, WorkerContext
+from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.replay import ReplayMemory, ReplaySpec
 
 
@@ -93,7 +93,6 @@ def test_samples_belong_to_seed_and_step() -> None:
 
 def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     replay, restored = built(8), built(8)
-    assert isinstance(replay, Stateful)
     add(replay, steps(0), 0)
     add(replay, steps(100), 1)
     replay.save_state(tmp_path)

@@ -1,10 +1,9 @@
-"""The weight channels that runs use: Ray's object store against point to point, in turns.
+"""The weight channel that runs use by default: through Ray's object store.
 
 Two Ray actors hold a model as a trainer does, two others receive it as a generator does, all four
-on this machine. Repeat by repeat each channel moves one version between the same four processes:
-both senders pack and publish, both receivers obtain, check and write. The time is the controller's,
-from the first call to the end of the last, so it has all that publishing a version costs a run but
-the calls in between that do not depend on the channel's choice.
+on this machine. Repeat by repeat one version moves between the same four processes: both senders
+pack and publish, both receivers obtain, check and write. The time is the controller's, from the
+first call to the end of the last, so it has all that publishing a version costs a run.
 
 Trainers store query, key and value interleaved, generators store them fused, as do gate and up.
 """
@@ -33,7 +32,7 @@ from penstock.workers.weight_sync.slice_exchange import SliceTraffic
 from torch import Tensor
 
 DEADLINE_S = 300.0
-MEASURED: Sequence[Transport] = ("object_store", "point_to_point")
+MEASURED: Sequence[Transport] = ("object_store",)
 """The channels that carry what lies in host memory."""
 SENDERS, RECEIVERS = DeviceGroup("train", num_ranks=2), DeviceGroup("rollout", num_ranks=2)
 
@@ -210,17 +209,12 @@ def measure(processes: Processes, case: Case, repeats: int) -> dict[str, Any]:
             took_s = processes.timed(name, version, moved)
             if version:  # The first makes plans and connections.
                 times[name].append(took_s)
-    ratios = [
-        stored / direct
-        for stored, direct in zip(times["object_store"], times["point_to_point"], strict=True)
-    ]
     return {
         "case": str(case),
         "num_params": case.model.num_params(),
         "moved_bytes": moved,
         "seconds": {name: spread(values) for name, values in times.items()},
         "bytes_per_s": {name: moved / statistics.median(v) for name, v in times.items()},
-        "object_store_time_ratio": spread(ratios),
     }
 
 
@@ -240,15 +234,12 @@ def main() -> None:
         shutdown_ray()
     print(
         table(
-            ["case", "MB moved", *(f"{name} GB/s" for name in MEASURED), "object store takes",
-             "quartiles"],
+            ["case", "MB moved", *(f"{name} GB/s" for name in MEASURED)],
             [
                 [
                     one["case"],
                     f"{one['moved_bytes'] / 1e6:.1f}",
                     *(f"{one['bytes_per_s'][name] / 1e9:.2f}" for name in MEASURED),
-                    f"{one['object_store_time_ratio']['median']:.2f} x",
-                    "{quartile_1:.2f} - {quartile_3:.2f}".format(**one["object_store_time_ratio"]),
                 ]
                 for one in rows
             ],

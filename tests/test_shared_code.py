@@ -111,7 +111,6 @@ def test_maths_is_one_object_for_both(what: str):
         "workers.training.trainer",
         "workers.training.optimizer",
         "workers.training.data_parallel",
-        "workers.weight_sync.point_to_point",
         "launch.run_dir.checkpoint",
         "launch.run_dir.resume",
     ],

@@ -1,7 +1,6 @@
 """The weight channels that come with Penstock; `channel.py` says what one must do.
 
 - `object_store`: packets lie in the executor's object store, a bucket once.
-- `point_to_point`: packets stay with the process that made them, and travel over TCP.
 - `cuda_ipc`: buckets stay in the memory of a GPU that both groups take turns on.
 """
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 _FOLDER = "penstock.workers.weight_sync"
 
-Transport = Literal["object_store", "point_to_point", "cuda_ipc"]
+Transport = Literal["object_store", "cuda_ipc"]
 """How the configuration calls them."""
 
 DEFAULT_TRANSPORT: Transport = "object_store"
@@ -28,7 +27,6 @@ DEFAULT_TRANSPORT: Transport = "object_store"
 CHANNELS: Registry[Callable[[ChannelEnd], WeightChannel]] = Registry(
     {
         "object_store": f"{_FOLDER}.object_store:ObjectStoreChannel",
-        "point_to_point": f"{_FOLDER}.point_to_point:PointToPointChannel",
         "cuda_ipc": f"{_FOLDER}.shared_device:SharedDeviceChannel",
     }
 )

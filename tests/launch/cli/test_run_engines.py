@@ -84,7 +84,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
     os.chdir(folder)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [before[1]])])
     try:
-        assert main(["run", *WORDS, "executor.transport=point_to_point"]) == 0
+        assert main(["run", *WORDS, "executor.transport=object_store"]) == 0
         (run,) = (folder / "runs").iterdir()
         yield run
     finally:

@@ -372,10 +372,10 @@ def test_a_planned_run_says_what_was_predicted(tmp_path: Path) -> None:
 
 
 def test_one_process_has_nothing_to_transport() -> None:
-    config = config_of("algorithm=grpo", "executor.transport=point_to_point")
+    config = config_of("algorithm=grpo", "executor.transport=cuda_ipc")
     with pytest.raises(ConfigError) as error:
         make_executor(config.placement.executor)
     assert str(error.value) == (
-        "'executor.transport' is 'point_to_point', but in one process no weights travel\n"
+        "'executor.transport' is 'cuda_ipc', but in one process no weights travel\n"
         "    set executor=ray, or leave it out"
     )

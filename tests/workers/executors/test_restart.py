@@ -55,7 +55,7 @@ def finish(
         return {role: engine.call(role, "weights_sha256") for role in run.trained}, steps
 
 
-IN_SHORT = ("spawned", "object_store"), ("on_ray", "point_to_point"), ("spawned", "cuda_ipc")
+IN_SHORT = ("spawned", "object_store"), ("on_ray", "object_store"), ("spawned", "cuda_ipc")
 """Each backend and each channel once; the others take minutes and show no more."""
 
 WAYS = [

@@ -110,7 +110,7 @@ def test_groups_give_each_other_the_weights_of_several_roles(spawned: Backend) -
     run = runs.make("ppo")
     here, _ = finish(run, one_group(run.graph), InProcess())
     both = split(run, rollout=("actor.generate", "critic.train"), judges=("ref", "reward"))
-    there, _ = finish(run, both, spawned.executor(transport="point_to_point"))
+    there, _ = finish(run, both, spawned.executor(transport="object_store"))
     assert there == here
 
 

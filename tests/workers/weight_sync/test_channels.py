@@ -120,7 +120,7 @@ def mortals_on_ray(on_ray: ProcessBackend) -> Iterator[Peers]:
 @pytest.fixture
 def listeners(on_spawned: ProcessBackend) -> Iterator[Peers]:
     """Whose offers are gone for certain once they are forgotten."""
-    yield from made(on_spawned, "point_to_point")
+    yield from made(on_spawned, "cuda_ipc")
 
 
 def made(backend: ProcessBackend, transport: Transport) -> Iterator[Peers]:

@@ -89,7 +89,7 @@ def finish(run: runs.Run, actor: WorkerSpec, transport: Transport) -> tuple[str,
         return engine.call("actor", "weights_sha256"), found
 
 
-KILLS: tuple[tuple[bool, Transport], ...] = ((False, "object_store"), (True, "point_to_point"))
+KILLS: tuple[tuple[bool, Transport], ...] = ((False, "object_store"), (True, "object_store"))
 
 
 def test_a_replica_killed_while_it_generates_changes_nothing(

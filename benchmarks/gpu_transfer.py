@@ -192,7 +192,7 @@ def _end_of(group: str) -> ChannelEnd:
 def _by_channel(bench: Bench, held: Holder) -> list[float]:
     channel: Any = CHANNELS[CHANNEL](_end_of(SENDER))
     traffic: Any = SliceTraffic(0, (0,))
-    other = held.layout.to_json()
+    other = held.layout
     offers: list[int] = []
 
     def send(version: int) -> tuple[Any, int]:
@@ -217,7 +217,7 @@ def _receive_by_channel(there: Any, back: Any, architecture: dict[str, Any], dev
     back.put(0)
     while (found := there.get(timeout=DEADLINE_S)) is not None:
         offer, version = found
-        traffic.write("actor", own, own.layout.to_json(), [channel.obtain(offer)], version)
+        traffic.write("actor", own, own.layout, [channel.obtain(offer)], version)
         traffic.check("actor", version)
         back.put(_number(own))
     channel.close(1.0)

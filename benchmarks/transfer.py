@@ -132,7 +132,7 @@ class Member:
     def prepare(self, layout: Sharding, other: Sharding) -> None:
         """Make the tensors of a case; `other` is the other group's layout."""
         self._worker = Holder(layout, tensors(layout, self._process))
-        self._other = other.to_json()
+        self._other = other
         self._traffic = SliceTraffic(self._process, (0, 1))
 
     def publish(self, channel: Transport, version: int) -> Offer:

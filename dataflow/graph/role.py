@@ -251,9 +251,6 @@ class Worker:
         """
         self._lacks("receive")
 
-    def expect(self, version: int) -> None:
-        """Refuse to work with weights of any other version."""
-
     def save_pretrained(self, folder: Path) -> bool | None:
         """Write the model as a folder in Hugging Face's layout: config and safetensors.
 

@@ -28,7 +28,7 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, Metric, Role, Streamed, add_metrics
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from ...planner.resharding.sharding import Sharding, whole
-from ..weight_sync.weight_buffer import ReceivedWeights
+from ..weight_sync.version_tracker import WeightsError
 from .converse import converse
 from .generate_calls import sample, sample_segment, sample_streamed
 from .generation_engine import GenerationEngine
@@ -56,15 +56,15 @@ class GeneratorPolicy(Policy):
         self.engine = engine
         self.takes_weights = engine.takes_weights
         self.metrics: dict[str, Metric] = {}
-        self._weights = ReceivedWeights(context.role, engine.shapes, context.process, engine.load)
+        self._has_weights, self._version = True, 0
 
     def generate(self, prompt: Tensor, prompt_id: Tensor, sampling: Sampling) -> Rollout:
         """See `Policy.generate` and `sample`.
 
         Raises:
-            WeightsError: If the weights are partial or not of the expected version.
+            WeightsError: If the engine has no weights.
         """
-        self._weights.check()
+        self._check_weights()
         return sample(self.engine, self.context, prompt, prompt_id, sampling, self.metrics)
 
     def converse(
@@ -80,9 +80,9 @@ class GeneratorPolicy(Policy):
         """See `Policy.converse`, and the function of that name.
 
         Raises:
-            WeightsError: If the weights are partial or not of the expected version.
+            WeightsError: If the engine has no weights.
         """
-        self._weights.check()
+        self._check_weights()
         given = (agent, sampling, max_turns, branch)
         return converse(self.engine, self.context, prompt, prompt_id, *given, self.metrics)
 
@@ -90,9 +90,9 @@ class GeneratorPolicy(Policy):
         """See `Worker.stream` and `sample_streamed`.
 
         Raises:
-            WeightsError: If the weights are partial or not of the expected version.
+            WeightsError: If the engine has no weights.
         """
-        self._weights.check()
+        self._check_weights()
         return sample_streamed(self.engine, self.context, method, calls, self.metrics)
 
     def stream_segment(
@@ -105,9 +105,9 @@ class GeneratorPolicy(Policy):
         """See `Worker.stream_segment` and `sample_segment`.
 
         Raises:
-            WeightsError: If the weights are partial or not of the expected version.
+            WeightsError: If the engine has no weights.
         """
-        self._weights.check()
+        self._check_weights()
         return sample_segment(self.engine, self.context, method, calls, begun, length, self.metrics)
 
     # --- what is a training engine's
@@ -166,41 +166,46 @@ class GeneratorPolicy(Policy):
         shapes = {name: tuple(shape) for name, shape in self.engine.shapes.items()}
         return whole(shapes, range(self.context.num_processes), dtype=self.engine.dtype)
 
-    def expect(self, version: int) -> None:
-        """Refuse to generate from now on with weights of any other version."""
-        self._weights.expect(version)
-
-    def receive(
-        self,
-        tensors: Mapping[str, Tensor],
-        version: int,
-        checksums: Mapping[str, int] | None = None,
-    ) -> None:
-        """Take some or all parameters of a version; the engine uses them once all are there.
-
-        Tensors are kept, not copied, until then. From the first of a new version on, generating is
-        refused until the last.
+    def receive(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Replace all weights; until the engine has loaded them, generating is refused.
 
         Args:
             tensors: Whole parameters by Hugging Face name.
             version: Version of the weights.
-            checksums: `parameter_checksum` of each, made by the sender; what does not have its
-                checksum is not taken.
-
-        Raises:
-            WeightsError: Names the parameter that is unknown, of a wrong shape, damaged, swapped or
-                of another version. Those that are right have been taken.
-        """
-        self._weights.receive(tensors, version, checksums)
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace all weights by those of the next version.
 
         Raises:
             ValueError: If names or shapes differ; nothing has been changed then.
         """
-        self._weights.check_fits(weights)
-        self.receive(weights, self._weights.expected + 1)
+        self._check_fits(tensors)
+        self._has_weights = False
+        self.engine.load(tensors, version)
+        self._has_weights, self._version = True, version
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace all weights by those of the next version, as `receive` does."""
+        self.receive(weights, self._version + 1)
+
+    def _check_fits(self, tensors: Mapping[str, Tensor]) -> None:
+        shapes = self.engine.shapes
+        missing, unknown = sorted(shapes.keys() - tensors), sorted(tensors.keys() - shapes)
+        if missing or unknown:
+            raise ValueError(
+                f"weights do not fit: missing {missing or 'none'}, unknown {unknown or 'none'}; "
+                "they must come from a model of the same architecture"
+            )
+        for name, tensor in tensors.items():
+            if tensor.shape != shapes[name]:
+                raise ValueError(
+                    f"weight '{name}': expected shape {list(shapes[name])}, "
+                    f"got {list(tensor.shape)}"
+                )
+
+    def _check_weights(self) -> None:
+        if not self._has_weights:
+            raise WeightsError(
+                f"'{self.context.role}' has no weights in {self.engine.name}: they were given up "
+                "with its device, or could not be loaded\n    send it all weights again"
+            )
 
     # --- sharing the device
 
@@ -217,7 +222,7 @@ class GeneratorPolicy(Policy):
         if not self.engine.drops_weights:
             return False
         self._gave_back(self.engine.sleep_empty())
-        self._weights.drop()
+        self._has_weights = False
         return True
 
     def _gave_back(self, num_bytes: int) -> None:

@@ -20,7 +20,7 @@ from ...planner.resharding.plan import TransferPlan
 from ...planner.resharding.plan_transfer import plan_transfer
 from ...planner.resharding.sharding import Sharding
 from .packets import Packed, Packet, Room, host_room, pack, unpack, unpack_whole
-from .version_tracker import HeldWeights
+from .version_tracker import HeldWeights, WeightsError
 
 
 class SliceTraffic:
@@ -41,12 +41,12 @@ class SliceTraffic:
         layout = worker.weights_layout()
         if layout is None:
             return None
-        return HeldLayout(_only(layout, self._senders).to_json(), layout.to_json())
+        return HeldLayout(_only(layout, self._senders), layout)
 
     def export(
         self,
         worker: Worker,
-        receivers: Mapping[str, str],
+        receivers: Mapping[str, Sharding],
         version: int,
         room: Room = host_room,
     ) -> dict[tuple[str, int], Packet]:
@@ -60,7 +60,7 @@ class SliceTraffic:
                 f"a {type(worker).__name__} cannot export its weights in slices; it needs "
                 "weights_layout, local_tensors and weights_changed"
             )
-        source = _only(worker.weights_layout(), self._senders).to_json()
+        source = _only(worker.weights_layout(), self._senders)
         found: dict[tuple[str, int], Packet] = {}
         packed: Packed = {}
         for group, layout in receivers.items():
@@ -78,27 +78,32 @@ class SliceTraffic:
             self._held[role] = HeldWeights.of(worker.weights_layout(), self._process)
 
     def write(
-        self, role: str, worker: Worker, source: str, packets: Sequence[Packet], version: int
+        self, role: str, worker: Worker, source: Sharding, packets: Sequence[Packet], version: int
     ) -> None:
         """Write what has come into the worker's tensors: all of it or nothing.
 
         Raises:
             WeightsError: If a slice is missing, damaged or of another version; names the parameter.
         """
-        layout = worker.weights_layout()
-        plan, first = _plan(source, layout.to_json())
+        layout: Sharding = worker.weights_layout()
+        plan, first = _plan(source, layout)
         self.expect(role, worker)
-        held = self._held[role]
-        device = first + self._process
-        tensors = worker.local_tensors()
-        if tensors is not None:
-            unpack(plan, device, packets, tensors, version, held)
-            worker.weights_changed()
-            _await(packets)
-            return
-        whole = unpack_whole(plan, device, packets, version, held)
-        worker.expect(version)
-        worker.receive({param.tensor: whole[param.tensor] for param in layout.params}, version)
+        held, device = self._held[role], first + self._process
+        try:
+            tensors = worker.local_tensors()
+            if tensors is not None:
+                unpack(plan, device, packets, tensors, version, held)
+                worker.weights_changed()
+            else:
+                whole = unpack_whole(plan, device, packets, version, held)
+                given = {param.tensor: whole[param.tensor] for param in layout.params}
+                worker.receive(given, version)
+        except WeightsError:
+            raise  # nothing was written
+        except BaseException:  # what the worker holds now is not known
+            del self._held[role]
+            self.expect(role, worker)
+            raise
         _await(packets)
 
     def check(self, role: str, version: int) -> None:
@@ -121,9 +126,8 @@ def _await(packets: Sequence[Packet]) -> None:
 
 
 @lru_cache(maxsize=16)
-def _plan(source: str, receiver: str) -> tuple[TransferPlan, int]:
+def _plan(sent: Sharding, received: Sharding) -> tuple[TransferPlan, int]:
     """The moves from rank 0 of one group to all of another, and the latter's first device."""
-    sent, received = Sharding.from_json(source), Sharding.from_json(receiver)
     first = max(sent.devices) + 1
     moved = received.on([first + device for device in received.devices])
     return plan_transfer(sent, moved), first

@@ -68,17 +68,12 @@ class HeldWeights:
         if found.version != version:
             self._arrived[name] = _Arrived(version)
         elif found.boxes:
-            found.boxes = {other for other in found.boxes if _is_apart(other, box)}
+            found.boxes = {other for other in found.boxes if intersection(other, box) is None}
 
     def wrote(self, name: str, box: Box, version: int) -> None:
         """Note that a box of a parameter is in place. The same box counts once."""
         self.writing(name, box, version)
         self._arrived[name].boxes.add(box)
-
-    def wrote_all(self, version: int) -> None:
-        """Note that all parameters are in place, from a checkpoint or by initialization."""
-        for name, count in self._needed.items():
-            self._arrived[name] = _Arrived(version, {((0, count),)})
 
     def check(self, version: int) -> None:
         """Refuse to go on unless every parameter is whole and of this version.
@@ -104,8 +99,3 @@ class HeldWeights:
 
     def _elements(self, name: str) -> int:
         return sum(volume(box) for box in self._arrived[name].boxes)
-
-
-def _is_apart(one: Box, other: Box) -> bool:
-    """Whether two boxes surely share nothing; `wrote_all` knows sizes only, no dimensions."""
-    return len(one) == len(other) and intersection(one, other) is None

@@ -92,7 +92,7 @@ class Peer:
 
     def _packets(self, version: int) -> Packets:
         self._worker.tensors = engine(self._layout, version=version)[self._process]
-        receivers = {"rollout": LAYOUTS["rollout"].to_json()}
+        receivers = {"rollout": LAYOUTS["rollout"]}
         return self._traffic.export(self._worker, receivers, version, self._channel.room)
 
     def receive(self, offers: Sequence[Offer], version: int) -> None:
@@ -100,7 +100,7 @@ class Peer:
         self._traffic.expect("actor", self._worker)
         found = [self._channel.obtain(offer) for offer in offers]
         packets = [packet for packet in found if packet is not None]
-        self._traffic.write("actor", self._worker, LAYOUTS["train"].to_json(), packets, version)
+        self._traffic.write("actor", self._worker, LAYOUTS["train"], packets, version)
 
     def check(self, version: int) -> None:
         """As before a call that must see this version."""

@@ -33,7 +33,8 @@ def test_a_parameter_counts_when_all_of_it_is_there():
 
 def test_overwriting_makes_a_parameter_partial_and_leaves_the_others_stale():
     held = HeldWeights({"a": 2, "b": 2}, device=0)
-    held.wrote_all(1)
+    for name in "ab":
+        held.wrote(name, ((0, 2),), 1)
     held.check(1)
     held.wrote("a", ((0, 2),), 2)
     assert "parameter 'b' is of version 1; version 2 is expected" in refusal(held, 2)
@@ -58,9 +59,6 @@ def test_what_is_overwritten_with_the_same_version_does_not_count_until_it_is_th
     assert "parameter 'a' has only 5 of its 6 elements of version 1" in refusal(held, 1)
     held.wrote("a", halves[1], 1)
     held.check(1)
-    held.wrote_all(1)
-    held.writing("a", halves[1], 1)
-    assert "parameter 'a' has only 0 of its 6 elements of version 1" in refusal(held, 1)
 
 
 def test_a_device_needs_what_its_sharding_gives_it():

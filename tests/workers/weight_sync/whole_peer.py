@@ -59,7 +59,7 @@ class WholePeer:
 
     def publish(self, version: int) -> Offer:
         self.version = version
-        receivers = {group: _layout(group).to_json() for group in RECEIVERS}
+        receivers = {group: _layout(group) for group in RECEIVERS}
         packets = self._traffic.export(self, receivers, version, self._channel.room)
         return self._channel.publish(packets)
 
@@ -75,7 +75,7 @@ class WholePeer:
     def take(self, offers: Sequence[Offer], version: int) -> bool:
         """Whether what an engine is given is the trainer's, bit for bit."""
         packets = [packet for packet in map(self._channel.obtain, offers) if packet is not None]
-        self._traffic.write("actor", _Receiver(self), _layout("train").to_json(), packets, version)
+        self._traffic.write("actor", _Receiver(self), _layout("train"), packets, version)
         self.version = version
         expected = self.local_tensors()
         return self._taken.keys() == expected.keys() and all(
@@ -102,9 +102,6 @@ class _Receiver(Worker):
 
     def receive(self, tensors: Mapping[str, Tensor], version: int) -> None:
         self._peer.receive(tensors, version)
-
-    def expect(self, version: int) -> None:
-        pass
 
 
 def _layout(group: str) -> Sharding:

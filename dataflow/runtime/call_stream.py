@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import StateError
 from ..graph.role import Streamed, Worker
-from .messages import AnswerWork, CallWork
+from .messages import NextAnswer, NodeCall
 
 _Arguments = Mapping[str, Any]
 
@@ -36,15 +36,15 @@ class CallStream:
         since_s: When the last answer was given, or the calls were begun; seconds since the epoch.
     """
 
-    calls: tuple[CallWork, ...]
-    scope: Callable[[AnswerWork], AbstractContextManager[None]]
-    begin: Callable[[AnswerWork, Sequence[int]], Iterator[Streamed | None]]
+    calls: tuple[NodeCall, ...]
+    scope: Callable[[NextAnswer], AbstractContextManager[None]]
+    begin: Callable[[NextAnswer, Sequence[int]], Iterator[Streamed | None]]
     since_s: float = field(default_factory=time.time)
     _answers: Iterator[Streamed | None] | None = None
     _num_answered: int = 0
     _served: Sequence[int] = ()
 
-    def answer(self, work: AnswerWork, skipped: Callable[[], object]) -> Streamed | None:
+    def answer(self, work: NextAnswer, skipped: Callable[[], object]) -> Streamed | None:
         """The answer that comes after `work.number` others; None if newer weights may come first.
 
         Args:
@@ -75,7 +75,7 @@ class CallStream:
             self._end(work)
         return found
 
-    def _next(self, work: AnswerWork) -> Streamed | None:
+    def _next(self, work: NextAnswer) -> Streamed | None:
         """The next answer that the worker gives; None if it has paused often enough."""
         if self._answers is None:
             given = work.given or ()
@@ -92,7 +92,7 @@ class CallStream:
             "was to serve together"
         )
 
-    def _end(self, work: AnswerWork) -> None:
+    def _end(self, work: NextAnswer) -> None:
         """Have the worker give back what it holds for the calls, now and not with the next."""
         with self.scope(work):
             if any(found is not None for found in self._answers or ()):

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..graph.role import Worker
-from .messages import LayoutWork, SaveReportWork, Work
 from .placement import DeviceGroup, sharing
 
 
@@ -57,11 +56,6 @@ class DeviceSharing:
         self._awake -= self._sharing[group]
         self._awake.add(group)
         return HandOff(giving, group)
-
-
-def needs_device(work: Work) -> bool:
-    """Whether a group must be awake for it: to say how weights are held it need not be."""
-    return not isinstance(work, LayoutWork | SaveReportWork)
 
 
 def sleep_workers(workers: Iterable[Worker]) -> None:

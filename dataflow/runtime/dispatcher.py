@@ -192,9 +192,9 @@ class Dispatcher:
                 end_s = time.monotonic() + deadline.limit_s
             elif time.monotonic() > end_s:
                 del self._out[ticket]
-                kind = type(next(iter(works.values()))).__name__
+                method = next(iter(works.values())).name
                 raise self.loss() or WorkerError(
-                    f"{kind} on group '{group}' took longer than {deadline}; rank(s) "
+                    f"{method} on group '{group}' took longer than {deadline}; rank(s) "
                     f"{sorted(submission.waiting)} did not answer"
                 )
         if submission.failed is not None:

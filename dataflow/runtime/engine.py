@@ -23,10 +23,11 @@ from ..scheduler.schedule import Deadline, Schedule
 from .checkpoint import CheckpointFolder, Pauses, Suspended
 from .dispatcher import Dispatcher
 from .executor import Executor, Program, check_workers
+from .host import Host
 from .in_flight import check_in_flight
 from .in_process import InProcess
 from .kept import KeptColumns
-from .messages import CallMethodWork
+from .messages import work
 from .placement import Placement, flow_of
 from .recovery.going_back import GoingBack
 from .recovery.ledger import Ledger
@@ -478,7 +479,8 @@ class Engine:
             )
         home = placement.home(graph, role)
         group = placement.group(home) if home else hosts[0]
-        works = dict.fromkeys(range(group.num_ranks), CallMethodWork(role, method, arguments))
+        call = work(Host.call_method, role, method, arguments)
+        works = dict.fromkeys(range(group.num_ranks), call)
         done = self._dispatcher.perform_now(program, group.name, works, self.longest)
         return done.first.report.answer if done.first.report else None
 

@@ -120,7 +120,7 @@ class Executor(ABC):
     Attributes:
         one_at_a_time: All ranks share one thread, so that work begins only when what was submitted
             before it has ended.
-        moves_slices: It serves `LayoutWork`, `ExportSlicesWork` and `ImportSlicesWork`.
+        moves_slices: Its hosts have `export_slices` and `import_slices`.
         elastic: Groups can have other ranks while a run goes on: `prepare` and `resize`.
         recovery: How often it may start a rank again by itself; set by the engine before `start`.
     """

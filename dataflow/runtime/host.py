@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -29,27 +29,20 @@ from .call_columns import CallColumns, empty_part, length_key, output_lengths, r
 from .call_context import Piece, call_scope
 from .call_stream import CallStream, one_by_one, overrides
 from .cuts import cut
+from .device_sharing import on_device
 from .messages import (
-    AnswerWork,
-    BeginStreamWork,
-    CallMethodWork,
-    CallWork,
-    ExportSlicesWork,
-    ExportWork,
-    ImportSlicesWork,
-    ImportWork,
-    LayoutWork,
-    LoadPartWork,
-    LoadStateWork,
+    Handle,
+    HeldLayout,
+    NextAnswer,
+    NodeCall,
     Part,
     Report,
     Result,
-    SavePartWork,
-    SaveReportWork,
-    SaveStateWork,
-    SetServedVersionWork,
-    Weights,
+    SaveReport,
     Work,
+    anywhere,
+    sets,
+    without_workers,
 )
 from .ragged import Packed, lengths_of, pack, unpack
 from .recovery.ledger import digest_of, feeding, pieces_of
@@ -87,11 +80,11 @@ def unpack_table(kind: type[T], part: Part) -> T:
 
 def _specs(kind: type) -> Iterator[tuple[str, Spec]]:
     hints = get_type_hints(kind, include_extras=True)
-    for field in fields(kind):
-        spec = spec_of(hints[field.name])
+    for name in (one.name for one in fields(kind)):
+        spec = spec_of(hints[name])
         if spec is None:
-            raise TypeError(f"{kind.__name__}.{field.name} is no annotated column")
-        yield field.name, spec
+            raise TypeError(f"{kind.__name__}.{name} is no annotated column")
+        yield name, spec
 
 
 def save_part(part: Part, file: Path) -> None:
@@ -124,8 +117,22 @@ def load_part(file: Path) -> Part:
 Fetch = Callable[[Any], Any]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a method of `Host` leaves besides an answer; see `Report` and `Result`."""
+
+    parts: tuple[Part, ...] = ()
+    metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
+    weights: Any = None
+    chunk: int | None = None
+    size: int = 0
+    start_s: float | None = None
+    made: tuple[int, ...] = ()
+    taken: tuple[tuple[str, int, int], ...] = ()
+
+
 class Host:
-    """Performs work on one rank of one group.
+    """Performs work on one rank of one group: each method is what the engine may ask of it.
 
     Args:
         graph: The recorded step.
@@ -148,89 +155,167 @@ class Host:
         self.graph = graph
         self.roles = roles
         self.num_chunks = num_chunks
+        self.served_weights = served_weights or ServedWeights("this group")
         self._fetch = fetch
         self._served = served or {}
-        self._served_weights = served_weights or ServedWeights("this group")
         self._streams: dict[str, CallStream] = {}
         self._saves = Saves()
         self._feeding = feeding(graph)
         self._given: dict[str, list[Part]] = {}
 
     def perform(self, work: Work) -> Result:
-        """Do one piece of work.
+        """Do one piece of work, with the workers concerned on the device.
 
         Raises:
             WorkerError: If an output contradicts its declaration, or the user's code exits.
             Exception: Whatever the user's code raises, untouched.
         """
-        with no_exit():
-            return self._perform(work)
-
-    def _perform(self, work: Work) -> Result:
         start_s = time.time()
-        metrics: Mapping[str, Metric] = {}
-        parts: tuple[Part, ...] = ()
-        weights: Weights | None = None
-        answer: Any = None
-        chunk, size = None, 0
-        on_cuda = torch.cuda.is_initialized() and isinstance(work, CallWork | AnswerWork)
+        is_call = bool(work.arguments) and isinstance(work.arguments[0], NodeCall | NextAnswer)
+        on_cuda = torch.cuda.is_initialized() and is_call
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        match work:
-            case CallWork():
-                parts, metrics = self._call(work)
-            case BeginStreamWork():
-                self._begin_stream(work)
-            case AnswerWork():
-                start_s = self._streams[work.node].since_s
-                parts, metrics, chunk, size = self._answer(work)
-            case ExportWork():
-                weights = self.roles[work.role].export_weights()
-            case ImportWork():
-                with self._served_weights.changing(work.role, work.version):
-                    self.roles[work.role].load_weights(self._fetch(work.weights))
-            case SetServedVersionWork():
-                self._served_weights.set_version(work.role, work.version)
-            case SaveStateWork():
-                answer = self._saves.begin(self.roles[work.role], Path(work.folder))
-            case LoadStateWork():
-                self.roles[work.role].load_state(Path(work.folder))
-            case SavePartWork():
-                part, file = self._fetch(work.part), Path(work.file)
-                answer = refusal_of(lambda: save_part(part, file), file)
-            case SaveReportWork():
-                answer = self._saves.report(work.wait_s, unwanted=work.unwanted)
-            case LoadPartWork():
-                parts = (load_part(Path(work.file)),)
-            case LayoutWork() | ExportSlicesWork() | ImportSlicesWork():
-                raise StateError(f"{type(work).__name__} is for executors that move slices")
-            case CallMethodWork():
-                answer = getattr(self.roles[work.role], work.method)(*work.arguments)
+        with on_device(self._workers_of(work)), no_exit():
+            found = getattr(self, work.name)(*work.arguments, **work.named)
+        one = found if isinstance(found, Outcome) else Outcome()
         report = Report(
-            start_s,
+            start_s if one.start_s is None else one.start_s,
             time.time(),
-            metrics,
-            tuple(part[0].num_rows if part else 0 for part in parts),
-            sum(column.num_bytes for part in parts for column in part),
-            answer,
-            chunk,
-            size,
+            one.metrics,
+            tuple(part[0].num_rows if part else 0 for part in one.parts),
+            sum(column.num_bytes for part in one.parts for column in part),
+            None if one is found else found,
+            one.chunk,
+            one.size,
             torch.cuda.max_memory_allocated() if on_cuda else 0,
-            self._made(work, parts),
-            self._taken(work),
+            one.made,
+            one.taken,
         )
-        return Result(report, parts, weights)
+        return Result(report, one.parts, one.weights)
 
-    def _made(self, work: Work, parts: tuple[Part, ...]) -> tuple[int, ...]:
-        """See `Report.made`; without what goes on in the next step."""
-        if not isinstance(work, CallWork | AnswerWork) or work.node not in self._feeding:
-            return ()
-        return pieces_of(parts if isinstance(work, CallWork) else parts[:1])
+    def _workers_of(self, work: Work) -> list[Role]:
+        """The workers here with whose weights a piece of work is done."""
+        if work.needs != "workers":
+            return []
+        subject = work.arguments[0]
+        names = [subject]
+        if not isinstance(subject, str):
+            names = [read.role for read in self.graph[subject.node].reads]
+        return [self.roles[name] for name in dict.fromkeys(names) if name in self.roles]
 
-    def _taken(self, work: Work) -> tuple[tuple[str, int, int], ...]:
+    def check_version(self, role: str, version: int) -> None:
+        """Refuse a call that must see weights of a version which is not here."""
+
+    def close(self) -> None:
+        """Have what is still being written end."""
+        self._saves.close()
+
+    # --- weights
+
+    def export_weights(self, role: str) -> Outcome:
+        """Snapshot a role's weights."""
+        return Outcome(weights=self.roles[role].export_weights())
+
+    @sets("weights")
+    def import_weights(self, role: str, weights: Handle, version: int = 0) -> None:
+        """Replace a role's weights by a snapshot of some version."""
+        with self.served_weights.changing(role, version):
+            self.roles[role].load_weights(self._fetch(weights))
+
+    @sets("version")
+    @without_workers
+    def set_served_version(self, role: str, version: int) -> None:
+        """Count the weights of a role that is served as this version, from now on."""
+        self.served_weights.set_version(role, version)
+
+    @anywhere
+    def layout(self, role: str) -> HeldLayout | None:
+        """How the group holds a role's weights; None if its worker cannot say."""
+        return None
+
+    def export_slices(self, role: str, receivers: Mapping[str, Any], version: int) -> Outcome:
+        """Snapshot what other groups lack of a role's weights, apart for each of their processes.
+
+        Args:
+            role: The role whose weights they are.
+            receivers: Group -> how it is to hold the weights, from `layout`.
+            version: Version of the weights.
+        """
+        raise StateError("this executor moves no slices of weights")
+
+    @sets("weights")
+    def import_slices(
+        self, role: str, source: Any, slices: tuple[Handle, ...], version: int
+    ) -> None:
+        """Replace a role's weights by slices that others exported.
+
+        Args:
+            role: The role whose weights they are.
+            source: How the exporting group holds the weights.
+            slices: The snapshots of its processes.
+            version: That is expected.
+        """
+        raise StateError("this executor moves no slices of weights")
+
+    # --- states and parts in files
+
+    def save_state(self, role: str, folder: str) -> str:
+        """Take a role's training state, and write it into a folder: at once, or from then on.
+
+        Returns:
+            What kept it from being written at once; "" if nothing did.
+        """
+        return self._saves.begin(self.roles[role], Path(folder))
+
+    def load_state(self, role: str, folder: str) -> None:
+        """Restore a role's training state from a folder."""
+        self.roles[role].load_state(Path(folder))
+
+    @without_workers
+    def save_part(self, part: Handle, file: str) -> str:
+        """Write a stored part to a safetensors file; returns as `save_state` does."""
+        found, path = self._fetch(part), Path(file)
+        return refusal_of(lambda: save_part(found, path), path)
+
+    @without_workers
+    def load_part(self, file: str) -> Outcome:
+        """Read a part from a safetensors file back into the store."""
+        return Outcome((load_part(Path(file)),))
+
+    @anywhere
+    def save_report(self, wait_s: float = 0.0, *, unwanted: bool = False) -> SaveReport:
+        """Say how far the writing of states has come.
+
+        Args:
+            wait_s: How long to wait for its end.
+            unwanted: Whether it is to end because the checkpoint will not come about.
+        """
+        return self._saves.report(wait_s, unwanted=unwanted)
+
+    def call_method(self, role: str, method: str, arguments: tuple[Any, ...] = ()) -> Any:
+        """Call a worker's own method outside any step: to hash its weights, to export a folder.
+
+        Args:
+            role: The role whose worker is called.
+            method: Name of a public method.
+            arguments: Small picklable arguments, by position.
+        """
+        return getattr(self.roles[role], method)(*arguments)
+
+    # --- calls of a step
+
+    def call(self, work: NodeCall) -> Outcome:
+        """Run a node of any kind but a source."""
+        for role, version in work.versions:
+            self.check_version(role, version)
+        parts, metrics = self._call(work)
+        made = pieces_of(parts) if work.node in self._feeding else ()
+        return Outcome(parts, metrics, made=made, taken=self._taken(work))
+
+    def _taken(self, work: NodeCall) -> tuple[tuple[str, int, int], ...]:
         """See `Report.taken`; of the very parts that the call was given."""
         given, self._given = self._given, {}
-        if not isinstance(work, CallWork) or self.graph[work.node].kind is not NodeKind.TRAIN:
+        if self.graph[work.node].kind is not NodeKind.TRAIN:
             return ()
         return tuple(
             (node, part[0].num_rows if part else 0, digest_of(part))
@@ -238,29 +323,7 @@ class Host:
             for part in parts
         )
 
-    def close(self) -> None:
-        """Have what is still being written end."""
-        self._saves.close()
-
-    def workers_of(self, work: Work) -> list[Role]:
-        """The workers here with whose weights a piece of work is done."""
-        match work:
-            case CallWork() | AnswerWork():
-                names = [read.role for read in self.graph[work.node].reads]
-            case (
-                SavePartWork()
-                | SaveReportWork()
-                | LoadPartWork()
-                | LayoutWork()
-                | SetServedVersionWork()
-                | BeginStreamWork()
-            ):
-                names = []
-            case _:
-                names = [work.role]
-        return [self.roles[name] for name in dict.fromkeys(names) if name in self.roles]
-
-    def _call(self, work: CallWork) -> tuple[tuple[Part, ...], Mapping[str, Metric]]:
+    def _call(self, work: NodeCall) -> tuple[tuple[Part, ...], Mapping[str, Metric]]:
         node = self.graph[work.node]
         columns, versions = self._columns(work), dict(work.versions)
         if _makes_nothing(node, columns):
@@ -283,7 +346,7 @@ class Host:
         return stored, {**metrics, **_reported(self.graph, node, stored)}
 
     def _scope(
-        self, node: Node, work: CallWork, *, in_flight: bool = False
+        self, node: Node, work: NodeCall, *, in_flight: bool = False
     ) -> AbstractContextManager[None]:
         """What the worker may ask about the call while it serves it."""
         version = dict(work.versions).get(node.role or "", 0)
@@ -300,49 +363,56 @@ class Host:
             in_flight=in_flight,
         )
 
-    def _begin_stream(self, work: BeginStreamWork) -> None:
-        """Note calls that are served together; the worker begins with the first answer."""
-        node = self.graph[work.calls[0].node]
+    @without_workers
+    def begin_stream(
+        self,
+        calls: tuple[NodeCall, ...],
+        segment: int | None = None,
+        begun: tuple[Handle | None, ...] = (),
+    ) -> None:
+        """Begin calls of one node in one step that are served together; see `answer`.
 
-        def scope(answer: AnswerWork) -> AbstractContextManager[None]:
-            now = replace(work.calls[0], versions=answer.versions)
+        The worker begins with the first answer.
+
+        Args:
+            calls: One for each chunk, in the order of the chunks.
+            segment: How far each row may grow; None if calls are served to their end.
+            begun: What is unfinished of each chunk since the step before; None if nothing is.
+        """
+        node = self.graph[calls[0].node]
+
+        def scope(answer: NextAnswer) -> AbstractContextManager[None]:
+            now = replace(calls[0], versions=answer.versions)
             return self._scope(node, now, in_flight=answer.given is not None)
 
-        def begin(answer: AnswerWork, places: Sequence[int]) -> Iterator[Streamed | None]:
+        def begin(answer: NextAnswer, places: Sequence[int]) -> Iterator[Streamed | None]:
             if answer.given is not None:
                 _check_takes_weights(node, self.roles[node.role or ""])
-            begun = tuple(work.begun[place] for place in places) if work.begun else ()
-            calls = tuple(work.calls[place] for place in places)
-            return self._serve(node, BeginStreamWork(calls, work.segment, begun))
+            before = [begun[place] for place in places] if begun else []
+            return self._serve(node, [calls[place] for place in places], segment, before)
 
-        self._streams[node.name] = CallStream(work.calls, scope, begin)
+        self._streams[node.name] = CallStream(calls, scope, begin)
 
-    def _serve(self, node: Node, work: BeginStreamWork) -> Iterator[Streamed | None]:
-        columns = [self._columns(call) for call in work.calls]
+    def _serve(
+        self,
+        node: Node,
+        calls: Sequence[NodeCall],
+        segment: int | None,
+        begun: Sequence[Handle | None],
+    ) -> Iterator[Streamed | None]:
+        columns = [self._columns(call) for call in calls]
         arguments = [
             {name: self._bind(arg, own, dict(call.versions)) for name, arg in node.arguments}
-            for call, own in zip(work.calls, columns, strict=True)
+            for call, own in zip(calls, columns, strict=True)
         ]
         worker, method = self.roles[node.role or ""], node.method or ""
-        if work.segment is not None:
-            if worker.unfinished is None:
-                raise ConfigError(
-                    f"'{node.name}' is to go on in later steps (Schedule.segment_tokens), which "
-                    f"{type(worker).__name__} cannot\n    set schedule.segment_tokens=0, or give "
-                    f"'{node.role}' a worker with `stream_segment`"
-                )
-            if overrides(worker, method, "stream_segment"):
-                raise ConfigError(
-                    f"'{node.name}' is to go on in later steps (Schedule.segment_tokens), and "
-                    f"{type(worker).__name__} defines its own `{method}`, which would not be "
-                    "called\n    set schedule.segment_tokens=0, or define `stream_segment` too"
-                )
-            table = worker.unfinished
-            begun = [
+        if segment is not None:
+            table = _check_segments(node, worker)
+            unfinished = [
                 None if handle is None else unpack_table(table, self._fetch(handle))
-                for handle in work.begun
+                for handle in begun
             ]
-            return worker.stream_segment(method, arguments, begun, work.segment)
+            return worker.stream_segment(method, arguments, unfinished, segment)
 
         def size(call: int, returned: Any) -> int:
             dense = returned_columns(node, returned)
@@ -351,24 +421,29 @@ class Host:
 
         return one_by_one(worker, method, arguments, size)
 
-    def _answer(
-        self, work: AnswerWork
-    ) -> tuple[tuple[Part, ...], Mapping[str, Metric], int | None, int]:
-        """The next answer: its part, metrics, chunk and size; nothing if it has paused."""
+    def answer(self, work: NextAnswer) -> Outcome:
+        """Go on with the calls that were begun until one more is answered, or they pause."""
+        for role, version in work.versions:
+            self.check_version(role, version)
         node, stream = self.graph[work.node], self._streams[work.node]
-        found = stream.answer(work, lambda: drain_metrics(self.roles[node.role or ""]))
+        start_s, worker = stream.since_s, self.roles[node.role or ""]
+        found = stream.answer(work, lambda: drain_metrics(worker))
         if found is None:
-            return (), {}, None, 0
+            return Outcome(start_s=start_s)
         call = stream.calls[found.call]
         stored = self._store(node, self._columns(call), found.returned, call.chunk)
-        if found.unfinished is not None:
-            stored = (*stored, pack_table(found.unfinished))
-        metrics = drain_metrics(self.roles[node.role or ""])
-        stream.since_s = time.time()
-        reported = _reported(self.graph, node, stored[:1])
-        return stored, {**metrics, **reported}, call.chunk, found.size
+        metrics = drain_metrics(worker)
+        stream.since_s, self._given = time.time(), {}
+        return Outcome(
+            stored if found.unfinished is None else (*stored, pack_table(found.unfinished)),
+            {**metrics, **_reported(self.graph, node, stored)},
+            chunk=call.chunk,
+            size=found.size,
+            start_s=start_s,
+            made=pieces_of(stored[:1]) if work.node in self._feeding else (),
+        )
 
-    def _columns(self, work: CallWork) -> CallColumns:
+    def _columns(self, work: NodeCall) -> CallColumns:
         self._given = {node: self._parts(handles) for node, handles in work.inputs.items()}
         return CallColumns(self.graph, self._given)
 
@@ -378,7 +453,7 @@ class Host:
         """While a node trains, nobody is served what it changes; parts before the last do not."""
         if node.kind is not NodeKind.TRAIN or node.role is None or piece in ("first", "part"):
             return nullcontext()
-        return self._served_weights.changing(node.role, versions.get(node.role, 0) + 1)
+        return self.served_weights.changing(node.role, versions.get(node.role, 0) + 1)
 
     def _parts(self, handles: Sequence[Any]) -> list[Part]:
         return [self._fetch(handle) for handle in handles]
@@ -420,6 +495,23 @@ class Host:
                     f"like its inputs from '{output.rows}', got {column.num_rows}; declare the op "
                     "with makes_rows=True if it changes rows"
                 )
+
+
+def _check_segments(node: Node, worker: Role) -> type[Any]:
+    """The table of a worker's unfinished rows; refuse a worker that cannot go on with them."""
+    kind, going_on = type(worker).__name__, f"'{node.name}' is to go on in later steps"
+    if worker.unfinished is None:
+        raise ConfigError(
+            f"{going_on} (Schedule.segment_tokens), which {kind} cannot\n    set "
+            f"schedule.segment_tokens=0, or give '{node.role}' a worker with `stream_segment`"
+        )
+    if overrides(worker, node.method or "", "stream_segment"):
+        raise ConfigError(
+            f"{going_on} (Schedule.segment_tokens), and {kind} defines its own `{node.method}`, "
+            "which would not be called\n    set schedule.segment_tokens=0, or define "
+            "`stream_segment` too"
+        )
+    return worker.unfinished
 
 
 def _check_piece(node: Node, worker: Role, piece: Piece) -> None:

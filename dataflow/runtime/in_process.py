@@ -11,8 +11,6 @@ from ..graph.role import Role
 from .call_context import DeadlineExceeded, deadline
 from .device_sharing import (
     DeviceSharing,
-    needs_device,
-    on_device,
     sleep_offloaded,
     sleep_workers,
     wake_workers,
@@ -137,11 +135,9 @@ class InProcess(Executor):
         ticket, program, group, work = self._queue.popleft()
         try:
             with deadline(self._deadline_s):
-                if needs_device(work):
+                if work.needs != "nothing":
                     self._hand_off(group)
-                host = self._hosts[program, group]
-                with on_device(host.workers_of(work)):
-                    result = host.perform(work)
+                result = self._hosts[program, group].perform(work)
         except DeadlineExceeded:
             return []
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on

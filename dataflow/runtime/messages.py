@@ -1,14 +1,15 @@
-"""What the engine asks of a worker process, and what comes back.
+"""What the engine asks of a rank, and what comes back.
 
-Work is small, picklable data. Tensors never travel inside it: inputs and outputs are handles that
-only an executor can resolve (the parts themselves in-process, object references on Ray).
+Work is a method of `Host` with small, picklable arguments. Tensors never travel inside it: inputs
+and outputs are handles that only an executor can resolve (the parts themselves in-process, object
+references on Ray).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -28,8 +29,8 @@ Handle = object
 
 
 @dataclass(frozen=True)
-class CallWork:
-    """Run a node of any kind but a source.
+class NodeCall:
+    """A call of a node of any kind but a source.
 
     Attributes:
         node: Name of the node.
@@ -51,23 +52,8 @@ class CallWork:
 
 
 @dataclass(frozen=True)
-class BeginStreamWork:
-    """Begin calls of one node in one step that are served together; `AnswerWork` follows for each.
-
-    Attributes:
-        calls: One for each chunk, in the order of the chunks.
-        segment: How far each row may grow; None if calls are served to their end.
-        begun: What is unfinished of each chunk since the step before; None if nothing is.
-    """
-
-    calls: tuple[CallWork, ...]
-    segment: int | None = None
-    begun: tuple[Handle | None, ...] = ()
-
-
-@dataclass(frozen=True)
-class AnswerWork:
-    """Go on with the calls that were begun until one more of them is answered.
+class NextAnswer:
+    """A request for one more answer of the calls that were begun together.
 
     Attributes:
         node: Name of the node.
@@ -76,8 +62,8 @@ class AnswerWork:
             so that a process that had to begin again gives the same.
         versions: Trained role -> version of its weights that is to be read from here on.
         given: Of calls that take newer weights in flight, the chunks that were answered before: a
-            process that had to begin again leaves them out. Such work may end without an answer,
-            so that weights can come; it is asked for again then. None of other calls.
+            process that had to begin again leaves them out. Such a request may end without an
+            answer, so that weights can come; it is made again then. None of other calls.
     """
 
     node: str
@@ -85,37 +71,6 @@ class AnswerWork:
     number: int
     versions: tuple[tuple[str, int], ...] = ()
     given: tuple[int | None, ...] | None = None
-
-
-@dataclass(frozen=True)
-class ExportWork:
-    """Snapshot a role's weights."""
-
-    role: str
-
-
-@dataclass(frozen=True)
-class ImportWork:
-    """Replace a role's weights by a snapshot of some version."""
-
-    role: str
-    weights: Handle
-    version: int = 0
-
-
-@dataclass(frozen=True)
-class SetServedVersionWork:
-    """Count the weights of a role that is served as this version, from now on."""
-
-    role: str
-    version: int
-
-
-@dataclass(frozen=True)
-class LayoutWork:
-    """Say how the group holds a role's weights: a `HeldLayout`, or None if its worker cannot."""
-
-    role: str
 
 
 @dataclass(frozen=True)
@@ -129,80 +84,6 @@ class HeldLayout:
 
     sends: Any
     receives: Any
-
-
-@dataclass(frozen=True)
-class ExportSlicesWork:
-    """Snapshot what other groups lack of a role's weights, apart for each of their processes.
-
-    Attributes:
-        role: The role whose weights they are.
-        receivers: Group -> how it is to hold the weights, from `LayoutWork`.
-        version: Version of the weights.
-    """
-
-    role: str
-    receivers: Mapping[str, Any]
-    version: int
-
-
-@dataclass(frozen=True)
-class ImportSlicesWork:
-    """Replace a role's weights by slices that others exported.
-
-    Attributes:
-        role: The role whose weights they are.
-        group: The group that does it.
-        source: How the exporting group holds the weights.
-        slices: The snapshots of its processes.
-        version: That is expected.
-    """
-
-    role: str
-    group: str
-    source: Any
-    slices: tuple[Handle, ...]
-    version: int
-
-
-@dataclass(frozen=True)
-class SaveStateWork:
-    """Take a role's training state, and write it into a folder: at once, or from then on.
-
-    Answers with what kept it from being written at once; "" if nothing did.
-    """
-
-    role: str
-    folder: str
-
-
-@dataclass(frozen=True)
-class LoadStateWork:
-    """Restore a role's training state from a folder."""
-
-    role: str
-    folder: str
-
-
-@dataclass(frozen=True)
-class SavePartWork:
-    """Write a stored part to a safetensors file; answers as `SaveStateWork`."""
-
-    part: Handle
-    file: str
-
-
-@dataclass(frozen=True)
-class SaveReportWork:
-    """Say how far the writing of states has come: a `SaveReport`.
-
-    Attributes:
-        wait_s: How long to wait for its end.
-        unwanted: Whether it is to end because the checkpoint will not come about.
-    """
-
-    wait_s: float = 0.0
-    unwanted: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,46 +101,67 @@ class SaveReport:
     failed: str = ""
 
 
+H = TypeVar("H")
+P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., Any])
+
+Needs = Literal["workers", "device", "nothing"]
+
+
 @dataclass(frozen=True)
-class LoadPartWork:
-    """Read a part from a safetensors file back into the store."""
-
-    node: str
-    file: str
-
-
-@dataclass(frozen=True)
-class CallMethodWork:
-    """Call a worker's own method outside any step: to hash its weights, to export a folder.
+class Work:
+    """A method of `Host` that a rank is to call, made by `work`.
 
     Attributes:
-        role: The role whose worker is called.
-        method: Name of a public method.
-        arguments: Small picklable arguments, by position.
+        method: The method; a rank calls what its own host has by this name.
+        arguments: Picklable. The first names the role, or is a `NodeCall` or a `NextAnswer`, unless
+            the method works without workers.
+        named: Further arguments by name.
     """
 
-    role: str
-    method: str
-    arguments: tuple[Any, ...] = ()
+    method: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    named: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        return self.method.__name__
+
+    @property
+    def needs(self) -> Needs:
+        """What must be awake: the group and the workers concerned, the group, or neither."""
+        return getattr(self.method, "needs", "workers")
+
+    @property
+    def lasting(self) -> str:
+        """What of a role the work sets: a rank that is started again does the last of it anew."""
+        return getattr(self.method, "lasting", "")
 
 
-Work = (
-    CallWork
-    | BeginStreamWork
-    | AnswerWork
-    | CallMethodWork
-    | ExportWork
-    | ImportWork
-    | SetServedVersionWork
-    | LayoutWork
-    | ExportSlicesWork
-    | ImportSlicesWork
-    | SaveStateWork
-    | LoadStateWork
-    | SavePartWork
-    | SaveReportWork
-    | LoadPartWork
-)
+def work(method: Callable[Concatenate[H, P], Any], *args: P.args, **named: P.kwargs) -> Work:
+    """Have a method of `Host` called in a rank; arguments are checked as for the call itself."""
+    return Work(method, args, named)
+
+
+def anywhere(method: F) -> F:
+    """Declare a method of `Host` that a group may be asked while it sleeps."""
+    return _marked(method, needs="nothing")
+
+
+def without_workers(method: F) -> F:
+    """Declare a method of `Host` that needs the group's device, but none of its workers."""
+    return _marked(method, needs="device")
+
+
+def sets(what: Literal["weights", "version"]) -> Callable[[F], F]:
+    """Declare a method of `Host` whose effect a rank has to have again when it is started again."""
+    return lambda method: _marked(method, lasting=what)
+
+
+def _marked(method: F, **marks: str) -> F:
+    vars(method).update(marks)
+    return method
 
 
 @dataclass(frozen=True)
@@ -272,8 +174,8 @@ class Report:
         metrics: Named numbers of this call, to be merged over chunks and ranks.
         num_rows: Rows in each stored part.
         num_bytes: Bytes of the stored parts.
-        answer: What a `CallMethodWork` returned, or what a save says of itself.
-        chunk: Which of the calls an `AnswerWork` has answered; None if it has paused.
+        answer: What the method returned, if that was no `Outcome`.
+        chunk: Which of the calls begun together is answered; None if they have paused.
         size: Length of its longest row.
         peak_bytes: The most that torch had allocated on this process's CUDA device during a call,
             what its workers always hold included; 0 where there is none.
@@ -301,9 +203,9 @@ class Result:
     Attributes:
         report: See `Report`.
         parts: Output chunks: one for a chunked call, all of them for a whole-batch call.
-        weights: The snapshot of an `ExportWork`.
+        weights: An exported snapshot, or what stands for its slices.
     """
 
     report: Report
     parts: tuple[Part, ...] = ()
-    weights: Weights | None = None
+    weights: Any = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from ..scheduler.events import Load, NodeTask, RunStream
 from .dispatcher import Submission
 from .executor import Restart
-from .messages import AnswerWork
+from .messages import NextAnswer
 
 
 @dataclass
@@ -39,11 +39,11 @@ class OpenStream:
     num_taken: int = 0
     early: dict[int, Submission] = field(default_factory=dict[int, Submission])
 
-    def asked(self) -> list[tuple[NodeTask, AnswerWork]]:
+    def asked(self) -> list[tuple[NodeTask, NextAnswer]]:
         """The answers to ask for now, each under a task that nothing is asked for under."""
         left = [task for task in self.instruction.tasks if task.chunk not in self.given]
         versions = tuple(sorted(self.versions.items()))
-        first = AnswerWork(self.instruction.node, self.instruction.step, 0, versions)
+        first = NextAnswer(self.instruction.node, self.instruction.step, 0, versions)
         if self.in_flight:
             return [
                 (task, replace(first, number=len(self.given), given=tuple(self.given)))

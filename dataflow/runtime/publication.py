@@ -10,16 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from ..scheduler.schedule import Deadline
 from .dispatcher import Dispatcher
-from .messages import (
-    ExportSlicesWork,
-    ExportWork,
-    Handle,
-    HeldLayout,
-    ImportSlicesWork,
-    ImportWork,
-    LayoutWork,
-    Work,
-)
+from .host import Host
+from .messages import Handle, HeldLayout, Work, work
 
 
 class Publication:
@@ -54,8 +46,8 @@ class Publication:
             return
         for where, group in (home, *((program, receiver) for receiver in receivers)):
             if (role, group) not in self._layouts:
-                work = {0: LayoutWork(role)}
-                done = self._dispatcher.perform_now(where, group, work, self._deadline)
+                asked = {0: work(Host.layout, role)}
+                done = self._dispatcher.perform_now(where, group, asked, self._deadline)
                 answer = done.first.report.answer if done.first.report else None
                 self._layouts[role, group] = answer
             if self._layouts[role, group] is None:
@@ -65,16 +57,16 @@ class Publication:
     def export(self, role: str, version: int) -> Work:
         """The work of the home's rank 0."""
         if role not in self._receivers:
-            return ExportWork(role)
+            return work(Host.export_weights, role)
         receivers = {group: self._known(role, group).receives for group in self._receivers[role]}
-        return ExportSlicesWork(role, receivers, version)
+        return work(Host.export_slices, role, receivers, version)
 
-    def take(self, role: str, home: str, group: str, weights: Handle, version: int) -> Work:
+    def take(self, role: str, home: str, weights: Handle, version: int) -> Work:
         """For all ranks of a copy's group; `weights` is what the export left."""
         if role not in self._receivers:
-            return ImportWork(role, weights, version)
+            return work(Host.import_weights, role, weights, version)
         slices = weights if isinstance(weights, tuple) else (weights,)
-        return ImportSlicesWork(role, group, self._known(role, home).sends, slices, version)
+        return work(Host.import_slices, role, self._known(role, home).sends, slices, version)
 
     def share(
         self,
@@ -100,7 +92,7 @@ class Publication:
         exporting = {0: self.export(role, version)}
         exported = self._dispatcher.perform_now(where, home, exporting, self._deadline)
         for group, num_ranks in replicas.items():
-            take = self.take(role, home, group, exported.first.weights, version)
+            take = self.take(role, home, exported.first.weights, version)
             works = dict.fromkeys(range(num_ranks), take)
             self._dispatcher.perform_now(program, group, works, self._deadline)
 

@@ -51,8 +51,9 @@ from .checkpoint import Interval, ResumePoint, SavedRun, Suspended
 from .cuts import rank_shares
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
 from .executor import Executor, Program, Restart
+from .host import Host
 from .kept import KeptColumns
-from .messages import BeginStreamWork, CallWork, Handle, SetServedVersionWork, Work
+from .messages import Handle, NodeCall, Work, work
 from .open_streams import OpenStream, OpenStreams
 from .placement import flow_of
 from .publication import Publication
@@ -253,14 +254,14 @@ class Run:
                     self._run_stream(instruction)
             case Publish():
                 role, version = instruction.role, instruction.version
-                work = self._publication.export(role, version)
-                self._submit(instruction, self._flow.homes[role], {0: work})
+                export = self._publication.export(role, version)
+                self._submit(instruction, self._flow.homes[role], {0: export})
             case Load():
                 role, group, version = instruction.role, instruction.group, instruction.version
                 weights = self._snapshots[role, version]
                 home = self._flow.homes[role]
-                work = self._publication.take(role, home, group, weights, version)
-                self._submit(instruction, group, self._on_all(group, work))
+                take = self._publication.take(role, home, weights, version)
+                self._submit(instruction, group, self._on_all(group, take))
                 self._streams.loads(instruction)
             case Release():
                 self._release(instruction.outputs)
@@ -306,7 +307,7 @@ class Run:
         self._versions[task] = instruction.versions
         if isinstance(instruction, RunCall):
             chunks = range(self._flow.num_chunks) if task.chunk is None else [task.chunk]
-            works = {instruction.rank: self._call(node, task, chunks)}
+            works = {instruction.rank: work(Host.call, self._call(node, task, chunks))}
         else:
             if instruction.last:
                 self._look(node, task)
@@ -326,7 +327,10 @@ class Run:
             shares = [[chunk] for chunk in instruction.chunks]
         if instruction.last and self._segment and not self._has_rows(node, task.step):
             piece = "none"
-        return {r: replace(self._call(node, task, shares[r]), piece=piece) for r in ranks}
+        return {
+            rank: work(Host.call, replace(self._call(node, task, shares[rank]), piece=piece))
+            for rank in ranks
+        }
 
     def _has_rows(self, node: Node, step: int) -> bool:
         """Whether anything that a node takes has a row in this step, as far as is known."""
@@ -345,21 +349,21 @@ class Run:
         self._versions.update(dict.fromkeys(tasks, instruction.versions))
         calls = tuple(self._call(node, task, [task.chunk or 0]) for task in tasks)
         begun = tuple(self._store.get(unfinished(task, before=1)) for task in tasks)
-        work = BeginStreamWork(calls, self._segment, begun)
-        self._dispatcher.submit(None, self._name, group, {rank: work})
+        begin = work(Host.begin_stream, calls, self._segment, begun)
+        self._dispatcher.submit(None, self._name, group, {rank: begin})
         self._ask(self._streams.begin(instruction, group))
 
     def _ask(self, stream: OpenStream) -> None:
-        for task, work in stream.asked():
-            self._submit(task, stream.group, {stream.instruction.rank: work})
+        for task, answer in stream.asked():
+            self._submit(task, stream.group, {stream.instruction.rank: work(Host.answer, answer)})
 
-    def _call(self, node: Node, task: NodeTask, chunks: Sequence[int]) -> CallWork:
+    def _call(self, node: Node, task: NodeTask, chunks: Sequence[int]) -> NodeCall:
         inputs = {
             producer: tuple(self._store[Output(producer, task.step, chunk)] for chunk in chunks)
             for producer in dict.fromkeys(ref.node for _, ref in node.inputs)
         }
         versions, staleness = self._versions[task], self._staleness(node, task)
-        return CallWork(node.name, task.step, task.chunk, inputs, versions, staleness)
+        return NodeCall(node.name, task.step, task.chunk, inputs, versions, staleness)
 
     def _staleness(self, node: Node, task: NodeTask) -> int | None:
         """How many versions older a train call's rollouts are than what it trains.
@@ -386,8 +390,8 @@ class Run:
             return
         handles = self._made(watch.nodes, task.step)
         if len(handles) == len(watch.nodes):
-            work = watch.work(task.step, handles, self._staleness(node, task))
-            self._dispatcher.submit(None, WATCH, watch.group, {0: work})
+            look = watch.work(task.step, handles, self._staleness(node, task))
+            self._dispatcher.submit(None, WATCH, watch.group, {0: look})
         self._release(self._looked.let_go(task.step))
 
     def _made(self, nodes: Collection[str], step: int) -> dict[str, tuple[Handle, ...]]:
@@ -408,8 +412,8 @@ class Run:
     def _submit(self, task: Task, group: str, works: Mapping[int, Work]) -> None:
         self._dispatcher.submit(task, self._name, group, works)
 
-    def _on_all(self, group: str, work: Work) -> dict[int, Work]:
-        return dict.fromkeys(range(self.scheduler.index.num_ranks[group]), work)
+    def _on_all(self, group: str, one: Work) -> dict[int, Work]:
+        return dict.fromkeys(range(self.scheduler.index.num_ranks[group]), one)
 
     # --- answers
 
@@ -552,8 +556,8 @@ class Run:
             version = self.scheduler.version_of(role)
             self._publication.share(role, version, trained, self._name, replicas)
         for role, group in self._placement.serving(self._graph):
-            work = SetServedVersionWork(role, self.scheduler.version_of(role))
-            works = self._on_all(group, work)
+            version = self.scheduler.version_of(role)
+            works = self._on_all(group, work(Host.set_served_version, role, version))
             self._dispatcher.perform_now(self._name, group, works, self._longest)
 
     def _replicas(self, role: str, home: str) -> dict[str, int]:

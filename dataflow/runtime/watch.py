@@ -15,8 +15,9 @@ from ..graph.graph import Graph, Node, NodeKind, Ref, WeightRead
 from ..graph.role import Role
 from .checkpoint import Suspended
 from .executor import Program
+from .host import Host
 from .kept import Hold, KeptColumns
-from .messages import CallWork, Handle
+from .messages import Handle, NodeCall, Work, work
 from .placement import Placement
 
 WATCH = "watch"
@@ -50,7 +51,7 @@ class Watch:
 
     def work(
         self, step: int, inputs: Mapping[str, tuple[Handle, ...]], staleness: int | None
-    ) -> CallWork:
+    ) -> Work:
         """The message that has the worker look.
 
         Args:
@@ -59,7 +60,7 @@ class Watch:
             staleness: See `call_staleness`.
         """
         node = self.program.graph.nodes[-1]
-        return CallWork(node.name, step, None, inputs, (), staleness)
+        return work(Host.call, NodeCall(node.name, step, None, inputs, (), staleness))
 
 
 def watch_before(

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard
+from typing import Protocol
+
+from typing_extensions import TypeIs
 
 from ..graph.role import Metric, Role
 from .call_context import DeadlineExceeded, deadline
@@ -91,7 +93,7 @@ class WorkerSpec(Protocol):
         ...
 
 
-def is_spec(worker: object) -> TypeGuard[WorkerSpec]:
+def is_spec(worker: object) -> TypeIs[WorkerSpec]:
     """True if a worker was given as a recipe, and not live."""
     return callable(getattr(worker, "build", None))
 

@@ -12,16 +12,8 @@ from typing import Any
 
 from ...dataflow.errors import WorkerError
 from ...dataflow.runtime.executor import Completion, Lost, Program
-from ...dataflow.runtime.messages import (
-    AnswerWork,
-    BeginStreamWork,
-    CallWork,
-    Handle,
-    ImportSlicesWork,
-    ImportWork,
-    SetServedVersionWork,
-    Work,
-)
+from ...dataflow.runtime.host import Host
+from ...dataflow.runtime.messages import Handle, Work
 from ..weight_sync.channel import Offer
 from .process_backend import Process, ProcessBackend, Ref
 from .rank_process import Answer
@@ -59,14 +51,12 @@ class Job:
 
     def most_parts(self, programs: Mapping[str, Program]) -> int:
         """Outputs that it may have."""
-        match self.work:
-            case AnswerWork():
-                return 2  # rows, and what goes on in the next step
-            case CallWork():
-                num_chunks = programs[self.program].placement.num_chunks
-                return num_chunks if self.work.chunk is None else 1
-            case _:
-                return 0
+        if self.work.method is Host.answer:
+            return 2  # rows, and what goes on in the next step
+        if self.work.method is not Host.call:
+            return 0
+        num_chunks = programs[self.program].placement.num_chunks
+        return num_chunks if self.work.arguments[0].chunk is None else 1
 
     def failed(self, text: str, trace: str = "", lost: Lost = "") -> Completion | None:
         """The first failure speaks for the rank."""
@@ -133,10 +123,6 @@ class Offers:
             self._ready.pop(key).detach()
 
 
-_LASTING = ImportWork, ImportSlicesWork, SetServedVersionWork
-"""Work that a rank that is started again has to do again first, the last of each kind."""
-
-
 class Books:
     """What is out at an executor's processes, and what they need again if they are started again.
 
@@ -146,7 +132,7 @@ class Books:
 
     def __init__(self) -> None:
         self.out: dict[Ref, tuple[Job, int]] = {}
-        self._loaded: dict[tuple[str, int], dict[str, Job]] = {}
+        self._loaded: dict[tuple[str, int], dict[tuple[str, str], Job]] = {}
         self._begun: dict[tuple[str, int], Job] = {}
 
     @property
@@ -157,10 +143,9 @@ class Books:
     def note(self, job: Job) -> None:
         """What a rank has done that outlasts it, so that it is known what to do again."""
         place = job.group, job.rank
-        if isinstance(job.work, _LASTING):
-            what = "version" if isinstance(job.work, SetServedVersionWork) else "weights"
-            self._loaded.setdefault(place, {})[f"{what} of {job.work.role}"] = job
-        elif isinstance(job.work, BeginStreamWork):
+        if job.work.lasting:
+            self._loaded.setdefault(place, {})[job.work.lasting, job.work.arguments[0]] = job
+        elif job.work.method is Host.begin_stream:
             self._begun[place] = job
 
     def loads(self, group: str, rank: int | None) -> list[Job]:
@@ -183,7 +168,7 @@ class Books:
 
     def take_loads(self, jobs: Sequence[Job]) -> list[Ref]:
         """The calls that are out of those of the jobs that load something."""
-        mine = {id(job) for job in jobs if isinstance(job.work, _LASTING)}
+        mine = {id(job) for job in jobs if job.work.lasting}
         found = [ref for ref, (job, _) in self.out.items() if id(job) in mine]
         for ref in found:
             del self.out[ref]

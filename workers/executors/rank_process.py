@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,30 +16,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from ...dataflow.errors import PenstockError, WorkerError
 from ...dataflow.file_errors import file_error
 from ...dataflow.graph.role import Role
-from ...dataflow.runtime.device_sharing import (
-    needs_device,
-    on_device,
-    sleep_offloaded,
-    sleep_workers,
-    wake_workers,
-)
+from ...dataflow.runtime.device_sharing import sleep_offloaded, sleep_workers, wake_workers
 from ...dataflow.runtime.executor import Program, build_role, methods_of
-from ...dataflow.runtime.host import Host
-from ...dataflow.runtime.messages import (
-    AnswerWork,
-    CallWork,
-    ExportSlicesWork,
-    ImportSlicesWork,
-    LayoutWork,
-    Part,
-    Report,
-    Result,
-    Work,
-)
+from ...dataflow.runtime.host import Host, Outcome
+from ...dataflow.runtime.messages import HeldLayout, Part, Report, Result, Work
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.ragged import Packed
 from ...dataflow.runtime.recovery.limits import WorkerLost
@@ -48,7 +32,7 @@ from ...dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from ...dataflow.runtime.worker_protocol import WorkerContext, close_workers
 from ..inference.client import InferenceClient
 from ..inference.server import InferenceServer
-from ..weight_sync.channel import ChannelEnd, Offer
+from ..weight_sync.channel import ChannelEnd, Offer, WeightChannel
 from ..weight_sync.registry import CHANNELS, DEFAULT_TRANSPORT
 from ..weight_sync.slice_exchange import SliceTraffic
 from .process_backend import BackendError, CallFailed, NotInTime, ProcessDied, ProcessHome, Ref
@@ -81,11 +65,46 @@ class Answer:
     lost: Literal["", "process", "stored"] = ""
 
 
-@dataclass(frozen=True)
-class _Exported(Result):
-    """Slices of weights, apart for every process that receives some."""
+class SliceHost(Host):
+    """A host whose roles' weights travel in slices, through the weight channel of its process.
 
-    offer: Offer | None = None
+    Args:
+        given: Of `Host`.
+        process: The process's number in its group.
+        traffic: The process's slices.
+        channel: The process's end of the channel.
+    """
+
+    def __init__(
+        self, *given: Any, process: int, traffic: SliceTraffic, channel: WeightChannel
+    ) -> None:
+        super().__init__(*given)
+        self._process, self._traffic, self._channel = process, traffic, channel
+
+    @override
+    def check_version(self, role: str, version: int) -> None:
+        self._traffic.check(role, version)
+
+    @override
+    def layout(self, role: str) -> HeldLayout | None:
+        return self._traffic.layout(self.roles[role])
+
+    @override
+    def export_slices(self, role: str, receivers: Mapping[str, Any], version: int) -> Outcome:
+        worker, room = self.roles[role], self._channel.room
+        packets = self._traffic.export(worker, receivers, version, room)
+        return Outcome(weights=self._channel.publish(packets))
+
+    @override
+    def import_slices(self, role: str, source: Any, slices: tuple[Any, ...], version: int) -> None:
+        worker = self.roles[role]
+        self._traffic.expect(role, worker)
+        # Each begins with another process, so that all of those send at the same time.
+        first = self._process % len(slices)
+        found = map(self._channel.obtain, (*slices[first:], *slices[:first]))
+        packets = [packet for packet in found if packet is not None]
+        with self.served_weights.changing(role, version):
+            self._traffic.write(role, worker, source, packets, version)
 
 
 class RankProcess:
@@ -127,7 +146,7 @@ class RankProcess:
         self._clients: dict[str, InferenceClient] = {}
         self._server: InferenceServer | None = None
         self._sleeps = ""
-        self._imported: dict[str, tuple[str, ImportSlicesWork]] = {}
+        self._imported: dict[str, tuple[str, Work]] = {}
         self._emptied = set[str]()
 
     def listen(self) -> Address:
@@ -172,13 +191,16 @@ class RankProcess:
                     self._roles[name] = build_role(
                         name, workers[name], self._context(name, seed, programs)
                     )
-            self._hosts[key] = Host(
+            self._hosts[key] = SliceHost(
                 program.graph,
                 {name: self._roles[name] for name in names},
                 program.placement.num_chunks,
                 self._fetch,
                 self._served(program),
                 self._served_weights,
+                process=self._process,
+                traffic=self._traffic,
+                channel=self._channel,
             )
             for role, server in program.placement.serving(program.graph):
                 if server == self._group.name:
@@ -297,69 +319,32 @@ class RankProcess:
             text = said or f"{type(error).__name__}: {error}"
             trace = "" if said else traceback.format_exc()
             return Answer(None, error=text, trace=trace, leads=leads, lost=_lost(error)), []
-        weights: Any = None
-        if isinstance(result, _Exported):
-            weights = result.offer
-        elif result.weights is not None and leads:
-            weights = self._home.put(_weights_to_numpy(result.weights))
+        weights = result.weights
+        if weights is not None and not isinstance(weights, Offer):
+            weights = self._home.put(_weights_to_numpy(weights)) if leads else None
         parts = [part_to_numpy(part) for part in result.parts] if leads else []
         return Answer(result.report, weights=weights, leads=leads), parts
 
     def _perform(self, program: str, work: Work) -> Result:
-        """What concerns slices of weights here, everything else by the host."""
-        if self._sleeps and needs_device(work):
-            raise WorkerError(
-                f"process {self._process} of group '{self._group.name}' sleeps; {self._sleeps}"
-            )
-        host = self._hosts[program]
-        if needs_device(work):
+        if work.needs != "nothing":
+            if self._sleeps:
+                where = f"process {self._process} of group '{self._group.name}'"
+                raise WorkerError(f"{where} sleeps; {self._sleeps}")
             self._refill(work)
-        with on_device(host.workers_of(work)):
-            result = self._work(host, work)
-        if isinstance(work, ImportSlicesWork):
-            self._imported[work.role] = program, work
-            self._emptied.discard(work.role)
+        result = self._hosts[program].perform(work)
+        if work.method is Host.import_slices:
+            role = work.arguments[0]
+            self._imported[role] = program, work
+            self._emptied.discard(role)
         return result
 
     def _refill(self, work: Work) -> None:
         """Receive again what sleeping workers did not keep, but for what `work` brings anew."""
-        brought = work.role if isinstance(work, ImportSlicesWork) else None
+        brought = work.arguments[0] if work.method is Host.import_slices else None
         for role in sorted(self._emptied - {brought}):
             program, last = self._imported[role]
-            with on_device(self._hosts[program].workers_of(last)):
-                self._work(self._hosts[program], last)
+            self._hosts[program].perform(last)
             self._emptied.discard(role)
-
-    def _work(self, host: Host, work: Work) -> Result:
-        start_s, traffic = time.time(), self._traffic
-        answer: Any = None
-        offer: Offer | None = None
-        match work:
-            case LayoutWork():
-                answer = traffic.layout(host.roles[work.role])
-            case ExportSlicesWork():
-                packets = traffic.export(
-                    host.roles[work.role], work.receivers, work.version, self._channel.room
-                )
-                offer = self._channel.publish(packets)
-            case ImportSlicesWork():
-                worker = host.roles[work.role]
-                traffic.expect(work.role, worker)
-                # Each begins with another process, so that all of those send at the same time.
-                first = self._process % len(work.slices)
-                offers: Any = (*work.slices[first:], *work.slices[:first])
-                found = map(self._channel.obtain, offers)
-                packets = [packet for packet in found if packet is not None]
-                with self._served_weights.changing(work.role, work.version):
-                    traffic.write(work.role, worker, work.source, packets, work.version)
-            case CallWork() | AnswerWork():
-                for role, version in work.versions:
-                    traffic.check(role, version)
-                return host.perform(work)
-            case _:
-                return host.perform(work)
-        report = Report(start_s, time.time(), answer=answer)
-        return Result(report) if offer is None else _Exported(report, offer=offer)
 
     def _got(self, ref: Ref, timeout_s: float = 0.0) -> Any:
         (found,) = self._home.get([ref], timeout_s or self._deadline_s)

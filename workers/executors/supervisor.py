@@ -23,7 +23,7 @@ import torch
 
 from ...dataflow.errors import ConfigError, PenstockError, StateError, WorkerError
 from ...dataflow.graph.role import Role
-from ...dataflow.runtime.device_sharing import DeviceSharing, needs_device
+from ...dataflow.runtime.device_sharing import DeviceSharing
 from ...dataflow.runtime.executor import (
     Completion,
     Executor,
@@ -35,14 +35,8 @@ from ...dataflow.runtime.executor import (
     routes_of,
     servers_of,
 )
-from ...dataflow.runtime.messages import (
-    AnswerWork,
-    CallWork,
-    Handle,
-    LayoutWork,
-    Part,
-    Work,
-)
+from ...dataflow.runtime.host import Host
+from ...dataflow.runtime.messages import Handle, Part, Work, work
 from ...dataflow.runtime.recovery.limits import Recovery
 from ...dataflow.runtime.recovery.resizing import replica_groups, restartable_groups
 from ...dataflow.runtime.worker_protocol import WorkerSpec, is_spec
@@ -357,7 +351,7 @@ class Supervisor(Executor):
         if (job.group, job.rank) in self._returning:
             self._returning[job.group, job.rank].owed.append(job)
             return
-        if needs_device(job.work):
+        if job.work.needs != "nothing":
             self._hand_off(job.group)
         group = self._groups[job.group]
         processes = group.group.processes(job.rank)
@@ -395,7 +389,7 @@ class Supervisor(Executor):
             group = self._groups[name]
             for process in range(len(group.processes)):
                 rank = group.group.rank_of(process)
-                job = Job(LOOK, "", name, rank, LayoutWork(""), {process})
+                job = Job(LOOK, "", name, rank, work(Host.layout, ""), {process})
                 self._books.out[group.call(process, "is_running")] = (job, process)
 
     def _answer(self, ref: Ref) -> Completion | Restart | None:
@@ -431,7 +425,7 @@ class Supervisor(Executor):
         completion = job.complete()
         if completion is not None:
             self._books.note(job)
-        if completion is not None and isinstance(job.work, (CallWork, AnswerWork)):
+        if completion is not None and job.work.method in (Host.call, Host.answer):
             self._budget.answered(job.group, job.rank)
             for server, clients in self._connections.servers.items():
                 if job.group in clients:  # nobody else hears that it answers

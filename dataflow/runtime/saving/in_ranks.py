@@ -68,7 +68,7 @@ class Saves:
         return ""
 
     def report(self, wait_s: float, *, unwanted: bool) -> SaveReport:
-        """How far it has come; see `SaveReportWork`. Asked again, it says the same.
+        """Say how far it has come, see `Host.save_report`. Asked again, it says the same.
 
         Raises:
             Exception: What went wrong but for the disk.

@@ -16,14 +16,8 @@ from ...scheduler.schedule import Deadline
 from ..checkpoint import ResumePoint, SavedRun, write_run_state
 from ..dispatcher import Dispatcher, Submission
 from ..executor import Program
-from ..messages import (
-    Handle,
-    LoadPartWork,
-    LoadStateWork,
-    SavePartWork,
-    SaveStateWork,
-    Work,
-)
+from ..host import Host
+from ..messages import Handle, Work, work
 from ..placement import flow_of
 
 _UNFINISHED = "/unfinished"
@@ -79,10 +73,11 @@ class StateInWorkers:
         asked: list[tuple[str, Mapping[int, Work]]] = []
         for role, group in self.homes.items():
             (folder / role).mkdir()
-            asked.append((group, self._on_all(group, SaveStateWork(role, str(folder / role)))))
+            save = work(Host.save_state, role, str(folder / role))
+            asked.append((group, self._on_all(group, save)))
         for output, file in saved.part_files(folder):
-            work = SavePartWork(outputs[output], str(file))
-            asked.append((self._group_of(output.node), {0: work}))
+            write = work(Host.save_part, outputs[output], str(file))
+            asked.append((self._group_of(output.node), {0: write}))
         for group, works in asked:
             if refused := next(filter(None, self._now(group, works).answers), ""):
                 return refused
@@ -92,8 +87,8 @@ class StateInWorkers:
     def load(self, point: ResumePoint) -> None:
         """Bring every home to where a checkpoint was taken."""
         for role, home in self.homes.items():
-            work = LoadStateWork(role, str(point.folder / role))
-            self._now(home, self._on_all(home, work))
+            load = work(Host.load_state, role, str(point.folder / role))
+            self._now(home, self._on_all(home, load))
 
     def load_outputs(self, point: ResumePoint, num_chunks: int) -> dict[Output, Handle]:
         """Have the live outputs of a checkpoint stored again.
@@ -114,16 +109,16 @@ class StateInWorkers:
             )
         found: dict[Output, Handle] = {}
         for output, file in point.parts:
-            work = LoadPartWork(output.node, str(file))
-            found[output] = self._now(self._group_of(output.node), {0: work}).first.parts[0]
+            load = {0: work(Host.load_part, str(file))}
+            found[output] = self._now(self._group_of(output.node), load).first.parts[0]
         return found
 
     def _group_of(self, node: str) -> str:
         """Where a node's parts are saved and restored; a source's at the first group."""
         return self._placement.nodes.get(node, self._placement.groups[0].name)
 
-    def _on_all(self, group: str, work: Work) -> dict[int, Work]:
-        return dict.fromkeys(range(self._placement.group(group).num_ranks), work)
+    def _on_all(self, group: str, one: Work) -> dict[int, Work]:
+        return dict.fromkeys(range(self._placement.group(group).num_ranks), one)
 
     def _now(self, group: str, works: Mapping[int, Work]) -> Submission:
         return self._dispatcher.perform_now(self._name, group, works, self._deadline)

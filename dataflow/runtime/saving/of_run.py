@@ -31,7 +31,8 @@ from ...scheduler.schedule import Deadline
 from ...written_files import Background, WrittenFile
 from ..checkpoint import CheckpointFolder, ResumePoint, read_resume_point
 from ..dispatcher import Dispatcher, Submission
-from ..messages import SaveReport, SaveReportWork
+from ..host import Host
+from ..messages import SaveReport, Work, work
 
 _ASK_S = 0.2
 """How often ranks are asked how far they have come."""
@@ -292,9 +293,10 @@ class Saving:
                 f"and {self._counts}"
             )
 
-    def _works(self, group: str, wait_s: float) -> dict[int, SaveReportWork]:
+    def _works(self, group: str, wait_s: float) -> dict[int, Work]:
         unwanted = self._pending is not None and bool(self._pending.failed)
-        return dict.fromkeys(range(self._ranks[group]), SaveReportWork(wait_s, unwanted))
+        report = work(Host.save_report, wait_s, unwanted=unwanted)
+        return dict.fromkeys(range(self._ranks[group]), report)
 
     def _hear(self, pending: _Pending, answers: list[Submission]) -> None:
         """Note what the ranks say; seal the checkpoint, or give it up, once none is writing."""

@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import pytest
 from penstock.dataflow.errors import PlanError
-from penstock.dataflow.runtime.device_sharing import DeviceSharing, HandOff, needs_device
+from penstock.dataflow.runtime.device_sharing import DeviceSharing, HandOff
 from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.messages import CallWork, LayoutWork
+from penstock.dataflow.runtime.messages import NodeCall, work
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, flow_of, sharing
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.events import NodeTask, Publish, Task
@@ -195,5 +196,5 @@ def test_nobody_sleeps_who_has_the_device_alone() -> None:
 
 
 def test_to_say_how_weights_are_held_needs_no_device() -> None:
-    assert not needs_device(LayoutWork("model"))
-    assert needs_device(CallWork("model.sample", 0, None, {}))
+    assert work(Host.layout, "model").needs == "nothing"
+    assert work(Host.call, NodeCall("model.sample", 0, None, {})).needs == "workers"

@@ -10,8 +10,9 @@ import pytest
 from penstock.dataflow.errors import StateError, WorkerError
 from penstock.dataflow.runtime.dispatcher import Dispatcher, Submission
 from penstock.dataflow.runtime.executor import Program
+from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.messages import CallMethodWork, ExportWork
+from penstock.dataflow.runtime.messages import work
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.events import Load, Publish
@@ -40,9 +41,9 @@ def dispatcher() -> Generator[Dispatcher]:
     executor.stop()
 
 
-EXPORT = {0: ExportWork("model")}
-FAIL = {0: CallMethodWork("model", "fail")}
-COUNTED = {0: CallMethodWork("model", "count")}
+EXPORT = {0: work(Host.export_weights, "model")}
+FAIL = {0: work(Host.call_method, "model", "fail")}
+COUNTED = {0: work(Host.call_method, "model", "count")}
 FIRST, SECOND = Publish("model", 1), Load("model", 1, "all")
 
 

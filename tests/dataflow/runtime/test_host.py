@@ -21,17 +21,12 @@ from penstock.dataflow.runtime.call_context import call_key
 from penstock.dataflow.runtime.cuts import cut_table, even_cuts
 from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.messages import (
-    AnswerWork,
-    BeginStreamWork,
-    CallWork,
-    ExportWork,
-    ImportWork,
-    LoadPartWork,
-    LoadStateWork,
+    NextAnswer,
+    NodeCall,
     Part,
     Result,
-    SavePartWork,
-    SaveStateWork,
+    Work,
+    work,
 )
 from penstock.dataflow.runtime.ragged import Packed, concatenate, lengths_of, pack, unpack
 from torch import Tensor
@@ -182,12 +177,16 @@ def host(graph: Graph = GRAPH, num_chunks: int = 2, model: Role | None = None) -
     return Host(graph, {"model": model or Doubler()}, num_chunks, fetch=lambda handle: handle)
 
 
-def call_work(node: str, chunk: int | None, step: int = 0, **inputs: Part | list[Part]) -> CallWork:
+def node_call(node: str, chunk: int | None, step: int = 0, **inputs: Part | list[Part]) -> NodeCall:
     handles = {
         name.replace("__", "."): tuple(part) if isinstance(part, list) else (part,)
         for name, part in inputs.items()
     }
-    return CallWork(node, step, chunk, handles)
+    return NodeCall(node, step, chunk, handles)
+
+
+def call_work(node: str, chunk: int | None, step: int = 0, **inputs: Part | list[Part]) -> Work:
+    return work(Host.call, node_call(node, chunk, step, **inputs))
 
 
 def dense(results: list[Result], graph: Graph, node: str) -> list[Tensor]:
@@ -339,9 +338,9 @@ def test_training_gets_the_whole_table_and_its_metrics_are_merged() -> None:
 
 def test_a_worker_that_knows_of_no_pieces_is_given_none() -> None:
     model = Doubler()
-    work = call_work("model.train", None, data=CHUNKS, center=values())
+    call = node_call("model.train", None, data=CHUNKS, center=values())
     with pytest.raises(ConfigError) as caught:
-        host(model=model).perform(replace(work, piece="first"))
+        host(model=model).perform(work(Host.call, replace(call, piece="first")))
     assert str(caught.value) == (
         "'model.train' would be given a step's rows in pieces (Schedule.streaming or "
         "Schedule.segment_tokens), which Doubler does not take\n"
@@ -384,12 +383,16 @@ class Both(Once):
         return super().stream(method, calls)
 
 
+def answer(rank: Host, number: int) -> Result:
+    return rank.perform(work(Host.answer, NextAnswer("model.extend", 0, number)))
+
+
 def streamed_keys(model: Role) -> list[list[int]]:
     graph = build(rollout_step)
     rank = host(graph, model=model)
-    calls = tuple(call_work("model.extend", chunk, data=CHUNKS[chunk]) for chunk in range(2))
-    rank.perform(BeginStreamWork(calls))
-    answers = [rank.perform(AnswerWork("model.extend", 0, number)) for number in range(2)]
+    calls = tuple(node_call("model.extend", chunk, data=CHUNKS[chunk]) for chunk in range(2))
+    rank.perform(work(Host.begin_stream, calls))
+    answers = [answer(rank, number) for number in range(2)]
     return [answer.parts[0][0].values.tolist() for answer in answers]
 
 
@@ -408,9 +411,10 @@ def test_an_object_s_own_method_is_called_and_not_passed_by() -> None:
 
 def test_a_method_that_a_class_defines_anew_does_not_go_on_in_later_steps() -> None:
     rank = host(build(rollout_step), model=Once())
-    rank.perform(BeginStreamWork((call_work("model.extend", 0, data=CHUNKS[0]),), 1, (None,)))
+    calls = (node_call("model.extend", 0, data=CHUNKS[0]),)
+    rank.perform(work(Host.begin_stream, calls, 1, (None,)))
     with pytest.raises(ConfigError) as caught:
-        rank.perform(AnswerWork("model.extend", 0, 0))
+        answer(rank, 0)
     assert str(caught.value) == (
         "'model.extend' is to go on in later steps (Schedule.segment_tokens), and Once defines its "
         "own `extend`, which would not be called\n"
@@ -429,20 +433,20 @@ def test_a_call_s_metrics_are_taken_once() -> None:
 def test_weights_and_state_come_and_go(tmp_path: Path) -> None:
     one, two = Doubler(), Doubler()
     one.weight = torch.tensor(5.0)
-    weights = host(model=one).perform(ExportWork("model")).weights
+    weights = host(model=one).perform(work(Host.export_weights, "model")).weights
     assert weights is not None
-    host(model=two).perform(ImportWork("model", weights))
+    host(model=two).perform(work(Host.import_weights, "model", weights))
     assert two.weight.item() == 5.0
-    host(model=one).perform(SaveStateWork("model", str(tmp_path)))
+    host(model=one).perform(work(Host.save_state, "model", str(tmp_path)))
     three = Doubler()
-    host(model=three).perform(LoadStateWork("model", str(tmp_path)))
+    host(model=three).perform(work(Host.load_state, "model", str(tmp_path)))
     assert three.weight.item() == 5.0
 
 
 def test_a_part_survives_its_file(tmp_path: Path) -> None:
     file = str(tmp_path / "part.safetensors")
-    host().perform(SavePartWork(CHUNKS[1], file))
-    (part,) = host().perform(LoadPartWork("data", file)).parts
+    host().perform(work(Host.save_part, CHUNKS[1], file))
+    (part,) = host().perform(work(Host.load_part, file)).parts
     for before, after in zip(CHUNKS[1], part, strict=True):
         assert torch.equal(before.values, after.values)
         assert (before.lengths is None) == (after.lengths is None)
@@ -536,7 +540,7 @@ def test_what_user_code_raises_passes_untouched() -> None:
 
 def test_a_trained_role_s_worker_needs_what_publishing_asks_of_it() -> None:
     with pytest.raises(WorkerError) as caught:
-        host(model=Wrong(None)).perform(ExportWork("model"))
+        host(model=Wrong(None)).perform(work(Host.export_weights, "model"))
     assert str(caught.value) == (
         "the engine needs `export_weights` of a Wrong, which does not define it\n    its role is "
         "trained: define export_weights, load_weights, save_state and load_state"

@@ -91,7 +91,7 @@ def test_an_answer_that_does_not_come_in_time_is_reported() -> None:
         with pytest.raises(WorkerError) as raised:
             engine.call("model", "nap", 60)
         assert str(raised.value) == (
-            "CallMethodWork on group 'all' took longer than 0.5 s (Schedule.deadline_s); rank(s) "
+            "call_method on group 'all' took longer than 0.5 s (Schedule.deadline_s); rank(s) "
             "[0] did not answer"
         )
         assert engine.call("model", "nap", 0) == "slept"

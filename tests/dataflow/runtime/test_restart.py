@@ -11,8 +11,9 @@ from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime import dispatcher
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.executor import Completion, Restart
+from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.messages import CallMethodWork, CallWork, Work
+from penstock.dataflow.runtime.messages import Work
 from penstock.dataflow.scheduler.schedule import Schedule
 
 from ..counter import COUNT, SOURCES, CounterSpec, apart, seen
@@ -48,8 +49,8 @@ class Timed(InProcess):
         self.owed: list[_Owed] = []
 
     def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
-        name = work.node if isinstance(work, CallWork) else ""
-        name = work.method if isinstance(work, CallMethodWork) else name
+        name = work.arguments[0].node if work.method is Host.call else ""
+        name = work.arguments[1] if work.method is Host.call_method else name
         took_s = self.takes_s.get(name, 0.0)
         self.owed.append(_Owed(ticket, program, group, work, took_s, self.now_s + took_s))
 

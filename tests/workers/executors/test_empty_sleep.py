@@ -5,27 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from penstock.algorithms.roles import Sampling
+from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.role import Worker
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.messages import (
-    CallMethodWork,
-    ImportSlicesWork,
-    LayoutWork,
-    Report,
-    Result,
-    Work,
-)
+from penstock.dataflow.runtime.host import Host
+from penstock.dataflow.runtime.messages import Work, work
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.planner.resharding.sharding import Sharding
-from penstock.workers.executors.rank_process import RankProcess
+from penstock.workers.executors.rank_process import RankProcess, SliceHost
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.rollout.generator_policy import GeneratorPolicy, SplitPolicySpec
 from penstock.workers.weight_sync.channel import ChannelEnd
@@ -138,32 +132,36 @@ def test_a_process_asks_for_them_again_unless_newer_ones_come(tmp_path: Path) ->
     layout = policy.weights_layout()
     channel = ObjectStoreChannel(ChannelEnd("main", 0, home.host, 5.0, home.put, home.get))
 
-    def arrival(version: int) -> ImportSlicesWork:
+    def arrival(version: int) -> Work:
         receivers = {"rollout": layout}
         packets = SliceTraffic(0, (0,)).export(Trained(layout), receivers, version)
         offer = channel.publish(packets)
-        return ImportSlicesWork("actor", "rollout", layout, (offer,), version)
+        return work(Host.import_slices, "actor", layout, (offer,), version)
 
     rank = RankProcess(home, DeviceGroup("rollout"), 0, torch.get_num_threads(), 5.0, 5.0)
-    host: Any = SimpleNamespace(
-        roles={"actor": policy},
-        workers_of=lambda work: [],  # pyright: ignore[reportUnknownLambdaType]
-        perform=lambda work: Result(Report(0.0, 0.0)),  # pyright: ignore[reportUnknownLambdaType]
+    # As `build` sets them.
+    traffic, ends = rank._traffic, rank._channel  # pyright: ignore[reportPrivateUsage]
+    host = SliceHost(
+        Graph("none", (), {}, {}),
+        {"actor": policy},
+        1,
+        rank._fetch,  # pyright: ignore[reportPrivateUsage]
+        process=0,
+        traffic=traffic,
+        channel=ends,
     )
-    rank._roles, rank._hosts = {"actor": policy}, {"main": host}  # pyright: ignore[reportPrivateUsage] - as `build` sets them
+    rank._roles, rank._hosts = {"actor": policy}, {"main": host}  # pyright: ignore[reportPrivateUsage]
 
-    def nap_then(work: Work) -> str:
+    def nap_then(one: Work) -> str:
         rank.sleep()
         rank.wake([])
-        answer = rank.perform("main", work, leads=True)
+        answer = rank.perform("main", one, leads=True)
         with file.open("a") as notes:
             notes.write("did it\n")
         return answer.error
 
-    ask = CallMethodWork("actor", "anything")
-    assert [nap_then(work) for work in (ask, arrival(1), ask, arrival(2), LayoutWork("actor"))] == [
-        ""
-    ] * 5
+    ask, hold = work(Host.call_method, "actor", "weights_layout"), work(Host.layout, "actor")
+    assert [nap_then(one) for one in (ask, arrival(1), ask, arrival(2), hold)] == [""] * 5
     assert file.read_text().splitlines() == [
         "slept with its weights", "did it",  # nobody could give them again
         "slept with its weights", "version 1", "did it",

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 from penstock.dataflow.errors import WorkerError
-from penstock.dataflow.runtime.messages import LayoutWork
+from penstock.dataflow.runtime.host import Host
+from penstock.dataflow.runtime.messages import work
 from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.workers.executors import joining
 from penstock.workers.executors.jobs import Job, Started
@@ -68,7 +69,7 @@ def group() -> Group:
 
 
 def back(group: Group, pause_s: float = 0.0) -> Returning:
-    job = Job(7, "main", "rollout", 1, LayoutWork("actor"), {1})
+    job = Job(7, "main", "rollout", 1, work(Host.layout, "actor"), {1})
     here = Started(cast("Any", group), "hosted", seed=0)
     return Returning(cast("RankGroup", group), job, "it died", [job], pause_s, here, start_s=60.0)
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Completion, Executor, Program, Restart
+from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.messages import CallMethodWork
+from penstock.dataflow.runtime.messages import work
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
@@ -164,7 +165,7 @@ def dozers(spawned: Backend, tmp_path: Path) -> Iterator[Supervisor]:
 
 
 def ask(executor: Supervisor, group: str, method: str, rank: int = 0) -> None:
-    executor.submit(0, "main", group, rank, CallMethodWork("model", method))
+    executor.submit(0, "main", group, rank, work(Host.call_method, "model", method))
 
 
 def heard(executor: Supervisor, count: int = 1) -> list[Completion | Restart]:

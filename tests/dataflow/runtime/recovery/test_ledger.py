@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.runtime.engine import Engine, Source
+from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.messages import CallWork, Handle, Part, Report, Work
+from penstock.dataflow.runtime.messages import Handle, Part, Report, Work
 from penstock.dataflow.runtime.ragged import Packed
 from penstock.dataflow.runtime.recovery.ledger import (
     Ledger,
@@ -173,9 +174,10 @@ class Tampering(InProcess):
         self._tamper = tamper
 
     def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
-        if isinstance(work, CallWork) and work.node == TRAIN and work.step == 2:
-            inputs = {node: self._tamper(handles) for node, handles in work.inputs.items()}
-            work = replace(work, inputs=inputs)
+        call = work.arguments[0] if work.method is Host.call else None
+        if call is not None and call.node == TRAIN and call.step == 2:
+            inputs = {node: self._tamper(handles) for node, handles in call.inputs.items()}
+            work = replace(work, arguments=(replace(call, inputs=inputs),))
         super().submit(ticket, program, group, rank, work)
 
 

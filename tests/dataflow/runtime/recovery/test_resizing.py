@@ -9,7 +9,6 @@ from penstock.dataflow.errors import PlanError
 from penstock.dataflow.runtime.executor import Program
 from penstock.dataflow.runtime.placement import flow_of
 from penstock.dataflow.runtime.recovery import resizing
-from penstock.dataflow.runtime.recovery.limits import Recovery
 from penstock.dataflow.runtime.recovery.resizing import Resizing, Scale
 from penstock.dataflow.scheduler.events import Resize, ResizeGroup
 
@@ -23,7 +22,7 @@ class Elastic:
     room: int = 1
     ready: bool = True
     prepared: list[int] = field(default_factory=list[int])
-    recovery: Recovery = field(default_factory=Recovery)
+    elastic: bool = True
 
     def prepare(self, group: str, num_ranks: int) -> bool:
         self.prepared.append(num_ranks)

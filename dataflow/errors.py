@@ -77,7 +77,7 @@ def caller() -> Where:
 
 
 def raised_at(error: BaseException) -> Where:
-    """Where a caught error was raised: its innermost frame, or the place that does not parse."""
+    """The place where a caught error was raised: its innermost frame, or what does not parse."""
     if isinstance(error, SyntaxError) and error.filename:
         return Where(error.filename, error.lineno or 0, (error.text or "").strip())
     return _where(_frames(error)[-1])
@@ -130,20 +130,17 @@ def users_line(error: BaseException) -> Where | None:
 
 
 def _frames(error: BaseException) -> list[tuple[str, int]]:
-    """File and line of each frame, innermost last; nothing is read."""
     frames = traceback.walk_tb(error.__traceback__)
     return [(frame.f_code.co_filename, line) for frame, line in frames]
 
 
 def _where(frame: tuple[str, int]) -> Where:
-    """The place with its source, if that is in a file; a program may name any other thing."""
     file, line = frame
     is_file = file.startswith("<") or _is_file(file) or _is_cell(file)
     return Where(file, line, linecache.getline(file, line).strip() if is_file else "")
 
 
 def _is_file(name: str) -> bool:
-    """Whether it is a source file that can be read."""
     try:
         return name.endswith(".py") and Path(name).is_file() and os.access(name, os.R_OK)
     except OSError:  # in a folder that may not be looked into
@@ -151,17 +148,13 @@ def _is_file(name: str) -> bool:
 
 
 def _is_cell(name: str) -> bool:
-    """Whether it is a cell of a notebook, or of IPython, whose source is known without a file.
-
-    Sources that a library has generated are in angle brackets.
-    """
     known = name in linecache.cache and not os.path.exists(name)
     return known and (not name.startswith("<") or name.startswith("<ipython-input"))
 
 
 @cache
 def is_library(filename: str) -> bool:
-    """Whether a file is ours, Python's or an installed package's, rather than the user's own.
+    """True if a file is ours, Python's or an installed package's, rather than the user's own.
 
     What is no file, such as what `python -c` runs, is taken for a library too, but for the cells of
     a notebook.
@@ -175,7 +168,6 @@ def is_library(filename: str) -> bool:
 
 @cache
 def _library_folders() -> tuple[Path, frozenset[Path]]:
-    """Where installed scripts lie, and where libraries do; they stay as long as the process."""
     paths = sysconfig.get_paths()
     installed = (paths["stdlib"], paths["purelib"], paths["platlib"], site.getusersitepackages())
     names = ("algorithms", "configs", "dataflow", "launch", "planner", "workers", "__init__.py")
@@ -228,7 +220,7 @@ class FlowError(PenstockError):
 
 
 NOT_STARTED = (ConfigError, FlowError, PlanError)
-"""What is refused: nothing has been trained, and what was asked for cannot be run."""
+"""A refusal before training: what was asked for cannot be run."""
 
 
 class WorkerError(PenstockError):

@@ -1,4 +1,4 @@
-"""What is said of a file or folder that cannot be read or written: which, why, and what to do.
+"""Messages about files and folders that cannot be read or written: which, why, what to do.
 
 An error of opening a file names it; one of writing to it does not, and libraries written in Rust
 raise errors of their own. `writing` gives both the name that the user needs.
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from .errors import PenstockError, users_line
 
+# What a disk answers; an error without a name may be about a socket otherwise.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
-"""What a disk answers; an error without a name may be about a socket otherwise."""
 
+# How Rust's I/O errors end, which safetensors and tokenizers pass on as text.
 _IN_RUST = re.compile(r"\(os error (\d+)\)")
-"""How Rust's I/O errors end, which safetensors and tokenizers pass on as text."""
 
 _FIXES = {
     errno.ENOSPC: "free some space, or choose another folder",
@@ -40,12 +40,7 @@ _FIXES = {
 
 @contextmanager
 def writing(path: Path) -> Generator[None]:
-    """Around writing to a file, or to files of a folder.
-
-    Raises:
-        OSError: What the body raises, with `path` as its filename if the disk refused and it has
-            none; in place of an error from Rust as well.
-    """
+    """Around writing to a file, or to files of a folder."""
     try:
         yield
     except OSError as error:
@@ -61,11 +56,7 @@ def writing(path: Path) -> Generator[None]:
 
 
 def file_error(error: BaseException | None) -> str | None:
-    """`'FILE': reason`, and below it what to do; None if it is no such error, or the user's code's.
-
-    Args:
-        error: What was raised; only an `OSError` with a number is one.
-    """
+    """`'FILE': reason`, and what to do; None if it is no such error, or the user's code's."""
     if not isinstance(error, OSError) or error.errno is None or users_line(error) is not None:
         return None
     return _said(error)

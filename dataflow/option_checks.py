@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import operator
 
-_MOST_BITS = 63
-"""Most bits of an integer: a larger one is a typing error, and no tensor holds it."""
+_MOST_BITS = 63  # Most bits of an integer: a larger one is a typing error, and no tensor holds it
 
 
 def check_range(
@@ -20,9 +19,6 @@ def check_range(
     """Require fields of some options to be finite and within bounds.
 
     A field that is None is not set and may be; of a tuple every item is checked.
-
-    Raises:
-        ValueError: Such as "epochs is 0; expected at least 1".
     """
     bounds = [
         (words, bound, holds)

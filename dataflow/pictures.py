@@ -19,11 +19,6 @@ _DRAW: dict[str, Draw] = {}
 def draws(kind: str, draw: Draw) -> None:
     """Say who draws objects of a kind.
 
-    Args:
-        kind: Name of their class: "Graph".
-        draw: Takes one of them; returns SVG or HTML in which every text is escaped. It imports
-            what it needs by itself, so that saying it costs nothing.
-
     Example:
         >>> draws("Graph", lambda graph: f"<svg><text>{escape(graph.name)}</text></svg>")
     """
@@ -31,28 +26,12 @@ def draws(kind: str, draw: Draw) -> None:
 
 
 def picture(kind: str, thing: object) -> str:
-    """The picture of an object.
-
-    Args:
-        kind: What it was said of; see `draws`.
-        thing: The object.
-
-    Returns:
-        SVG or HTML.
-
-    Raises:
-        KeyError: If nobody draws objects of the kind; the package that holds them always says.
-    """
+    """The picture of an object."""
     return _DRAW[kind](thing)
 
 
 def framed(page: str, height: int) -> str:
-    """A whole page as a part of another: its style and its script do not reach beyond it.
-
-    Args:
-        page: HTML from `<!DOCTYPE` on. Its script runs in an origin of its own.
-        height: In pixels; what is longer scrolls.
-    """
+    """A whole page as a part of another: its style and its script do not reach beyond it."""
     return (
         f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" width="100%" '
         f'height="{height}" style="border: 0" loading="lazy"></iframe>'

@@ -21,11 +21,10 @@ from .errors import ConfigError
 MOST_TEXT_BYTES = 256 << 20
 """Largest file that is read as a whole; those that Penstock writes and reads so are far smaller."""
 
+# Most digits of a whole number: more than any float has, and few enough to be read fast.
 _MOST_DIGITS = 400
-"""Most digits of a whole number: more than any float has, and few enough to be read fast."""
 
-_MOST_DEPTH = 100
-"""Deepest nesting of objects and lists."""
+_MOST_DEPTH = 100  # Deepest nesting of objects and lists
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -45,20 +44,7 @@ class NotAFile(ConfigError, OSError):
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, *, links: bool = True) -> int:
-    """Open a regular file, without waiting for anything.
-
-    Args:
-        path: The file.
-        flags: For `os.open`; files that `O_CREAT` makes can be read by all, written by the owner.
-        links: Whether the last part of the path may be a link; never where something is written.
-
-    Returns:
-        The descriptor, which the caller closes.
-
-    Raises:
-        NotAFile: If something else stands there.
-        OSError: If it cannot be opened.
-    """
+    """Open a regular file, without waiting for anything."""
     follow = 0 if links else os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | follow, 0o644)
@@ -76,12 +62,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, links: bool = True) ->
 
 
 def check_regular(path: Path) -> None:
-    """Require a regular file, or a link to one, where a library opens files by their names.
-
-    Raises:
-        NotAFile: If something else stands there.
-        OSError: If nothing does.
-    """
+    """Require a regular file, or a link to one, where a library opens files by their names."""
     _refuse(path, os.stat(path))
 
 
@@ -90,9 +71,6 @@ def check_folder_files(folder: Path) -> None:
 
     Libraries choose by themselves which files of a model they read. A folder that is not there, and
     a link that leads nowhere, are left to them.
-
-    Raises:
-        NotAFile: If something else stands in it.
     """
     try:
         paths = sorted(folder.iterdir())
@@ -121,11 +99,7 @@ def opened(path: Path) -> BufferedReader:
 
 
 def opened_to_append(path: Path) -> FileIO:
-    """Open a file to append to it without a buffer, and make it if it does not exist.
-
-    Raises:
-        NotAFile: If a link or something else stands there.
-    """
+    """Open a file to append to it without a buffer, and make it if it does not exist."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     return FileIO(open_regular(path, flags, links=False), "ab")
 
@@ -138,12 +112,7 @@ def created(path: Path) -> FileIO:
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
-    """Read a regular file that has at most `most_bytes` bytes.
-
-    Raises:
-        NotAFile: If something else stands there.
-        OSError: If it is longer, or cannot be read.
-    """
+    """Read a regular file that has at most `most_bytes` bytes."""
     with opened(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         # Read the size at opening: `read(most_bytes)` would allocate the whole bound first.
@@ -155,12 +124,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file whose numbers are finite and whose nesting is bounded.
-
-    Raises:
-        OSError: As `read_bytes`.
-        ValueError: If it holds anything else.
-    """
+    """Read a JSON file whose numbers are finite and whose nesting is bounded."""
     return parse_json(read_bytes(path))
 
 

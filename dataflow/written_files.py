@@ -19,8 +19,7 @@ from .regular_files import created
 
 T = TypeVar("T")
 
-_AT_ONCE = 8 << 20
-"""Bytes that are written at once past the page cache; whole pages."""
+_AT_ONCE = 8 << 20  # Bytes that are written at once past the page cache; whole pages
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,6 @@ def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> WrittenFile
 
     A large file goes past the system's page cache, as far as its file system lets it. Nobody reads
     it soon, and to fill the cache can take several times as much processor time as all else.
-
-    Args:
-        path: The file; one that is there is replaced.
-        parts: Of a few megabytes each: neither hashing nor writing one holds up other threads.
-
-    Raises:
-        OSError: If the disk refuses, with `path` as its filename.
     """
     digest, size_bytes = hashlib.sha256(), 0
     gathered, num_gathered = memoryview(mmap.mmap(-1, _AT_ONCE)), 0  # begins where a page does
@@ -77,7 +69,6 @@ def _write(file: FileIO, rest: memoryview) -> None:
 
 
 def _go_past_cache(file: FileIO, *, wanted: bool) -> bool:
-    """Have what is written from now on go past the page cache, or not; whether that is new."""
     direct = getattr(os, "O_DIRECT", 0)  # macOS has none
     before = fcntl.fcntl(file, fcntl.F_GETFL)
     after = before | direct if wanted else before & ~direct
@@ -94,10 +85,6 @@ def _go_past_cache(file: FileIO, *, wanted: bool) -> bool:
 
 class Background(Generic[T]):
     """Begins at once. An interpreter that ends does not wait for it: a disk may hang for good.
-
-    Args:
-        function: What to do; it must not touch what others change meanwhile.
-        name: Of the thread.
 
     Example:
         >>> hashed = Background(lambda: sha256(path), "hash")
@@ -123,11 +110,6 @@ class Background(Generic[T]):
         return not self._thread.is_alive()
 
     def result(self) -> T:
-        """What the function has returned; call it once `wait` has said that it has ended.
-
-        Raises:
-            BaseException: What the function raised.
-        """
         if self._error is not None:
             raise self._error
         return self._found[0]

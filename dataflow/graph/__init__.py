@@ -1,4 +1,4 @@
-"""What a step is: axes, roles, the recording of a step function, and the graph it becomes.
+"""Axes, roles, the recording of a step function, and the graph that it becomes.
 
 Nothing here runs a node or knows where one runs.
 """

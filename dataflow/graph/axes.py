@@ -60,7 +60,7 @@ class DType(Enum):
 
     @property
     def padding(self) -> float | int | bool:
-        """What fills a padded position of a ragged column."""
+        """The value of a padded position of a ragged column."""
         return {"f32": 0.0, "i64": -1, "bool": False}[self.value]
 
 
@@ -91,7 +91,7 @@ class Spec:
         return Spec(self.dtype, tuple(binding.get(axis, axis) for axis in self.axes))
 
     def binding_to(self, other: Spec, binding: Mapping[Axis, Axis]) -> dict[Axis, Axis] | None:
-        """What the free axes stand for if `other` is to be of this spec; None if it cannot be.
+        """The axes that free ones stand for if `other` is to be of this spec; None if it cannot be.
 
         Args:
             other: A spec without free axes.

@@ -25,11 +25,7 @@ _HINTS: dict[Any, dict[str, Any]] = {}
 
 
 def hints_of(thing: Any) -> dict[str, Any]:
-    """Resolved annotations of a function or dataclass, marks included; cached.
-
-    Raises:
-        FlowError: If an annotation names something that cannot be found from its module.
-    """
+    """Resolved annotations of a function or dataclass, marks included; cached."""
     if thing not in _HINTS:
         try:
             _HINTS[thing] = get_type_hints(thing, include_extras=True)
@@ -45,15 +41,7 @@ def hints_of(thing: Any) -> dict[str, Any]:
 def check_argument(
     node: str, path: str, annotation: Any, value: Any, binding: dict[Axis, Axis]
 ) -> None:
-    """A parameter takes a column, or a table, if it is annotated as such, and only then.
-
-    Args:
-        node: Name of the call.
-        path: Path of the parameter: "batch.advantage".
-        annotation: Annotation of the parameter.
-        value: What it is given.
-        binding: What free axes stand for in this call; is added to.
-    """
+    """A parameter takes a column, or a table, if it is annotated as such, and only then."""
     spec = spec_of(annotation)
     if spec is not None:
         if value is not None or not is_optional(annotation):
@@ -119,7 +107,6 @@ def _kind_of(value: Any) -> str:
 
 
 def _origin_of(value: Any) -> str | None:
-    """Where a stand-in was made, if the value is one."""
     if isinstance(value, TrainHandle):
         return f"'{value.node}' was called at {value.where.short}"
     return getattr(value, "_origin", None) if dataclasses.is_dataclass(value) else None
@@ -213,7 +200,6 @@ def check_output(node: str, loss: Any, method: Any) -> None:
 
 
 def _loss_parameters(loss: type) -> tuple[Any, Any]:
-    """The `B` and `O` of the `Loss[B, O]` that a class derives from."""
     for base in loss.__mro__:
         for generic in getattr(base, "__orig_bases__", ()):
             if typing.get_origin(generic) is Loss:
@@ -256,18 +242,7 @@ def check_unused(graph: Graph) -> None:
 def check_lag(
     graph: Graph, max_lag: int, segment_tokens: int = 0, *, in_flight: bool = False
 ) -> None:
-    """Where rollouts may be of older weights, a loss on a role's own must read how they were made.
-
-    Args:
-        graph: The step.
-        max_lag: See `Schedule.max_lag`.
-        segment_tokens: See `Schedule.segment_tokens`.
-        in_flight: See `Schedule.in_flight`.
-
-    Raises:
-        FlowError: If a train call is fed by a rollout of the same role, its loss does not tolerate
-            lag, and none of its inputs is the rollout's behavior log-probability.
-    """
+    # Where rollouts may be of older weights, a loss on a role's own must read how they were made.
     if max_lag == 0 and segment_tokens == 0:
         return
     old = f"up to {max_lag} optimizer step(s) old (Schedule.max_lag={max_lag})"
@@ -299,9 +274,6 @@ def check_filtered(graph: Graph) -> None:
 
     What a rollout is asked for says by `filtered_by`, a text such as "top_p=0.9", that it samples
     from another distribution than the role's own.
-
-    Raises:
-        FlowError: If a train call on such rows reads how likely they were.
     """
     for node in graph.nodes:
         if node.kind is not NodeKind.TRAIN:
@@ -326,11 +298,6 @@ def _filtered_by(rollout: Node) -> str:
 
 
 def _own_rollouts(graph: Graph, node: Node) -> list[Node]:
-    """The role's own rollouts whose rows `node` trains on, directly or through ops that choose.
-
-    Another rollout may have a say in a number of those rows, as a greedy response's score may be a
-    baseline: it is not trained on, and there is nothing to correct.
-    """
     makers: set[str] = set()
     todo = [ref for _, ref in node.inputs]
     while todo:
@@ -350,10 +317,6 @@ def _own_rollouts(graph: Graph, node: Node) -> list[Node]:
 
 
 def _reads_behavior(graph: Graph, node: Node, rollout: Node) -> bool:
-    """Whether a column marked `Behavior` gets to `node` from `rollout`, directly or through ops.
-
-    An op may pass it on for the rows it keeps, or turn it into weights that correct for the age.
-    """
     for _, ref in node.inputs:
         maker = graph[ref.node]
         marked = any(output.behavior and output.name == ref.column for output in maker.outputs)

@@ -137,7 +137,7 @@ class Graph:
         return node.scope != "batch" and self[ref.node].scope != "batch"
 
     def weights_note(self, node: Node) -> str:
-        """Which weight versions a node reads or makes; empty if only frozen roles are concerned.
+        """The weight versions that a node reads or makes; empty if only frozen roles are concerned.
 
         `reads actor@0 or older` for a call, `actor@0 -> actor@1` for a train call.
         """
@@ -165,7 +165,6 @@ class Graph:
         return "\n".join(lines)
 
     def _repr_svg_(self) -> str:
-        """The graph as a picture, for Jupyter."""
         return picture("Graph", self)
 
     def diff(self, other: Graph) -> str:
@@ -177,7 +176,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of its nodes and edges, whatever constants they are given: 16 hexadecimal digits."""
+        """Hash of nodes and edges, whatever constants they are given: 16 hexadecimal digits."""
         wiring = json.dumps([_wiring(node) for node in self.nodes])
         return hashlib.sha256(wiring.encode()).hexdigest()[:16]
 
@@ -202,7 +201,6 @@ class Graph:
 
 
 def _wiring(node: Node) -> list[Any]:
-    """What a plan depends on: what is called, on what it waits, and whose weights it reads."""
     inputs = [[path, ref.node, ref.column] for path, ref in node.inputs]
     reads = [[read.role, read.offset] for read in node.reads]
     return [node.name, node.kind.value, node.scope, node.role, node.method, inputs, reads]

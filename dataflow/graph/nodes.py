@@ -58,47 +58,34 @@ Argument = Ref | RoleRef | Constant | TableArgument
 
 @dataclass(frozen=True)
 class OutputColumn:
-    """One column a node produces.
+    """One column a node produces."""
 
-    Attributes:
-        name: Field name in the output table, or "out" for a single column.
-        rows: Which node made the rows this column describes; columns with equal `rows` line up.
-        group_id: True if it says which group each row belongs to.
-        behavior: True if it is the log-probability the rows were made with.
-    """
-
-    name: str
+    name: str  # Field name in the output table, or "out" for a single column
     spec: Spec
-    rows: str
-    group_id: bool = False
-    behavior: bool = False
+    rows: str  # Which node made the rows this column describes; columns with equal `rows` line up
+    group_id: bool = False  # True if it says which group each row belongs to
+    behavior: bool = False  # True if it is the log-probability the rows were made with
 
 
 @dataclass(frozen=True)
 class Node:
-    """One call of the step.
+    """One call of the step."""
 
-    Attributes:
-        name: `actor.generate`, `gae`, `ref.logprob#2`; unique, deterministic, what plans refer to.
-        ordinal: How many calls of the same method or op came before it in the step.
-        arguments: Parameter name -> argument, in the callee's order.
-        output_table: The dataclass of the outputs, or None for a single column or none.
-        reads: Weights this call reads, own role first.
-        where: The line of the step function that made it.
-    """
-
+    # `actor.generate`, `gae`, `ref.logprob#2`; unique, deterministic, what plans refer to.
     name: str
     kind: NodeKind
     scope: Scope
-    ordinal: int
-    where: Where
+    ordinal: int  # How many calls of the same method or op came before it in the step
+    where: Where  # The line of the step function that made it
     role: str | None = None
     method: str | None = None
     function: Callable[..., Any] | None = None
+    # Parameter name -> argument, in the callee's order.
     arguments: tuple[tuple[str, Argument], ...] = ()
     outputs: tuple[OutputColumn, ...] = ()
+    # The dataclass of the outputs, or None for a single column or none.
     output_table: type | None = None
-    reads: tuple[WeightRead, ...] = ()
+    reads: tuple[WeightRead, ...] = ()  # Weights this call reads, own role first
 
     @cached_property
     def inputs(self) -> tuple[tuple[str, Ref], ...]:
@@ -107,7 +94,6 @@ class Node:
 
     @property
     def learns(self) -> bool:
-        """Whether it trains by a loss; a train call without one moves weights in another way."""
         return self.kind is NodeKind.TRAIN and any(
             isinstance(argument, Constant) and isinstance(argument.value, Loss)
             for _, argument in self.arguments
@@ -138,7 +124,6 @@ def _references(
 
 
 def argument_json(argument: Argument) -> Any:
-    """What JSON says of an argument: a constant's text, or where its columns come from."""
     if isinstance(argument, TableArgument):
         fields = {name: argument_json(value) for name, value in argument.fields}
         return {"table": argument.table.__name__, "fields": fields}
@@ -150,7 +135,6 @@ def argument_json(argument: Argument) -> Any:
 
 
 def _describe(value: Any) -> str:
-    """A short, stable text of a constant: options that differ from their defaults only."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         shown = [
             f"{field.name}={_describe(getattr(value, field.name))}"

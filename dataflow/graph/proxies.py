@@ -27,14 +27,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class Column:
-    """Stands for a column while a step is recorded.
-
-    Attributes:
-        ref: The producing node's output.
-        spec: Dtype and axes.
-        rows: The node that made the rows; columns with the same rows and ragged axis line up.
-        where: The line that produced it.
-    """
+    """Stands for a column while a step is recorded."""
 
     __slots__ = ("ref", "rows", "spec", "where")
     __hash__ = object.__hash__
@@ -47,7 +40,6 @@ class Column:
 
     @property
     def origin(self) -> str:
-        """Where the column comes from, for an error message."""
         return f"'{self.ref}' was produced at {self.where.short}"
 
     def _refuse(self, what: str, fix: str) -> NoReturn:

@@ -22,7 +22,7 @@ from ..errors import WorkerError
 from ..written_files import WrittenFile
 
 Scope = Literal["row", "group", "batch"]
-"""What a node must see at once: single rows, all rows of a group, or the whole batch."""
+"""The rows that a node must see at once: single ones, all of a group, or the whole batch."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 B = TypeVar("B", contravariant=True)
@@ -30,7 +30,7 @@ O = TypeVar("O", contravariant=True)  # noqa: E741 - O for output, as in Loss[B,
 
 
 class CallKind(Enum):
-    """What a role method does, which is all the engine knows about it.
+    """The kind of a role method, which is all the engine knows about it.
 
     ROLLOUT makes new rows and may read weights up to `Schedule.max_lag` versions old; FORWARD reads
     the version current at its line; TRAIN makes the next version.
@@ -98,7 +98,7 @@ class Streamed:
 
 
 class Worker:
-    """What plays a role. Override what your worker can do; the rest has defaults.
+    """The object that plays a role. Override what yours can do; the rest has defaults.
 
     Where a group has several ranks, every method is called on every rank. Only `close` and `sleep`
     are called whatever the run asks for; a worker that is trained needs `export_weights`,
@@ -226,7 +226,7 @@ class Worker:
         self._lacks("load_weights")
 
     def weights_layout(self) -> Any:
-        """How the group stores the weights: a `planner.resharding.sharding.Sharding`.
+        """The layout of the weights in the group: a `planner.resharding.sharding.Sharding`.
 
         Its devices are numbered as the group's processes. With a layout, processes exchange slices
         of weights; without one (None) `export_weights` and `load_weights` move all of them.
@@ -351,7 +351,7 @@ Amount = Tensor | float
 
 @dataclass(frozen=True, init=False)
 class LossSum:
-    """What some rows contribute to a minibatch's loss.
+    """The contribution of some rows to a minibatch's loss.
 
     A metric is given as `(sum, weight)`, each a scalar tensor or a number; or as one of these,
     which is averaged over micro-batches and suits what is the same in all of them.
@@ -383,7 +383,6 @@ class LossSum:
 
 
 def _metric_pair(name: str, given: Amount | tuple[Amount, Amount]) -> tuple[Tensor, Tensor]:
-    """`(sum, weight)` of a metric of a loss, detached."""
     parts: tuple[object, ...] = given if isinstance(given, tuple) else (given, 1.0)
     wrong = [what for what in map(_unlike_scalar, parts) if what]
     if len(parts) != 2:
@@ -403,7 +402,6 @@ def _metric_pair(name: str, given: Amount | tuple[Amount, Amount]) -> tuple[Tens
 
 
 def _unlike_scalar(part: object, *, numbers: bool = True) -> str:
-    """What it is, if it is neither a scalar tensor nor, where they will do, a number."""
     if isinstance(part, Tensor):
         return f"tensor of shape {list(part.shape)}" if part.ndim else ""
     return "" if numbers and isinstance(part, (int, float)) else type(part).__name__
@@ -429,7 +427,7 @@ class Loss(Generic[B, O]):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the forward pass must also compute entropies."""
+        """True if the forward pass must also compute entropies."""
         return False
 
     def totals(self, batch: B) -> Tensor:
@@ -455,7 +453,7 @@ class Loss(Generic[B, O]):
         return found
 
     def divisor(self, totals: Tensor) -> Tensor | None:
-        """What the rows' sum is divided by, if that is all that `totals` are for.
+        """The divisor of the rows' sum, if that is all that `totals` are for.
 
         A batch may then be trained on in pieces, before its totals are known: the loss is called
         with totals of one, and what has been added up is divided at the end. So for all rows

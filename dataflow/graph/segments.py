@@ -1,4 +1,4 @@
-"""What a step must be like for its rollouts to go on in later steps.
+"""Conditions under which a step's rollouts may go on in later steps.
 
 A rollout's rows of a step are then those of the groups that end in it, whichever step began them.
 Whatever is computed of them must hang on the rollout alone: the step's own data, and what is made
@@ -14,11 +14,7 @@ from .streaming import streaming
 
 
 def check_segments(graph: Graph) -> None:
-    """Require that rollouts may go on in later steps.
-
-    Raises:
-        FlowError: Names the node that keeps them from it.
-    """
+    """Require that rollouts may go on in later steps."""
     found = streaming(graph)
     for node in graph.nodes:
         if node.kind is NodeKind.ROLLOUT and node.name in found.why_not:
@@ -45,7 +41,6 @@ def check_segments(graph: Graph) -> None:
 
 
 def _check_minibatches(node: Node) -> None:
-    """Few groups may end in a step, be it none."""
     given = {name: a.value for name, a in node.arguments if isinstance(a, Constant)}
     if given.get("num_minibatches", 1) != 1:
         raise FlowError(

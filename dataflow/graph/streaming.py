@@ -1,4 +1,4 @@
-"""Which nodes of a step may stream: begin to be consumed before all of their rows are there.
+"""Nodes of a step that may stream: they are consumed before all of their rows are there.
 
 A rollout streams if its rows come from a source: a rank samples all that it has of a step together,
 and a part of them goes on when its last row has ended. A train call streams if it can take such
@@ -17,25 +17,19 @@ from .graph import Graph
 from .nodes import Constant, Node, NodeKind, RoleRef
 from .role import Loss
 
-_MOST_TOTALS = 64
-"""At least as many numbers as any loss has totals."""
+_MOST_TOTALS = 64  # At least as many numbers as any loss has totals
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """What streams in a step; everything is in program order.
+    """Nodes that stream in a step, in program order."""
 
-    Attributes:
-        rollouts: Nodes that stream.
-        order_of: Train node that takes parts one by one -> the rollout in whose order.
-        why_not: Rollout or train node that does not stream -> why, and what to change.
-        nodes: All rollouts and train nodes.
-    """
-
-    rollouts: tuple[str, ...] = ()
+    rollouts: tuple[str, ...] = ()  # Nodes that stream
+    # Train node that takes parts one by one -> the rollout in whose order.
     order_of: Mapping[str, str] = field(default_factory=dict[str, str])
+    # Rollout or train node that does not stream -> why, and what to change.
     why_not: Mapping[str, str] = field(default_factory=dict[str, str])
-    nodes: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()  # All rollouts and train nodes
 
     def __str__(self) -> str:
         """One line per rollout and train node."""
@@ -54,7 +48,6 @@ class Streaming:
 
 
 def streaming(graph: Graph) -> Streaming:
-    """What can stream in a step of `graph`."""
     rollouts: list[str] = []
     order_of: dict[str, str] = {}
     why_not: dict[str, str] = {}
@@ -75,7 +68,6 @@ def streaming(graph: Graph) -> Streaming:
 
 
 def _rollout_why_not(graph: Graph, node: Node) -> str:
-    """Why a rollout cannot stream; "" if it can."""
     if node.scope == "batch":
         return "it is one call for the whole batch"
     if node.role is not None and graph.roles[node.role].keeps_state:
@@ -88,7 +80,6 @@ def _rollout_why_not(graph: Graph, node: Node) -> str:
 
 
 def _train_why_not(graph: Graph, node: Node, sampled: list[str]) -> str:
-    """Why a train call cannot take parts one by one; "" if it can."""
     if not node.learns:
         return "it has no loss, whose gradients could be added up"
     if len(sampled) != 1:
@@ -111,7 +102,6 @@ def _train_why_not(graph: Graph, node: Node, sampled: list[str]) -> str:
 
 
 def _before(graph: Graph, node: Node) -> list[str]:
-    """All nodes on which one hangs, by program order."""
     found = {ref.node for _, ref in node.inputs}
     for other in reversed(graph.nodes):
         if other.name in found:

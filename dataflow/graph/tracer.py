@@ -84,11 +84,9 @@ def op(*, scope: Scope, makes_rows: bool = False) -> Callable[[Callable[P, R]], 
 
 
 def _recorder_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder | None:
-    """The recorder, if a step is being recorded and the arguments hold one of its stand-ins.
-
-    A function of its own so that an op refers to it by name: what a script's op refers to by value
-    travels with it to other processes, and a `ContextVar` cannot.
-    """
+    # The recorder, if a step is being recorded and the arguments hold one of its stand-ins. A
+    # function of its own so that an op refers to it by name: what a script's op refers to by value
+    # travels with it to other processes, and a `ContextVar` cannot.
     recorder = _RECORDER.get()
     if recorder is None or next(standins_in((args, kwargs)), None) is None:
         return None
@@ -155,7 +153,7 @@ _RECORDER: ContextVar[Recorder | None] = ContextVar("penstock_recorder", default
 
 
 def is_recording() -> bool:
-    """Whether a step function is being recorded in this thread."""
+    """True if a step function is being recorded in this thread."""
     return _RECORDER.get() is not None
 
 
@@ -302,7 +300,6 @@ class Recorder:
         *,
         method: bool,
     ) -> _Given:
-        """Bind, check and freeze a call's arguments."""
         bound = _bind(name, function, (None, *args) if method else args, kwargs)
         if method:
             bound.arguments.pop("self")
@@ -381,7 +378,7 @@ class Recorder:
 
 @dataclass
 class _Given:
-    """What a call was given: arguments, columns and roles among them, what free axes stand for."""
+    """Arguments of a call, columns and roles among them, and what its free axes stand for."""
 
     arguments: list[tuple[str, Argument]] = field(default_factory=list[tuple[str, Argument]])
     columns: list[tuple[str, Column]] = field(default_factory=list[tuple[str, Column]])
@@ -390,7 +387,6 @@ class _Given:
 
 
 def _check_bound(column: str, spec: Spec) -> None:
-    """An output's free axes must be known from the inputs."""
     loose = next((axis for axis in spec.axes if axis.free), None)
     if loose is not None:
         raise FlowError(
@@ -412,7 +408,6 @@ def _bind(
 
 
 def _rows_by_axes(columns: list[Column]) -> dict[str, str]:
-    """Row axis (and row axis + ragged axis) -> the node that made those rows, first input wins."""
     rows: dict[str, str] = {}
     for column in columns:
         spec = column.spec
@@ -460,7 +455,6 @@ def _outputs_of(
 
 
 def _returned(result: Any) -> Iterator[str | Ref]:
-    """The train calls (by node name) and columns that a step function returned."""
     if isinstance(result, TrainHandle):
         yield result.node
     elif isinstance(result, Column):

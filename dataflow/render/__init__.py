@@ -1,4 +1,4 @@
-"""How a graph is shown: as text, Mermaid and SVG.
+"""Drawings of a graph as Mermaid and SVG.
 
 Nothing here changes a graph, and no other folder of `dataflow` needs this one.
 """

@@ -1,4 +1,4 @@
-"""What every drawing of a graph shows, whatever it is drawn with: arrows, their labels, weights.
+"""Arrows, labels and weights that every drawing of a graph shows.
 
 One arrow joins two nodes however many columns travel along it. Data arrows come in two kinds: one
 that *streams* may carry part of a batch before the rest is there, a *barrier* waits for all of it.
@@ -17,19 +17,13 @@ ArrowKind = Literal["stream", "barrier", "weights"]
 
 @dataclass(frozen=True)
 class DrawnArrow:
-    """One arrow of a drawing.
+    """One arrow of a drawing."""
 
-    Attributes:
-        source: Name of the node it leaves.
-        target: Name of the node it enters.
-        kind: See the module.
-        labels: What it carries, one text a column: `mask`, or `behavior_logprob → logprob` where
-            the input's name differs from the column's.
-    """
-
-    source: str
-    target: str
-    kind: ArrowKind
+    source: str  # Name of the node it leaves
+    target: str  # Name of the node it enters
+    kind: ArrowKind  # See the module
+    # What it carries, one text a column: `mask`, or `behavior_logprob → logprob` where the input's
+    # name differs from the column's.
     labels: tuple[str, ...]
 
 
@@ -58,7 +52,6 @@ def _label(parameter: str, column: str) -> str:
 
 
 def _weight_arrows(graph: Graph, node: Node) -> list[DrawnArrow]:
-    """From the train call that made a version to this node, if it was made in the same step."""
     return [
         DrawnArrow(maker.name, node.name, "weights", (f"{read.role}@{read.offset}",))
         for read in node.reads

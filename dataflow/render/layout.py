@@ -1,4 +1,4 @@
-"""Where the boxes and lines of a drawing go: layers from top to bottom, few crossings, no overlap.
+"""The layout of a drawing's boxes and lines: layers from top to bottom, few crossings, no overlap.
 
 Boxes stand in layers, by topological generation. A line to a box further down passes each layer in
 between through a *bend*, a narrow item that takes its place among the boxes, so no line crosses a
@@ -25,21 +25,13 @@ _PLACING_SWEEPS = 100
 
 @dataclass(eq=False)
 class Item:
-    """A box, or a bend of a line, in one layer.
+    """A box, or a bend of a line, in one layer."""
 
-    Attributes:
-        name: The box's node; the line's source for a bend.
-        kind: Kind of the line for a bend, "" for a box.
-        layer: Its layer, 0 at the top.
-        width: Width to keep free.
-        x: The item's center.
-    """
-
-    name: str
-    kind: str
-    layer: int
-    width: float
-    x: float = 0.0
+    name: str  # The box's node; the line's source for a bend
+    kind: str  # Kind of the line for a bend, "" for a box
+    layer: int  # Its layer, 0 at the top
+    width: float  # Width to keep free
+    x: float = 0.0  # The item's center
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +53,6 @@ class Layout:
 
     @property
     def width(self) -> float:
-        """From the left edge of the leftmost item, at 0, to the right edge of the rightmost."""
         return max(item.x + item.width / 2 for layer in self.layers for item in layer)
 
 
@@ -70,13 +61,7 @@ def lay_out(
     widths: Mapping[str, float],
     arrows: Iterable[tuple[str, str, str]],
 ) -> Layout:
-    """Place boxes and lines.
-
-    Args:
-        generations: Names of the boxes of each layer.
-        widths: Width of each box.
-        arrows: (source, target, kind) with the target in a later layer than the source.
-    """
+    """Place boxes and lines."""
     layout = _with_bends(generations, widths, arrows)
     _reduce_crossings(layout)
     _place(layout)
@@ -125,7 +110,6 @@ def _reduce_crossings(layout: Layout) -> None:
 
 
 def _places(layout: Layout) -> dict[int, float]:
-    """Each item's relative place in its layer, 0 to 1."""
     return {
         id(item): (index + 0.5) / len(layer)
         for layer in layout.layers
@@ -139,7 +123,6 @@ def _rank(layout: Layout, item: Item, place: Mapping[int, float], *, above: bool
 
 
 def _swap_neighbors(layout: Layout) -> None:
-    """Exchange two neighbors wherever that removes a crossing, until nothing does."""
     improved = True
     while improved:
         improved = False
@@ -154,7 +137,6 @@ def _swap_neighbors(layout: Layout) -> None:
 
 
 def _crossings(layout: Layout, gaps: Iterable[int] | None = None) -> int:
-    """Crossing pairs of lines below the layers `gaps`; below all of them by default."""
     place = {id(item): n for layer in layout.layers for n, item in enumerate(layer)}
     total = 0
     for gap in range(len(layout.layers)) if gaps is None else gaps:
@@ -184,7 +166,6 @@ def _place(layout: Layout) -> None:
 
 
 def _wanted(layout: Layout, item: Item) -> tuple[float, float]:
-    """Where an item's lines pull it, and how strongly."""
     pulls = [
         (_stiffness(line), line.lower.x if line.upper is item else line.upper.x)
         for line in layout.lines
@@ -197,16 +178,10 @@ def _wanted(layout: Layout, item: Item) -> tuple[float, float]:
 
 
 def _stiffness(line: Line) -> float:
-    """How much a line resists bending: one between two bends most."""
     return (1.0, 3.0, 12.0)[bool(line.upper.kind) + bool(line.lower.kind)]
 
 
 def _spread(layer: Sequence[Item], wanted: Sequence[tuple[float, float]]) -> None:
-    """Move items as little as possible from where they want to be, in order and without overlap.
-
-    Subtracting the room that the items to the left need turns the spacing into plain order, and the
-    least-squares answer under an order is found by pooling neighbors that violate it.
-    """
     offsets = [0.0]
     for left, right in pairwise(layer):
         offsets.append(offsets[-1] + (left.width + right.width) / 2 + _GAP)

@@ -43,7 +43,6 @@ def _mermaid_label(graph: Graph, node: Node) -> str:
 
 
 def _mermaid_escape(text: str) -> str:
-    """Mermaid spells special characters as entity codes; `#` opens one, so it goes first."""
     for character, code in (("#", "#35;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;")):
         text = text.replace(character, code)
     return text

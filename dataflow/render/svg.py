@@ -40,8 +40,8 @@ _LINE_TEXTS: Mapping[ArrowKind, str] = {
 
 _FONT = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
 _MARGIN = 24.0
+# Width of a monospaced character over its font size, rounded up (0.602 in common fonts).
 _ADVANCE = 0.62
-"""Width of a monospaced character over its font size, rounded up (0.602 in common fonts)."""
 _NAME, _SMALL, _LABEL = 13.0, 11.0, 10.5
 _ROW, _LABEL_ROW = 15.0, 12.5
 _BOX_PADDING = 14.0
@@ -95,7 +95,6 @@ class _Drawing:
         return len(self.texts[name]) * _ROW + 14.0
 
     def _levels(self) -> tuple[list[float], list[float], list[float]]:
-        """Of each layer: where its labels begin, where its boxes begin, where the boxes end."""
         tops: list[float] = []
         box_tops: list[float] = []
         bottoms: list[float] = []
@@ -112,7 +111,6 @@ class _Drawing:
         return tops, box_tops, bottoms
 
     def svg(self) -> str:
-        """The whole picture."""
         head, head_height, head_width = _header(self.graph, self.colors)
         legend, legend_width = _legend(self.graph, self.arrows)
         inner = max(self.layout.width, head_width, legend_width)
@@ -141,7 +139,6 @@ class _Drawing:
         )
 
     def _ports(self, box: Item) -> dict[tuple[str, str], float]:
-        """Where each arrow enters a box: side by side, in the order of where they come from."""
         entering = [line.upper for line in self.layout.lines if line.lower is box]
         kinds = [line.kind for line in self.layout.lines if line.lower is box]
         order = sorted(zip(entering, kinds, strict=True), key=lambda pair: (pair[0].x, pair[1]))
@@ -159,7 +156,6 @@ class _Drawing:
         return ports
 
     def _exits(self, item: Item) -> dict[str, float]:
-        """Where lines leave an item: one point for each kind of line."""
         leaving = [line for line in self.layout.lines if line.upper is item]
         ends: dict[str, list[float]] = {}
         for line in leaving:
@@ -221,7 +217,6 @@ def _kind(kind: str) -> ArrowKind:
 
 
 def _generations(graph: Graph, arrows: tuple[DrawnArrow, ...]) -> list[list[str]]:
-    """Boxes by layer, the layer of a box being the longest way to it."""
     drawn: nx.DiGraph[str] = nx.DiGraph()
     drawn.add_nodes_from(node.name for node in graph.nodes)
     drawn.add_edges_from((arrow.source, arrow.target) for arrow in arrows)
@@ -249,7 +244,6 @@ def _text(
 
 
 def _header(graph: Graph, colors: Mapping[str, str]) -> tuple[str, float, float]:
-    """Title and roles; also their height and width."""
     shapes = [_text(0, 14, graph.name, 18, weight="bold")]
     y, width = 38.0, _text_width(graph.name, 18)
     for name, contract in graph.roles.items():
@@ -265,7 +259,6 @@ def _header(graph: Graph, colors: Mapping[str, str]) -> tuple[str, float, float]
 
 
 def _legend(graph: Graph, arrows: tuple[DrawnArrow, ...]) -> tuple[str, float]:
-    """What the fills and arrows of this picture mean; also its width."""
     fills = {node.kind for node in graph.nodes}
     kinds = {arrow.kind for arrow in arrows}
     shapes: list[str] = []

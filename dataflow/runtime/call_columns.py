@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,72 @@ from ..errors import WorkerError
 from ..graph.axes import Spec
 from ..graph.graph import Graph, Node, OutputColumn, Ref
 from .messages import Part
-from .ragged import Packed, concatenate, lengths_of, unpack
+from .ragged import Packed, concatenate, lengths_of, split, unpack
+
+
+def cut(node: Node, columns: CallColumns, packed: Part, num_chunks: int) -> tuple[Part, ...]:
+    """Cut a whole batch's output into chunks: like its inputs' where rows are kept, else evenly."""
+    kept = [o.rows for o in node.outputs if o.rows != node.name and o.spec.row_axis is not None]
+    sizes = columns.num_rows(kept[0]) if kept else None
+    if sizes is None:
+        return cut_table(node, packed, num_chunks)
+    return _cut_to(node, packed, sizes)
+
+
+def cut_table(node: Node, packed: Part, num_chunks: int) -> tuple[Part, ...]:
+    """Cut a table of new rows into `num_chunks` nearly equal parts that keep groups together."""
+    columns = list(zip(node.outputs, packed, strict=True))
+    groups = [(f"{node.name}.{o.name}", column.values) for o, column in columns if o.group_id]
+    if groups and num_chunks > 1:
+        _check_together(*groups[0], num_chunks)
+    rows = [column.num_rows for o, column in columns if o.spec.row_axis]
+    sizes = even_cuts(rows[0] if rows else 0, num_chunks, groups[0][1] if groups else None)
+    return _cut_to(node, packed, sizes)
+
+
+def _check_together(column: str, groups: Tensor, num_chunks: int) -> None:
+    starts = [0, *_changes(groups)] if len(groups) else []
+    seen: set[int] = set()
+    for start, group in zip(starts, groups[starts].tolist(), strict=True):
+        if group in seen:
+            raise WorkerError(
+                f"'{column}' has rows of group {group} in places apart, again from row {start} on, "
+                f"and cutting the rows into {num_chunks} chunks would part them; put the rows of a "
+                "group next to each other, or set num_chunks to 1"
+            )
+        seen.add(group)
+
+
+def _changes(groups: Tensor) -> list[int]:
+    return ((groups[1:] != groups[:-1]).nonzero().flatten() + 1).tolist()
+
+
+def _cut_to(node: Node, packed: Part, sizes: Sequence[int]) -> tuple[Part, ...]:
+    if len(sizes) == 1:
+        return (packed,)
+    pieces = [
+        split(column, sizes) if o.spec.row_axis is not None else [column] * len(sizes)
+        for o, column in zip(node.outputs, packed, strict=True)
+    ]
+    return tuple(zip(*pieces, strict=True))
+
+
+def even_cuts(num_rows: int, num_chunks: int, groups: Tensor | None) -> list[int]:
+    """Sizes of `num_chunks` contiguous pieces, nearly equal, cut only where the group changes."""
+    allowed = list(range(num_rows + 1))
+    if groups is not None and num_rows:
+        allowed = [0, *_changes(groups), num_rows]
+    ends = [min(allowed, key=lambda a: abs(a - num_rows * (i + 1) / num_chunks))
+            for i in range(num_chunks - 1)]  # fmt: skip
+    ends.append(num_rows)
+    starts = [0, *ends[:-1]]
+    return [end - start for start, end in zip(starts, ends, strict=True)]
+
+
+def rank_shares(num_chunks: int, num_ranks: int) -> list[list[int]]:
+    # Which chunks each rank trains on: contiguous, so that rank order is row order.
+    bounds = [num_chunks * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [list(range(bounds[rank], bounds[rank + 1])) for rank in range(num_ranks)]
 
 
 class CallColumns:
@@ -47,7 +112,6 @@ class CallColumns:
         return self._dense[ref]
 
     def no_rows(self) -> bool:
-        """Whether the call is given rows, and not one of them."""
         counts = [
             part[index].num_rows
             for node, parts in self._parts.items()
@@ -66,7 +130,6 @@ class CallColumns:
         return None
 
     def num_rows(self, rows: str) -> list[int] | None:
-        """How many of the rows made by `rows` each chunk holds, from any input that has them."""
         for node, parts in self._parts.items():
             for index, output in enumerate(self._graph[node].outputs):
                 if output.rows == rows and output.spec.row_axis is not None:
@@ -80,7 +143,6 @@ def length_key(spec: Spec) -> str | None:
 
 
 def empty_part(node: Node) -> Part:
-    """What a node makes of no rows."""
     none = torch.zeros(0, dtype=torch.int64)
     return tuple(
         Packed(none.to(o.spec.dtype.torch), none if o.spec.ragged_axis is not None else None)
@@ -89,11 +151,7 @@ def empty_part(node: Node) -> Part:
 
 
 def returned_columns(node: Node, returned: Any) -> list[Tensor]:
-    """The columns that a call of `node` returned.
-
-    Raises:
-        WorkerError: If it is not what the node declares.
-    """
+    """The columns that a call of `node` returned."""
     expected = node.output_table.__name__ if node.output_table else "a tensor"
     if node.output_table is not None and not isinstance(returned, node.output_table):
         raise WorkerError(

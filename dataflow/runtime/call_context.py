@@ -32,8 +32,8 @@ class CallKey:
 
 
 Piece: TypeAlias = Literal["whole", "first", "part", "last", "none"]
-"""What a train call is given of its batch: all of it, the first of its rows, more of them, the
-last, or none where a step has no rows at all."""
+"""The part of its batch that a train call is given: all of it, the first of its rows, more of them,
+the last, or none where a step has no rows at all."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ def call_scope(
 
 
 def call_piece() -> Piece:
-    """What the train call being served is given of its batch.
+    """The part of its batch that the train call being served is given.
 
     Of a batch that comes in pieces, each call but the last only adds its rows' gradient, and
     returns no metrics; the last adds its own, takes the optimizer's step and returns those of all.
@@ -121,13 +121,13 @@ def call_version() -> int:
 
 
 def call_lag() -> int:
-    """How many versions older these weights are than those current at the call's own step."""
+    """Versions by which these weights are older than those current at the call's own step."""
     scope = _SCOPE.get()
     return 0 if scope is None else scope.lag
 
 
 def call_in_flight() -> bool:
-    """Whether the call being served takes newer weights while it samples.
+    """True if the call being served takes newer weights while it samples.
 
     What samples for it then gives control back after every entry that it adds to its rows.
     """

@@ -27,33 +27,21 @@ PAUSE_AFTER = 16
 
 @dataclass
 class CallStream:
-    """What has become of calls that were begun.
-
-    Attributes:
-        calls: The calls.
-        scope: The scope in which the worker serves them; entered anew for each answer.
-        begin: Binds the arguments of some of them, given by their places, and has the worker begin.
-        since_s: When the last answer was given, or the calls were begun; seconds since the epoch.
-    """
+    """Calls that were begun, and their answers."""
 
     calls: tuple[NodeCall, ...]
+    # The scope in which the worker serves them; entered anew for each answer.
     scope: Callable[[NextAnswer], AbstractContextManager[None]]
+    # Binds the arguments of some of them, given by their places, and has the worker begin.
     begin: Callable[[NextAnswer, Sequence[int]], Iterator[Streamed | None]]
+    # When the last answer was given, or the calls were begun; seconds since the epoch.
     since_s: float = field(default_factory=time.time)
     _answers: Iterator[Streamed | None] | None = None
     _num_answered: int = 0
     _served: Sequence[int] = ()
 
     def answer(self, work: NextAnswer, skipped: Callable[[], object]) -> Streamed | None:
-        """The answer that comes after `work.number` others; None if newer weights may come first.
-
-        Args:
-            work: Which.
-            skipped: Called after each answer that was given before, by a process that died.
-
-        Raises:
-            StateError: If it has been given, or the calls are of another step.
-        """
+        """The answer after `work.number` others; None if newer weights may come first."""
         if work.step != self.calls[0].step or work.number < self._num_answered:
             raise StateError(
                 f"answer {work.number} of '{work.node}' of step {work.step} was asked for, but "
@@ -76,7 +64,6 @@ class CallStream:
         return found
 
     def _next(self, work: NextAnswer) -> Streamed | None:
-        """The next answer that the worker gives; None if it has paused often enough."""
         if self._answers is None:
             given = work.given or ()
             places = range(len(self.calls))
@@ -93,7 +80,6 @@ class CallStream:
         )
 
     def _end(self, work: NextAnswer) -> None:
-        """Have the worker give back what it holds for the calls, now and not with the next."""
         with self.scope(work):
             if any(found is not None for found in self._answers or ()):
                 raise StateError(f"more than the {len(self.calls)} calls were answered")
@@ -103,14 +89,7 @@ class CallStream:
 def one_by_one(
     worker: Worker, method: str, calls: Sequence[_Arguments], size: Callable[[int, Any], int]
 ) -> Iterator[Streamed | None]:
-    """The answers of a worker to calls, by (size, call).
-
-    Args:
-        worker: It serves them together, or one after another if it `overrides` the method.
-        method: Name of the method.
-        calls: The arguments of each.
-        size: The length of the longest row, of a call and what it returned.
-    """
+    """The answers of a worker to calls, by (size, call)."""
     if overrides(worker, method, "stream"):
         return _in_turn(getattr(worker, method), calls, size)
     return worker.stream(method, calls)
@@ -121,11 +100,6 @@ def overrides(worker: Worker, method: str, together: str) -> bool:
 
     So it is where a class defines the method anew below what serves calls together; `Worker`, which
     defines the latter as a refusal, comes last.
-
-    Args:
-        worker: The worker.
-        method: Name of the method.
-        together: Name of the one that serves calls of it together.
     """
     where = [vars(worker), *(vars(kind) for kind in type(worker).__mro__)]
     first = next((own for own in where if method in own or together in own), {})

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds besides weights: where it stands, and outputs still needed.
+"""The part of a checkpoint besides weights: where the run stands, and outputs still needed.
 
 With `max_lag` above 0, rollouts made with older weights are in flight when a step completes; they
 cannot be made again after a resume, so they are part of the checkpoint. Everything is safetensors
@@ -28,22 +28,14 @@ _STATE_FILE = "run.json"
 
 
 class CheckpointFolder(Protocol):
-    """Where checkpoints are kept; a write is complete or it never happened. One at a time."""
+    """A folder of checkpoints; a write is complete or it never happened. One at a time."""
 
     def begin(self, step: int) -> Path:
         """A folder to fill, which is to become the checkpoint of `step`."""
         ...
 
     def seal(self, step: int, written: Mapping[str, WrittenFile]) -> str:
-        """Make what was begun the checkpoint; may be called from another thread.
-
-        Args:
-            step: The same.
-            written: The files that are on the disk and hashed; others are read again.
-
-        Returns:
-            What kept older ones from being removed; "" if nothing did.
-        """
+        """Make what was begun the checkpoint; may be called from another thread."""
         ...
 
     def abandon(self, step: int) -> None:
@@ -62,7 +54,7 @@ class CheckpointFolder(Protocol):
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What is being saved."""
+    """The state of a run that is being saved."""
 
     graph: Graph
     seed: int
@@ -78,7 +70,7 @@ class SavedRun:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a resumed run goes on from."""
+    """The point from which a resumed run goes on."""
 
     folder: Path
     state: ResumeState
@@ -88,7 +80,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Suspended:
-    """What a run that paused leaves to the one that goes on; weights stay with their workers."""
+    """The state that a paused run leaves to the next; weights stay with their workers."""
 
     state: ResumeState
     outputs: Mapping[Output, Handle]
@@ -97,31 +89,22 @@ class Suspended:
 
 @dataclass(frozen=True)
 class Interval:
-    """Between two steps: nothing runs, every trainable role has the weights of `step`.
+    """Between two steps: nothing runs, every trainable role has the weights of `step`."""
 
-    Attributes:
-        step: Steps completed.
-        saved: Whether there is a checkpoint of this step.
-        save: Writes one, wherever the run writes its checkpoints.
-    """
-
-    step: int
-    saved: bool
-    save: Callable[[], None]
+    step: int  # Steps completed
+    saved: bool  # Whether there is a checkpoint of this step
+    save: Callable[[], None]  # Writes one, wherever the run writes its checkpoints
 
 
 @dataclass(frozen=True)
 class Pauses:
-    """Where a run is to be interrupted, and by what.
+    """Steps after which a run is interrupted, and the interruption."""
 
-    Attributes:
-        steps: Numbers of completed steps, above 0 and below the run's. A run that is resumed at
-            one of them pauses before its first step.
-        between: Called there. It may run other programs of the engine; if it answers True the run
-            ends there, with no further checkpoint.
-    """
-
+    # Numbers of completed steps, above 0 and below the run's. A run that is resumed at one of them
+    # pauses before its first step.
     steps: frozenset[int]
+    # Called there. It may run other programs of the engine; if it answers True the run ends there,
+    # with no further checkpoint.
     between: Callable[[Interval], bool]
 
 
@@ -155,11 +138,7 @@ def write_run_state(folder: Path, saved: SavedRun) -> None:
 
 
 def read_resume_point(store: CheckpointFolder, graph: Graph, seed: int) -> ResumePoint | None:
-    """The newest checkpoint's place, or None if there is no checkpoint.
-
-    Raises:
-        ConfigError: If the checkpoint was written by another graph or with another seed.
-    """
+    """The newest checkpoint's place, or None if there is no checkpoint."""
     folder = store.latest()
     if folder is None:
         return None
@@ -185,7 +164,6 @@ def read_resume_point(store: CheckpointFolder, graph: Graph, seed: int) -> Resum
 
 
 def _as_json(one: Done) -> dict[str, Any]:
-    """Return what `step_result` reads of a task's report."""
     task, report = one.task, one.report
     metrics = {name: [m.total, m.weight, m.kind] for name, m in report.metrics.items()}
     head = {"task": [task.node, task.step, task.chunk], "rank": one.rank, "versions": one.versions}

@@ -18,30 +18,20 @@ from .placement import DeviceGroup, sharing
 
 @dataclass(frozen=True)
 class HandOff:
-    """Who gives up devices, and who takes them.
+    """The groups that give up devices, and the one that takes them."""
 
-    Attributes:
-        sleep: Groups to put to sleep, first.
-        wake: The group to wake then; None if it is awake.
-    """
-
-    sleep: tuple[str, ...] = ()
-    wake: str | None = None
+    sleep: tuple[str, ...] = ()  # Groups to put to sleep, first
+    wake: str | None = None  # The group to wake then; None if it is awake
 
 
 class DeviceSharing:
-    """Which of the groups that share devices are awake. All of them begin asleep.
-
-    Args:
-        groups: All groups.
-    """
+    """The groups that share devices, asleep at first, and those of them that are awake."""
 
     def __init__(self, groups: Sequence[DeviceGroup]) -> None:
         self._sharing = sharing(groups)
         self._awake: set[str] = set()
 
     def shares(self, group: str) -> bool:
-        """Whether a group shares devices, so that it sleeps while another has them."""
         return group in self._sharing
 
     def others(self, group: str) -> frozenset[str]:
@@ -78,7 +68,6 @@ def sleep_offloaded(workers: Iterable[Worker]) -> None:
 
 @contextmanager
 def on_device(workers: Iterable[Worker]) -> Generator[None]:
-    """While something is done with workers, have those on the device that wait in host memory."""
     waiting = [worker for worker in workers if worker.offload]
     try:
         for worker in waiting:

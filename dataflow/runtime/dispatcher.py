@@ -19,30 +19,22 @@ from .recovery.limits import Told, WorkerLost
 POLL_S = 1.0
 """Longest wait for completions before deadlines are looked at again."""
 
-_IDLE_S = 0.02
-"""Pause where nothing is out."""
+_IDLE_S = 0.02  # Pause where nothing is out
 
 
 @dataclass
 class Submission:
-    """Work out on one or more ranks of a group.
+    """Work out on one or more ranks of a group."""
 
-    Attributes:
-        task: The task of the run that is open, or None for work between or beside steps.
-        group: The group that does it.
-        waiting: Ranks that have not answered.
-        completions: The answers so far, in order of arrival.
-        failed: The answer that was a failure, if one was.
-        since_s: When it was handed over, on the monotonic clock.
-        carried: Whether the run that goes on may ask for the same, if this one goes back.
-    """
-
-    task: Task | None
-    group: str
-    waiting: set[int]
+    task: Task | None  # The task of the run that is open, or None for work between or beside steps
+    group: str  # The group that does it
+    waiting: set[int]  # Ranks that have not answered
+    # The answers so far, in order of arrival.
     completions: list[Completion] = field(default_factory=list[Completion])
-    failed: Completion | None = None
+    failed: Completion | None = None  # The answer that was a failure, if one was
+    # When it was handed over, on the monotonic clock.
     since_s: float = field(default_factory=time.monotonic)
+    # Whether the run that goes on may ask for the same, if this one goes back.
     carried: bool = False
 
     @property
@@ -65,20 +57,14 @@ class Dispatcher:
 
     One run at a time may have tasks out. `perform_now` may be called whenever the caller has the
     control, between runs and during one: what the run had out is kept for it.
-
-    Args:
-        executor: Where work is carried out.
-        told: Who is told of ranks that it has started again.
-
-    Attributes:
-        waited_s: The clock of the run that is open: how long `wait` has waited for workers to do
-            their work. What starting a group again takes is not counted.
     """
 
     def __init__(self, executor: Executor, told: Told | None = None) -> None:
         self._executor, self._told = executor, told
         self._out: dict[int, Submission] = {}
         self._answers: list[Submission | Restart] = []
+        # The clock of the run that is open: how long `wait` has waited for workers to do their
+        # work. What starting a group again takes is not counted.
         self.waited_s = 0.0
         self._last_ticket = 0
         self._heard_s = 0.0
@@ -89,11 +75,8 @@ class Dispatcher:
     def run(self, program: str) -> Generator[None]:
         """While it is entered a run of `program` may submit tasks and wait for them.
 
-        What is out when it is left will be carried out, but nobody hears of it, except for what
-        was marked as `carried`: that the next run may ask for.
-
-        Raises:
-            StateError: If another run is open.
+        What is out when it is left will be carried out, but nobody hears of it, except for what was
+        marked as `carried`: that the next run may ask for.
         """
         if self._run is not None:
             raise StateError(
@@ -111,7 +94,6 @@ class Dispatcher:
                     del self._out[ticket]
 
     def out(self) -> list[Submission]:
-        """All that is out for the run that is open."""
         return [submission for submission in self._out.values() if submission.task is not None]
 
     def drop(self, groups: Collection[str]) -> None:
@@ -127,11 +109,7 @@ class Dispatcher:
     def submit(
         self, task: Task | None, program: str, group: str, works: Mapping[int, Work]
     ) -> Submission:
-        """Hand one piece of work to each of the given ranks.
-
-        Raises:
-            StateError: If the dispatcher is closed.
-        """
+        """Hand one piece of work to each of the given ranks."""
         self._check_open()
         self._last_ticket += 1
         submission = Submission(task, group, set(works))
@@ -141,7 +119,7 @@ class Dispatcher:
         return submission
 
     def oldest(self) -> tuple[Task | None, float] | None:
-        """What has been out longest, and for how many seconds it has been worked on at most.
+        """The oldest work that is out, and for how many seconds it has been worked on at most.
 
         None if nothing is out. May be called from any thread, and waits for nothing.
         """
@@ -154,12 +132,9 @@ class Dispatcher:
         return out[0].task, time.monotonic() - since_s
 
     def wait(self, timeout_s: float) -> list[Submission | Restart]:
-        """What the run is to hear of since the last call, in order of arrival.
+        """Wait for answers to the run since the last call, in order of arrival.
 
         Its tasks that are complete, or failed on some rank, and groups that were started again.
-
-        Raises:
-            StateError: If the dispatcher is closed.
         """
         self._check_open()
         if not self._answers:
@@ -177,13 +152,8 @@ class Dispatcher:
     ) -> Submission:
         """Submit work and wait until all its ranks are done.
 
-        Ranks first finish what they have. The deadline counts from the last sign of life of any,
-        or from when a group was started again.
-
-        Raises:
-            WorkerLost: If a process died.
-            WorkerError: If it fails, or a rank does not answer in time.
-            StateError: If the dispatcher is closed.
+        Ranks first finish what they have. The deadline counts from the last sign of life of any, or
+        from when a group was started again.
         """
         submission = self.submit(None, program, group, works)
         ticket, end_s = self._last_ticket, time.monotonic() + deadline.limit_s
@@ -202,18 +172,13 @@ class Dispatcher:
         return submission
 
     def failure(self, failed: Completion) -> WorkerError:
-        """What to raise of work that failed: a `WorkerLost`, if processes have died.
+        """The error to raise for work that failed: a `WorkerLost`, if processes have died.
 
         Whoever talks to a process that dies fails too, and may be heard of first.
         """
         return self.loss(failed) or WorkerError(describe(failed))
 
     def loss(self, failed: Completion | None = None) -> WorkerLost | None:
-        """What to raise if processes have died; None if none has, or going back does not help.
-
-        Args:
-            failed: Work that failed, if that is why one asks.
-        """
         lost = failed.lost if failed is not None else ""
         if failed is not None and lost == "process":  # it says more than who is found dead
             return WorkerLost(str(failed.error))
@@ -225,7 +190,7 @@ class Dispatcher:
         return WorkerLost(said or (describe(failed) if failed else ""), stored=lost == "stored")
 
     def _gather(self, timeout_s: float) -> bool:
-        """Note what happened since the last call; returns whether anything did."""
+        # Note what happened since the last call; returns whether anything did.
         answers = self._executor.wait(min(POLL_S, timeout_s))
         if answers:
             self._heard_s = time.monotonic()
@@ -260,7 +225,6 @@ class Dispatcher:
 
 
 def describe(completion: Completion) -> str:
-    """What a failed completion says: the remote traceback, or the exception and where it arose."""
     error = completion.error
     if completion.trace:
         return completion.trace.rstrip()

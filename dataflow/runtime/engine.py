@@ -34,8 +34,7 @@ from .recovery.ledger import Ledger
 from .recovery.limits import Recoveries, Recovery, Told, WorkerLost
 from .recovery.resizing import Resizing, Scale
 from .run import Run, Trained
-from .saving.in_workers import StateInWorkers
-from .saving.of_run import Saving
+from .saving.of_run import Saving, StateInWorkers
 from .source import Source
 from .step_result import StepResult
 from .watch import WATCH, Watch
@@ -43,13 +42,12 @@ from .worker_protocol import WorkerSpec
 
 __all__ = ["Engine", "Source", "StepResult"]
 
-_SETTLE_S = 60.0
-"""How long a run that ends with an error waits for its checkpoint to be written."""
+_SETTLE_S = 60.0  # How long a run that ends with an error waits for its checkpoint to be written
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What `Engine.run` was asked for; see there."""
+    """Arguments of `Engine.run`."""
 
     program: str
     sources: Mapping[str, Source]
@@ -163,7 +161,6 @@ class Engine:
                     time.sleep(again.pause_s(lost, 0))
 
     def _build(self) -> bool:
-        """Have the executor build the workers; it has ended all processes if that fails."""
         try:
             self.executor.start(self.programs, self._workers, self.seed, self.schedule.wait_s)
         except BaseException as error:
@@ -211,7 +208,6 @@ class Engine:
             self._close()
 
     def _settle(self, deadline_s: float) -> None:
-        """Complete a checkpoint that is being written, unless it takes longer."""
         saving, self._saving = self._saving, None
         if saving is not None and not saving.settle(deadline_s):
             saving.give_up()
@@ -319,10 +315,6 @@ class Engine:
             self._at_rest = partial(self._reload, asked.program, saving)
 
     def _changed_by(self, program: str) -> dict[str, str]:
-        """Role that a program changes -> its group.
-
-        An evaluation only has methods called that change nothing of what its roles are besides.
-        """
         homes = self._state_of(program).homes
         if program == "main":
             return dict(homes)
@@ -333,7 +325,6 @@ class Engine:
     def _going_on(
         self, asked: _Asked, saving: Saving | None, going: GoingBack
     ) -> Generator[StepResult, None, int]:
-        """Every step once, however often the run pauses or goes back; the number of steps."""
         suspended: Suspended | None = None
         ahead, handed_out = asked.pauses.steps, 0
         while True:
@@ -393,10 +384,6 @@ class Engine:
         )
 
     def _as_sized(self, name: str) -> Program:
-        """A program on groups that have the ranks that they have by now.
-
-        One that cuts its rows into fewer chunks leaves the ranks beyond them idle.
-        """
         program = self.programs[name]
         most = program.placement.num_chunks
         groups = tuple(
@@ -413,7 +400,6 @@ class Engine:
         return lambda flow: Resizing(scale, self.executor, self.programs, flow, self._sizes)
 
     def _reload(self, program: str, saving: Saving) -> None:
-        """Bring what a run has trained to where its last checkpoint was taken."""
         point = saving.newest_point(self.programs[program].graph, self.seed)
         if point is not None:
             self._state_of(program).load(point)
@@ -431,7 +417,7 @@ class Engine:
         return self._saving
 
     def working(self) -> tuple[str, float] | None:
-        """What workers have been doing longest, in words, and for how many seconds.
+        """The oldest work of the workers, in words, and for how many seconds they have done it.
 
         None if they do nothing. May be called from any thread, and waits for nothing.
 
@@ -486,10 +472,6 @@ class Engine:
 
 
 def _timed(program: Program, longest_s: float | None, longest: Deadline) -> Program:
-    """The program with the deadline of its longest call.
-
-    What an evaluation takes nobody predicts: its calls may take as long as the longest of a step.
-    """
     placement = program.placement
     if not placement.predicted_s and longest_s is not None:
         expected = dict.fromkeys(placement.nodes, longest_s)

@@ -1,4 +1,4 @@
-"""What an executor is: where work is carried out, and what the engine asks of it.
+"""The contract of executors: they carry out the work that the engine asks for.
 
 An executor owns worker processes (or none), stores what calls produce, and reports completions. It
 decides nothing: order, versions and placement are the scheduler's. Where groups share devices it
@@ -40,7 +40,7 @@ __all__ = [
 
 
 Lost = Literal["", "process", "stored", "for good"]
-"""What a failure has to do with a process that died; see `Completion.lost`."""
+"""The part of a process's death in a failure; see `Completion.lost`."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class TaskSpan:
 
 
 class Executor(ABC):
-    """Where work is carried out; `start`, `put`, `get`, `wait` and `resize` alone may block.
+    """A place that carries out work; `start`, `put`, `get`, `wait` and `resize` alone may block.
 
     Attributes:
         one_at_a_time: All ranks share one thread, so that work begins only when what was submitted
@@ -156,7 +156,7 @@ class Executor(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
-        """What happened since the last call; nothing if the time is up, and perhaps before."""
+        """Return what happened since the last call; nothing if the time is up, or before."""
 
     @abstractmethod
     def put(self, part: Part) -> Handle:
@@ -176,7 +176,7 @@ class Executor(ABC):
 
     @abstractmethod
     def died(self) -> str:
-        """Which processes have died and were not started again, in words; "" if none is known of.
+        """Describe the processes that have died and were not started again; "" if none is known.
 
         To be asked when something has failed: it may take some seconds.
         """
@@ -201,7 +201,7 @@ class Executor(ABC):
 
     @abstractmethod
     def outlives(self, group: str) -> bool:
-        """Whether what the calls of a group have made is there after its processes have died."""
+        """True if what a group's calls have made outlives its processes."""
 
     def prepare(self, group: str, num_ranks: int) -> bool:
         """Start the ranks that are missing, beside what runs; says whether all have started.
@@ -252,12 +252,12 @@ def groups_of(programs: Mapping[str, Program]) -> list[DeviceGroup]:
 
 
 def longest_s(programs: Mapping[str, Program], deadline_s: float) -> float:
-    """How long the longest call of several programs may take; see `Executor.start`."""
+    """Seconds that the longest call of several programs may take; see `Executor.start`."""
     return max([deadline_s, *(program.longest_s for program in programs.values())])
 
 
 def methods_of(programs: Mapping[str, Program], group: str, role: str) -> frozenset[str]:
-    """What all programs together ask of a role in a group."""
+    """The methods that all programs together ask of a role in a group."""
     found = (one.placement.methods(one.graph, group, role) for one in programs.values())
     return frozenset[str]().union(*found)
 

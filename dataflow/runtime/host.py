@@ -25,10 +25,9 @@ from ..file_errors import writing
 from ..graph.axes import Spec, spec_of
 from ..graph.graph import Argument, Constant, Graph, Node, NodeKind, Ref, RoleRef
 from ..graph.role import Metric, Role, Streamed
-from .call_columns import CallColumns, empty_part, length_key, output_lengths, returned_columns
+from .call_columns import CallColumns, cut, empty_part, length_key, output_lengths, returned_columns
 from .call_context import Piece, call_scope
 from .call_stream import CallStream, one_by_one, overrides
-from .cuts import cut
 from .device_sharing import on_device
 from .messages import (
     Handle,
@@ -119,7 +118,7 @@ Fetch = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a method of `Host` leaves besides an answer; see `Report` and `Result`."""
+    """Results of a method of `Host` besides an answer; see `Report` and `Result`."""
 
     parts: tuple[Part, ...] = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
@@ -194,7 +193,6 @@ class Host:
         return Result(report, one.parts, one.weights)
 
     def _workers_of(self, work: Work) -> list[Role]:
-        """The workers here with whose weights a piece of work is done."""
         if work.needs != "workers":
             return []
         subject = work.arguments[0]
@@ -230,7 +228,7 @@ class Host:
 
     @anywhere
     def layout(self, role: str) -> HeldLayout | None:
-        """How the group holds a role's weights; None if its worker cannot say."""
+        """The layout in which the group holds a role's weights; None if its worker has none."""
         return None
 
     def export_slices(self, role: str, receivers: Mapping[str, Any], version: int) -> Outcome:
@@ -313,7 +311,6 @@ class Host:
         return Outcome(parts, metrics, made=made, taken=self._taken(work))
 
     def _taken(self, work: NodeCall) -> tuple[tuple[str, int, int], ...]:
-        """See `Report.taken`; of the very parts that the call was given."""
         given, self._given = self._given, {}
         if self.graph[work.node].kind is not NodeKind.TRAIN:
             return ()
@@ -348,7 +345,6 @@ class Host:
     def _scope(
         self, node: Node, work: NodeCall, *, in_flight: bool = False
     ) -> AbstractContextManager[None]:
-        """What the worker may ask about the call while it serves it."""
         version = dict(work.versions).get(node.role or "", 0)
         own = [read.offset for read in node.reads if read.role == node.role]
         per_step = self.graph.trains_per_step.get(node.role or "", 0)
@@ -450,7 +446,6 @@ class Host:
     def _changing(
         self, node: Node, versions: Mapping[str, int], piece: Piece
     ) -> AbstractContextManager[None]:
-        """While a node trains, nobody is served what it changes; parts before the last do not."""
         if node.kind is not NodeKind.TRAIN or node.role is None or piece in ("first", "part"):
             return nullcontext()
         return self.served_weights.changing(node.role, versions.get(node.role, 0) + 1)
@@ -486,7 +481,7 @@ class Host:
         return cut(node, columns, packed, self.num_chunks)
 
     def _check_rows(self, node: Node, columns: CallColumns, packed: Part) -> None:
-        """An output said to describe its input's rows must have as many."""
+        # An output said to describe its input's rows must have as many.
         for output, column in zip(node.outputs, packed, strict=True):
             expected = columns.num_rows(output.rows) if output.rows != node.name else None
             if expected is not None and output.spec.row_axis and column.num_rows != sum(expected):
@@ -498,7 +493,6 @@ class Host:
 
 
 def _check_segments(node: Node, worker: Role) -> type[Any]:
-    """The table of a worker's unfinished rows; refuse a worker that cannot go on with them."""
     kind, going_on = type(worker).__name__, f"'{node.name}' is to go on in later steps"
     if worker.unfinished is None:
         raise ConfigError(
@@ -515,7 +509,7 @@ def _check_segments(node: Node, worker: Role) -> type[Any]:
 
 
 def _check_piece(node: Node, worker: Role, piece: Piece) -> None:
-    """A worker that reads no piece would take an optimizer step with each."""
+    # A worker that reads no piece would take an optimizer step with each.
     if piece == "whole" or worker.takes_pieces:
         return
     raise ConfigError(
@@ -527,7 +521,6 @@ def _check_piece(node: Node, worker: Role, piece: Piece) -> None:
 
 
 def _check_takes_weights(node: Node, worker: Role) -> None:
-    """Require that a worker can be given newer weights while it samples."""
     if worker.takes_weights:
         return
     raise ConfigError(
@@ -538,17 +531,12 @@ def _check_takes_weights(node: Node, worker: Role) -> None:
 
 
 def _makes_nothing(node: Node, columns: CallColumns) -> bool:
-    """Whether a call need not be made: it is given no row, and makes nothing else."""
+    # Whether a call need not be made: it is given no row, and makes nothing else.
     only_rows = all(output.spec.row_axis is not None for output in node.outputs)
     return bool(node.outputs) and only_rows and columns.no_rows()
 
 
 def _reported(graph: Graph, node: Node, parts: Sequence[Part]) -> dict[str, Metric]:
-    """Means of the output columns that the step returned and that hold one number per row.
-
-    A ragged column is not averaged: its padding holds no values. A row that is nan, such as
-    a response without a score, does not count in the mean; how many there are is reported as well.
-    """
     metrics: dict[str, Metric] = {}
     for index, output in enumerate(node.outputs):
         spec = output.spec

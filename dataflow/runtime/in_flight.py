@@ -1,4 +1,4 @@
-"""Where rollouts can take newer weights while they are sampled, as graph and placement have it.
+"""Rollouts that can take newer weights while they are sampled, by graph and placement.
 
 Newer weights come from a training that runs meanwhile, so a rollout takes some only where its role
 is trained by another group, on devices of its own.
@@ -14,12 +14,7 @@ from .placement import Placement, sharing
 
 
 def in_flight(graph: Graph, placement: Placement) -> dict[str, str]:
-    """Rollout -> why it cannot take newer weights while it is sampled; "" if it can.
-
-    Args:
-        graph: The step.
-        placement: Where its nodes run.
-    """
+    """Rollout -> why it cannot take newer weights while it is sampled; "" if it can."""
     found = streaming(graph)
     return {
         node.name: f"it cannot stream: {found.why_not[node.name]}"
@@ -31,7 +26,6 @@ def in_flight(graph: Graph, placement: Placement) -> dict[str, str]:
 
 
 def _why_not(graph: Graph, placement: Placement, node: Node) -> str:
-    """The same of a rollout that streams."""
     role, group = node.role or "", placement.nodes[node.name]
     home = placement.home(graph, role) if role in graph.trains_per_step else None
     if home is None:
@@ -47,11 +41,7 @@ def _why_not(graph: Graph, placement: Placement, node: Node) -> str:
 
 
 def check_in_flight(graph: Graph, placement: Placement) -> None:
-    """Refuse newer weights in flight where no rollout can ever take any.
-
-    Raises:
-        PlanError: Naming every rollout, why not, and what to change.
-    """
+    """Refuse newer weights in flight where no rollout can ever take any."""
     found = in_flight(graph, placement)
     if not found or not all(found.values()):
         return

@@ -125,7 +125,6 @@ class InProcess(Executor):
         raise KeyError((group, role))
 
     def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
-        """See `Executor.submit`."""
         self._queue.append((ticket, program, group, work))
 
     def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
@@ -145,30 +144,24 @@ class InProcess(Executor):
         return [Completion(ticket, 0, result.report, result.parts, result.weights)]
 
     def put(self, part: Part) -> Handle:
-        """See `Executor.put`."""
         return part
 
     def get(self, handles: Sequence[Handle]) -> list[Part]:
-        """See `Executor.get`; a handle is the part itself."""
         return [cast(Part, handle) for handle in handles]
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Nothing to do: the engine held the only reference."""
 
     def died(self) -> str:
-        """See `Executor.died`; there are no processes."""
         return ""
 
     def revive(self, groups: Collection[str]) -> frozenset[str]:
-        """See `Executor.revive`; nobody goes back here."""
         raise StateError(f"groups {sorted(groups)} have no processes of their own")
 
     def outlives(self, group: str) -> bool:
-        """See `Executor.outlives`."""
         return False
 
     def stop(self) -> None:
-        """See `Executor.stop`."""
         self._queue.clear()
         hosts, built = list(self._hosts.values()), self._built
         self._hosts.clear()

@@ -17,11 +17,7 @@ from .messages import Part
 
 
 class Hold:
-    """Outputs that no node needs any more, held until those of their step are let go.
-
-    Args:
-        nodes: Whose outputs are held.
-    """
+    """Outputs that no node needs any more, held until those of their step are let go."""
 
     def __init__(self, nodes: Collection[str] = ()) -> None:
         self._nodes = frozenset(nodes)
@@ -36,22 +32,12 @@ class Hold:
         return taken
 
     def let_go(self, step: int) -> list[Output]:
-        """What was held of a step, of which nothing more is; steps are let go in order."""
         self._next = step + 1
         return self._held.pop(step, [])
 
 
 class KeptColumns:
-    """Which columns are handed out with each step.
-
-    Args:
-        graph: The step.
-        names: Of columns, such as "actor.generate.mask", and of nodes: "reward.score" is the one
-            column that the node makes, "actor.generate" the table.
-
-    Raises:
-        ConfigError: If the graph makes nothing of a name.
-    """
+    """Columns that are handed out with each step."""
 
     def __init__(self, graph: Graph, names: Sequence[str]) -> None:
         self._graph = graph
@@ -63,11 +49,7 @@ class KeptColumns:
         return frozenset(ref.node for refs in self._asked.values() for ref in refs)
 
     def tables(self, parts: Mapping[str, list[Part]]) -> dict[str, Any]:
-        """Name -> its column as a dense tensor on the CPU, or its table of such columns.
-
-        Args:
-            parts: Node -> all of its chunks, in order. A name whose node is missing is left out.
-        """
+        """Name -> its column as a dense tensor on the CPU, or its table of such columns."""
         columns = CallColumns(self._graph, parts)
         found: dict[str, Any] = {}
         for name, refs in self._asked.items():
@@ -80,12 +62,10 @@ class KeptColumns:
 
 
 def _makers(graph: Graph) -> dict[str, Node]:
-    """The nodes that make columns."""
     return {node.name: node for node in graph.nodes if node.outputs}
 
 
 def _asked(graph: Graph, name: str) -> tuple[Ref, ...]:
-    """Return the columns that a name stands for; refuse a name of none."""
     makers = _makers(graph)
     if name in makers:
         return tuple(Ref(name, output.name) for output in makers[name].outputs)

@@ -1,4 +1,4 @@
-"""What the engine asks of a rank, and what comes back.
+"""Work that the engine asks of a rank, and its results.
 
 Work is a method of `Host` with small, picklable arguments. Tensors never travel inside it: inputs
 and outputs are handles that only an executor can resolve (the parts themselves in-process, object
@@ -75,7 +75,7 @@ class NextAnswer:
 
 @dataclass(frozen=True)
 class HeldLayout:
-    """How a group holds a role's weights; what is in it only executors and workers understand.
+    """The layout in which a group holds a role's weights; only executors and workers read it.
 
     Attributes:
         sends: What the processes of rank 0 hold, which export for all.
@@ -88,7 +88,7 @@ class HeldLayout:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """How far a process has come with what it was given to save last.
+    """The progress of a process with what it was given to save last.
 
     Attributes:
         writing: Whether it is still being written.
@@ -130,12 +130,12 @@ class Work:
 
     @property
     def needs(self) -> Needs:
-        """What must be awake: the group and the workers concerned, the group, or neither."""
+        """The part that must be awake: group and workers concerned, the group, or neither."""
         return getattr(self.method, "needs", "workers")
 
     @property
     def lasting(self) -> str:
-        """What of a role the work sets: a rank that is started again does the last of it anew."""
+        """The part of a role that it sets; a rank that is started again sets it anew."""
         return getattr(self.method, "lasting", "")
 
 
@@ -166,7 +166,7 @@ def _marked(method: F, **marks: str) -> F:
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker says about work it has done; a few hundred bytes.
+    """A worker's report about work it has done; a few hundred bytes.
 
     Attributes:
         start_s: Wall-clock start, seconds since the epoch.

@@ -19,24 +19,15 @@ from .messages import NextAnswer
 
 @dataclass
 class OpenStream:
-    """What has become of the tasks of one `RunStream`.
-
-    Attributes:
-        instruction: It.
-        group: Where it runs.
-        in_flight: Whether it takes newer weights meanwhile.
-        versions: What is read from now on.
-        given: The chunks answered, in this order.
-        num_taken: Answers that were taken in, or are about to be.
-        early: Answers that were heard of before those that the rank gave before them, by number.
-    """
+    """The tasks of one `RunStream`, and their answers."""
 
     instruction: RunStream
-    group: str
-    in_flight: bool
-    versions: dict[str, int]
-    given: list[int] = field(default_factory=list[int])
-    num_taken: int = 0
+    group: str  # Where it runs
+    in_flight: bool  # Whether it takes newer weights meanwhile
+    versions: dict[str, int]  # What is read from now on
+    given: list[int] = field(default_factory=list[int])  # The chunks answered, in this order
+    num_taken: int = 0  # Answers that were taken in, or are about to be
+    # Answers that were heard of before those that the rank gave before them, by number.
     early: dict[int, Submission] = field(default_factory=dict[int, Submission])
 
     def asked(self) -> list[tuple[NodeTask, NextAnswer]]:
@@ -53,11 +44,7 @@ class OpenStream:
 
 
 class OpenStreams:
-    """All streams that some rank serves.
-
-    Args:
-        in_flight: Whether they take newer weights meanwhile.
-    """
+    """All streams that some rank serves."""
 
     def __init__(self, *, in_flight: bool) -> None:
         self._in_flight = in_flight
@@ -79,7 +66,7 @@ class OpenStreams:
                 stream.versions[load.role] = load.version
 
     def in_order(self, heard: Submission | Restart) -> list[Submission | Restart]:
-        """What may be taken in now: a rank's answers in the order in which it has given them.
+        """Return what may be taken in now: a rank's answers in the order in which it gave them.
 
         Of two that are given within a millisecond a backend may tell the second first.
         """
@@ -100,7 +87,7 @@ class OpenStreams:
     def answered(
         self, asked: NodeTask, submission: Submission
     ) -> tuple[NodeTask | None, OpenStream]:
-        """Of which task an answer is, and its stream; None if it was a pause.
+        """The task that an answer is of, and its stream; None if it was a pause.
 
         A failure is of the first that is left.
         """

@@ -1,4 +1,4 @@
-"""Where nodes run, as the engine needs to know it: groups of ranks, and a group for every node.
+"""Placement of nodes as the engine needs it: groups of ranks, and a group for every node.
 
 This is all of a plan that execution depends on. Plans with layouts, memory and predicted times are
 the planner's; they reduce to a `Placement`.
@@ -177,7 +177,7 @@ class Placement:
         return tuple(dict.fromkeys(pair for pairs in found for pair in pairs))
 
     def methods(self, graph: Graph, group: str, role: str) -> frozenset[str]:
-        """What the nodes of a group ask of a role."""
+        """The methods that the nodes of a group ask of a role."""
         return frozenset(
             node.method
             for node in graph.nodes
@@ -205,7 +205,6 @@ class Placement:
 
 
 def _check_state(graph: Graph, placement: Placement) -> None:
-    """A role that keeps state has one place to keep it."""
     for role, contract in graph.roles.items():
         hosts = [g.name for g in placement.groups if role in placement.hosted_roles(graph, g.name)]
         if contract.keeps_state and len(hosts) > 1:
@@ -216,7 +215,6 @@ def _check_state(graph: Graph, placement: Placement) -> None:
 
 
 def _check_served(graph: Graph, placement: Placement) -> None:
-    """Who serves whom must be able to, at any time."""
     names = {group.name for group in placement.groups}
     shares = sharing(placement.groups)
     for group in placement.groups:
@@ -239,7 +237,6 @@ def _check_served(graph: Graph, placement: Placement) -> None:
 def _cannot_serve(
     graph: Graph, placement: Placement, role: str, group: DeviceGroup, server: DeviceGroup
 ) -> str:
-    """Why a group cannot serve a role to another, or nothing."""
     called = [
         n.name for n in graph.nodes if n.role == role and placement.nodes[n.name] == group.name
     ]

@@ -20,15 +20,10 @@ from ..graph.axes import DType, Spec
 
 @dataclass(frozen=True)
 class Packed:
-    """One column on the wire.
+    """One column on the wire."""
 
-    Attributes:
-        values: The column itself if it is not ragged; else all rows' entries end to end.
-        lengths: i64[rows] for a ragged column, None otherwise.
-    """
-
-    values: Tensor
-    lengths: Tensor | None = None
+    values: Tensor  # The column itself if it is not ragged; else all rows' entries end to end
+    lengths: Tensor | None = None  # i64[rows] for a ragged column, None otherwise
 
     @property
     def num_rows(self) -> int:
@@ -49,17 +44,7 @@ def lengths_of(ids: Tensor) -> Tensor:
 
 
 def pack(name: str, dense: Tensor, spec: Spec, lengths: Tensor | None) -> Packed:
-    """Turn a dense column into what travels.
-
-    Args:
-        name: Name of the node whose column it is, for the error message.
-        dense: The column; for a ragged one `[rows, width, ...]` with `width >= lengths.max()`.
-        spec: The column's spec.
-        lengths: i64[rows], needed if the column is ragged.
-
-    Raises:
-        WorkerError: If dtype, number of axes, rows or width contradict the spec or the lengths.
-    """
+    """Turn a dense column into what travels."""
     if dense.dtype != spec.dtype.torch or dense.dim() != len(spec.axes):
         raise WorkerError(
             f"'{name}' should be {spec}, but the call returned {_shown(dense)}; make it "
@@ -84,7 +69,6 @@ def pack(name: str, dense: Tensor, spec: Spec, lengths: Tensor | None) -> Packed
 
 
 def _inside(lengths: Tensor, width: int) -> Tensor:
-    """bool[rows, width], True where a position is within its row."""
     return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 

@@ -25,23 +25,17 @@ from ..errors import PlanError, WorkerError, no_exit
 from ..graph.role import Role, Worker, call_spec
 
 Array = NDArray[Any]
-"""Of numbers or truth values, of any shape."""
+"""Numbers or truth values, of any shape."""
 
 
 @dataclass(frozen=True)
 class InferenceRequest:
-    """One call of a method of a served role.
+    """One call of a method of a served role."""
 
-    Attributes:
-        role: The role that is asked.
-        method: A method of the role's contract.
-        version: Version of the weights that must answer.
-        arguments: Arguments by position; None where the caller has nothing to say.
-    """
-
-    role: str
-    method: str
-    version: int
+    role: str  # The role that is asked
+    method: str  # A method of the role's contract
+    version: int  # Version of the weights that must answer
+    # Arguments by position; None where the caller has nothing to say.
     arguments: tuple[Array | None, ...]
 
 
@@ -53,12 +47,9 @@ Called from several threads at once. Raises a `WorkerError` if there is no answe
 
 
 class ServedWeights:
-    """Which roles a process serves, and which version of their weights it holds.
+    """The roles that a process serves, and the version of their weights that it holds.
 
     Versions are told from the thread that changes weights; requests come from others.
-
-    Args:
-        where: What to call this process in messages: "group 'policy'".
     """
 
     def __init__(self, where: str) -> None:
@@ -69,33 +60,23 @@ class ServedWeights:
         self._lock = threading.Lock()
 
     def add(self, role: str, contract: type[Role], worker: Role) -> None:
-        """Serve a role, as soon as it is known which version it holds.
-
-        Raises:
-            PlanError: If its contract has no method to call.
-        """
+        """Serve a role, as soon as it is known which version it holds."""
         self._methods[role] = remote_methods(role, contract)
         self._workers[role] = worker
 
     def set_version(self, role: str, version: int | None) -> None:
-        """What is held of a role counts as `version` from now on; None while it changes."""
         if role in self._workers:
             with self._lock:
                 self._versions[role] = version
 
     @contextmanager
     def changing(self, role: str, version: int) -> Generator[None]:
-        """While weights change nobody is answered; afterwards they are `version`."""
         self.set_version(role, None)
         yield
         self.set_version(role, version)
 
     def answer_all(self, requests: Sequence[InferenceRequest]) -> list[Any]:
-        """Answer requests, in order; those that can be are answered together.
-
-        Returns:
-            The answers, and in the place of one that failed what was raised.
-        """
+        """Answer requests, in order; those that can be are answered together."""
         alike: dict[tuple[str, str, int], list[int]] = {}
         for index, one in enumerate(requests):
             alike.setdefault((one.role, one.method, one.version), []).append(index)
@@ -108,19 +89,13 @@ class ServedWeights:
         return answers
 
     def answer(self, request: InferenceRequest, returns: type[Any]) -> Any:
-        """A `SendRequest` for whoever is in the same process.
-
-        Raises:
-            WorkerError: If the role holds other weights, or is not served.
-            Exception: Whatever the worker raises.
-        """
+        """A `SendRequest` for whoever is in the same process."""
         (found,) = self._answer([request])
         if isinstance(found, Exception):
             raise found
         return found
 
     def _answer(self, requests: Sequence[InferenceRequest]) -> Sequence[Any]:
-        """Answers to requests for the same role, method and version."""
         one = requests[0]
         try:
             worker = self._check(one)
@@ -151,7 +126,7 @@ class ServedWeights:
 
 
 def _answer_together(worker: Role, requests: Sequence[InferenceRequest]) -> Sequence[Any]:
-    """Answer requests together; if that fails each by itself, so that faults harm no other."""
+    # Answer requests together; if that fails each by itself, so that faults harm no other.
     one = requests[0]
     try:
         answers = worker.answer_all(one.method, [each.arguments for each in requests])
@@ -170,7 +145,6 @@ def _answer_together(worker: Role, requests: Sequence[InferenceRequest]) -> Sequ
 
 
 def _answer_one(worker: Role, request: InferenceRequest) -> Any:
-    """The answer, or what was raised."""
     try:
         return getattr(worker, request.method)(*request.arguments)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
@@ -178,16 +152,7 @@ def _answer_one(worker: Role, request: InferenceRequest) -> Any:
 
 
 class ServedRole:
-    """A role that another group serves.
-
-    Args:
-        role: Name of the role.
-        contract: The role's contract.
-        send: Takes its requests there.
-
-    Raises:
-        PlanError: If the contract has no method to call, or one that cannot be called elsewhere.
-    """
+    """A role that another group serves."""
 
     def __init__(self, role: str, contract: type[Role], send: SendRequest) -> None:
         methods = {
@@ -198,12 +163,11 @@ class ServedRole:
         self._role, self._send = role, send
 
     def at(self, version: int) -> Role:
-        """What a call that reads this version is given: these methods of the contract work."""
         return self._stand_in(self._role, version, self._send)
 
 
 class _StandIn:
-    """What all stand-ins have in common."""
+    """Base of all stand-ins."""
 
     def __init__(self, role: str, version: int, send: SendRequest) -> None:
         self._served, self._version, self._send = role, version, send
@@ -220,11 +184,6 @@ def _requesting(name: str, signature: inspect.Signature, returns: type[Any]) -> 
 
 
 def remote_methods(role: str, contract: type[Role]) -> Mapping[str, type[Any]]:
-    """What can be called of a contract elsewhere, with the named tuple that each method returns.
-
-    Raises:
-        PlanError: If there are none, or one returns something else.
-    """
     found: dict[str, type[Any]] = {}
     for name, method in inspect.getmembers(contract, inspect.isfunction):
         if name.startswith("_") or hasattr(Worker, name) or call_spec(method) is not None:

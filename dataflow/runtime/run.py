@@ -46,26 +46,91 @@ from ..scheduler.events import (
 from ..scheduler.flow import Flow
 from ..scheduler.schedule import Deadline, Schedule
 from ..scheduler.scheduler import Scheduler
+from .call_columns import rank_shares
 from .call_context import Piece
 from .checkpoint import Interval, ResumePoint, SavedRun, Suspended
-from .cuts import rank_shares
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
 from .executor import Executor, Program, Restart
 from .host import Host
 from .kept import KeptColumns
-from .messages import Handle, NodeCall, Work, work
+from .messages import Handle, HeldLayout, NodeCall, Work, work
 from .open_streams import OpenStream, OpenStreams
 from .placement import flow_of
-from .publication import Publication
-from .recovery.known import Known, made_by
+from .recovery.going_back import Known, made_by
 from .recovery.ledger import Ledger, NoLedger
 from .recovery.limits import WorkerLost
 from .recovery.resizing import Resizing
-from .saving.in_workers import StateInWorkers, is_unfinished, unfinished
-from .saving.of_run import Saving
+from .saving.of_run import Saving, StateInWorkers, is_unfinished, unfinished
 from .source import Source, read_source
 from .step_result import Done, StepResult, step_result
 from .watch import WATCH, Watch, holds
+
+
+class Publication:
+    """Makes the work of publishing and loading, and has it done between runs."""
+
+    def __init__(self, dispatcher: Dispatcher, *, moves_slices: bool, deadline: Deadline) -> None:
+        self._dispatcher = dispatcher
+        self._moves_slices = moves_slices
+        self._deadline = deadline
+        self._layouts: dict[tuple[str, str], HeldLayout | None] = {}
+        self._receivers: dict[str, tuple[str, ...]] = {}
+
+    def learn(
+        self, role: str, home: tuple[str, str], program: str, receivers: Sequence[str]
+    ) -> None:
+        """Ask how a role's weights are held, unless that is known; before `export` and `take`."""
+        self._receivers.pop(role, None)
+        if not self._moves_slices or not receivers:
+            return
+        for where, group in (home, *((program, receiver) for receiver in receivers)):
+            if (role, group) not in self._layouts:
+                asked = {0: work(Host.layout, role)}
+                done = self._dispatcher.perform_now(where, group, asked, self._deadline)
+                answer = done.first.report.answer if done.first.report else None
+                self._layouts[role, group] = answer
+            if self._layouts[role, group] is None:
+                return
+        self._receivers[role] = tuple(receivers)
+
+    def export(self, role: str, version: int) -> Work:
+        """The work of the home's rank 0."""
+        if role not in self._receivers:
+            return work(Host.export_weights, role)
+        receivers = {group: self._known(role, group).receives for group in self._receivers[role]}
+        return work(Host.export_slices, role, receivers, version)
+
+    def take(self, role: str, home: str, weights: Handle, version: int) -> Work:
+        if role not in self._receivers:
+            return work(Host.import_weights, role, weights, version)
+        slices = weights if isinstance(weights, tuple) else (weights,)
+        return work(Host.import_slices, role, self._known(role, home).sends, slices, version)
+
+    def share(
+        self,
+        role: str,
+        version: int,
+        trained: tuple[str, str],
+        program: str,
+        replicas: Mapping[str, int],
+    ) -> None:
+        """Bring all copies of a role to the weights that an earlier run has trained last."""
+        if not replicas:
+            return
+        self.learn(role, trained, program, list(replicas))
+        where, home = trained
+        exporting = {0: self.export(role, version)}
+        exported = self._dispatcher.perform_now(where, home, exporting, self._deadline)
+        for group, num_ranks in replicas.items():
+            take = self.take(role, home, exported.first.weights, version)
+            works = dict.fromkeys(range(num_ranks), take)
+            self._dispatcher.perform_now(program, group, works, self._deadline)
+
+    def _known(self, role: str, group: str) -> HeldLayout:
+        layout = self._layouts[role, group]
+        assert layout is not None, "a role is published in slices only where all layouts are known"
+        return layout
+
 
 _Spans = list[tuple[float, float]]
 
@@ -74,26 +139,7 @@ Trained = dict[str, tuple[str, str]]
 
 
 class Run:
-    """The state between instructions and answers; see `Engine.run` for the other arguments.
-
-    Args:
-        trained: What earlier runs on the same workers trained; this run notes what it trains.
-        saving: Its checkpoints.
-        watch: Who looks at each step's columns.
-        keep: Names of columns and nodes that each step's result is to hold; see `KeptColumns`.
-        longest: How long the longest call may take.
-        pauses: Numbers of completed steps at which it is to pause.
-        suspended: What the run left from which this one goes on; where checkpoints are is not
-            looked at then.
-        known: What a run has left that went back, if this one goes on in its place.
-        begun: Called when workers are where the run begins, with the number of steps complete.
-        ledger: Where it is noted what each step reads, makes and trains on.
-        resizing: Makes what does as `Engine.run` was told by `scale`, of the run's flow.
-
-    Attributes:
-        place: Where it has paused; None if it has not.
-        known: What it leaves to the run that goes on, if it has to go back itself.
-    """
+    """The state between instructions and answers; see `Engine.run` for the other arguments."""
 
     def __init__(
         self,
@@ -120,7 +166,7 @@ class Run:
         ledger: Ledger | None = None,
         resizing: Callable[[Flow], Resizing] | None = None,
     ) -> None:
-        self.place: SaveCheckpoint | None = None
+        self.place: SaveCheckpoint | None = None  # Where it has paused; None if it has not
         self.known, self._begun = known or Known(), begun
         self._heard: list[Submission | Restart] = []
         self._already: list[Event] = []
@@ -196,11 +242,6 @@ class Run:
                 raise
 
     def _drive(self) -> Generator[StepResult]:
-        """Drive the scheduler to its end.
-
-        Its clock is the time spent waiting for workers: what sources, checkpoints, whoever takes
-        the steps and groups that are started again need is no sign of a worker that hangs.
-        """
         todo: deque[Instruction] = deque(self.scheduler.start(self._waited_s))
         while True:
             while todo:
@@ -316,7 +357,6 @@ class Run:
         self._submit(task, self._placement.nodes[node.name], works)
 
     def _train_works(self, node: Node, instruction: RunTrain) -> dict[int, Work]:
-        """What each rank is given: its share of all chunks, or one, to be added to those before."""
         task, ranks = instruction.task, instruction.ranks
         piece: Piece = "whole"
         shares = rank_shares(self._flow.num_chunks, len(ranks))
@@ -333,17 +373,12 @@ class Run:
         }
 
     def _has_rows(self, node: Node, step: int) -> bool:
-        """Whether anything that a node takes has a row in this step, as far as is known."""
         rows, index = self.scheduler.steps[step].rows, self.scheduler.index
         names = {ref.node for _, ref in node.inputs}
         counts = [rows.get((index.index[name], c), 1) for name in names for c in index.chunks]
         return any(counts)
 
     def _run_stream(self, instruction: RunStream) -> None:
-        """Have a rank begin some chunks together, and ask for their answers, one after another.
-
-        Which of the tasks an answer is of is known when it comes.
-        """
         node, tasks = self._graph[instruction.node], instruction.tasks
         group, rank = self._placement.nodes[node.name], instruction.rank
         self._versions.update(dict.fromkeys(tasks, instruction.versions))
@@ -366,10 +401,6 @@ class Run:
         return NodeCall(node.name, task.step, task.chunk, inputs, versions, staleness)
 
     def _staleness(self, node: Node, task: NodeTask) -> int | None:
-        """How many versions older a train call's rollouts are than what it trains.
-
-        Nobody knows where rows were made by several versions.
-        """
         if node.kind is not NodeKind.TRAIN or self._mixes_versions:
             return None
         read = [
@@ -381,10 +412,6 @@ class Run:
         return dict(self._versions[task])[node.role or ""] - min(known) if known else None
 
     def _look(self, node: Node, task: NodeTask) -> None:
-        """Send the watching worker what the step has made, before `node` has anything to do.
-
-        Columns that a resumed run made before its checkpoint may be gone; it is not sent then.
-        """
         watch = self._watch
         if watch is None or node.name != watch.before:
             return
@@ -395,7 +422,6 @@ class Run:
         self._release(self._looked.let_go(task.step))
 
     def _made(self, nodes: Collection[str], step: int) -> dict[str, tuple[Handle, ...]]:
-        """Node -> handles of a step's parts in chunk order, for nodes whose parts are there."""
         made = {n: [Output(n, step, c) for c in range(self._flow.num_chunks)] for n in nodes}
         return {
             node: tuple(self._store[output] for output in outputs)
@@ -404,7 +430,6 @@ class Run:
         }
 
     def _release(self, outputs: Sequence[Output]) -> None:
-        """Forget outputs, but hold what is to be looked at, or handed out, until it has been."""
         for output in outputs:
             if not (self._looked.take(output) or self._handed.take(output)):
                 self._executor.release([self._store.pop(output)])
@@ -461,7 +486,6 @@ class Run:
                 self._store[Output(task.node, task.step, (task.chunk or 0) + index)] = part
 
     def _keep_unfinished(self, task: NodeTask, parts: Sequence[Handle]) -> Sequence[Handle]:
-        """Keep what goes on in the next step, in place of what went on in this; the other parts."""
         before = self._store.pop(unfinished(task, before=1), None)
         if before is not None:
             self._executor.release([before])
@@ -482,7 +506,6 @@ class Run:
         )
 
     def _hand_out(self, step: int) -> dict[str, Any]:
-        """What is kept of a step; columns that a resumed run made before it was may be gone."""
         made = self._made(self._kept.nodes, step)
         parts = self._executor.get([handle for handles in made.values() for handle in handles])
         found = iter(parts)
@@ -491,7 +514,6 @@ class Run:
         return kept
 
     def _failure(self, abort: Abort) -> WorkerError:
-        """The report, headed by the line of the step function that made the node."""
         task, cause = self._failed or (None, None)
         where = f"{self._graph[task.node].where}\n" if isinstance(task, NodeTask) else ""
         # Whoever waits for the dead may be what did not answer in time.
@@ -504,7 +526,6 @@ class Run:
     # --- going back
 
     def _knows(self, instruction: RunCall | RunStream) -> bool:
-        """Take from the run that went back what it has of this, if it has all."""
         tasks = instruction.tasks if isinstance(instruction, RunStream) else (instruction.task,)
         versions = instruction.versions
         for made in (found := self.known.take(tasks, versions)):
@@ -524,12 +545,10 @@ class Run:
         return True
 
     def _forget_out(self, group: str) -> None:
-        """Of what the run before has left out there: a rank that leaves will not answer."""
         self._dispatcher.drop({group})
         self.known.forget_out({group})
 
     def _leave(self) -> None:
-        """Note what the run that goes on need not have done again."""
         if self._mixes_versions:
             self.known = Known()  # what was read when depends on the time
             return
@@ -547,10 +566,6 @@ class Run:
     # --- weights between runs
 
     def _share_weights(self) -> None:
-        """Bring all copies to the weights that earlier runs trained last; say as what they count.
-
-        Whoever serves a role has to know what its weights count as in this run.
-        """
         for role, trained in self._trained.items():
             replicas = self._replicas(role, trained[1])
             version = self.scheduler.version_of(role)
@@ -561,19 +576,16 @@ class Run:
             self._dispatcher.perform_now(self._name, group, works, self._longest)
 
     def _replicas(self, role: str, home: str) -> dict[str, int]:
-        """Group with a copy of a role -> how many ranks it has."""
         hosts, num_ranks = self._placement.hosts(self._graph, role), self.scheduler.index.num_ranks
         return {group: num_ranks[group] for group in hosts if group != home}
 
     # --- checkpoints
 
     def interval(self, place: SaveCheckpoint) -> Interval:
-        """What may be done where the run has paused."""
         is_saved = self._saving is not None and self._saving.has(place.step)
         return Interval(place.step, is_saved, lambda: self._save(place, due=True))
 
     def suspended(self, place: SaveCheckpoint) -> Suspended:
-        """What the run that goes on needs of this one."""
         return Suspended(place.resume, self._store, (self._looked, self._handed))
 
     def _save(self, instruction: SaveCheckpoint, *, due: bool = False) -> None:
@@ -588,13 +600,11 @@ class Run:
         self._saving.begin(instruction.step, take, due=due)
 
     def _is_due(self, step: int) -> bool:
-        """Whether a checkpoint is, where the scheduler asks for one after every step."""
         every = self._checkpoint_every
         at_end = step == self.scheduler.num_steps or self.scheduler.checkpoints.stopping
         return every is not None and (at_end or step % every == 0)
 
     def _restore(self, point: ResumePoint) -> None:
-        """Bring workers and the store to where a checkpoint was taken."""
         outputs = self._state.load_outputs(point, self._flow.num_chunks if self._segment else 0)
         self._state.load(point)
         for role, home in self._flow.homes.items():

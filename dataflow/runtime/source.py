@@ -6,14 +6,14 @@ from typing import Any, Protocol
 
 from ..errors import ConfigError, no_exit
 from ..graph.graph import Node
+from .call_columns import cut_table
 from .call_context import DeadlineExceeded, deadline
-from .cuts import cut_table
 from .messages import Part
 from .ragged import lengths_of, pack
 
 
 class Source(Protocol):
-    """Where a step's rows come from: a pure function of the step's index."""
+    """A step's rows, as a pure function of the step's index."""
 
     def batch(self, step: int) -> Any:
         """The table of that step, as dense padded tensors."""

@@ -1,4 +1,4 @@
-"""What one completed step reports: the reports of its tasks, put together."""
+"""The report of a completed step, put together from those of its tasks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .placement import Placement
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one completed step reports.
+    """The report of a completed step.
 
     Attributes:
         step: Index of the step.
@@ -93,7 +93,6 @@ def step_result(
 
 
 def _merged(graph: Graph, done: Sequence[Done]) -> dict[str, Metric]:
-    """Metrics added over chunks; a train call's are merged over ranks already."""
     merged: dict[str, Metric] = {}
     for one in done:
         if one.rank and graph[one.task.node].kind is NodeKind.TRAIN:

@@ -26,16 +26,12 @@ WATCH = "watch"
 
 @dataclass(frozen=True)
 class Watch:
-    """Which columns of a step a worker looks at, and when.
+    """Columns of a step that a worker looks at, and the node before which it does."""
 
-    Attributes:
-        before: The train node of the main graph before whose work the look is sent, to the first
-            rank of its group: then all columns are there, and that rank is about to be busy.
-        program: Of one call node, the worker's, and the sources of its columns.
-    """
-
+    # The train node of the main graph before whose work the look is sent, to the first rank of its
+    # group: then all columns are there, and that rank is about to be busy.
     before: str
-    program: Program
+    program: Program  # Of one call node, the worker's, and the sources of its columns
 
     @property
     def group(self) -> str:
@@ -52,13 +48,7 @@ class Watch:
     def work(
         self, step: int, inputs: Mapping[str, tuple[Handle, ...]], staleness: int | None
     ) -> Work:
-        """The message that has the worker look.
-
-        Args:
-            step: The step it looks at.
-            inputs: Node of `nodes` -> handles of its parts, in chunk order.
-            staleness: See `call_staleness`.
-        """
+        """The message that has the worker look."""
         node = self.program.graph.nodes[-1]
         return work(Host.call, NodeCall(node.name, step, None, inputs, (), staleness))
 
@@ -70,16 +60,7 @@ def watch_before(
     graph: Graph,
     placement: Placement,
 ) -> Watch:
-    """A look at columns of a graph before one of its train nodes.
-
-    Args:
-        node: The train node.
-        columns: Name of the method's keyword argument -> the column it is given.
-        worker: Role name, contract and method of who looks. What the method returns is dropped, and
-            what it raises too: it has to say itself what goes wrong.
-        graph: The main graph.
-        placement: Where its nodes run.
-    """
+    """A look at columns of a graph before one of its train nodes."""
     role, contract, method = worker
     makers = tuple(dict.fromkeys(ref.node for ref in columns.values()))
     sources = tuple(
@@ -112,7 +93,6 @@ def watch_before(
 
 
 def holds(watch: Watch | None, kept: KeptColumns, suspended: Suspended | None) -> tuple[Hold, Hold]:
-    """What is held until it has been looked at, and until it has been handed out."""
     if suspended is not None:
         return suspended.holds
     return Hold(watch.nodes if watch else ()), Hold(kept.nodes)

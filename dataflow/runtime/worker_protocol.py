@@ -25,7 +25,7 @@ _LOG = logging.getLogger("penstock.worker")
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Where a worker is being built.
+    """The place where a worker is being built.
 
     Attributes:
         role: The role's name in the step function: "actor".
@@ -78,7 +78,7 @@ class WorkerContext:
 
     @property
     def answers(self) -> bool:
-        """Whether this process answers for its rank: the first of the last stage.
+        """True if this process answers for its rank: the first of the last stage.
 
         What the others return is not looked at.
         """

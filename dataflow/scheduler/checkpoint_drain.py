@@ -24,15 +24,7 @@ _NEVER = 1 << 62
 
 
 class Checkpoints:
-    """The next checkpoint of a run.
-
-    Attributes:
-        boundary: Completed steps at which the next checkpoint or pause is due.
-        draining: Whether it is being prepared or written.
-        required: Per distance d, names of the nodes that must have run in step `boundary + d`.
-        stopping: Whether the next checkpoint is the last one, whatever is left to do.
-        stopped: Whether that one is written, or the run has paused: it is over.
-    """
+    """The next checkpoint of a run."""
 
     def __init__(
         self,
@@ -52,11 +44,13 @@ class Checkpoints:
             raise ValueError(f"cannot pause after {outside[0]} of {num_steps} steps")
         self._first_step, self._pauses = first_step, frozenset(pauses)
         self.stopping = self.stopped = False
+        # Per distance d, names of the nodes that must have run in step `boundary + d`.
         self.required = tuple(
             _required(index, weights, distance) for distance in range(schedule.max_lag)
         )
+        # Completed steps at which the next checkpoint or pause is due.
         self.boundary = first_step if first_step in self._pauses else self._next(first_step)
-        self.draining = self.boundary == first_step
+        self.draining = self.boundary == first_step  # Whether it is being prepared or written
 
     def _next(self, completed: int) -> int:
         due = [step for step in self._pauses if step > completed]
@@ -66,7 +60,6 @@ class Checkpoints:
 
     @property
     def saves(self) -> bool:
-        """Whether a checkpoint is due at the boundary; one that the run began from is there."""
         if self._every is None or self.stopping:
             return self.stopping
         due = self.boundary % self._every == 0 or self.boundary == self._num_steps
@@ -74,11 +67,9 @@ class Checkpoints:
 
     @property
     def pauses(self) -> bool:
-        """Whether the run is to pause at the boundary."""
         return self.boundary in self._pauses and not self.stopping
 
     def may_start(self, task: Task) -> bool:
-        """Whether a ready task may start before the next checkpoint."""
         if not isinstance(task, NodeTask):
             return True  # a read of an older version may come with one of the boundary's own
         distance = task.step - self.boundary
@@ -91,18 +82,11 @@ class Checkpoints:
         return distance < len(self.required) and task.node in self.required[distance]
 
     def step_completed(self, completed: int) -> bool:
-        """Whether a checkpoint is now due: `completed` steps are complete."""
         self.draining = completed == self.boundary
         return self.draining
 
     def stop(self, completed: int, steps: Mapping[int, StepState], running: Iterable[Task]) -> None:
-        """Make the first checkpoint that can still be taken the next one, and the last.
-
-        Args:
-            completed: Steps complete.
-            steps: Those in flight.
-            running: Tasks at work.
-        """
+        """Make the first checkpoint that can still be taken the next one, and the last."""
         trains = {node.name for node in self._index.flow.nodes if node.trains is not None}
         begun = [task for task in running if isinstance(task, NodeTask)]
         begun += [task for state in steps.values() for task in state.done()]
@@ -118,21 +102,13 @@ class Checkpoints:
             self.boundary = self._next(self.boundary)
 
     def check_drained(self, steps: Mapping[int, StepState]) -> None:
-        """Everything that reads older weights is done.
-
-        Raises:
-            StateError: It is not; the scheduler is broken.
-        """
+        """Everything that reads older weights is done."""
         left = self._undone(steps, self.boundary)
         if left:
             raise StateError(f"checkpoint {self.boundary} would lose {', '.join(map(str, left))}")
 
     def check_resumable(self, steps: Mapping[int, StepState]) -> None:
-        """A run may go on from here: nothing is left that needs weights which are gone.
-
-        Raises:
-            ValueError: Something is.
-        """
+        """A run may go on from here: nothing is left that needs weights which are gone."""
         nodes = {node.name: node for node in self._index.flow.nodes}
         undone = self._undone(steps, self._first_step) if self._first_step else []
         left = [task for task in undone if nodes[task.node].reads]
@@ -158,7 +134,6 @@ class Checkpoints:
 
 
 def _required(index: FlowIndex, weights: Weights, distance: int) -> frozenset[str]:
-    """Nodes whose tasks of step `boundary + distance` read versions below the boundary's."""
     needed: set[int] = set()
     for i in reversed(range(len(index.inputs))):
         reads_older = any(

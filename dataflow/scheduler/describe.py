@@ -55,7 +55,6 @@ def _why_not_started(scheduler: SchedulerState, task: NodeTask) -> str:
 
 
 def _blocked(scheduler: SchedulerState) -> list[str]:
-    """Tasks that have not started and why: per step, the nodes whose inputs are nearest."""
     lines: list[str] = []
     for step in sorted(scheduler.steps):
         state = scheduler.steps[step]
@@ -144,7 +143,6 @@ def hang_report(scheduler: SchedulerState, at_s: float, progress_s: float) -> Ha
 
 
 def _deadline(scheduler: SchedulerState, task: Task) -> Deadline:
-    """That of its call, and of weights on their way what holds where nothing is predicted."""
     if not isinstance(task, NodeTask):
         return scheduler.schedule.deadline()
     node = scheduler.flow.nodes[scheduler.index.index[task.node]]
@@ -179,7 +177,6 @@ def _missing(scheduler: SchedulerState, task: NodeTask) -> str:
 
 
 def _rows(scheduler: SchedulerState, task: NodeTask, chunks: tuple[int, ...]) -> int | None:
-    """Rows that come into these chunks of a node, if the shell ever told."""
     i, state = scheduler.index.index[task.node], scheduler.steps[task.step]
     for producer in scheduler.index.inputs[i]:
         known = [state.rows.get((producer, chunk)) for chunk in chunks]

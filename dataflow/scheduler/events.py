@@ -1,4 +1,4 @@
-"""What goes into the scheduler and what comes out: tasks, events and instructions.
+"""Tasks, events that go into the scheduler, and instructions that come out.
 
 All are frozen and compare by value, so a test says "this event, these instructions". `at_s` is the
 shell's clock in seconds; the scheduler has none of its own.
@@ -72,7 +72,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """What the scheduler waits for that is not a task: a step's batch, a checkpoint, or ranks.
+    """Something other than a task that the scheduler waits for: a batch, a checkpoint, ranks.
 
     Of ranks `group` names whose they are, and `step` counts the completed steps.
     """
@@ -87,21 +87,17 @@ class Awaited:
 
 @dataclass(frozen=True)
 class ResumeState:
-    """From where a run goes on: what a checkpoint says beside weights and stored outputs.
+    """From where a run goes on: what a checkpoint says beside weights and stored outputs."""
 
-    Attributes:
-        step: Completed steps; every trainable role is at version `step * trains_per_step`.
-        done: Finished tasks of later steps, sources included (`NodeTask(source, step)`).
-        history_sha256: `schedule_sha256` of the completed steps; carried so that a resumed run
-            ends with the hash of one that was never stopped.
-        sizes: Those of the finished tasks that have one; see `TaskDone`.
-        rows: How many rows outputs of later steps have, where the shell told.
-    """
-
-    step: int
+    step: int  # Completed steps; every trainable role is at version `step * trains_per_step`
+    # Finished tasks of later steps, sources included (`NodeTask(source, step)`).
     done: frozenset[NodeTask] = frozenset()
+    # `schedule_sha256` of the completed steps; carried so that a resumed run ends with the hash of
+    # one that was never stopped.
     history_sha256: str = ""
+    # Those of the finished tasks that have one; see `TaskDone`.
     sizes: tuple[tuple[NodeTask, int], ...] = ()
+    # How many rows outputs of later steps have, where the shell told.
     rows: tuple[tuple[Output, int], ...] = ()
 
 
@@ -252,27 +248,17 @@ class RunStream:
 
 @dataclass(frozen=True, slots=True)
 class RunTrain:
-    """Run a train node on all ranks of its group, in place.
+    """Run a train node on all ranks of its group, in place."""
 
-    Attributes:
-        node: Its name.
-        step: The step.
-        ranks: All ranks.
-        versions: What it reads.
-        makes_version: What the role's weights are once the node is done in this step.
-        part: Which of its parts, of a node that takes chunks as they come; None for all at once.
-        chunks: One for each rank then.
-        last: Whether the optimizer takes its step with these.
-    """
-
-    node: str
+    node: str  # Its name
     step: int
     ranks: tuple[int, ...]
-    versions: Versions
-    makes_version: int
+    versions: Versions  # What it reads
+    makes_version: int  # What the role's weights are once the node is done in this step
+    # Which of its parts, of a node that takes chunks as they come; None for all at once.
     part: int | None = None
-    chunks: tuple[int, ...] = ()
-    last: bool = True
+    chunks: tuple[int, ...] = ()  # One for each rank then
+    last: bool = True  # Whether the optimizer takes its step with these
 
     @property
     def task(self) -> NodeTask:
@@ -327,14 +313,10 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class StepCompleted:
-    """All tasks of `step` are done; its outputs that nobody consumed are released after this.
+    """All tasks of `step` are done; its outputs that nobody consumed are released after this."""
 
-    Attributes:
-        step: The step; steps complete in index order.
-        lag: `(versions behind the step's own, number of tasks)` over the step's rollout reads.
-    """
-
-    step: int
+    step: int  # The step; steps complete in index order
+    # `(versions behind the step's own, number of tasks)` over the step's rollout reads.
     lag: tuple[tuple[int, int], ...] = field(default=())
 
 

@@ -23,61 +23,40 @@ _KINDS = ("source", "op", "rollout", "forward", "train")
 
 @dataclass(frozen=True, slots=True)
 class FlowNode:
-    """One node of a step.
+    """One node of a step."""
 
-    Attributes:
-        name: Unique in the flow: "actor.generate".
-        kind: "source" nodes are filled by the shell and run on no rank.
-        chunked: True if the node runs once per chunk (row or group scope), on rank
-            `chunk % num_ranks`; False if it is a barrier that needs every chunk of every input and
-            runs on rank 0. A train node is never chunked and runs on all ranks of its group.
-        group: The group it runs on; "" for a source.
-        inputs: Names of the nodes whose outputs it takes.
-        reads: Weights it reads. A train node's read of its own role is implied.
-        trains: The role whose next version it makes; only for kind "train".
-        streams: True for a rollout that streams: a rank samples all its chunks of a step together,
-            and answers each when it is ready, by (size, chunk).
-        order_of: The streaming rollout in whose answers' order a train node takes the chunks, one
-            per rank at a time; "" if it takes them all at once.
-        predicted_s: How long a plan expects all of its tasks of a step to take together; None if
-            nothing is known.
-    """
-
-    name: str
-    kind: FlowKind
+    name: str  # Unique in the flow: "actor.generate"
+    kind: FlowKind  # "source" nodes are filled by the shell and run on no rank
+    # True if the node runs once per chunk (row or group scope), on rank `chunk % num_ranks`; False
+    # if it is a barrier that needs every chunk of every input and runs on rank 0. A train node is
+    # never chunked and runs on all ranks of its group.
     chunked: bool = True
-    group: str = ""
-    inputs: tuple[str, ...] = ()
+    group: str = ""  # The group it runs on; "" for a source
+    inputs: tuple[str, ...] = ()  # Names of the nodes whose outputs it takes
+    # Weights it reads. A train node's read of its own role is implied.
     reads: tuple[WeightRead, ...] = ()
-    trains: str | None = None
+    trains: str | None = None  # The role whose next version it makes; only for kind "train"
+    # True for a rollout that streams: a rank samples all its chunks of a step together, and answers
+    # each when it is ready, by (size, chunk).
     streams: bool = False
+    # The streaming rollout in whose answers' order a train node takes the chunks, one per rank at a
+    # time; "" if it takes them all at once.
     order_of: str = ""
+    # How long a plan expects all of its tasks of a step to take together; None if nothing is known.
     predicted_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Flow:
-    """One step of an algorithm, placed.
+    """One step of an algorithm, placed."""
 
-    Attributes:
-        name: The step function's name, for reports.
-        nodes: In program order, which must be a topological order.
-        groups: Number of ranks of each group; no rank is in two groups.
-        homes: For each trainable role the group where all its train nodes run.
-        trains_per_step: Train nodes of each trainable role.
-        num_chunks: Parts in which a step's rows are handled.
-        sharing: Group -> groups that have some of its devices, and so never work at the same time.
-
-    Raises:
-        ValueError: The parts do not fit; the message names the node and what was expected.
-    """
-
-    name: str
-    nodes: tuple[FlowNode, ...]
-    groups: Mapping[str, int]
-    homes: Mapping[str, str]
-    trains_per_step: Mapping[str, int]
-    num_chunks: int = 1
+    name: str  # The step function's name, for reports
+    nodes: tuple[FlowNode, ...]  # In program order, which must be a topological order
+    groups: Mapping[str, int]  # Number of ranks of each group; no rank is in two groups
+    homes: Mapping[str, str]  # For each trainable role the group where all its train nodes run
+    trains_per_step: Mapping[str, int]  # Train nodes of each trainable role
+    num_chunks: int = 1  # Parts in which a step's rows are handled
+    # Group -> groups that have some of its devices, and so never work at the same time.
     sharing: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
 
     def __post_init__(self) -> None:

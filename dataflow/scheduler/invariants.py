@@ -57,10 +57,6 @@ def _ranks_exclusive(scheduler: SchedulerState) -> Iterator[str]:
 
 
 def _together(scheduler: SchedulerState, tasks: list[Task]) -> bool:
-    """Whether tasks on one rank are all of one streaming node in one step.
-
-    Weights may be loaded beside them if they are taken in flight.
-    """
     loads = [task for task in tasks if isinstance(task, Load)]
     if scheduler.schedule.in_flight and len(loads) == 1:
         tasks = [task for task in tasks if task not in loads]
@@ -123,7 +119,6 @@ def _counts(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
 
 
 def _parts(scheduler: SchedulerState, state: StepState, i: int) -> Iterator[str]:
-    """A node that takes chunks in the order of their sizes takes them in that order, each once."""
     index, name = scheduler.index, scheduler.flow.nodes[i].name
     consumption = state.consumption[index.order_of[i] or 0]
     sizes, order = consumption.sizes, consumption.order
@@ -177,7 +172,6 @@ def _outputs(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
 
 
 def _has_taken(scheduler: SchedulerState, state: StepState, i: int, chunk: int) -> bool:
-    """Whether node `i` is done with a chunk of its inputs."""
     return any(
         state.is_done(task) and chunk in state.chunks_of(i, task)
         for task in scheduler.index.tasks(i, state.step)
@@ -209,10 +203,6 @@ def _every_task_in_one_place(scheduler: SchedulerState) -> Iterator[str]:
 
 
 def _queue_order(scheduler: SchedulerState) -> Iterator[str]:
-    """Work conserving: idle ranks have nothing they may start, unless an SPMD task claims them.
-
-    Or unless others are at work on their devices, or the group is to have other ranks.
-    """
     for name, group in scheduler.ranks.groups.items():
         if scheduler.ranks.waits_for_turn(name) or name in scheduler.ranks.resizing:
             continue
@@ -242,7 +232,6 @@ def _versions_of_running(scheduler: SchedulerState) -> Iterator[str]:
 
 
 def _in_flight(scheduler: SchedulerState, task: NodeTask) -> bool:
-    """Whether a task takes newer weights than those that it began with."""
     node = scheduler.flow.nodes[scheduler.index.index[task.node]]
     return node.streams and scheduler.schedule.in_flight
 
@@ -273,7 +262,6 @@ def _instances(scheduler: SchedulerState) -> Iterator[str]:
 
 
 def _overwrites(scheduler: SchedulerState, task: NodeTask) -> str | None:
-    """The role whose weights a task changes."""
     i = scheduler.index.index[task.node]
     return scheduler.flow.nodes[i].trains if scheduler.index.is_last(i, task) else None
 

@@ -17,25 +17,15 @@ from .rank_queues import Running
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One transition.
+    """One transition."""
 
-    Attributes:
-        at_s: The shell's clock.
-        what: "ready", "start", "done", "admit", ...
-        subject: The task concerned, or words if it is not about a task.
-        step: The step concerned, if any.
-        group: The group it runs on, for tasks that run.
-        ranks: Ranks of `group`.
-        versions: Weights read.
-    """
-
-    at_s: float
-    what: str
-    subject: Task | str
-    step: int | None = None
-    group: str = ""
-    ranks: tuple[int, ...] = ()
-    versions: Versions = ()
+    at_s: float  # The shell's clock
+    what: str  # "ready", "start", "done", "admit",
+    subject: Task | str  # The task concerned, or words if it is not about a task
+    step: int | None = None  # The step concerned, if any
+    group: str = ""  # The group it runs on, for tasks that run
+    ranks: tuple[int, ...] = ()  # Ranks of `group`
+    versions: Versions = ()  # Weights read
 
     def __str__(self) -> str:
         where = f" on {', '.join(rank_names(self.group, self.ranks))}" if self.ranks else ""
@@ -44,17 +34,15 @@ class LogEntry:
 
 
 def rank_names(group: str, ranks: Iterable[int]) -> list[str]:
-    """How reports name ranks: "train[0]"."""
     return [f"{group}[{rank}]" for rank in ranks]
 
 
 def versions_text(versions: Versions) -> str:
-    """How reports name versions: "actor@3, critic@3"."""
     return ", ".join(f"{role}@{version}" for role, version in versions)
 
 
+# A transition as it is noted, three times for every task: making a `LogEntry` costs more.
 _Noted: TypeAlias = tuple[float, str, Task | str, int | None, Running | None]
-"""A transition as it is noted, three times for every task: making a `LogEntry` costs more."""
 
 
 class EventLog:

@@ -46,19 +46,7 @@ class _Group:
 
 
 class RankPool:
-    """All ranks of all groups.
-
-    Args:
-        groups: Group -> number of ranks.
-        sharing: Group -> groups that have some of its devices.
-        together: Nodes of which a rank runs all its tasks of a step together.
-        in_flight: Those of them beside whose tasks a rank may load weights.
-
-    Attributes:
-        groups: Group -> its ranks and queues.
-        resizing: Groups that start nothing, because they are to have other ranks.
-        held: Queued tasks that were not allowed to start, with their place.
-    """
+    """All ranks of all groups."""
 
     def __init__(
         self,
@@ -67,12 +55,15 @@ class RankPool:
         together: frozenset[str] = frozenset(),
         in_flight: frozenset[str] = frozenset(),
     ) -> None:
+        # Group -> its ranks and queues.
         self.groups = {
             name: _Group([[] for _ in range(n)], n, [[] for _ in range(n)])
             for name, n in groups.items()
         }
         self._together, self._in_flight = together, in_flight
+        # Groups that start nothing, because they are to have other ranks.
         self.resizing: set[str] = set()
+        # Queued tasks that were not allowed to start, with their place.
         self.held: list[tuple[Priority, Task, str, int | None]] = []
         self._sharing = sharing or {}
         self._in_turn: set[str] = set()
@@ -124,16 +115,13 @@ class RankPool:
         self._touched[group] = set(range(num_ranks))
 
     def is_busy(self, group: str) -> bool:
-        """Whether any rank of a group runs anything."""
         state = self.groups[group]
         return state.num_free < len(state.running)
 
     def running_on(self, group: str, rank: int) -> tuple[Task, ...]:
-        """What a rank runs, in the order in which it began."""
         return tuple(self.groups[group].running[rank])
 
     def reconsider(self) -> None:
-        """What may start has changed: look at every rank again, at the tasks held back too."""
         for name, state in self.groups.items():
             self._touched[name] = set(range(len(state.running)))
         held, self.held = self.held, []
@@ -161,13 +149,11 @@ class RankPool:
         return started
 
     def waits_for_turn(self, group: str) -> bool:
-        """Whether a group that shares its devices is at work on them."""
         if group not in self._sharing:
             return False
         return any(map(self.is_busy, self._sharing[group]))
 
     def _by_turn(self, names: Iterable[str]) -> list[str]:
-        """Groups that share devices, whose turn it is first, then by their oldest task."""
         if not self._sharing:
             return list(names)
 
@@ -196,7 +182,6 @@ class RankPool:
         return started
 
     def may_take(self, group: str, task: Task) -> bool:
-        """Whether all ranks of a group could begin a task now: they are free, or it goes beside."""
         beside = self._in_flight if isinstance(task, Load) else frozenset[str]()
         return all(
             isinstance(one, NodeTask) and one.node in beside
@@ -205,7 +190,6 @@ class RankPool:
         )
 
     def _pop_with(self, heap: list[_Entry]) -> list[Task]:
-        """The first task, and those that are to run with it."""
         _, _, task = heapq.heappop(heap)
         tasks = [task]
         if isinstance(task, NodeTask) and task.node in self._together:
@@ -245,5 +229,4 @@ def _rank_of(task: Task, num_ranks: int) -> int:
 
 
 def _is_with(task: Task, first: NodeTask) -> bool:
-    """Whether a task is of the same node and step."""
     return isinstance(task, NodeTask) and (task.node, task.step) == (first.node, first.step)

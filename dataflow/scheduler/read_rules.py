@@ -10,28 +10,19 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class ReadRule:
-    """Which versions a node may read, as a function of the step.
+    """The versions that a node may read, as a function of the step."""
 
-    Attributes:
-        node: Index of the node in the flow.
-        role: A trainable role.
-        group: Where the copy is that it reads: where the node runs, or which group serves it.
-        per_step: Versions made per step.
-        offset: Versions made in the step before the node.
-        lag: Steps by which the read is behind; 0 for an exact read.
-        loose: True if any version up to the step's own will do (arrival order, or a rollout that
-            takes newer weights in flight); of a copy on other ranks it never will, because those
-            may be given another while the node runs.
-        lagged: True if the read was declared lagged; such reads are counted in the lag histogram.
-    """
-
-    node: int
-    role: str
-    group: str
-    per_step: int
-    offset: int
-    lag: int
+    node: int  # Index of the node in the flow
+    role: str  # A trainable role
+    group: str  # Where the copy is that it reads: where the node runs, or which group serves it
+    per_step: int  # Versions made per step
+    offset: int  # Versions made in the step before the node
+    lag: int  # Steps by which the read is behind; 0 for an exact read
+    # True if any version up to the step's own will do (arrival order, or a rollout that takes newer
+    # weights in flight); of a copy on other ranks it never will, because those may be given another
+    # while the node runs.
     loose: bool
+    # True if the read was declared lagged; such reads are counted in the lag histogram.
     lagged: bool
 
     def current(self, step: int) -> int:
@@ -47,7 +38,6 @@ class ReadRule:
         return self.current(step) if self.loose else self.lowest(step)
 
     def wants(self, version: int, first_step: int, num_steps: int) -> bool:
-        """Whether some step in `[first_step, num_steps)` may read `version` (at least 1)."""
         shift = 0 if self.loose else self.lag
         step = max(first_step, shift - (self.offset - version) // self.per_step)
         return step < num_steps and self.lowest(step) <= version

@@ -1,4 +1,4 @@
-"""What a person reads when a run stops: failure and hang reports. Data with a text form."""
+"""Failure and hang reports, which a person reads when a run stops. Data with a text form."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ from .schedule import Deadline
 
 @dataclass(frozen=True)
 class FailureReport:
-    """A task failed.
+    """A task failed."""
 
-    Attributes:
-        what: The task in words: "actor.train step 3".
-        where: The rank: "train[0]".
-        error: The error's text as the worker gave it, traceback included.
-        story: What the scheduler did with the node in that step.
-    """
-
-    what: str
-    where: str
-    error: str
-    story: tuple[str, ...]
+    what: str  # The task in words: "actor.train step 3"
+    where: str  # The rank: "train[0]"
+    error: str  # The error's text as the worker gave it, traceback included
+    story: tuple[str, ...]  # What the scheduler did with the node in that step
 
     def __str__(self) -> str:
         lines = [f"{self.what} failed on {self.where}", *_indent(self.error.splitlines())]
@@ -30,25 +23,15 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class HungTask:
-    """A task that has run for too long.
+    """A task that has run for too long."""
 
-    Attributes:
-        node: The node's name, or "publish actor@3" and the like.
-        step: Its step; None for publications and loads.
-        roles: Roles whose weights it reads, with versions: "actor@2".
-        ranks: Where it runs: "rollout[1]".
-        running_s: For how long.
-        num_rows: Rows of the chunk it works on, if known.
-        missing: What of the node's step is not there yet: "chunks 1, 3 of 4 (64 rows)".
-    """
-
-    node: str
-    step: int | None
-    roles: tuple[str, ...]
-    ranks: tuple[str, ...]
-    running_s: float
-    num_rows: int | None
-    missing: str
+    node: str  # The node's name, or "publish actor@3" and the like
+    step: int | None  # Its step; None for publications and loads
+    roles: tuple[str, ...]  # Roles whose weights it reads, with versions: "actor@2"
+    ranks: tuple[str, ...]  # Where it runs: "rollout[1]"
+    running_s: float  # For how long
+    num_rows: int | None  # Rows of the chunk it works on, if known
+    missing: str  # What of the node's step is not there yet: "chunks 1, 3 of 4 (64 rows)"
 
     def lines(self) -> list[str]:
         """The task in words, a head line and indented details."""
@@ -66,25 +49,15 @@ class HungTask:
 
 @dataclass(frozen=True)
 class HangReport:
-    """Nothing came back within the deadline.
+    """Nothing came back within the deadline."""
 
-    Attributes:
-        at_s: When it was noticed.
-        deadline: What was exceeded first.
-        hung: Tasks over their deadlines.
-        awaited: Other things waited for: a batch, a checkpoint.
-        blocked: Tasks that cannot start, and why (the first few).
-        ranks: Last event of every rank.
-        instances: Version and last event of every copy of trainable weights.
-    """
-
-    at_s: float
-    deadline: Deadline
-    hung: tuple[HungTask, ...]
-    awaited: tuple[str, ...]
-    blocked: tuple[str, ...]
-    ranks: tuple[str, ...]
-    instances: tuple[str, ...]
+    at_s: float  # When it was noticed
+    deadline: Deadline  # What was exceeded first
+    hung: tuple[HungTask, ...]  # Tasks over their deadlines
+    awaited: tuple[str, ...]  # Other things waited for: a batch, a checkpoint
+    blocked: tuple[str, ...]  # Tasks that cannot start, and why (the first few)
+    ranks: tuple[str, ...]  # Last event of every rank
+    instances: tuple[str, ...]  # Version and last event of every copy of trainable weights
 
     def __str__(self) -> str:
         lines = [f"no progress within {self.deadline}, at {self.at_s:.1f} s"]

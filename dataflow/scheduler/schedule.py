@@ -10,16 +10,15 @@ MOST_LAG = 1000
 """Steps that generation may run ahead: what is sampled in them is kept, and the scheduler looks
 through it with every event."""
 
-_DEADLINE_S = 600.0
-"""Where nobody has said how long anything may take."""
+_DEADLINE_S = 600.0  # Where nobody has said how long anything may take
+# How much longer than predicted a call may take: predictions of devices that were not measured may
+# be several times too short.
 _TIMES_PREDICTED = 5.0
-"""How much longer than predicted a call may take: predictions of devices that were not measured
-may be several times too short."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long something may take, and who says so.
+    """A deadline, and where it comes from.
 
     Attributes:
         limit_s: How long.
@@ -35,7 +34,7 @@ class Deadline:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How far generation may run ahead of training, and how long anything may take.
+    """Limits on how far generation runs ahead of training, and on how long anything takes.
 
     Raises:
         ValueError: A field is out of range.
@@ -85,11 +84,11 @@ class Schedule:
 
     @property
     def wait_s(self) -> float:
-        """How long anything may take of which nothing is predicted."""
+        """Seconds that anything may take of which nothing is predicted."""
         return _DEADLINE_S if self.deadline_s is None else self.deadline_s
 
     def deadline(self, predicted_s: float | None = None) -> Deadline:
-        """How long a task may take.
+        """The deadline of a task.
 
         Args:
             predicted_s: What a plan expects of the call it belongs to; None if nothing.

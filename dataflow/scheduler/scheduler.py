@@ -67,29 +67,14 @@ from .state import SchedulerState
 from .steps import StepState
 
 _NO_VERSIONS: Versions = ()
-_TOLD = 50
-"""Transitions told with an error that concerns no task in particular."""
+_TOLD = 50  # Transitions told with an error that concerns no task in particular
 
 
 class Scheduler(SchedulerState):
     """Runs `num_steps` steps of `flow` under `schedule`.
 
-    Call `start` once, then `handle` for every event, and carry out the instructions returned.
-    What it knows is in `SchedulerState`, for reading only.
-
-    Args:
-        flow: What one step is, and where its parts run.
-        schedule: How far generation may run ahead.
-        num_steps: Steps of the whole run, those before a resume included.
-        checkpoint_every: Save a checkpoint after every so many steps and at the end.
-        pauses: Numbers of completed steps at which to pause, the first of them at most `resume`'s.
-        resume: Go on from a checkpoint, or from a pause.
-        one_at_a_time: The shell performs running tasks one after another, oldest first, so a task
-            begins only when the one before it ends; deadlines count from there.
-        max_log: Transitions kept for stories.
-
-    Raises:
-        ValueError: `num_steps`, `checkpoint_every`, `pauses` or `resume` cannot be used.
+    Call `start` once, then `handle` for every event, and carry out the instructions returned. What
+    it knows is in `SchedulerState`, for reading only.
     """
 
     def __init__(
@@ -133,9 +118,6 @@ class Scheduler(SchedulerState):
         """Take what has happened, in order, and say what is to be done about it.
 
         Whoever has heard of several things tells them together: what may start is looked for once.
-
-        Raises:
-            StateError: An event cannot happen here: an unknown task, one that does not run, ...
         """
         for event in events:
             if self.aborted:
@@ -172,7 +154,6 @@ class Scheduler(SchedulerState):
                 self._tick()
 
     def story(self, node: str | None = None, step: int | None = None) -> tuple[str, ...]:
-        """What happened to a node, in a step, or to a node in a step; one line per transition."""
         return self.log.story(node, step)
 
     def schedule_sha256(self) -> str:
@@ -193,11 +174,7 @@ class Scheduler(SchedulerState):
         return self.weights.home(role).holds
 
     def validate(self) -> None:
-        """Check every invariant.
-
-        Raises:
-            StateError: Some do not hold; the message lists them.
-        """
+        """Check every invariant."""
         found = violations(self)
         if found:
             raise StateError(
@@ -286,7 +263,6 @@ class Scheduler(SchedulerState):
             self.ranks.reconsider()
 
     def _restarted(self, event: Restarted) -> None:
-        """The time of what the ranks have running begins anew, and the oldest is listed first."""
         ranks = event.ranks or range(self.index.num_ranks[event.group])
         for task, run in list(self.running.items()):
             if run.group == event.group and not set(run.ranks).isdisjoint(ranks):
@@ -298,7 +274,6 @@ class Scheduler(SchedulerState):
         return again
 
     def _begin_again(self, answered: Running) -> None:
-        """A rank has answered one of the tasks that it runs together: it is alive."""
         for task in self.ranks.running_on(answered.group, answered.ranks[0]):
             self._since_now(task, self.running[task])
 
@@ -326,7 +301,6 @@ class Scheduler(SchedulerState):
         self._note("resized", group)
 
     def _ask_for_ranks(self) -> None:
-        """Have the ranks changed of groups that are to have others and have come to rest."""
         asked = {one.group for one in self.awaited if one.what == "ranks"}
         for group, num_ranks in self.resizing.items():
             if group not in asked and not self.ranks.is_busy(group) and not self.done:
@@ -348,7 +322,6 @@ class Scheduler(SchedulerState):
     # --- transitions
 
     def _consider(self, tasks: Iterable[Task]) -> None:
-        """Queue tasks whose inputs are there, unless they wait for weights."""
         for task in tasks:
             match task:
                 case Publish():
@@ -372,7 +345,6 @@ class Scheduler(SchedulerState):
         self.ranks.push(priority, task, node.group, rank)
 
     def _move_frontier(self, i: int) -> list[Task]:
-        """The first step in which node `i` is not done may have grown."""
         frontier, step = self.weights.frontier, self.weights.frontier[i]
         while step < self.admitted and self.steps[step].left[i] == 0:
             step += 1
@@ -382,7 +354,6 @@ class Scheduler(SchedulerState):
         return self.weights.frontier_moved(i)
 
     def _settle(self) -> None:
-        """Do everything that now can be done: complete, admit, start, save, finish."""
         if self.checkpoints.stopped:
             self._finish()
             return
@@ -403,7 +374,6 @@ class Scheduler(SchedulerState):
             self._finish()
 
     def _finish(self) -> None:
-        """The run is over; what a stopped one leaves in flight is in its last checkpoint."""
         if self.done:
             return
         for state in self.steps.values():
@@ -414,11 +384,9 @@ class Scheduler(SchedulerState):
         self._note("finished", "run")
 
     def _advance_steps(self) -> None:
-        """Admit and complete what can be, one step at a time.
-
-        A checkpoint must hold what steps after it read of older weights, so every step that may be
-        admitted is admitted before the next one completes.
-        """
+        # Admit and complete what can be, one step at a time. A checkpoint must hold what steps
+        # after it read of older weights, so every step that may be admitted is admitted before the
+        # next one completes.
         while not self.checkpoints.draining:
             self._admit()
             if self.completed == self.admitted or self.steps[self.completed].remaining:
@@ -447,7 +415,6 @@ class Scheduler(SchedulerState):
             self._out.append(AdmitStep(step))
 
     def _start(self, tasks: list[Task], group: str, ranks: tuple[int, ...]) -> None:
-        """Start a task, or those of a node that a rank runs together."""
         task, versions, step = tasks[0], _NO_VERSIONS, None
         if isinstance(task, NodeTask):
             i, step = self.index.index[task.node], task.step
@@ -467,7 +434,6 @@ class Scheduler(SchedulerState):
     def _run(
         self, i: int, tasks: list[NodeTask], ranks: tuple[int, ...], versions: Versions
     ) -> RunCall | RunStream | RunTrain:
-        """The instruction to run tasks of node `i`: one, unless it streams."""
         node, task = self.flow.nodes[i], tasks[0]
         if node.streams:
             chunks = tuple(one.chunk or 0 for one in tasks)
@@ -487,20 +453,17 @@ class Scheduler(SchedulerState):
             self._out.append(Release(released))
 
     def _save(self) -> None:
-        """Nothing runs and nothing may start: ask for the checkpoint."""
         self.awaited[Awaited("checkpoint", self.completed)] = self._now
         self._note("save", "checkpoint", step=self.completed)
         self._out.append(self._place())
 
     def _pause(self) -> None:
-        """The run is over, and what is in flight is left to the one that goes on."""
         self._out += [*self.weights.drop_rest(), Pause(self._place())]
         self.checkpoints.saved()
         self.done = True
         self._note("pause", "run", step=self.completed)
 
     def _place(self) -> SaveCheckpoint:
-        """Where the run stands, with all that is in flight."""
         step, states = self.completed, [self.steps[s] for s in sorted(self.steps)]
         live = tuple(output for state in states for output in state.stored())
         done = frozenset(task for state in states for task in state.done())

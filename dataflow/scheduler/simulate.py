@@ -53,17 +53,12 @@ class Span:
 
 @dataclass
 class Simulation:
-    """What happened.
+    """The course of a simulated run."""
 
-    Attributes:
-        instructions: Everything the scheduler asked for, in order.
-        spans: Tasks in the order they ended.
-        end_s: When the last event came.
-    """
-
+    # Everything the scheduler asked for, in order.
     instructions: list[Instruction] = field(default_factory=list[Instruction])
-    spans: list[Span] = field(default_factory=list[Span])
-    end_s: float = 0.0
+    spans: list[Span] = field(default_factory=list[Span])  # Tasks in the order they ended
+    end_s: float = 0.0  # When the last event came
 
     @property
     def reads(self) -> dict[NodeTask, Versions]:
@@ -86,22 +81,7 @@ def dry_run(
     within_s: float = 0.0,
     keep: bool = True,
 ) -> Simulation:
-    """Run `scheduler` to its end with every piece of work taking `duration_s(work)` seconds.
-
-    Args:
-        scheduler: Not started yet.
-        duration_s: How long a piece of work takes; of a `RunStream`, asked once for every chunk,
-            how long after the one before it is answered.
-        after_event: Called after every event, for checks.
-        replace: May turn an event into another: a `TaskDone` into a `TaskFailed`.
-        size: Length of the longest row of a task of a node that streams.
-        within_s: Above 0, what happens within so many seconds is told together, as it is to a
-            controller that was busy meanwhile; by default each event is told alone.
-        keep: Whether instructions and spans are kept, which a run's controller does not do.
-
-    Raises:
-        StateError: The scheduler waits for nothing and is not finished.
-    """
+    """Run `scheduler` to its end with every piece of work taking `duration_s(work)` seconds."""
     simulation, pending, count = Simulation(), list[tuple[float, int, _Work, float]](), 0
     instructions = scheduler.start(0.0)
     while True:
@@ -134,7 +114,6 @@ def dry_run(
 
 
 def _one_by_one(work: _Work, size: Callable[[NodeTask], int]) -> list[_Work]:
-    """What ends apart, in the order in which it ends: the chunks of a stream."""
     if not isinstance(work, RunStream):
         return [work]
     tasks = sorted(work.tasks, key=lambda task: (size(task), task.chunk or 0))

@@ -1,4 +1,4 @@
-"""What a scheduler knows: the books that it alone writes, and that reports and invariants read."""
+"""The state of a scheduler, which it alone writes, and reports and invariants read."""
 
 from __future__ import annotations
 
@@ -16,28 +16,7 @@ from .weight_versions import Weights
 
 
 class SchedulerState:
-    """The state of a run of `num_steps` steps of `flow` under `schedule`; see `Scheduler`.
-
-    Raises:
-        ValueError: `num_steps`, `checkpoint_every`, `pauses` or `resume` cannot be used.
-
-    Attributes:
-        flow: What one step is, and where its parts run.
-        index: The flow's nodes by name, and who reads whom.
-        weights: Which copy of which weights holds which version.
-        ranks: Ranks and the tasks that wait for them.
-        checkpoints: When one is due, and what may still run before it.
-        log: Transitions, for stories.
-        completed: Steps complete.
-        admitted: Steps admitted.
-        steps: Progress of the steps in flight.
-        running: Tasks running, oldest first.
-        resizing: Group -> how many ranks it is to have.
-        awaited: Other things asked of the shell, and when.
-        lag_counts: Over the whole run, how many rollout reads were how many versions behind.
-        done: True after `Finished`.
-        aborted: True after `Abort`.
-    """
+    """The state of a run of `num_steps` steps of `flow` under `schedule`; see `Scheduler`."""
 
     def __init__(
         self,
@@ -54,22 +33,28 @@ class SchedulerState:
             raise ValueError(f"cannot resume at step {resume.step} of a run of {num_steps} steps")
         self.flow, self.schedule, self.num_steps = flow, schedule, num_steps
         self.one_at_a_time = one_at_a_time
+        # The flow's nodes by name, and who reads whom.
         self.index = FlowIndex(flow, in_flight=schedule.in_flight)
+        # Which copy of which weights holds which version.
         self.weights = Weights(flow, schedule, num_steps, resume.step)
         together = frozenset(node.name for node in flow.nodes if node.streams)
         in_flight = together if schedule.in_flight else frozenset[str]()
+        # Ranks and the tasks that wait for them.
         self.ranks = RankPool(flow.groups, flow.sharing, together, in_flight)
-        self.log = EventLog(flow.groups, max_log)
+        self.log = EventLog(flow.groups, max_log)  # Transitions, for stories
+        # When one is due, and what may still run before it.
         self.checkpoints = Checkpoints(
             self.index, self.weights, schedule, num_steps, checkpoint_every, resume.step, pauses
         )
-        self.completed = resume.step
-        self.running: dict[Task, Running] = {}
-        self.resizing: dict[str, int] = {}
-        self.awaited: dict[Awaited, float] = {}
+        self.completed = resume.step  # Steps complete
+        self.running: dict[Task, Running] = {}  # Tasks running, oldest first
+        self.resizing: dict[str, int] = {}  # Group -> how many ranks it is to have
+        self.awaited: dict[Awaited, float] = {}  # Other things asked of the shell, and when
+        # Over the whole run, how many rollout reads were how many versions behind.
         self.lag_counts: Counter[int] = Counter()
         self.done = self.aborted = False
+        # Progress of the steps in flight.
         self.steps: dict[int, StepState] = restored_steps(
             self.index, self.weights.rules_of, resume, num_steps
         )
-        self.admitted = resume.step + len(self.steps)
+        self.admitted = resume.step + len(self.steps)  # Steps admitted

@@ -16,33 +16,18 @@ _FIRST: _Key = (-1, -1)
 
 
 class Consumption:
-    """The order of one step's chunks, as far as it is known.
-
-    Args:
-        num_chunks: Chunks of the step.
-        num_ranks: Ranks that sample them; rank r has chunks r, r + num_ranks, ...
-        by_arrival: Whether a chunk's place is that of its answer.
-
-    Attributes:
-        order: The chunks whose places are known, in order.
-        sizes: Chunk -> its size, of every chunk answered.
-        by_arrival: See above.
-    """
+    """The order of one step's chunks, as far as it is known."""
 
     def __init__(self, num_chunks: int, num_ranks: int, *, by_arrival: bool = False) -> None:
         self.by_arrival = by_arrival
-        self.order: list[int] = []
-        self.sizes: dict[int, int] = {}
+        self.order: list[int] = []  # The chunks whose places are known, in order
+        self.sizes: dict[int, int] = {}  # Chunk -> its size, of every chunk answered
         self._num_chunks = num_chunks
         self._unplaced: list[_Key] = []
         self.spread(num_ranks)
 
     def answered(self, chunk: int, size: int) -> None:
-        """Note that a chunk has been sampled.
-
-        Raises:
-            StateError: If its rank has answered a chunk before that comes after it in the order.
-        """
+        """Note that a chunk has been sampled."""
         if self.by_arrival:
             self.sizes[chunk] = size
             self.order.append(chunk)
@@ -76,7 +61,6 @@ class Consumption:
         self._slowest = [(_FIRST, rank) for rank, count in enumerate(self._left) if count]
 
     def _known(self) -> _Key | None:
-        """Return the last answer of the rank that is furthest behind; None if all are answered."""
         while self._slowest:
             last, rank = self._slowest[0]
             if self._left[rank] and last == self._last[rank]:
@@ -86,48 +70,36 @@ class Consumption:
 
 
 class FlowIndex:
-    """A flow's edges by node index, computed once.
-
-    Args:
-        flow: The flow.
-        in_flight: Whether nodes that stream take newer weights meanwhile.
-
-    Attributes:
-        flow: The flow.
-        in_flight: See above.
-        num_ranks: Group -> its ranks now.
-        index: Node name -> index.
-        inputs: Per node, the indices of its inputs.
-        consumers: Per node, the indices of the nodes that take its output.
-        chunked: Per node, whether it runs once per chunk.
-        order_of: Per node, the one in whose order it takes chunks one by one; None for others.
-        by_chunk: Per node, whether its input is complete chunk by chunk.
-        per_part: Per node of that kind, how many at a time: one for each rank.
-        stores: Per node, whether it makes an output.
-        num_tasks: Per node, its tasks per step (a source counts as one).
-        chunks: All chunk numbers.
-        runnable: Names of the nodes that run on ranks: all but the sources.
-    """
+    """A flow's edges by node index, computed once."""
 
     def __init__(self, flow: Flow, *, in_flight: bool = False) -> None:
         self.flow, self.in_flight = flow, in_flight
-        self.num_ranks = dict(flow.groups)
-        self.index = {node.name: i for i, node in enumerate(flow.nodes)}
+        self.num_ranks = dict(flow.groups)  # Group -> its ranks now
+        self.index = {node.name: i for i, node in enumerate(flow.nodes)}  # Node name -> index
+        # Per node, the indices of its inputs.
         self.inputs = tuple(tuple(self.index[n] for n in node.inputs) for node in flow.nodes)
+        # Per node, the indices of the nodes that take its output.
         self.consumers = tuple(
             tuple(j for j, inputs in enumerate(self.inputs) if i in inputs)
             for i in range(len(flow.nodes))
         )
+        # Per node, whether it runs once per chunk.
         self.chunked = tuple(node.chunked and node.kind != "source" for node in flow.nodes)
+        # Per node, the one in whose order it takes chunks one by one; None for others.
         self.order_of = tuple(self.index.get(node.order_of) for node in flow.nodes)
+        # Per node, whether its input is complete chunk by chunk.
         self.by_chunk = tuple(
             chunked or order is not None
             for chunked, order in zip(self.chunked, self.order_of, strict=True)
         )
+        # Per node of that kind, how many at a time: one for each rank.
         self.per_part = tuple(flow.groups.get(node.group, 1) for node in flow.nodes)
+        # Per node, whether it makes an output.
         self.stores = tuple(node.kind != "train" for node in flow.nodes)
+        # Per node, its tasks per step (a source counts as one).
         self.num_tasks = tuple(self._num_tasks(i) for i in range(len(flow.nodes)))
-        self.chunks = tuple(range(flow.num_chunks))
+        self.chunks = tuple(range(flow.num_chunks))  # All chunk numbers
+        # Names of the nodes that run on ranks: all but the sources.
         self.runnable = frozenset(node.name for node in flow.nodes if node.kind != "source")
 
     def _num_tasks(self, index: int) -> int:
@@ -136,7 +108,6 @@ class FlowIndex:
         return self.flow.num_chunks if self.chunked[index] else 1
 
     def is_last(self, index: int, task: NodeTask) -> bool:
-        """Whether a task of a node is the one that ends it: the only one, or the last in order."""
         return self.order_of[index] is None or task.chunk == self.num_tasks[index] - 1
 
     def tasks(self, index: int, step: int) -> list[NodeTask]:
@@ -147,7 +118,6 @@ class FlowIndex:
         return [NodeTask(name, step, number) for number in range(self.num_tasks[index])]
 
     def knows(self, task: NodeTask) -> bool:
-        """Whether the flow has such a task, whatever the step."""
         i = self.index.get(task.node)
         if i is None:
             return False
@@ -161,44 +131,37 @@ class StepState:
 
     There may be tens of thousands of tasks, so nothing is kept of each of them but its places in
     lists: objects that live as long as the step are what the garbage collector looks at.
-
-    Attributes:
-        step: The step's index.
-        has_source: Whether the batch is stored.
-        missing: Per node and chunk (or once, of a barrier), input parts that are not stored yet.
-        consumption: Streaming rollout -> the order of its chunks, by node index.
-        parts: Node that takes chunks in such an order -> how many of its tasks may run.
-        left: Per node, tasks not done.
-        remaining: Tasks not done in the whole step.
-        refs: Per node and chunk, consumer tasks of that output part that are not done.
-        lag: How many rollout reads were how many versions behind.
-        rows: Rows of an output part `(node index, chunk)`, where the shell told.
     """
 
     def __init__(self, index: FlowIndex, step: int) -> None:
         self._index = index
-        self.step = step
-        self.has_source = False
+        self.step = step  # The step's index
+        self.has_source = False  # Whether the batch is stored
         num_chunks = len(index.chunks)
+        # Per node and chunk (or once, of a barrier), input parts that are not stored yet.
         self.missing = [
             [len(inputs)] * num_chunks if index.by_chunk[i] else [len(inputs) * num_chunks]
             for i, inputs in enumerate(index.inputs)
         ]
         nodes = list(enumerate(index.flow.nodes))
+        # Streaming rollout -> the order of its chunks, by node index.
         self.consumption = {
             i: Consumption(num_chunks, index.num_ranks[node.group], by_arrival=index.in_flight)
             for i, node in nodes
             if node.streams
         }
+        # Node that takes chunks in such an order -> how many of its tasks may run.
         self.parts = dict.fromkeys((i for i, node in nodes if node.order_of), 0)
         self._complete = dict(self.parts)  # the first chunks in order that have all their inputs
-        self.left = list(index.num_tasks)
-        self.remaining = sum(self.left)
+        self.left = list(index.num_tasks)  # Per node, tasks not done
+        self.remaining = sum(self.left)  # Tasks not done in the whole step
         self._done = [bytearray(count) for count in index.num_tasks]
         self._reads: list[list[Versions | None]] = [[None] * count for count in index.num_tasks]
         self._stored: dict[int, None] = {}  # node index * num_chunks + chunk, in order
+        # Per node and chunk, consumer tasks of that output part that are not done.
         self.refs = [[len(consumers)] * num_chunks for consumers in index.consumers]
-        self.lag: Counter[int] = Counter()
+        self.lag: Counter[int] = Counter()  # How many rollout reads were how many versions behind
+        # Rows of an output part `(node index, chunk)`, where the shell told.
         self.rows: dict[tuple[int, int], int] = {}
 
     def source_arrived(self) -> tuple[list[NodeTask], list[Output]]:
@@ -219,7 +182,6 @@ class StepState:
                 consumption.spread(self._index.num_ranks[group])
 
     def is_done(self, task: NodeTask) -> bool:
-        """Whether a task of this step is done."""
         return bool(self._done[self._index.index[task.node]][task.chunk or 0])
 
     def done(self) -> Iterator[NodeTask]:
@@ -237,7 +199,6 @@ class StepState:
             yield Output(nodes[i].name, self.step, chunk)
 
     def chunks_of(self, i: int, task: NodeTask) -> Sequence[int]:
-        """Which chunks a task of node `i` takes."""
         if task.chunk is None:
             return self._index.chunks
         order_of, count = self._index.order_of[i], self._index.per_part[i]
@@ -246,17 +207,12 @@ class StepState:
         return self.consumption[order_of].order[task.chunk * count : (task.chunk + 1) * count]
 
     def waits(self, i: int, task: NodeTask) -> bool:
-        """Whether a task's input is not complete."""
         if i in self.parts:
             return (task.chunk or 0) >= self.parts[i]
         return not self.has_source or self.missing[i][task.chunk or 0] > 0
 
     def finish(self, i: int, task: NodeTask, size: int = 0) -> tuple[list[NodeTask], list[Output]]:
-        """Mark `task` of node `i` done, whose longest row is `size` long.
-
-        Returns:
-            Tasks that now have all their inputs, and input parts nobody needs any more.
-        """
+        """Mark `task` of node `i` done, whose longest row is `size` long."""
         self._done[i][task.chunk or 0] = 1
         self.left[i] -= 1
         self.remaining -= 1
@@ -273,7 +229,6 @@ class StepState:
         return ready, self._newly_free(i, chunks)
 
     def _next_parts(self, i: int) -> list[NodeTask]:
-        """Tasks of a node that takes chunks in order which now may run, one after another."""
         order = self.consumption[self._index.order_of[i] or 0].order
         missing, complete = self.missing[i], self._complete[i]
         while complete < len(order) and not missing[order[complete]]:
@@ -308,15 +263,7 @@ class StepState:
         return freed
 
     def restore(self, done: Iterable[NodeTask], sizes: Mapping[NodeTask, int]) -> None:
-        """Mark tasks done that a checkpoint says are done.
-
-        Args:
-            done: The tasks.
-            sizes: Of those that have one.
-
-        Raises:
-            ValueError: A task is unknown, or is done while one of its inputs is not.
-        """
+        """Mark tasks done that a checkpoint says are done."""
         index = self._index
         for task in done:
             if not index.knows(task):
@@ -388,7 +335,6 @@ class StepState:
             self.rows[i, made] = count
 
     def lines(self) -> list[str]:
-        """What each started task reads, one sorted line per task: the step's part of the hash."""
         found: list[str] = []
         for i, reads in enumerate(self._reads):
             text = {versions: _text(versions) for versions in set(reads) if versions is not None}
@@ -411,11 +357,7 @@ def restored_steps(
     resume: ResumeState,
     num_steps: int,
 ) -> dict[int, StepState]:
-    """The steps in flight at a checkpoint.
-
-    Raises:
-        ValueError: The tasks said to be done cannot be those of a checkpoint of this flow.
-    """
+    """The steps in flight at a checkpoint."""
     by_step: dict[int, list[NodeTask]] = {}
     for task in resume.done:
         by_step.setdefault(task.step, []).append(task)

@@ -1,4 +1,4 @@
-"""Which copy of which weights holds which version, and who must wait for whom.
+"""Versions of the copies of all weights, and the gates at which tasks wait for them.
 
 An *instance* is a copy of a trainable role's weights on one group. It holds exactly one version at
 a time. The home instance advances by training in place; every other instance (a replica) advances
@@ -40,31 +40,22 @@ NO_CEILING = 1 << 62
 
 @dataclass(slots=True)
 class Instance:
-    """One copy of a trainable role's weights.
-
-    Attributes:
-        role: The role.
-        group: Where the copy lives, on every rank.
-        is_home: Whether it is trained here.
-        holds: The version it holds.
-        ceiling: The newest version it may hold while the reads outstanding are not done.
-        rules: Reads of this instance, the role's own train nodes left out.
-        loading: The load queued or running, if any.
-        blocked: Tasks with all inputs there that wait for a version, by version.
-        blocked_trains: Train tasks that wait for readers of the version they would overwrite.
-        changed_s: When `holds` changed last; None since the start.
-    """
+    """One copy of a trainable role's weights."""
 
     role: str
-    group: str
-    is_home: bool
-    holds: int
+    group: str  # Where the copy lives, on every rank
+    is_home: bool  # Whether it is trained here
+    holds: int  # The version it holds
+    # The newest version it may hold while the reads outstanding are not done.
     ceiling: int = NO_CEILING
+    # Reads of this instance, the role's own train nodes left out.
     rules: list[ReadRule] = field(default_factory=list[ReadRule])
-    loading: Load | None = None
+    loading: Load | None = None  # The load queued or running, if any
+    # Tasks with all inputs there that wait for a version, by version.
     blocked: dict[int, list[NodeTask]] = field(default_factory=dict[int, list[NodeTask]])
+    # Train tasks that wait for readers of the version they would overwrite.
     blocked_trains: list[NodeTask] = field(default_factory=list[NodeTask])
-    changed_s: float | None = None
+    changed_s: float | None = None  # When `holds` changed last; None since the start
 
     def advance(self, version: int, at_s: float) -> list[Task]:
         """Hold `version` from now on; returns the tasks that waited for it."""
@@ -77,23 +68,20 @@ class Instance:
 
 
 class Weights:
-    """All instances, the snapshots between them, and the gates tasks pass.
-
-    Attributes:
-        instances: `(role, group)` -> the copy of the weights.
-        rules_of: Per node, its read rules sorted by role, its own training included.
-        frontier: Per node the first step in which it is not done; moved by the scheduler.
-        publishing: Role -> version whose snapshot is queued or being taken.
-        snapshots: Role -> published version -> groups that have yet to load it or a newer one.
-    """
+    """All instances, the snapshots between them, and the gates tasks pass."""
 
     def __init__(self, flow: Flow, schedule: Schedule, num_steps: int, first_step: int) -> None:
         self._flow = flow
         self._num_steps = num_steps
+        # Per node the first step in which it is not done; moved by the scheduler.
         self.frontier = [first_step] * len(flow.nodes)
+        # `(role, group)` -> the copy of the weights.
         self.instances: dict[tuple[str, str], Instance] = {}
+        # Role -> version whose snapshot is queued or being taken.
         self.publishing: dict[str, int] = {}
+        # Role -> published version -> groups that have yet to load it or a newer one.
         self.snapshots: dict[str, dict[int, set[str]]] = {role: {} for role in flow.homes}
+        # Per node, its read rules sorted by role, its own training included.
         self.rules_of = read_rules(flow, schedule)
         self._versions: list[Versions] = [()] * len(flow.nodes)
         for rules in self.rules_of:
@@ -119,13 +107,7 @@ class Weights:
         return self.instances[role, self._flow.homes[role]]
 
     def gate(self, index: int, task: NodeTask, *, overwrites: bool) -> bool:
-        """Whether every instance `task` reads holds the right version; parks it otherwise.
-
-        Args:
-            index: Its node.
-            task: The task.
-            overwrites: Whether it changes the weights, if it trains.
-        """
+        # Whether every instance `task` reads holds the right version; parks it otherwise.
         for rule in self.rules_of[index]:
             instance = self.instances[rule.role, rule.group]
             lowest = rule.lowest(task.step)
@@ -139,7 +121,7 @@ class Weights:
         return True
 
     def versions(self, index: int) -> Versions:
-        """What node `index` would read now; the same object as long as it is the same."""
+        # What node `index` would read now; the same object as long as it is the same.
         found = tuple((r.role, self.instances[r.role, r.group].holds) for r in self.rules_of[index])
         if found != self._versions[index]:
             self._versions[index] = found

@@ -17,7 +17,7 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind
 from ...dataflow.graph.role import Loss
 from ...dataflow.runtime.placement import Placement
-from ...workers.rollout.converse import check_turns
+from ...workers.rollout.generate_calls import check_turns
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from penstock.algorithms.roles import Sampling
-from penstock.workers.rollout.ended import Begun, Ended, collected
 from penstock.workers.rollout.generation_engine import GenerationEngine
-from penstock.workers.rollout.responses import Responses
+from penstock.workers.rollout.responses import Begun, Ended, Responses, collected
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
 from torch_models import VOCAB

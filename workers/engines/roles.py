@@ -35,8 +35,7 @@ from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.heads import Head
 from ..models.spec import ModelSpec
-from ..rollout.converse import converse
-from ..rollout.generate_calls import sample, sample_segment, sample_streamed
+from ..rollout.generate_calls import converse, sample, sample_segment, sample_streamed
 from ..rollout.generation_engine import GenerationEngine
 from ..rollout.reports import score_metrics
 from ..training.logprob_mismatch import MismatchLimits

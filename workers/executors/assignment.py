@@ -1,4 +1,4 @@
-"""Which machine stands for which node of a plan.
+"""Assignment of machines to the nodes of a plan.
 
 A plan says which of its processes are on one node and which are not. What it puts on one node gets
 a machine to itself, among those with the labels and the devices that it needs. GPU processes of
@@ -16,46 +16,33 @@ from ...dataflow.runtime.placement import DeviceGroup
 Device = int | tuple[str, int]
 """A device that the plan names, or the group and the process that has one of its own."""
 
-_MOST_LISTED = 8
-"""Nodes that a message names."""
+_MOST_LISTED = 8  # Nodes that a message names
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node of a real cluster, or of one that is described.
+    """A node of a real cluster, or of one that is described."""
 
-    Attributes:
-        id: What tells it from all others.
-        address: Its address, for people.
-        total: Resource -> how much it has.
-        free: Resource -> how much of that is not taken.
-        labels: What it is labeled with.
-        devices: Names of its kind of GPU, the most exact first: "A100-80G", "A100".
-    """
-
-    id: str
-    address: str
-    total: Mapping[str, float]
-    free: Mapping[str, float]
-    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    id: str  # What tells it from all others
+    address: str  # Its address, for people
+    total: Mapping[str, float]  # Resource -> how much it has
+    free: Mapping[str, float]  # Resource -> how much of that is not taken
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])  # What it is labeled with
+    # Names of its kind of GPU, the most exact first: "A100-80G", "A100".
     devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Share:
-    """Devices that have to be on one node.
+    """Devices that have to be on one node."""
 
-    Attributes:
-        what: What messages call it.
-        devices: The devices, each with the resource that it takes one of; None if it takes none.
-        number: The plan's number of the node, which is shared with no other number; None if the
-            plan does not say.
-        labels: What the node must be labeled with.
-    """
-
-    what: str
+    what: str  # What messages call it
+    # The devices, each with the resource that it takes one of; None if it takes none.
     devices: Mapping[Device, str | None]
+    # The plan's number of the node, which is shared with no other number; None if the plan does not
+    # say.
     number: int | None = None
+    # What the node must be labeled with.
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -64,7 +51,6 @@ class Share:
         return Counter(resource for resource in self.devices.values() if resource is not None)
 
     def fits(self, node: Machine, amounts: Mapping[str, float]) -> bool:
-        """Whether a node has the labels, and of everything enough."""
         return all(node.labels.get(k) == v for k, v in self.labels.items()) and all(
             amounts.get(resource, 0) >= needed for resource, needed in self.needs.items()
         )
@@ -85,15 +71,11 @@ def device_of(group: DeviceGroup, process: int) -> Device:
 
 
 def shares_of(groups: Sequence[DeviceGroup], *, all_cpus: bool = False) -> list[Share]:
-    """What has to be together: first the plan's nodes, then what may go anywhere, largest first.
+    """Devices that have to be together: first the plan's nodes, then the others, largest first.
 
     A CUDA process takes a GPU. A CPU process takes a CPU if the plan has several nodes, and nothing
     otherwise: on one machine ranks may be more than cores. Nothing at all is said of CPU processes
     without a node.
-
-    Args:
-        groups: The groups.
-        all_cpus: Whether CPU processes take a CPU always.
     """
     on_nodes = [group for group in groups if group.nodes]
     numbers = sorted({node.number for group in on_nodes for node in group.nodes})
@@ -118,7 +100,6 @@ def _on_gpu(group: DeviceGroup) -> bool:
 
 
 def _together(groups: Sequence[DeviceGroup]) -> list[tuple[str, tuple[Device, ...]]]:
-    """Devices of processes that share matrices, merged where groups share devices."""
     merged: list[tuple[str, tuple[Device, ...]]] = []
     for group in groups:
         size = group.tensor_parallel
@@ -139,18 +120,7 @@ def assign(
     *,
     free_only: bool,
 ) -> dict[Device, str]:
-    """Device -> the id of the node that it is on.
-
-    Args:
-        shares: What has to be together.
-        nodes: The machines, those first that are to be taken first.
-        held: Number of a plan's node -> the node that stands for it already, with processes that
-            have stayed from before.
-        free_only: Whether what others have taken counts as missing.
-
-    Raises:
-        NoRoom: If a share is left over.
-    """
+    """Device -> the id of the node that it is on."""
     amounts = {node.id: dict(node.free if free_only else node.total) for node in nodes}
     planned = [share for share in shares if share.number is not None]
     choices = [
@@ -178,10 +148,6 @@ def assign(
 
 
 def _fitting(share: Share, nodes: Sequence[Machine]) -> Sequence[Share]:
-    """What is to go anywhere: one device at a time if no node could ever hold all of them.
-
-    An engine that shards weights has ranks whose processes are on several nodes.
-    """
     if share.number is not None:
         return ()
     if any(share.fits(node, node.total) for node in nodes):
@@ -197,7 +163,6 @@ def _may_stand(held: Mapping[int, str], number: int | None, node: str) -> bool:
 def _augment(
     index: int, choices: Sequence[Sequence[int]], chosen: dict[int, int], seen: set[int]
 ) -> bool:
-    """Find a node for a share, moving others if need be: Kuhn's algorithm for matchings."""
     for node in choices[index]:
         if node not in chosen:
             chosen[node] = index
@@ -229,7 +194,6 @@ def _no_room(
     taken: Mapping[str, str],
     free_only: bool,
 ) -> str:
-    """Which share is left over, and what every node has."""
     resources = sorted(share.needs)
     word = " free" if free_only else ""
     said: list[str] = []

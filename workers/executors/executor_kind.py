@@ -1,4 +1,4 @@
-"""What everybody outside an executor's folder may know of it.
+"""The declaration of an executor, which is all that the outside knows of it.
 
 An executor declares itself once, as an `ExecutorKind`, and is listed in `registry.py`. To add one:
 a folder with its `ProcessBackend` and a `declaration.py`, a line in `registry.py`, and an option
@@ -52,7 +52,7 @@ class ExecutorKind:
 
     @property
     def is_installed(self) -> bool:
-        """Whether its package is there."""
+        """True if its package is installed."""
         return self.package is None or find_spec(self.package) is not None
 
     def make(self, num_threads: int | None, transport: Transport) -> Executor:

@@ -1,4 +1,4 @@
-"""What an executor of processes has in its books.
+"""The records of an executor of processes.
 
 Work that is out, what its processes have ready for others, and what it has started.
 """
@@ -18,8 +18,7 @@ from ..weight_sync.channel import Offer
 from .process_backend import Process, ProcessBackend, Ref
 from .rank_process import Answer
 
-_OfferKey = tuple[str, int, int]
-"""Group, process and number of an `Offer`."""
+_OfferKey = tuple[str, int, int]  # Group, process and number of an `Offer`
 
 LOOK = -1
 """In place of a ticket: a call that shows whether a process lives, and of which nobody hears."""
@@ -27,26 +26,17 @@ LOOK = -1
 
 @dataclass
 class Job:
-    """Work that the processes of one rank are doing.
-
-    Attributes:
-        ticket: See `Executor.submit`.
-        program: Name of the program it belongs to.
-        group: The group that does it.
-        rank: The data-parallel rank.
-        work: What to do.
-        parts: Handles that its outputs will have, if they are to outlive the process.
-        processes: All that must answer; none once it is over.
-        answers: Those that have, by process.
-    """
+    """Work that the processes of one rank are doing."""
 
     ticket: int
-    program: str
-    group: str
-    rank: int
-    work: Work
-    processes: set[int]
+    program: str  # Name of the program it belongs to
+    group: str  # The group that does it
+    rank: int  # The data-parallel rank
+    work: Work  # What to do
+    processes: set[int]  # All that must answer; none once it is over
+    # Handles that its outputs will have, if they are to outlive the process.
     parts: Sequence[Handle] | None = None
+    # Those that have, by process.
     answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
 
     def most_parts(self, programs: Mapping[str, Program]) -> int:
@@ -67,7 +57,6 @@ class Job:
         return Completion(self.ticket, self.rank, None, error=error, trace=trace, lost=lost)
 
     def complete(self) -> Completion | None:
-        """What the rank answers, if all its processes have."""
         if self.answers.keys() != self.processes:
             return None
         (lead,) = (one for one in self.answers.values() if one.leads)
@@ -85,17 +74,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Started:
-    """What there is between `start` and `stop`.
+    """The state of an executor between `start` and `stop`."""
 
-    Attributes:
-        backend: What provides the processes.
-        hosted: Programs, workers and the weight channel's name, stored.
-        seed: The run's.
-    """
-
-    backend: ProcessBackend
-    hosted: Ref
-    seed: int
+    backend: ProcessBackend  # What provides the processes
+    hosted: Ref  # Programs, workers and the weight channel's name, stored
+    seed: int  # The run's
 
 
 class Offers:
@@ -124,13 +107,10 @@ class Offers:
 
 
 class Books:
-    """What is out at an executor's processes, and what they need again if they are started again.
-
-    Attributes:
-        out: Call of a process -> the work that it is part of, and the process.
-    """
+    """Work that is out at processes, and what they need again if they are started again."""
 
     def __init__(self) -> None:
+        # Call of a process -> the work that it is part of, and the process.
         self.out: dict[Ref, tuple[Job, int]] = {}
         self._loaded: dict[tuple[str, int], dict[tuple[str, str], Job]] = {}
         self._begun: dict[tuple[str, int], Job] = {}
@@ -141,7 +121,7 @@ class Books:
         return {job.group for job, _ in self.out.values()}
 
     def note(self, job: Job) -> None:
-        """What a rank has done that outlasts it, so that it is known what to do again."""
+        # What a rank has done that outlasts it, so that it is known what to do again.
         place = job.group, job.rank
         if job.work.lasting:
             self._loaded.setdefault(place, {})[job.work.lasting, job.work.arguments[0]] = job
@@ -149,7 +129,6 @@ class Books:
             self._begun[place] = job
 
     def loads(self, group: str, rank: int | None) -> list[Job]:
-        """What a rank has loaded last, or all ranks of its group."""
         found = [one for key, one in self._loaded.items() if _is_of(key, group, rank)]
         return [job for loaded in found for job in loaded.values()]
 
@@ -158,7 +137,6 @@ class Books:
         return [job for key, job in self._begun.items() if _is_of(key, group, rank)]
 
     def take_owed(self, died: Job, rank: int | None) -> list[Job]:
-        """What a rank has not finished, or all ranks of its group, in order of submission."""
         owed = {id(died): died}
         for ref, (job, _) in list(self.out.items()):
             if _is_of((job.group, job.rank), died.group, rank):
@@ -175,7 +153,6 @@ class Books:
         return found
 
     def forget(self, groups: Collection[str], beyond: int = 0) -> None:
-        """All that is noted of groups, or of their ranks from a number on."""
         self.out = {
             ref: (job, process)
             for ref, (job, process) in self.out.items()
@@ -186,14 +163,12 @@ class Books:
                 noted.pop(key)
 
     def clear(self) -> None:
-        """Nothing is left of anybody."""
         self.out.clear()
         self._loaded.clear()
         self._begun.clear()
 
 
 def _is_of(key: tuple[str, int], group: str, rank: int | None) -> bool:
-    """Whether what is noted is of a rank, or of any of the group if it is None."""
     return key[0] == group and rank in (None, key[1])
 
 

@@ -11,8 +11,7 @@ from .jobs import Job, Started
 from .process_backend import Ref
 from .rank_group import RankGroup, all_results
 
-_SIGN_S = 1.0
-"""How often is said that a rank is still on its way."""
+_SIGN_S = 1.0  # How often is said that a rank is still on its way
 
 
 class _Starting:
@@ -29,11 +28,6 @@ class _Starting:
         ]
 
     def is_ready(self) -> bool:
-        """Whether all have built their roles; comes back at once.
-
-        Raises:
-            PenstockError: If one fails, or the time is up.
-        """
         ready = self._backend.watch(self.calls, 0.0) if self.calls else []
         all_results(self._backend, ready, "starting beside the others", self._start_s)
         self.calls = [call for call in self.calls if call not in ready]
@@ -43,22 +37,7 @@ class _Starting:
 
 
 class Joining:
-    """Ranks that a group did not have.
-
-    Args:
-        group: The group.
-        num_ranks: How many it is to have.
-        held: What was reserved for all groups.
-        here: See `Started`.
-        start_s: How long starting may take.
-
-    Raises:
-        PlanError: If there are no devices for them.
-
-    Attributes:
-        num_ranks: See above.
-        ranks: Those that join.
-    """
+    """Ranks that a group did not have."""
 
     def __init__(
         self,
@@ -69,17 +48,12 @@ class Joining:
         start_s: float,
     ) -> None:
         self.num_ranks = num_ranks
-        self.ranks = range(group.num_ranks, num_ranks)
+        self.ranks = range(group.num_ranks, num_ranks)  # Those that join
         self._group = group
         group.reserve(self.ranks, held)
         self._starting = _Starting(group, self.ranks, here, start_s)
 
     def is_ready(self) -> bool:
-        """Whether all have built their roles; comes back at once.
-
-        Raises:
-            PenstockError: If one fails, or the time is up.
-        """
         return self._starting.is_ready()
 
     def give_up(self) -> None:
@@ -88,23 +62,7 @@ class Joining:
 
 
 class Returning:
-    """A rank that has died.
-
-    Args:
-        group: Its group.
-        job: Of what it was doing its death was heard.
-        said: Who died, and how.
-        owed: What it has not finished, in order of submission; what it is given is added.
-        pause_s: How long to wait before it is started.
-        here: See `Started`.
-        start_s: How long starting may take.
-
-    Attributes:
-        place: Group and rank.
-        job: See above.
-        said: See above.
-        owed: See above.
-    """
+    """A rank that has died."""
 
     def __init__(
         self,
@@ -116,7 +74,7 @@ class Returning:
         here: Started,
         start_s: float,
     ) -> None:
-        self.place = job.group, job.rank
+        self.place = job.group, job.rank  # Group and rank
         self.job, self.said, self.owed = job, said, owed
         self._group, self._here, self._start_s = group, here, start_s
         self._since_s = time.monotonic()
@@ -126,15 +84,9 @@ class Returning:
 
     @property
     def calls(self) -> list[Ref]:
-        """What has not been answered yet."""
         return self._starting.calls if self._starting is not None else []
 
     def is_ready(self) -> bool:
-        """Whether it has built its roles; comes back at once.
-
-        Raises:
-            PenstockError: If it fails, its machine is gone, or the time is up.
-        """
         if self._starting is None:
             if time.monotonic() < self._begin_s:
                 return False
@@ -145,7 +97,6 @@ class Returning:
         return self._starting.is_ready()
 
     def sign(self) -> Restart | None:
-        """That it is on its way, from time to time."""
         now_s = time.monotonic()
         if now_s < self._next_sign_s:
             return None
@@ -153,7 +104,7 @@ class Returning:
         return self._restart(is_over=False)
 
     def is_back(self, since_s: float) -> Restart:
-        """That it is there again; the executor was busy with it since then (monotonic clock)."""
+        # That it is there again; the executor was busy with it since then (monotonic clock).
         return self._restart(is_over=True, held_up_s=time.monotonic() - since_s)
 
     def _restart(self, *, is_over: bool, held_up_s: float = 0.0) -> Restart:

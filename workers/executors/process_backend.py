@@ -1,4 +1,4 @@
-"""What an executor needs of whatever provides its processes.
+"""The contract of backends, which provide an executor's processes.
 
 A backend starts processes on devices, each with one object in it, calls that object's methods from
 here, and stores what is put or returned, so that any of the processes can get it. Ray is one such
@@ -32,7 +32,7 @@ Process = Any
 
 
 class BackendError(Exception):
-    """What a reference stands for cannot be had."""
+    """The object that a reference stands for cannot be had."""
 
 
 class ProcessDied(BackendError):
@@ -76,7 +76,7 @@ class ObjectStore(Protocol):
 
 
 class ProcessHome(ObjectStore, Protocol):
-    """What the object in a process has of its backend."""
+    """The backend as the object in a process sees it."""
 
     @property
     def host(self) -> str:
@@ -91,7 +91,7 @@ class Reservation(Protocol):
         """Give back what a group has and no other; idempotent. Its processes have ended."""
 
     def is_there(self, group: str) -> bool:
-        """Whether all that a group has are still there: no machine that has some is gone."""
+        """True if all devices of a group are still there: no machine that has some is gone."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a process sets up before it works: where it meets the others, and its threads.
+"""Setup of a process before it works: its rendezvous with the others, and its threads.
 
 Processes of several machines meet on the address that each is given, and on no other.
 """
@@ -34,13 +34,6 @@ def meet(
 
     Torch's own store would listen on every interface, and gloo on the one that the host's name
     resolves to; both are given the interface of this process's own address.
-
-    Args:
-        address: Address of the listener.
-        listener: In the process that has opened it; it is used up.
-        host: This process's own address.
-        num_processes: Number of processes that meet.
-        start_s: How long they may take.
     """
     interface = _interface(host)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -67,7 +60,6 @@ def bound_groups(deadline_s: float) -> None:
 
 
 def _interface(address: str) -> str:
-    """The network interface that has an address: "lo", "eth0"."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
             return name

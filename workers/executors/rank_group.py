@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...dataflow.errors import PenstockError, WorkerError
+from ...dataflow.errors import PenstockError, PlanError, WorkerError
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.executor import Program
 from ...dataflow.runtime.placement import DeviceGroup
@@ -35,33 +35,102 @@ from .process_backend import (
 )
 from .rank_process import RankProcess
 
-_RESERVE_S = 10.0
-"""Devices of a rank that joins must be free by then: the run waits for the answer."""
+# How long an answer is waited for: who gives none is busy, or its death is not known yet.
+_NOTICE_S = 5.0
+
+_OTHERS_S = 0.5  # The same once one is known to be dead: what ends a machine ends several
+
+_POLL_S = 2.0  # How often is looked whether there are devices again
+
+
+def dead_processes(
+    backend: ProcessBackend, groups: Iterable[RankGroup], returning: Collection[tuple[str, int]]
+) -> dict[tuple[str, int], str]:
+    """Group and rank of which a process has died -> one line that says how.
+
+    Of ranks that have not joined their group yet nothing is said: nobody depends on them. Nor is
+    anything of those that are `returning`: they are being started again.
+    """
+    left: dict[Ref, tuple[str, int]] = {}
+    for group in groups:
+        ranks = [r for r in range(group.num_ranks) if (group.group.name, r) not in returning]
+        for rank in ranks:
+            for process in group.group.processes(rank):
+                left[group.call(process, "is_running")] = group.group.name, rank
+    dead: dict[tuple[str, int], str] = {}
+    end_s = time.monotonic() + _NOTICE_S
+    while left and (left_s := end_s - time.monotonic()) > 0:
+        for ref in backend.watch(list(left), left_s):
+            place = left.pop(ref)
+            if said := _death(backend, ref):
+                dead[place] = said
+                end_s = min(end_s, time.monotonic() + _OTHERS_S)
+    return dead
+
+
+def _death(backend: ProcessBackend, answered: Ref) -> str:
+    try:
+        backend.get([answered], _NOTICE_S)
+    except ProcessDied as error:
+        return str(error)
+    except BackendError:  # it cannot say so, but it has answered
+        return ""
+    return ""
+
+
+def reserve_again(
+    backend: ProcessBackend,
+    groups: Sequence[RankGroup],
+    others: Sequence[RankGroup],
+    training: Collection[str],
+    timeout_s: float,
+) -> None:
+    """Set devices aside anew for groups of which some are gone with their machine.
+
+    Waits for them to come back, or for others in their place.
+    """
+    for one in groups:
+        one.give_back_lost()
+    end_s = time.monotonic() + timeout_s
+    while True:
+        left_s = end_s - time.monotonic()
+        try:
+            _reserve(backend, groups, others, training, max(left_s, _POLL_S))
+        except PlanError:
+            if left_s < _POLL_S:
+                raise
+            time.sleep(_POLL_S)
+        else:
+            return
+
+
+def _reserve(
+    backend: ProcessBackend,
+    groups: Sequence[RankGroup],
+    others: Sequence[RankGroup],
+    training: Collection[str],
+    timeout_s: float,
+) -> None:
+    held: list[Any] = [held for one in (*groups, *others) for held in one.reservations]
+    without = [one for one in groups if one.devices is None]
+    if without:
+        wanted = [one.group for one in without]
+        devices = backend.reserve(wanted, timeout_s, set(training), held)
+        held.append(devices)
+        for one in without:
+            one.devices = devices
+    for one in groups:
+        one.reserve(range(one.num_ranks), held)
+
+
+_RESERVE_S = 10.0  # Devices of a rank that joins must be free by then: the run waits for the answer
 
 LEAST_START_S = 300.0
 """Starting processes and loading models may take this long, however short a step's deadline is."""
 
 
 class RankGroup:
-    """The processes of a group.
-
-    Args:
-        backend: What starts them.
-        group: The group.
-        num_threads: Torch threads per process.
-        deadline_s: How long a process waits for another in a call.
-        hosted: What it builds, as bytes. Processes that share a model stay for the same again only:
-            an engine that ends takes with it what they have in common.
-        replicas: Whether its ranks have nothing to do with each other.
-
-    Attributes:
-        backend: What has started them.
-        group: The group.
-        processes: The processes, by number.
-        devices: What they run on; None before it is reserved.
-        num_ranks: How many it has now.
-        is_warm: Whether they run since an executor before this one, and have no roles.
-    """
+    """The processes of a group."""
 
     def __init__(
         self,
@@ -73,11 +142,12 @@ class RankGroup:
         *,
         replicas: bool = False,
     ) -> None:
-        self.backend = backend
+        self.backend = backend  # What has started them
         self.group = group
-        self.processes: dict[int, Process] = {}
-        self.devices: Reservation | None = None
-        self.num_ranks = group.num_ranks
+        self.processes: dict[int, Process] = {}  # The processes, by number
+        self.devices: Reservation | None = None  # What they run on; None before it is reserved
+        self.num_ranks = group.num_ranks  # How many it has now
+        # Whether they run since an executor before this one, and have no roles.
         self.is_warm = False
         self._replicas = replicas
         self._joined: dict[int, Reservation] = {}
@@ -93,20 +163,12 @@ class RankGroup:
 
     @property
     def reservations(self) -> list[Reservation]:
-        """What was set aside for it, and for ranks that have joined since."""
         return [*([] if self.devices is None else [self.devices]), *self._joined.values()]
 
     def reserve(self, ranks: Sequence[int], held: Sequence[Any]) -> None:
         """Set devices aside for ranks that join, for each its own.
 
         Those that the group had at first still have theirs, if they have left.
-
-        Args:
-            ranks: The ranks.
-            held: See `ProcessBackend.reserve`.
-
-        Raises:
-            PlanError: If there are none for one of them; then nothing is set aside.
         """
         wanted = [r for r in ranks if r >= self.group.num_ranks and r not in self._joined]
         try:
@@ -118,7 +180,6 @@ class RankGroup:
             raise
 
     def is_there(self) -> bool:
-        """Whether no machine is gone on which devices were set aside for it."""
         return not any(one is None or not one.is_there(name) for name, one in self._reserved())
 
     def give_back_lost(self) -> None:
@@ -131,28 +192,20 @@ class RankGroup:
                 self._joined = {r: other for r, other in self._joined.items() if other is not one}
 
     def _reserved(self) -> list[tuple[str, Reservation | None]]:
-        """Under which name what is set aside, for the group and for each rank that has joined."""
         joined = [(self._alone(rank).name, one) for rank, one in self._joined.items()]
         return [(self.group.name, self.devices), *joined]
 
     def _give_back(self, ranks: Iterable[int]) -> None:
-        """What was set aside for ranks when they joined."""
         for rank in ranks:
             if rank in self._joined:
                 self._joined.pop(rank).release(self._alone(rank).name)
 
     def _alone(self, rank: int) -> DeviceGroup:
-        """A rank as a group of its own; where its processes are is not said."""
         name = f"{self.group.name}[{rank}]"
         return replace(self.group, name=name, num_ranks=1, devices=(), nodes=())
 
     def end(self, ranks: Sequence[int], *, closing: bool) -> None:
-        """End the processes of some ranks, and give back what was set aside when they joined.
-
-        Args:
-            ranks: The ranks.
-            closing: Whether their workers are asked to close first, within `CLOSE_S`.
-        """
+        """End the processes of some ranks, and give back what was set aside when they joined."""
         leaving = [p for rank in ranks for p in self.group.processes(rank) if p in self.processes]
         if closing:
             _wait(self.backend, [self.call(process, "close") for process in leaving])
@@ -161,15 +214,7 @@ class RankGroup:
         self._give_back(ranks)
 
     def spawn(self, start_s: float, ranks: Sequence[int] | None = None) -> list[list[int]]:
-        """Start the processes; comes back before they run.
-
-        Args:
-            start_s: How long they wait for each other until all have started.
-            ranks: Those whose processes are started, of a group of replicas; all by default.
-
-        Returns:
-            Those that share a process group, of several.
-        """
+        """Start the processes; comes back before they run."""
         if not self._replicas:
             every = list(range(self.group.num_processes))
             for process in every:
@@ -187,7 +232,6 @@ class RankGroup:
     def _spawn(
         self, process: int, own: DeviceGroup, place: int, start_s: float, replica: tuple[int, int]
     ) -> None:
-        """Start a process, which has a place in the group that it shares a process group with."""
         arguments = own, place, self._num_threads, self._deadline_s, start_s, replica
         joined = self._joined.get(replica[0]) if self._replicas else None
         where = (self.group, process, self.devices)
@@ -209,7 +253,6 @@ class RankGroup:
         return ref
 
     def call_all(self, method: str, *arguments: Any) -> list[Ref]:
-        """The same of all of them."""
         return [self.call(process, method, *arguments) for process in sorted(self.processes)]
 
     def kill(self, rank: int | None = None) -> None:
@@ -223,7 +266,6 @@ class RankGroup:
 def hosted_bytes(
     programs: Mapping[str, Program], workers: Mapping[str, WorkerSpec | Role], group: str
 ) -> bytes:
-    """All that a group builds, pickled."""
     roles = {
         role for one in programs.values() for role in one.placement.hosted_roles(one.graph, group)
     }
@@ -241,17 +283,6 @@ def start_groups(
 
     Groups that are to sleep build their roles one after another on GPUs, so that each finds the
     memory of its devices free.
-
-    Args:
-        groups: The groups to start, all of one backend; their devices are reserved.
-        hosted: Programs, workers and the weight channel's name.
-        seed: The run's.
-        start_s: How long each phase may take.
-        asleep: Those that shall sleep afterwards, because they share devices.
-
-    Raises:
-        WorkerError: If a process fails or takes too long.
-        PenstockError: Whatever of ours building a worker raises.
     """
     new = [group for group in groups if not group.is_warm]
     for group in groups:
@@ -270,7 +301,6 @@ def start_groups(
 def _together(
     groups: Sequence[RankGroup], asleep: frozenset[str]
 ) -> Generator[Sequence[RankGroup]]:
-    """Which groups may build at the same time."""
     waiting = [g for g in groups if g.group.name in asleep and g.group.device.startswith("cuda")]
     yield [group for group in groups if group not in waiting]
     for group in waiting:
@@ -280,19 +310,6 @@ def _together(
 def all_results(
     backend: ProcessBackend, calls: Sequence[Ref], doing: str, start_s: float
 ) -> list[Any]:
-    """What all of the calls return.
-
-    Args:
-        backend: Of the processes that were called.
-        calls: The calls.
-        doing: What they do, for messages.
-        start_s: How long all of them may take.
-
-    Raises:
-        WorkerLost: If a process dies.
-        WorkerError: If one fails or takes too long.
-        PenstockError: Whatever of ours one raises.
-    """
     try:
         return backend.get(calls, start_s)
     except NotInTime as error:
@@ -311,12 +328,7 @@ def all_results(
 
 
 def end_groups(groups: Sequence[RankGroup], *, closing: bool) -> None:
-    """End the processes of groups of one backend, and give their devices back.
-
-    Args:
-        groups: The groups to end.
-        closing: Whether their workers are asked to close first, within `CLOSE_S`.
-    """
+    """End the processes of groups of one backend, and give their devices back."""
     if not groups or not groups[0].backend.is_up:
         return  # They ended with it.
     try:
@@ -332,7 +344,6 @@ def end_groups(groups: Sequence[RankGroup], *, closing: bool) -> None:
 
 
 def _wait(backend: ProcessBackend, calls: Sequence[Ref]) -> None:
-    """Until all calls have ended in some way, or `CLOSE_S` seconds are over."""
     end_s, left = time.monotonic() + CLOSE_S, set(calls)
     while left and (left_s := end_s - time.monotonic()) > 0:
         left.difference_update(backend.watch(list(left), left_s))
@@ -342,11 +353,7 @@ _WARM: list[RankGroup] = []
 
 
 def keep_warm(groups: Sequence[RankGroup]) -> list[RankGroup]:
-    """Keep the groups whose workers all leave an engine behind.
-
-    Returns:
-        The others, which are to be ended.
-    """
+    """Keep the groups whose workers all leave an engine behind."""
     others: list[RankGroup] = []
     for group in groups:
         answers = _answers(group, group.call_all("keep_warm"))
@@ -368,12 +375,10 @@ def take_warm(backend: ProcessBackend, groups: Sequence[RankGroup]) -> None:
 
 
 def forget_warm(backend: ProcessBackend) -> None:
-    """Once the backend has ended them."""
     _WARM[:] = [group for group in _WARM if group.backend != backend]
 
 
 def _answers(group: RankGroup, calls: Sequence[Ref]) -> list[bool]:
-    """What all of its processes answer; nothing if one does not."""
     try:
         return group.backend.get(calls, CLOSE_S)
     except BackendError:

@@ -38,42 +38,24 @@ from ..weight_sync.slice_exchange import SliceTraffic
 from .process_backend import BackendError, CallFailed, NotInTime, ProcessDied, ProcessHome, Ref
 from .process_setup import Address, bound_groups, meet, use_threads
 
-_CLOSE_CHANNEL_S = 1.0
-"""How long a process that ends waits for the threads of its weight channel."""
+_CLOSE_CHANNEL_S = 1.0  # How long a process that ends waits for the threads of its weight channel
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process returns: a few hundred bytes, whatever it made.
-
-    Attributes:
-        report: See `Report`; None if it failed.
-        parts: References to the outputs.
-        weights: Reference to a snapshot, or the offer of its slices.
-        error: What was raised.
-        trace: Its traceback.
-        leads: Whether this process answers for its rank.
-        lost: See `Completion.lost`.
-    """
+    """The answer of a process: a few hundred bytes, whatever it made."""
 
     report: Report | None
-    parts: tuple[Ref, ...] = ()
-    weights: Any = None
-    error: str = ""
-    trace: str = ""
-    leads: bool = True
+    parts: tuple[Ref, ...] = ()  # References to the outputs
+    weights: Any = None  # Reference to a snapshot, or the offer of its slices
+    error: str = ""  # What was raised
+    trace: str = ""  # Its traceback
+    leads: bool = True  # Whether this process answers for its rank
     lost: Literal["", "process", "stored"] = ""
 
 
 class SliceHost(Host):
-    """A host whose roles' weights travel in slices, through the weight channel of its process.
-
-    Args:
-        given: Of `Host`.
-        process: The process's number in its group.
-        traffic: The process's slices.
-        channel: The process's end of the channel.
-    """
+    """A host whose roles' weights travel in slices, through the weight channel of its process."""
 
     def __init__(
         self, *given: Any, process: int, traffic: SliceTraffic, channel: WeightChannel
@@ -108,18 +90,7 @@ class SliceHost(Host):
 
 
 class RankProcess:
-    """One process of a rank: a `Host`, and the conversions between tensors and what is stored.
-
-    Args:
-        home: The group that it runs in.
-        group: The group it belongs to.
-        process: Its number there; see `DeviceGroup.processes`.
-        num_threads: Torch's and numpy's threads.
-        deadline_s: How long to wait for another rank in a call, or for what it stored.
-        start_s: The same until all ranks have started.
-        replica: Which of several groups of that name this one is, and how many there are: the ranks
-            of a group that keeps nothing.
-    """
+    """One process of a rank: a `Host`, and the conversions between tensors and what is stored."""
 
     def __init__(
         self,
@@ -171,7 +142,6 @@ class RankProcess:
         )
 
     def forget(self, number: int) -> None:
-        """Nobody will ask for the weights of this offer again."""
         self._channel.forget(number)
 
     def is_running(self) -> bool:
@@ -208,7 +178,6 @@ class RankProcess:
         sleep_offloaded(self._roles.values())
 
     def _served(self, program: Program) -> dict[str, ServedRole]:
-        """The roles that others serve here."""
         served: dict[str, ServedRole] = {}
         found = program.placement.served_roles(program.graph, self._group.name)
         for role, server in found.items():
@@ -220,12 +189,7 @@ class RankProcess:
         return served
 
     def serve(self, token: str, before: Address | None) -> Address:
-        """Answer inference requests from now on, on this process's own address; where that is.
-
-        Args:
-            token: What whoever asks must know.
-            before: Where the process was in whose place this one is: the same, if it can be had.
-        """
+        """Answer inference requests from now on, on this process's own address; where that is."""
         host = self._home.host
         port = before[1] if before is not None and before[0] == host else 0
         self._server = InferenceServer(self._served_weights, host, token, port)
@@ -234,7 +198,6 @@ class RankProcess:
     def connect_to_servers(
         self, servers: Mapping[str, Sequence[tuple[str, int]]], token: str
     ) -> None:
-        """Where the ranks of the groups are that serve this one."""
         rank = self._group.rank_of(self._process)
         for group, addresses in servers.items():
             if group in self._clients:
@@ -275,9 +238,6 @@ class RankProcess:
         """Take the device back once others have given it up.
 
         What goes wrong is told to whoever asks for work next, because nobody looks at this call.
-
-        Args:
-            asleep: References to their calls of `sleep`.
         """
         try:
             for one in asleep:
@@ -289,24 +249,11 @@ class RankProcess:
             self._sleeps = f"waking it failed:\n{traceback.format_exc()}"
 
     def perform(self, program: str, work: Work, leads: bool) -> Answer:
-        """Do one piece of work; outputs stay in this process's store.
-
-        Args:
-            program: Name of the program whose host performs it.
-            work: What to do.
-            leads: Whether outputs are wanted of this process of its rank.
-        """
+        """Do one piece of work; outputs stay in this process's store."""
         answer, parts = self._answer(program, work, leads)
         return replace(answer, parts=tuple(self._home.put(part) for part in parts))
 
     def perform_apart(self, program: str, work: Work, count: int) -> tuple[Any, ...]:
-        """The same, with outputs as results of their own, which outlive this process.
-
-        Args:
-            program: Name of the program whose host performs it.
-            work: A call.
-            count: How many results beside the answer; as many as there may be outputs.
-        """
         answer, parts = self._answer(program, work, leads=True)
         return answer, *parts, *[None] * (count - len(parts))
 
@@ -339,7 +286,6 @@ class RankProcess:
         return result
 
     def _refill(self, work: Work) -> None:
-        """Receive again what sleeping workers did not keep, but for what `work` brings anew."""
         brought = work.arguments[0] if work.method is Host.import_slices else None
         for role in sorted(self._emptied - {brought}):
             program, last = self._imported[role]
@@ -377,7 +323,7 @@ class RankProcess:
                 self._channel.close(_CLOSE_CHANNEL_S)
 
     def _fetch(self, handle: Any) -> Any:
-        """Get a stored part or snapshot; copied, because arrays may be shared and read-only."""
+        # Get a stored part or snapshot; copied, because arrays may be shared and read-only.
         stored = self._got(handle)
         if isinstance(stored, dict):
             return {name: _tensor(array, dtype) for name, (dtype, array) in stored.items()}
@@ -385,7 +331,7 @@ class RankProcess:
 
 
 def _lost(error: BaseException | None) -> Literal["", "process", "stored"]:
-    """Whether something failed because a process died, and what of it is gone."""
+    # Whether something failed because a process died, and what of it is gone.
     while error is not None:
         if isinstance(error, WorkerLost):
             return "stored" if error.stored else "process"
@@ -421,7 +367,6 @@ def part_from_numpy(stored: Sequence[_Column]) -> Part:
 
 
 def _weights_to_numpy(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, Any]]:
-    """bfloat16, which numpy lacks, travels as its bits."""
     stored: dict[str, tuple[str, Any]] = {}
     for name, tensor in weights.items():
         array = tensor.detach().cpu().contiguous()

@@ -22,11 +22,7 @@ EXECUTORS = Registry[ExecutorKind](
 
 
 def check_executor(name: str) -> str:
-    """The name, if an executor has it, or it may be somebody's own ("module:EXECUTOR").
-
-    Raises:
-        ValueError: If not; says what there is.
-    """
+    """The name, if an executor has it, or it may be somebody's own ("module:EXECUTOR")."""
     if name in EXECUTORS or ":" in name:
         return name
     raise ValueError(

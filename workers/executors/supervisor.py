@@ -50,32 +50,25 @@ from .rank_group import (
     LEAST_START_S,
     RankGroup,
     all_results,
+    dead_processes,
     end_groups,
     hosted_bytes,
     keep_warm,
+    reserve_again,
     start_groups,
     take_warm,
 )
 from .rank_process import Answer, part_from_numpy, part_to_numpy
-from .revival import dead_processes, reserve_again
 
-_LOOK_S = 1.0
-"""Seconds between checks that a server lives whose clients would not notice its death."""
+_LOOK_S = 1.0  # Seconds between checks that a server lives whose clients would not notice its death
 
 
 class Connections:
-    """The connections of one executor's groups.
-
-    Args:
-        programs: All programs that the executor runs.
-
-    Attributes:
-        servers: Group that serves -> the groups that it serves.
-        clients: The groups that others serve.
-    """
+    """The connections of one executor's groups."""
 
     def __init__(self, programs: Mapping[str, Program]) -> None:
-        self.servers = servers_of(programs)
+        self.servers = servers_of(programs)  # Group that serves -> the groups that it serves
+        # The groups that others serve.
         self.clients = frozenset(name for names in self.servers.values() for name in names)
         self._token = secrets.token_hex(32)
         self._places: dict[str, list[Address]] = {}
@@ -84,20 +77,7 @@ class Connections:
     def open(
         self, groups: Mapping[str, RankGroup], names: Iterable[str], start_s: float
     ) -> set[str]:
-        """Have groups listen, and tell those that they serve where.
-
-        Args:
-            groups: All groups by name; those of `names`, and all whom they serve, are built.
-            names: Groups that were started just now; they have the weights that they serve.
-            start_s: How long each phase may take.
-
-        Returns:
-            Groups that ask one which listens somewhere else than before: they are told, but what
-            they are doing waits for it in vain.
-
-        Raises:
-            WorkerError: If a process fails or takes too long.
-        """
+        """Have groups listen, and tell those that they serve where."""
         new = set(names)
         serving = {name: self._serve(groups[name]) for name in sorted(new & self.servers.keys())}
         moved = set[str]()
@@ -127,11 +107,7 @@ class Connections:
         ]
 
     def to_look_at(self, busy: Iterable[str]) -> Generator[str]:
-        """Yield servers that it is time to check, because clients may be waiting for them.
-
-        Args:
-            busy: Groups that have work.
-        """
+        """Yield servers that it is time to check, because clients may be waiting for them."""
         working, now_s = set(busy), time.monotonic()
         for name, clients in self.servers.items():
             if working.intersection(clients) and now_s >= self._looked_s.get(name, 0.0):
@@ -139,8 +115,7 @@ class Connections:
                 yield name
 
 
-_Place = tuple[str, int | None]
-"""A group and a rank of it, or None for all of its ranks together."""
+_Place = tuple[str, int | None]  # A group and a rank of it, or None for all of its ranks together
 
 
 class RestartBudget:
@@ -149,10 +124,6 @@ class RestartBudget:
     A rank that dies again and again without an answer in between has a cause that starting it again
     does not fix. Before the second time in a row it waits, and before each further one twice as
     long: what it had, a port or memory of a device, may not be free at once.
-
-    Args:
-        recovery: How many deaths in a row are too many; `max_restarts` limits how often a run goes
-            back, which this is not.
     """
 
     def __init__(self, recovery: Recovery) -> None:
@@ -160,26 +131,12 @@ class RestartBudget:
         self._in_a_row: Counter[_Place] = Counter()
 
     def answered(self, group: str, rank: int) -> None:
-        """Note that a rank has answered, which forgives it its deaths.
-
-        Args:
-            group: Its group.
-            rank: The rank; where all of a group are started again together, any of them.
-        """
+        """Note that a rank has answered, which forgives it its deaths."""
         self._in_a_row.pop((group, rank), None)
         self._in_a_row.pop((group, None), None)
 
     def pause_s(self, group: str, rank: int | None, said: str) -> float:
-        """Return the seconds to wait before a rank is started again.
-
-        Args:
-            group: The group whose rank has died.
-            rank: The rank; None if all of the group are started again.
-            said: Which process died, and how.
-
-        Raises:
-            WorkerError: If it is not to be started again.
-        """
+        """Return the seconds to wait before a rank is started again."""
         limits, place = self._recovery, (group, rank)
         count = self._in_a_row[place]
         if count >= limits.max_repeats:
@@ -193,13 +150,11 @@ class RestartBudget:
 
 _LOG = logging.getLogger("penstock.executor")
 
-_RETURN_S = 0.2
-"""How often is looked at ranks that are being started again."""
+_RETURN_S = 0.2  # How often is looked at ranks that are being started again
 
 _COULD_NOT = "could not be started again"
 
-_LOAD_S = 20.0
-"""How long weights may take to come before it is looked who lives."""
+_LOAD_S = 20.0  # How long weights may take to come before it is looked who lives
 
 
 class Supervisor(Executor):
@@ -216,22 +171,8 @@ class Supervisor(Executor):
     warm when the executor stops. The next executor takes them if it needs such a group, and ends
     them if not.
 
-    Groups that share devices sleep in turn. The processes see to it themselves: those whose turn
-    it is wait for the others to sleep before they wake, and what they are given next waits as well.
-
-    Args:
-        where: What the backend is called in messages: "Ray".
-        connect: Gives the backend; called by `start`.
-        num_threads: Torch's and numpy's threads per process; the controller's own number shared
-            among the processes of the largest group by default, so that one rank computes exactly
-            what one process does.
-        transport: The weight channel, by which slices of weights get to other groups. Weights of
-            workers that cannot say how they hold them, and all columns, go through the backend's
-            store.
-
-    Attributes:
-        recovery: How often a rank is started again without an answer in between, and how long to
-            wait before. An engine sets it before `start`.
+    Groups that share devices sleep in turn. The processes see to it themselves: those whose turn it
+    is wait for the others to sleep before they wake, and what they are given next waits as well.
     """
 
     moves_slices = True
@@ -245,6 +186,8 @@ class Supervisor(Executor):
         *,
         transport: Transport = DEFAULT_TRANSPORT,
     ) -> None:
+        # How often a rank is started again without an answer in between, and how long to wait
+        # before. An engine sets it before `start`.
         self.recovery = Recovery()
         self._budget = RestartBudget(self.recovery)
         self._where, self._connect = where, connect
@@ -313,7 +256,6 @@ class Supervisor(Executor):
         self._connections.open(self._groups, self._groups, self._start_s)
 
     def _reserve(self, backend: ProcessBackend, groups: Sequence[RankGroup]) -> None:
-        """Set devices aside for the groups that have none from before."""
         new = [group for group in groups if not group.is_warm]
         devices = backend.reserve(
             [group.group for group in new],
@@ -335,7 +277,6 @@ class Supervisor(Executor):
         self._send(Job(ticket, program, group, rank, work, set()))
 
     def _hand_off(self, group: str, *, awake: bool = False) -> None:
-        """Give a group its devices before its next work; comes back at once."""
         change = self._sharing.hand_off(group)
         for name in change.sleep:
             self._asleep[name] = self._groups[name].call_all("sleep")
@@ -343,7 +284,7 @@ class Supervisor(Executor):
             self._groups[change.wake].call_all("wake", self._given_up(group))
 
     def _given_up(self, group: str) -> list[Ref]:
-        """The last calls of `sleep` of all who share a group's devices: what it must wait for."""
+        # The last calls of `sleep` of all who share a group's devices: what it must wait for.
         others = sorted(self._sharing.others(group))
         return [call for name in others for call in self._asleep.get(name, ())]
 
@@ -369,7 +310,6 @@ class Supervisor(Executor):
             self._books.out[answer] = (job, process)
 
     def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
-        """See `Executor.wait`."""
         if not (self._books.out or self._returning):
             return []
         self._look()
@@ -384,7 +324,6 @@ class Supervisor(Executor):
         return [answer for answer in answers if answer is not None]
 
     def _look(self) -> None:
-        """Have servers show that they live, if nothing else would."""
         for name in self._connections.to_look_at(self._books.busy):
             group = self._groups[name]
             for process in range(len(group.processes)):
@@ -393,7 +332,6 @@ class Supervisor(Executor):
                 self._books.out[group.call(process, "is_running")] = (job, process)
 
     def _answer(self, ref: Ref) -> Completion | Restart | None:
-        """What a rank answers: once all its processes have, or as soon as one of them fails."""
         if ref not in self._books.out:
             return None  # Its group was started again meanwhile.
         job, process = self._books.out.pop(ref)
@@ -433,7 +371,6 @@ class Supervisor(Executor):
         return completion
 
     def _died(self, job: Job, said: str) -> Completion | Restart | None:
-        """Start the rank again if that can be done, and have it do again what it owes."""
         if job.group not in self._restartable:
             return self._failed(job, said)
         # Those that take turns on devices, or talk to others, are started together.
@@ -453,7 +390,6 @@ class Supervisor(Executor):
         return one.sign()
 
     def _bring_back(self, one: Returning) -> Completion | Restart | None:
-        """Go on with a rank that is started again while the others work."""
         since_s, job = time.monotonic(), one.job
         try:
             if not one.is_ready():
@@ -469,7 +405,6 @@ class Supervisor(Executor):
     def _bring_back_all(
         self, job: Job, said: str, owed: Sequence[Job], pause_s: float
     ) -> Completion | Restart | None:
-        """Start all ranks of a group again, which wait for each other or for other groups."""
         since_s, group = time.monotonic(), self._groups[job.group]
         time.sleep(pause_s)
         try:
@@ -487,19 +422,16 @@ class Supervisor(Executor):
         return Restart(job.group, took_s, held_up_s=took_s)
 
     def _load_again(self, group: str, rank: int | None, owed: Sequence[Job]) -> None:
-        """Have ranks that were started again load what they had, and begin their streams anew."""
         # A stream that was begun goes on from what was answered; nothing is done of one that ended.
         begun = [one for one in self._books.begun(group, rank) if one not in owed]
         self._load([*self._books.loads(group, rank), *begun])
 
     def _not_back(self, job: Job, rank: int | None, said: str) -> Completion | None:
-        """The failure of ranks that could not be started; whoever goes back finds them dead."""
         self._groups[job.group].kill(rank)
         self._books.take_owed(job, rank)
         return self._failed(job, said)
 
     def prepare(self, group: str, num_ranks: int) -> bool:
-        """See `Executor.prepare`."""
         one, here = self._groups[group], self._here
         joining = self._joining.get(group)
         if joining is not None and joining.num_ranks != num_ranks:
@@ -519,7 +451,6 @@ class Supervisor(Executor):
             raise
 
     def resize(self, group: str, num_ranks: int) -> int:
-        """See `Executor.resize`."""
         one = self._groups[group]
         joining = self._joining.pop(group, None)
         if joining is not None:
@@ -537,7 +468,6 @@ class Supervisor(Executor):
         return num_ranks
 
     def _give_weights(self, group: str, rank: int) -> None:
-        """Have a rank that joins load what rank 0 has loaded."""
         found = self._books.loads(group, 0)
         jobs = [Job(0, job.program, group, rank, job.work, set()) for job in found]
         self._load(jobs)
@@ -545,7 +475,6 @@ class Supervisor(Executor):
             self._books.note(job)
 
     def _load(self, jobs: Sequence[Job]) -> None:
-        """Have ranks that were started just now do first what they need, and wait for weights."""
         self._send_again(jobs)
         calls, end_s = self._books.take_loads(jobs), time.monotonic() + self._deadline_s
         while calls:
@@ -571,13 +500,11 @@ class Supervisor(Executor):
                 self._send(job)
 
     def _reconnect(self, group: str) -> None:
-        """Have a group that was started again, and has its weights, be asked and ask as before."""
         moved = self._connections.open(self._groups, [group], self._start_s)
         for name in moved & self._books.busy:
             self._groups[name].kill()  # it waits for somebody who will not come
 
     def _failed(self, job: Job, said: str, lost: Lost = "process") -> Completion | None:
-        """The failure of what a dead process was doing, or of what somebody is asking it."""
         if job.ticket != LOOK:
             return job.failed(said, lost=lost)
         clients = self._connections.servers[job.group]
@@ -589,7 +516,6 @@ class Supervisor(Executor):
             self._returning.pop(place).give_up()
 
     def _wait_asleep(self, group: str) -> None:
-        """Until the devices of a group that is started again are its own."""
         self._hand_off(group, awake=True)
         end_s = time.monotonic() + self._start_s
         try:
@@ -600,7 +526,6 @@ class Supervisor(Executor):
             raise WorkerError(f"its devices were not given up: {error}") from error
 
     def died(self) -> str:
-        """See `Executor.died`."""
         if self._started is None:
             return ""
         dead = dead_processes(self._started.backend, self._groups.values(), self._returning)
@@ -609,7 +534,6 @@ class Supervisor(Executor):
         )
 
     def revive(self, groups: Collection[str]) -> frozenset[str]:
-        """See `Executor.revive`."""
         here = self._here
         dead = dead_processes(here.backend, self._groups.values(), self._returning)
         wanted = {*groups, *(name for name, _ in (*dead, *self._returning))}
@@ -630,7 +554,6 @@ class Supervisor(Executor):
         return frozenset(names) | (self.revive(waiting) if waiting else set())
 
     def _build(self, groups: Sequence[RankGroup]) -> set[str]:
-        """Start groups that have died; returns whom that leaves waiting in vain."""
         here, names = self._here, [group.group.name for group in groups]
         others = [group for group in self._groups.values() if group not in groups]
         training = self._groups.keys() - self._restartable
@@ -646,22 +569,18 @@ class Supervisor(Executor):
         return self._connections.open(self._groups, names, self._start_s) & self._books.busy
 
     def _let_go(self, names: set[str]) -> None:
-        """What groups have been given, were loaded with or have ready for others is gone."""
         self._offers.drop(names)
         self._books.forget(names)
         self._asleep = {k: calls for k, calls in self._asleep.items() if k not in names}
 
     def outlives(self, group: str) -> bool:
-        """See `Executor.outlives`."""
         return group in self._restartable
 
     def put(self, part: Part) -> Handle:
-        """See `Executor.put`; these bytes do pass through the controller."""
         self._controller_bytes += sum(column.num_bytes for column in part)
         return self._here.backend.put(part_to_numpy(part))
 
     def get(self, handles: Sequence[Handle]) -> list[Part]:
-        """See `Executor.get`; these bytes pass through the controller too."""
         if not handles:
             return []
         try:
@@ -692,7 +611,6 @@ class Supervisor(Executor):
         self._started = None
 
     def _may_stay_warm(self, group: RankGroup) -> bool:
-        """Those that train nothing, and hold no part of a GPU that is given back."""
         shares_gpu = group.group.device.startswith("cuda") and self._sharing.shares(
             group.group.name
         )

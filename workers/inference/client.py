@@ -1,4 +1,4 @@
-"""How a process calls a role that another process serves."""
+"""Client side: calls of a role that another process serves."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from ...dataflow.runtime.remote_inference import InferenceRequest
 from .protocol import CHALLENGE_BYTES, FrameReader, answer_from, proof, request_frame
 
 _PIECE = 1 << 20
-_PAUSE_S = 0.1
-"""Between two attempts to reach a server."""
+_PAUSE_S = 0.1  # Between two attempts to reach a server
+# Servers that may go while they have a request: after more of them it is the request's fault.
 _MOST_LOST = 3
-"""Servers that may go while they have a request: after more of them it is the request's fault."""
 
 
 class InferenceClient:
@@ -25,12 +24,6 @@ class InferenceClient:
 
     A thread that waits has a connection to itself meanwhile; there are as many as there ever were
     requests at once.
-
-    Args:
-        where: What to call the server in messages: "group 'policy'".
-        deadline_s: How long an answer may take.
-        restart_s: How long to wait for another server in the place of one that has gone. It is
-            asked again: an answer depends on the request and the weights alone.
     """
 
     def __init__(self, where: str, deadline_s: float, restart_s: float = 0.0) -> None:
@@ -41,17 +34,10 @@ class InferenceClient:
         self._lock = threading.Lock()
 
     def connect(self, address: tuple[str, int], token: str) -> None:
-        """Where the server is from now on, and what it wants to hear."""
         self.close()
         self._address, self._token = address, token
 
     def send(self, request: InferenceRequest, returns: type[Any]) -> Any:
-        """See `SendRequest`.
-
-        Raises:
-            WorkerError: If the server refuses, or does not answer in time.
-            WorkerLost: If it has gone, and no other is in its place in time.
-        """
         frame, what = request_frame(request), f"'{request.role}.{request.method}' of {self._where}"
         end_s = time.monotonic() + self._restart_s
         num_lost = 0
@@ -72,7 +58,6 @@ class InferenceClient:
                 ) from error
 
     def _answer(self, frame: bytes, end_s: float) -> Any:
-        """Send a request once, and return the answer."""
         link, is_new = self._taken(end_s)
         try:
             _limit(link, end_s)
@@ -99,7 +84,6 @@ class InferenceClient:
             link.close()
 
     def _taken(self, end_s: float) -> tuple[socket.socket, bool]:
-        """A connection, and whether it is new."""
         with self._lock:
             if self._idle:
                 return self._idle.pop(), False

@@ -32,28 +32,21 @@ _LENGTHS = struct.Struct("<IQ")
 _MOST_HEADER = 1 << 20
 _MOST_ARRAYS = 1 << 31
 _MOST_AXES = 32
-_MOST_ERROR = 1 << 16
-"""Characters of an error; as JSON one takes 12 bytes at most."""
+_MOST_ERROR = 1 << 16  # Characters of an error; as JSON one takes 12 bytes at most
+# What arrays may hold, as numpy spells it, without the byte order.
 _DTYPES = {"f4", "f8", "i8", "i4", "i2", "i1", "u1", "b1"}
-"""What arrays may hold, as numpy spells it, without the byte order."""
 
 
 def proof(token: str, challenge: bytes) -> bytes:
-    """What shows that one knows the token."""
     return hmac.digest(token.encode(), challenge, hashlib.sha256)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One message.
+    """One message."""
 
-    Attributes:
-        header: From JSON.
-        arrays: The arrays it came with; writable, and nobody else's.
-    """
-
-    header: Mapping[str, Any]
-    arrays: tuple[Array | None, ...]
+    header: Mapping[str, Any]  # From JSON
+    arrays: tuple[Array | None, ...]  # The arrays it came with; writable, and nobody else's
 
 
 class FrameReader:
@@ -68,15 +61,10 @@ class FrameReader:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it holds something of a frame that is not taken yet."""
         return bool(self._bytes)
 
     def take(self) -> Frame | None:
-        """The next frame, if all of it is there.
-
-        Raises:
-            WorkerError: If it is no frame.
-        """
+        """The next frame, if all of it is there."""
         begin = _LENGTHS.size
         if len(self._bytes) < begin:
             return None
@@ -147,11 +135,7 @@ def _encode(header: dict[str, Any], arrays: Sequence[Array | None]) -> bytes:
 
 
 def request_frame(request: InferenceRequest) -> bytes:
-    """A request as bytes.
-
-    Raises:
-        WorkerError: If an argument is no array that can be sent.
-    """
+    """A request as bytes."""
     for index, argument in enumerate(request.arguments):
         if argument is not None and not isinstance(argument, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance] - user code
             raise WorkerError(
@@ -163,11 +147,7 @@ def request_frame(request: InferenceRequest) -> bytes:
 
 
 def request_from(frame: Frame) -> InferenceRequest:
-    """The reverse.
-
-    Raises:
-        WorkerError: If it is no request.
-    """
+    """The reverse."""
     role, method, version = (frame.header.get(name) for name in ("role", "method", "version"))
     if not (isinstance(role, str) and isinstance(method, str) and type(version) is int):
         raise WorkerError(f"a request lacks its role, method or version: {frame.header!s:.200}")
@@ -175,11 +155,7 @@ def request_from(frame: Frame) -> InferenceRequest:
 
 
 def answer_frame(answer: Any) -> bytes:
-    """An answer, a named tuple of arrays, as bytes.
-
-    Raises:
-        WorkerError: If it is something else.
-    """
+    """An answer, a named tuple of arrays, as bytes."""
     if not isinstance(answer, tuple):
         raise WorkerError(f"the answer is a {type(answer).__name__}, no named tuple of arrays")
     arrays: tuple[Any, ...] = answer
@@ -192,7 +168,6 @@ def answer_frame(answer: Any) -> bytes:
 
 
 def error_frame(text: str) -> bytes:
-    """What went wrong, as bytes; of a long text its beginning and its end."""
     if len(text) > _MOST_ERROR:
         half = _MOST_ERROR // 2
         text = f"{text[:half]}\n... {len(text) - _MOST_ERROR} characters ...\n{text[-half:]}"
@@ -200,11 +175,7 @@ def error_frame(text: str) -> bytes:
 
 
 def answer_from(frame: Frame, returns: type[Any]) -> Any:
-    """The reverse of both.
-
-    Raises:
-        WorkerError: If it tells of an error, or is no answer of that kind.
-    """
+    """The reverse of both."""
     if "error" in frame.header:
         raise WorkerError(str(frame.header["error"]))
     num_fields = len(returns._fields)

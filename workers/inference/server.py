@@ -35,69 +35,42 @@ from .protocol import (
     request_from,
 )
 
-_PIECE = 1 << 20
-"""Most bytes taken from a connection at once."""
+_PIECE = 1 << 20  # Most bytes taken from a connection at once
 
+# How long a connection may keep us waiting: to prove itself, and to take some of an answer.
 _PATIENCE_S = 10.0
-"""How long a connection may keep us waiting: to prove itself, and to take some of an answer."""
 
-_REQUEST_S = 60.0
-"""How long a connection may take from the first byte of a request to the last."""
+_REQUEST_S = 60.0  # How long a connection may take from the first byte of a request to the last
 
-_MOST_UNPROVEN = 256
-"""Connections that have not proven themselves; the oldest gives way to another."""
+_MOST_UNPROVEN = 256  # Connections that have not proven themselves; the oldest gives way to another
 
-_PAUSE_S = 0.2
-"""Before the next connection is accepted when one could not be."""
+_PAUSE_S = 0.2  # Before the next connection is accepted when one could not be
 
 _LOG = logging.getLogger("penstock.serving")
 
 
 @dataclass
 class _Peer:
-    """One connection.
+    """One connection."""
 
-    Attributes:
-        link: The client's socket.
-        expected: The proof it owes; empty once it has given it.
-        since_s: When it connected, on the server's clock as all times here.
-        given: What has come of the proof.
-        reader: Reads the client's requests.
-        began_s: When the request began that the reader has not all of.
-        unsent: Answers it has not taken yet.
-        took_s: When it last took some, or they began to wait.
-    """
-
-    link: socket.socket
-    expected: bytes
-    since_s: float
-    given: bytes = b""
-    reader: FrameReader = field(default_factory=FrameReader)
-    began_s: float | None = None
-    unsent: bytearray = field(default_factory=bytearray)
-    took_s: float = 0.0
+    link: socket.socket  # The client's socket
+    expected: bytes  # The proof it owes; empty once it has given it
+    since_s: float  # When it connected, on the server's clock as all times here
+    given: bytes = b""  # What has come of the proof
+    reader: FrameReader = field(default_factory=FrameReader)  # Reads the client's requests
+    began_s: float | None = None  # When the request began that the reader has not all of
+    unsent: bytearray = field(default_factory=bytearray)  # Answers it has not taken yet
+    took_s: float = 0.0  # When it last took some, or they began to wait
 
 
 class InferenceServer:
-    """Answers requests from other processes until it is closed.
-
-    Args:
-        served_weights: The weights that answer.
-        host: The address to listen at, no other.
-        token: What whoever connects must know.
-        port: Where to listen if nobody else does; 0 for anywhere.
-
-    Attributes:
-        address: Host and port.
-        num_requests: Answered so far.
-        num_batches: In how many batches.
-    """
+    """Answers requests from other processes until it is closed."""
 
     def __init__(self, served_weights: ServedWeights, host: str, token: str, port: int = 0) -> None:
         self._served_weights, self._token = served_weights, token
         self._listener = _listening(host, port)
         self._listener.setblocking(False)
-        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])  # Host and port
         self.num_requests = self.num_batches = 0
         self._wake, self._woken = socket.socketpair()
         self._closing = False
@@ -112,12 +85,7 @@ class InferenceServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering and close all connections; idempotent.
-
-        Raises:
-            WorkerError: If an answer is still being computed after `CLOSE_S`, or answering has
-                ended by a fault.
-        """
+        """Stop answering and close all connections; idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -149,11 +117,9 @@ class InferenceServer:
                 one.close()
 
     def _now_s(self) -> float:
-        """Seconds that have passed without the time spent on answering."""
         return time.monotonic() - self._answering_s
 
     def _gather(self) -> list[tuple[_Peer, InferenceRequest]]:
-        """Wait until something arrives; the requests that are complete."""
         waiting: list[tuple[_Peer, InferenceRequest]] = []
         for key, events in self._selector.select(self._until_listening_s()):
             peer: _Peer | None = key.data
@@ -169,7 +135,6 @@ class InferenceServer:
         return waiting
 
     def _until_listening_s(self) -> float:
-        """How long to wait for events; listens again if it is time to."""
         if self._listen_at_s is None:
             return _PATIENCE_S
         left_s = self._listen_at_s - time.monotonic()
@@ -243,7 +208,6 @@ class InferenceServer:
             return []
 
     def _check(self, peer: _Peer, piece: bytes) -> bytes:
-        """Take the proof from the beginning of what a connection sends; the rest."""
         given = peer.given + piece
         peer.given, rest = given[:PROOF_BYTES], given[PROOF_BYTES:]
         if len(peer.given) < PROOF_BYTES:
@@ -264,7 +228,6 @@ class InferenceServer:
             self._send(peer, _frame_of(request, answer))
 
     def _send(self, peer: _Peer, data: bytes) -> None:
-        """Send what the connection takes now, and the rest when it takes more."""
         if not peer.unsent:
             peer.took_s = self._now_s()
         peer.unsent += data
@@ -284,7 +247,6 @@ class InferenceServer:
         self._selector.modify(peer.link, wanted, peer)
 
     def _drop(self, peer: _Peer, why: str = "") -> None:
-        """Close a connection, if that is not done yet, and say why unless it is as usual."""
         if why:
             _LOG.warning("a connection is dropped: %s", why)
         number = peer.link.fileno()
@@ -303,7 +265,6 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _frame_of(request: InferenceRequest, answer: object) -> bytes:
-    """The answer as bytes, or what went wrong."""
     if not isinstance(answer, Exception):
         try:
             return answer_frame(answer)

@@ -13,26 +13,90 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...algorithms.roles.agents import Agent, Conversations
 from ...algorithms.roles.language import Rollout, Sampling, Unfinished
+from ...dataflow.errors import ConfigError, WorkerError
 from ...dataflow.graph.role import Metric, Streamed, add_metrics
 from ...dataflow.runtime.call_context import call_in_flight, call_key, current_step
-from ...dataflow.runtime.worker_protocol import WorkerContext
-from .ended import Begun, Ended
+from ...dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
 from .generation_engine import GenerationEngine
 from .reports import report_lag, report_responses
-from .responses import Responses, check_logprobs, check_prompts, to_rollout
+from .responses import Begun, Ended, Responses, check_logprobs, check_prompts, to_rollout
 from .sampling import SampleStreams
 
 
-def new_groups(prompt: Tensor, prompt_id: Tensor, step: int, num_samples: int) -> Unfinished:
-    """Return groups of which nothing has been sampled.
+def converse(
+    engine: GenerationEngine,
+    context: WorkerContext,
+    prompt: Tensor,
+    prompt_id: Tensor,
+    agent: Agent,
+    sampling: Sampling,
+    max_turns: int,
+    branch: bool,
+    metrics: dict[str, Metric],
+) -> Conversations:
+    """Answer a role's call to `converse`."""
+    at = f"'{context.role}.converse'"
+    check_turns(at, sampling, max_turns, branch=branch)
+    if context.tensor_parallel > 1:
+        raise ConfigError(
+            f"{at}: {context.tensor_parallel} processes share the model, and the other side of a "
+            "conversation answers in one\n    set tensor_parallel=1 for its group"
+        )
+    check_prompts(
+        prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
+    )
+    engine.check(sampling)
+    found = engine.turns(sampling, len(prompt) * sampling.num_samples * agent.max_pieces)
+    if found is None:
+        raise ConfigError(
+            f"'{context.role}.converse': {engine.name} samples whole responses, and no turns of "
+            "conversations\n    give the engine a method `turns`, or choose another: rollout=vllm"
+        )
+    with closing(found) as turns:
+        roll = agent.hold(
+            turns, prompt.cpu(), prompt_id.cpu(), sampling, max_turns=max_turns, branch=branch
+        )
+        shown = turns.num_reused + turns.num_read
+        if shown:
+            reused = Metric.mean(float(turns.num_reused), float(shown))
+            add_metrics(metrics, {"prefix_reused": reused})
+    bad = ~roll.behavior_logprob.isfinite().all(1)
+    if bool(bad.any()):
+        raise WorkerError(
+            f"step {current_step()}: the logits of '{context.role}' are not finite in "
+            f"{int(bad.sum())} of {len(bad)} conversations\n    its weights have run away: go on "
+            "from the last checkpoint with a lower optimizer.lr, or in dtype float32"
+        )
+    add_metrics(metrics, drain_metrics(agent))
+    report_lag(metrics, roll)
+    return roll
 
-    Args:
-        prompt: i64[P, T], right padded with -1.
-        prompt_id: i64[P].
-        step: The step whose prompts they are.
-        num_samples: Responses to each.
-    """
+
+def check_turns(at: str, sampling: Sampling, max_turns: int, *, branch: bool) -> None:
+    """Refuse settings with which no conversation can be held."""
+    if not sampling.max_total_tokens:
+        raise ConfigError(
+            f"{at}: sampling.max_total_tokens is 0, and a conversation needs an end\n    set it to "
+            "the tokens of the longest conversation, its prompt included: task.max_total_tokens"
+        )
+    if sampling.stop:
+        raise ConfigError(
+            f"{at}: sampling.stop is {sampling.stop!r}; a turn ends with a token\n    leave it "
+            "out, and give sampling.stop_token_ids if a turn is to end with more than one"
+        )
+    if branch and sampling.num_samples % 2:
+        raise ConfigError(
+            f"{at}: sampling.num_samples is {sampling.num_samples}, and conversations that branch "
+            "come in pairs\n    make it even"
+        )
+    if max_turns < 1:
+        raise ConfigError(f"{at}: max_turns is {max_turns}\n    set it to 1 or more")
+
+
+def new_groups(prompt: Tensor, prompt_id: Tensor, step: int, num_samples: int) -> Unfinished:
+    """Return groups of which nothing has been sampled."""
     none = Responses.none_yet(len(prompt) * num_samples, 0)
     return Unfinished(
         prompt=prompt.cpu(),
@@ -65,16 +129,7 @@ def num_tokens(groups: Unfinished) -> Tensor:
 
 
 def as_begun(groups: Unfinished, sampling: Sampling, length: int) -> Begun:
-    """Return what an engine needs to go on with groups.
-
-    Args:
-        groups: The groups, with what has been sampled of them.
-        sampling: How they are sampled.
-        length: By how much a response may grow.
-
-    Raises:
-        ValueError: If they were begun with another number of samples or longer responses.
-    """
+    """Return what an engine needs to go on with groups."""
     rows, wanted = len(groups.response), len(groups.prompt) * sampling.num_samples
     longest = int(num_tokens(groups).max()) if rows else 0
     if rows != wanted or longest > sampling.max_new_tokens:
@@ -93,13 +148,7 @@ def as_begun(groups: Unfinished, sampling: Sampling, length: int) -> Begun:
 
 
 def grown(groups: Unfinished, responses: Responses, sampling: Sampling) -> Unfinished:
-    """Return the groups after a segment.
-
-    Args:
-        groups: The groups before it.
-        responses: All that there is of each response after it.
-        sampling: How they are sampled.
-    """
+    """Return the groups after a segment."""
     limits = [sampling.longest_response(n) for n in (groups.prompt >= 0).sum(1).tolist()]
     limit = torch.tensor(limits, dtype=torch.int64).repeat_interleave(sampling.num_samples)
     width = int(responses.length.max()) if len(limit) else 0
@@ -126,7 +175,6 @@ def parted(groups: Unfinished) -> tuple[Unfinished, Unfinished]:
 
 
 def _chosen(groups: Unfinished, kept: Tensor) -> Unfinished:
-    """Return the groups that `kept`, bool[P], chooses."""
     rows = kept.repeat_interleave(len(groups.ended) // max(len(kept), 1))
     per_prompt = ("prompt", "prompt_id", "began")
     return Unfinished(
@@ -152,12 +200,7 @@ def as_rollout(groups: Unfinished) -> tuple[Rollout, Responses]:
 
 
 class OrderedAnswers:
-    """Says which calls are to be answered, given which responses have ended.
-
-    Args:
-        num_rows: Responses of each call. Rows are numbered through all calls, in their order.
-        begun: Tokens that each response has before; none by default.
-    """
+    """Says which calls are to be answered, given which responses have ended."""
 
     def __init__(self, num_rows: Sequence[int], begun: Sequence[int] | None = None) -> None:
         self._call_of = [call for call, num in enumerate(num_rows) for _ in range(num)]
@@ -180,19 +223,7 @@ class OrderedAnswers:
     def ended(
         self, rows: Sequence[int], lengths: Sequence[int], at_least: int
     ) -> list[tuple[int, int]]:
-        """Note that some responses have ended; none, if only `at_least` has grown.
-
-        Args:
-            rows: The responses.
-            lengths: Tokens of each, with those that it had before.
-            at_least: Least tokens, counted alike, that each of the others has at its end.
-
-        Returns:
-            (size, call) of the calls that are to be answered now, in order.
-
-        Raises:
-            ValueError: If a row has ended before.
-        """
+        """Note that some responses have ended; none, if only `at_least` has grown."""
         for row, length in zip(rows, lengths, strict=True):
             self._end(row, length)
         first = min(((self._reached(call, at_least), call) for call in self._missing), default=None)
@@ -202,7 +233,6 @@ class OrderedAnswers:
         return answers
 
     def _reached(self, call: int, at_least: int) -> int:
-        """Return the least size that a call which is not complete may come to have."""
         rows = self._by_begun[call]
         while self._has_ended[rows[-1]]:
             rows.pop()
@@ -228,23 +258,7 @@ def sample(
     sampling: Sampling,
     metrics: dict[str, Metric],
 ) -> Rollout:
-    """Answer a role's call to `generate`.
-
-    Args:
-        engine: Samples the tokens.
-        context: The role, and the run's seed.
-        prompt: i64[P, T], right padded with -1.
-        prompt_id: i64[P].
-        sampling: How many responses, how long, how hot.
-        metrics: Lengths and truncation are added to it.
-
-    Returns:
-        Rows of one prompt are adjacent, in the order of the prompts.
-
-    Raises:
-        ValueError: If a prompt cannot be answered, or the engine cannot sample so.
-        WorkerError: If the model's logits are not finite.
-    """
+    """Answer a role's call to `generate`."""
     streams = _checked_streams(engine, context, prompt, prompt_id, sampling)
     responses = engine.generate(prompt, streams, sampling)
     return _answer(context, prompt, prompt_id, sampling, responses, metrics)
@@ -261,19 +275,6 @@ def sample_streamed(
 
     What an answer has to report is added to the metrics right before it is given. In flight there
     are pauses between answers; see `Worker.takes_weights`.
-
-    Args:
-        engine: Samples the tokens.
-        context: The role, and the run's seed.
-        method: "generate".
-        calls: `prompt`, `prompt_id` and `sampling` of each; prompts may differ in width.
-        metrics: Lengths and truncation are added to it.
-
-    Raises:
-        ValueError: If another method is asked for, calls are to be sampled differently, a prompt
-            cannot be answered, or the engine cannot sample so.
-        WorkerError: If the model's logits are not finite.
-        RuntimeError: If the engine stops before all responses have ended.
     """
     if not calls:
         return
@@ -303,22 +304,6 @@ def sample_segment(
 
     A group is returned by the call that ends its last response. What is not is `Unfinished`, the
     groups of earlier steps first; a response goes on with the random numbers of its own step.
-
-    Args:
-        engine: Samples the tokens.
-        context: The role, and the run's seed.
-        method: "generate".
-        calls: `prompt`, `prompt_id` and `sampling` of each; prompts may differ in width.
-        begun: What each has left unfinished in the step before; None if nothing.
-        length: Tokens by which a response may grow.
-        metrics: As `sample_streamed`, of what is returned; `new_tokens` are the segment's, and
-            `unfinished_rows` are the responses that are not returned.
-
-    Raises:
-        ValueError: As `sample_streamed`; also if groups were begun with other numbers of samples or
-            longer responses.
-        WorkerError: If the model's logits are not finite.
-        RuntimeError: If the engine does not give all responses.
     """
     if not calls:
         return
@@ -344,7 +329,6 @@ def sample_segment(
 
 
 def _begun_now(call: Mapping[str, Any]) -> Unfinished:
-    """The groups of a call's own prompts, without any token."""
     num_samples = call["sampling"].num_samples
     return new_groups(call["prompt"], call["prompt_id"], current_step(), num_samples)
 
@@ -356,7 +340,6 @@ def _sampled(
     sampling: Sampling,
     length: int | None,
 ) -> Generator[tuple[int, int, Responses] | None]:
-    """Yield size, call and responses of each call, in order of answers; None where one pauses."""
     every = joined(groups)
     ids, began = every.prompt_id, every.began
     streams = _checked_streams(engine, context, every.prompt, ids, sampling, began)
@@ -377,10 +360,6 @@ def _completed(
     sampling: Sampling,
     engine: GenerationEngine,
 ) -> Iterator[tuple[int, int, Responses] | None]:
-    """Size, call and responses of each call, in the order of answers, as soon as that is known.
-
-    In flight there is None wherever nothing is to be answered though the engine told something.
-    """
     order = OrderedAnswers(num_rows, num_tokens(before).tolist())
     bounds = list(pairwise(accumulate(num_rows, initial=0)))
     every = Responses.none_yet(sum(num_rows), sampling.max_new_tokens)
@@ -402,7 +381,6 @@ def _completed(
 
 
 def _rows_of(every: Responses, begin: int, end: int) -> Responses:
-    """Some rows, which do not hold on to the others."""
     own = slice(begin, end)
     return Responses(
         every.token[own].clone(),
@@ -421,7 +399,6 @@ def _checked_streams(
     sampling: Sampling,
     steps: Tensor | None = None,
 ) -> SampleStreams:
-    """The random numbers of the call that is served, which the engine can serve."""
     check_prompts(
         prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
     )
@@ -438,7 +415,6 @@ def _answer(
     responses: Responses,
     metrics: dict[str, Metric],
 ) -> Rollout:
-    """What a call returns, once its responses are there; they are reported."""
     check_logprobs(responses, context.role)
     report_responses(metrics, responses, int(responses.length.sum()))
     rows = prompt_id.repeat_interleave(sampling.num_samples)
@@ -448,7 +424,6 @@ def _answer(
 
 
 def _common_sampling(method: str, calls: Sequence[Mapping[str, Any]], role: str) -> Sampling:
-    """Return the sampling that all of the calls share."""
     if method != "generate":
         raise ValueError(
             f"'{role}' was asked to stream its '{method}', and only 'generate' streams; make those "

@@ -1,4 +1,4 @@
-"""What samples tokens for a policy, whatever it computes them with."""
+"""The contract of generation engines, which sample tokens for a policy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...algorithms.roles.agents import Turns
 from ...algorithms.roles.language import Sampling
-from .ended import Begun, Ended
-from .responses import Responses
+from .responses import Begun, Ended, Responses
 from .sampling import SampleStreams
 
 

@@ -28,9 +28,8 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, Metric, Role, Streamed, add_metrics
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from ...planner.resharding.sharding import Sharding, whole
-from ..weight_sync.version_tracker import WeightsError
-from .converse import converse
-from .generate_calls import sample, sample_segment, sample_streamed
+from ..weight_sync.packets import WeightsError
+from .generate_calls import converse, sample, sample_segment, sample_streamed
 from .generation_engine import GenerationEngine
 
 B = TypeVar("B")
@@ -43,10 +42,6 @@ class GeneratorPolicy(Policy):
 
     In a group of several processes each runs the calls it is given; `receive` and `load_weights`
     are given whole tensors in all of them. What the engine was built with counts as version 0.
-
-    Args:
-        context: Where the worker lives.
-        engine: Samples the tokens.
     """
 
     unfinished = Unfinished
@@ -59,11 +54,6 @@ class GeneratorPolicy(Policy):
         self._has_weights, self._version = True, 0
 
     def generate(self, prompt: Tensor, prompt_id: Tensor, sampling: Sampling) -> Rollout:
-        """See `Policy.generate` and `sample`.
-
-        Raises:
-            WeightsError: If the engine has no weights.
-        """
         self._check_weights()
         return sample(self.engine, self.context, prompt, prompt_id, sampling, self.metrics)
 
@@ -77,21 +67,11 @@ class GeneratorPolicy(Policy):
         max_turns: int = 8,
         branch: bool = False,
     ) -> Conversations:
-        """See `Policy.converse`, and the function of that name.
-
-        Raises:
-            WeightsError: If the engine has no weights.
-        """
         self._check_weights()
         given = (agent, sampling, max_turns, branch)
         return converse(self.engine, self.context, prompt, prompt_id, *given, self.metrics)
 
     def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
-        """See `Worker.stream` and `sample_streamed`.
-
-        Raises:
-            WeightsError: If the engine has no weights.
-        """
         self._check_weights()
         return sample_streamed(self.engine, self.context, method, calls, self.metrics)
 
@@ -102,11 +82,6 @@ class GeneratorPolicy(Policy):
         begun: Sequence[Unfinished | None],
         length: int,
     ) -> Iterator[Streamed | None]:
-        """See `Worker.stream_segment` and `sample_segment`.
-
-        Raises:
-            WeightsError: If the engine has no weights.
-        """
         self._check_weights()
         return sample_segment(self.engine, self.context, method, calls, begun, length, self.metrics)
 
@@ -159,7 +134,7 @@ class GeneratorPolicy(Policy):
     # --- weights
 
     def weights_layout(self) -> Sharding:
-        """Where weights must be for `receive`: whole, by Hugging Face name, in every process.
+        """Whole parameters by Hugging Face name in every process, as `receive` takes them.
 
         Devices are numbered as the group's processes. An engine cuts and fuses by itself.
         """
@@ -167,15 +142,7 @@ class GeneratorPolicy(Policy):
         return whole(shapes, range(self.context.num_processes), dtype=self.engine.dtype)
 
     def receive(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Replace all weights; until the engine has loaded them, generating is refused.
-
-        Args:
-            tensors: Whole parameters by Hugging Face name.
-            version: Version of the weights.
-
-        Raises:
-            ValueError: If names or shapes differ; nothing has been changed then.
-        """
+        """Replace all weights; until the engine has loaded them, generating is refused."""
         self._check_fits(tensors)
         self._has_weights = False
         self.engine.load(tensors, version)
@@ -254,19 +221,10 @@ class SplitPolicySpec:
     """Generates; its weights are published by the other."""
 
     def build(self, context: WorkerContext) -> Role:
-        """The engine that this group needs.
-
-        Raises:
-            ConfigError: If the group is asked to generate and for something else.
-        """
+        """The engine that this group needs."""
         return self._engine(context).build(context)
 
     def check_group(self, context: WorkerContext) -> None:
-        """See `Recipe.check_group`.
-
-        Raises:
-            ConfigError: As `build` does.
-        """
         check: Callable[[WorkerContext], None] | None
         if (check := getattr(self._engine(context), "check_group", None)) is not None:
             check(context)

@@ -25,8 +25,7 @@ LARGEST = torch.finfo(torch.float32).max
 """Largest reward, and largest option that rewards are computed with."""
 WINDOW = 64
 """Fewest responses after which a run ends if nearly all lack a score."""
-_FEWEST = 0.05
-"""Share of the responses of a window that must have a score."""
+_FEWEST = 0.05  # Share of the responses of a window that must have a score
 _OPTION = (
     "; if there is no score to give, name a score for such responses in the reward's options: "
     "unscored=0, or unscored=nan to train on the others alone"
@@ -36,11 +35,7 @@ _OWN = "have it return a number, not nan, for responses that are to be learned f
 
 
 def check_unscored(value: float | None) -> None:
-    """Refuse an option `unscored` that float32 cannot hold; nan is a value like None.
-
-    Raises:
-        ValueError: If it is one.
-    """
+    """Refuse an option `unscored` that float32 cannot hold; nan is a value like None."""
     if value is not None and not math.isnan(value) and not abs(value) <= LARGEST:
         raise ValueError(f"unscored is {value}; expected a number within float32, null or nan")
 
@@ -51,15 +46,7 @@ def filled_in(scores: Tensor, unscored: float | None) -> Tensor:
 
 
 class MissingScores:
-    """Counts what one worker could not score, and ends the run if that is nearly everything.
-
-    Args:
-        who: The worker, for messages: "the verifier of task 'sums'".
-        unscored: The user's score for such responses: a number; None leaves them out; nan does
-            so however many there are.
-        advice: A hint for the user if nothing is ever scored.
-        has_option: Whether the user can set `unscored`.
-    """
+    """Counts what one worker could not score, and ends the run if that is nearly everything."""
 
     def __init__(
         self, who: str, unscored: float | None, advice: str, *, has_option: bool = True
@@ -73,16 +60,7 @@ class MissingScores:
         self.works = False
 
     def check(self, failures: Sequence[tuple[str, str] | None]) -> None:
-        """Count responses that have a score, and those that have none.
-
-        Args:
-            failures: Of each that has no score, what happened in two or three words ("failed"),
-                and in full; None for one that has.
-
-        Raises:
-            WorkerError: If of the last `WINDOW` responses hardly any has a score. If the user
-                has named a value, only if no response ever had one.
-        """
+        """Count responses that have a score, and those that have none."""
         found = [failure for failure in failures if failure is not None]
         if found and self.first is None:
             kind, what = next((one for one in found if one[0] == "failed"), found[0])

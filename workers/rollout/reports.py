@@ -1,4 +1,4 @@
-"""What workers report of responses: how long they are, how old their weights, how they score."""
+"""Metrics of responses: their lengths, the age of their weights, their scores."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from .responses import Responses
 
 
 def report_responses(metrics: dict[str, Metric], responses: Responses, new_tokens: int) -> None:
-    """Add lengths and truncation to a worker's metrics.
-
-    Args:
-        metrics: The worker's.
-        responses: Those that it returns.
-        new_tokens: How many tokens it has sampled, of these and others.
-    """
+    """Add lengths and truncation to a worker's metrics."""
     rows = float(len(responses.length))
     values: dict[str, Metric] = {}
     if rows or new_tokens:
@@ -55,10 +49,6 @@ def score_metrics(scores: Tensor, prompt_id: Tensor) -> dict[str, Metric]:
       mean^2.
     - `reward/equal_groups`: of the groups with at least two responses, the share in which all have
       the same score, so that comparing them says nothing; absent if there is no such group.
-
-    Args:
-        scores: f32[rows] or f64[rows]; nan for a row without a score, which counts nowhere.
-        prompt_id: i64[rows], the group of each row; a group's rows are in one call.
     """
     known = ~scores.isnan()
     exact = scores[known].double()

@@ -7,26 +7,84 @@ token is sampled, what is recorded of it and whether it ends the response is dec
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ...algorithms.roles.agents import Turn, TurnRequest
 from ...algorithms.roles.language import Sampling
 from ...dataflow.runtime.call_context import call_version
-from .ended import Begun, Ended
-from .responses import Responses
+from .responses import Begun, Ended, Responses
 from .sampling import sample_token
-from .stop_strings import StopStrings, TokenizerRecipe
 
+# How `tokenizers` reports tokens whose text changes once others follow them.
+_INVALID_PREFIX = "Invalid prefix encountered"
+
+
+class TokenizerRecipe(Protocol):
+    """Recipe for the model's tokenizer, hashable: a `TokenizerSpec`."""
+
+    def build(self) -> Any:
+        """One whose `backend` is a fast tokenizer of transformers."""
+        ...
+
+
+class StopStrings:
+    """Watches the responses of one call for stop strings."""
+
+    def __init__(self, tokenizer: TokenizerRecipe, sampling: Sampling, prompt: Tensor) -> None:
+        self._backend = _backend(tokenizer)
+        self._stop = sampling.stop
+        self._reach = max(map(len, self._stop)) - 1
+        self._min_new_tokens = sampling.min_new_tokens
+        prompts = [[token for token in row if token >= 0] for row in prompt.tolist()]
+        self._streams = [_stream(ids) for ids in prompts for _ in range(sampling.num_samples)]
+        self._tail = [""] * len(self._streams)
+        self._count = [0] * len(self._streams)
+
+    def complete(self, row: int, token: int) -> bool:
+        new = self._decoded(row, token)
+        text = self._tail[row] + new
+        self._tail[row] = text[-self._reach :] if self._reach else ""
+        self._count[row] += 1
+        if not new or self._count[row] <= self._min_new_tokens:
+            return False
+        # What ended in the text before was found, or came before it might.
+        return any(text.find(s, max(len(text) - len(new) - len(s) + 1, 0)) >= 0 for s in self._stop)
+
+    def _decoded(self, row: int, token: int) -> str:
+        try:
+            return self._streams[row].step(self._backend, token) or ""
+        except Exception as error:  # `tokenizers` raises Exception itself
+            if not str(error).startswith(_INVALID_PREFIX):
+                raise
+            self._streams[row] = _stream([])
+            return self._streams[row].step(self._backend, token) or ""
+
+
+@functools.cache
+def _backend(tokenizer: TokenizerRecipe) -> Any:
+    backend: Any = tokenizer.build().backend
+    return backend.backend_tokenizer
+
+
+def _stream(ids: list[int]) -> Any:
+    from tokenizers.decoders import DecodeStream
+
+    return DecodeStream(ids=ids, skip_special_tokens=False)
+
+
+# Tokens among which the nucleus is looked for first: sorting a whole vocabulary takes 0.5 s for 96
+# rows of 49,152, these 10 ms.
 _FIRST_LOOK = 64
-"""Tokens among which the nucleus is looked for first: sorting a whole vocabulary takes 0.5 s for
-96 rows of 49,152, these 10 ms."""
 _GROWTH = 8
-_ONE_IN_BITS = 0x3F800000
-"""Bits of the float32 1.0."""
+_ONE_IN_BITS = 0x3F800000  # Bits of the float32 1.0
 
 
 def filtered_logits(
@@ -37,20 +95,7 @@ def filtered_logits(
     barred: Tensor | None,
     waits: bool = True,
 ) -> Tensor:
-    """Return logits whose softmax is the distribution that a token is sampled from.
-
-    Args:
-        logits: [rows, V], any float dtype; kept as they are.
-        sampling: The options. At temperature 0 the logits are not divided, and not truncated,
-            which would not move the likeliest token.
-        seen: bool[rows, V]: tokens of the prompt and the response so far. None without a penalty.
-        barred: bool[rows, V]: tokens that must not come yet; None if all may.
-        waits: Whether the host may look at what was computed, which is faster on the CPU; the same
-            tokens are left out.
-
-    Returns:
-        f32[rows, V]; -inf where a token is left out.
-    """
+    """Return logits whose softmax is the distribution that a token is sampled from."""
     logits = logits.float().clone()
     if barred is not None:
         logits = logits.masked_fill_(barred, -math.inf)
@@ -71,11 +116,6 @@ def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
     Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable Generation",
     2019, section 4.1, in the form of vLLM and transformers.
-
-    Args:
-        logits: f32[rows, V].
-        seen: bool[rows, V].
-        penalty: Above 0; above 1 makes repetitions less likely.
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
@@ -100,14 +140,6 @@ def keep_top_p(logits: Tensor, top_p: float, *, waits: bool = True) -> Tensor:
     """Keep the likeliest tokens whose probabilities first add up to `top_p`.
 
     Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020: the nucleus.
-
-    Args:
-        logits: f32[rows, V].
-        top_p: In (0, 1).
-        waits: See `filtered_logits`.
-
-    Returns:
-        f32[rows, V]; -inf outside the nucleus, which has one token at least.
     """
     probability = logits.softmax(1)
     find = _least_ranked if waits else _least_bisected
@@ -115,7 +147,6 @@ def keep_top_p(logits: Tensor, top_p: float, *, waits: bool = True) -> Tensor:
 
 
 def _least_ranked(probability: Tensor, top_p: float) -> Tensor:
-    """Return the least probability in the nucleus, f32[rows, 1], searched among the likeliest."""
     least = torch.empty_like(probability[:, :1])
     rows = torch.arange(len(probability), device=probability.device)
     count = _FIRST_LOOK
@@ -134,11 +165,6 @@ def _least_ranked(probability: Tensor, top_p: float) -> Tensor:
 
 
 def _least_bisected(probability: Tensor, top_p: float) -> Tensor:
-    """Find by bisection, on the device, the least probability that `_least_ranked` returns.
-
-    Floats that are not negative are ordered as their bits are, so 30 halvings of those up to 1 find
-    it to the bit.
-    """
     low = torch.zeros_like(probability[:, :1], dtype=torch.int32)
     high = torch.full_like(low, _ONE_IN_BITS + 1)
     for _ in range(_ONE_IN_BITS.bit_length()):
@@ -161,20 +187,7 @@ class Sampled(NamedTuple):
 
 
 class TokenSampler:
-    """Samples tokens, each with its own random number.
-
-    Args:
-        uniform: f64[rows, max_new] on the model's device; the random numbers.
-        sampling: How responses are sampled.
-        ends: Tokens that end a response.
-        vocab_size: Tokens that may be sampled, the first of those that the model knows.
-        length: i64[rows]; tokens that there are of each response.
-        limit: i64[rows]; and how many there may be.
-        seen: bool[rows, V]; which tokens each text has. None without a penalty for repetition.
-
-    Attributes:
-        length: i64[rows + 1], on the device; tokens that have been noted, of nobody at the end.
-    """
+    """Samples tokens, each with its own random number."""
 
     def __init__(
         self,
@@ -190,6 +203,7 @@ class TokenSampler:
         device = uniform.device
         # One row more than there are, for rows that only fill a batch.
         self._nobody = len(uniform)
+        # i64[rows + 1], on the device; tokens that have been noted, of nobody at the end.
         self.length = torch.cat([length, length.new_zeros(1)]).to(device)
         self._seen = None if seen is None else torch.cat([seen, seen.new_zeros(1, vocab_size)])
         self._limit = limit.to(device)
@@ -204,27 +218,14 @@ class TokenSampler:
         self._true = torch.ones((), dtype=torch.bool, device=device)
 
     def begin(self, row: int, uniform: Tensor, limit: int, text: Tensor) -> None:
-        """Begin another response in a row.
-
-        Args:
-            row: The row.
-            uniform: f64[n]; its random numbers.
-            limit: Tokens that it may have.
-            text: i64[T]; what it answers.
-        """
+        """Begin another response in a row."""
         self._uniform[row, : len(uniform)] = uniform.to(self._uniform.device)
         self.length[row], self._limit[row] = 0, limit
         if self._seen is not None:
             self._seen[row] = tokens_of(text[None].to(self._seen.device), len(self._may_end))[0]
 
     def sample(self, logits: Tensor, row: Tensor, *, waits: bool) -> Sampled:
-        """Sample the next token of some rows; `note` what has been sampled before the next.
-
-        Args:
-            logits: [M, V], any float dtype; V may be more than `vocab_size`.
-            row: i64[M]; which response each of them is of.
-            waits: Whether the host may look at what was computed, which is faster on the CPU.
-        """
+        """Sample the next token of some rows; `note` what has been sampled before the next."""
         logits = logits[:, : len(self._may_end)]
         max_new = self._uniform.shape[1]
         place = self.length.index_select(0, row).clamp(max=max_new - 1)
@@ -239,13 +240,7 @@ class TokenSampler:
         return Sampled(token, logprob, place)
 
     def note(self, sampled: Sampled, row: Tensor, live: Tensor) -> None:
-        """Append these tokens to the texts that the next ones follow.
-
-        Args:
-            sampled: From `sample`.
-            row: i64[M]; which response each row is of.
-            live: bool[M]; False for rows that fill a batch and count for nothing.
-        """
+        """Append these tokens to the texts that the next ones follow."""
         at = row.masked_fill(~live, self._nobody)
         self.length.index_put_((at,), sampled.place + 1)
         if self._seen is not None:
@@ -257,7 +252,6 @@ class TokenSampler:
         return live & ~ended & (self._limit.index_select(0, row) > sampled.place + 1)
 
     def _barred(self, place: Tensor, *, waits: bool) -> Tensor | None:
-        """Return the tokens that end a response too early, bool[M, V]; None if surely none does."""
         if not self._sampling.min_new_tokens:
             return None
         early = place < self._sampling.min_new_tokens
@@ -277,22 +271,6 @@ class ResponseSampler:
     """Samples tokens, records them, and knows when a response has ended.
 
     Nothing here depends on which rows are computed together.
-
-    Args:
-        prompt: i64[P, T], right padded with -1, no empty rows, on any device.
-        uniform: f64[P * num_samples, max_new] on the model's device; the random numbers.
-        sampling: How responses are sampled.
-        end_ids: Tokens that end a response, as `sampling.stop_token_ids` do.
-        vocab_size: Tokens that may be sampled.
-        tokenizer: To look for `sampling.stop`.
-        begun: What there is of the responses already; nothing by default.
-
-    Attributes:
-        num_samples: Responses per prompt; rows of one prompt are adjacent.
-        open: bool[rows], on the CPU; the responses that a token is still to be added to.
-        tokens: Samples the next tokens; see `record_later`.
-        reads_text: Whether responses may end with a string, so that each token must be recorded
-            before the next is sampled.
     """
 
     def __init__(
@@ -306,6 +284,7 @@ class ResponseSampler:
         tokenizer: TokenizerRecipe | None = None,
         begun: Begun | None = None,
     ) -> None:
+        # Responses per prompt; rows of one prompt are adjacent.
         self.num_samples = sampling.num_samples
         self._prompt = prompt.cpu()
         shape = uniform.shape
@@ -322,12 +301,16 @@ class ResponseSampler:
         if sampling.stop:
             assert tokenizer is not None, "the engine refuses stop strings without a tokenizer"
             self._stops = StopStrings(tokenizer, sampling, self._prompt)
+        # Whether responses may end with a string, so that each token must be recorded before the
+        # next is sampled.
         self.reads_text = self._stops is not None
         self._sampled_by = call_version()
         self._version = torch.full_like(self._token, self._sampled_by)
+        # bool[rows], on the CPU; the responses that a token is still to be added to.
         self.open = torch.ones(len(uniform), dtype=torch.bool)
         if begun is not None:
             self._go_on(begun)
+        # Samples the next tokens; see `record_later`.
         self.tokens = TokenSampler(
             uniform,
             sampling,
@@ -342,13 +325,11 @@ class ResponseSampler:
         self._notes = uniform.device.type != "cpu" or sampling.repetition_penalty != 1
 
     def _seen(self, vocab_size: int, uniform: Tensor) -> Tensor:
-        """bool[rows, V], on the device of `uniform`: which tokens each text has."""
         seen = tokens_of(self._prompt.to(uniform.device), vocab_size)
         seen = seen.repeat_interleave(self.num_samples, 0)
         return seen | tokens_of(self._token.to(uniform.device), vocab_size)
 
     def _go_on(self, begun: Begun) -> None:
-        """Take what there is as sampled here."""
         self._token.copy_(begun.token)
         self._logprob.copy_(begun.logprob)
         self._length = (self._token >= 0).sum(1)
@@ -363,15 +344,6 @@ class ResponseSampler:
                 self._finished[row] |= bool(said and said[-1])
 
     def texts(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """What rows are to go on from, prompt and response; for samples that have none, once.
-
-        Args:
-            row: i64[n], ascending, on the CPU.
-
-        Returns:
-            i64[m, T], right padded with -1, no wider than the longest; and i64[n], the text of
-            each row. On the CPU.
-        """
         has_begun = self._length[row] > 0
         prompt = row // self.num_samples
         new = torch.ones_like(has_begun)
@@ -395,17 +367,7 @@ class ResponseSampler:
         return int((self._limit[row] - self._length[row]).max())
 
     def sample(self, logits: Tensor, row: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample and record the next token of some rows.
-
-        Args:
-            logits: [M, V], any float dtype.
-            row: i64[M]; which response each of them is of.
-            live: bool[M]; False for rows that fill a batch and count for nothing.
-
-        Returns:
-            The tokens, i64[M], and which rows are to go on, bool[M]: neither ended nor as long as
-            they may be.
-        """
+        """Sample and record the next token of some rows."""
         device = logits.device
         sampled = self.tokens.sample(logits, row, waits=device.type == "cpu")
         token, logprob = sampled.token[None].cpu(), sampled.logprob[None].cpu()
@@ -422,17 +384,7 @@ class ResponseSampler:
         self._length = self._length.clone()
 
     def record(self, row: Tensor, live: Tensor, token: Tensor, logprob: Tensor) -> Tensor:
-        """Add tokens that `tokens` has sampled to responses; all given is on the CPU.
-
-        Args:
-            row: i64[M]; which responses.
-            live: bool[n, M]; which of them each of n tokens counts for: of each row the first few.
-            token: i64[n, M]; of texts that are looked at for strings one at a time.
-            logprob: f32[n, M].
-
-        Returns:
-            bool[M]; rows that the last token counts for and that are to go on.
-        """
+        """Add tokens that `tokens` has sampled to responses; all given is on the CPU."""
         self._note_version()
         step, slot = torch.nonzero(live, as_tuple=True)
         at, taken = row[slot], token[step, slot]
@@ -447,7 +399,6 @@ class ResponseSampler:
         return live[-1] & ~self._finished[row] & (self._limit[row] > self._length[row])
 
     def _note_version(self) -> None:
-        """Newer weights may have come: what is sampled from here on is theirs."""
         version = call_version()
         if version != self._sampled_by:
             place = torch.arange(self._max_new)
@@ -455,7 +406,6 @@ class ResponseSampler:
             self._sampled_by = version
 
     def _stopped(self, row: Tensor, token: Tensor, ended: Tensor) -> Tensor:
-        """bool[n]: which rows end with a stop string; those that have ended are not asked."""
         assert self._stops is not None
         given = zip(row.tolist(), token.tolist(), ended.tolist(), strict=True)
         found = [not has and self._stops.complete(index, new) for index, new, has in given]
@@ -471,9 +421,79 @@ class ResponseSampler:
         return Ended(rows, self.responses(rows), at_least)
 
     def responses(self, rows: Tensor) -> Responses:
-        """What there is of some rows, i64[n] on the CPU."""
         token = self._token[rows]
         version = self._version[rows].masked_fill(token < 0, -1)
         return Responses(
             token, self._logprob[rows], self._length[rows], self._finished[rows], version
+        )
+
+
+class TurnSampler(ResponseSampler):
+    """A `ResponseSampler` whose rows are conversations: a row's turn is its response for a while.
+
+    A row may read before it speaks: tokens that it is shown, one after another, while other rows
+    sample theirs.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        sampling: Sampling,
+        *,
+        end_ids: Sequence[int],
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> None:
+        text = torch.full((num_rows, sampling.max_total_tokens), -1)
+        super().__init__(
+            text,
+            torch.zeros(num_rows, sampling.max_new_tokens, dtype=torch.float64, device=device),
+            replace(sampling, num_samples=1),  # each row has a text of its own
+            end_ids=end_ids,
+            vocab_size=vocab_size,
+        )
+        self.open[:] = False
+        self._reads: dict[int, deque[int]] = {}
+
+    def begin(self, request: TurnRequest) -> None:
+        """Begin a turn of a row."""
+        row, text = request.row, torch.tensor(request.text)
+        self._prompt[row] = -1
+        self._prompt[row, : len(text)] = text
+        self._token[row], self._logprob[row] = -1, 0.0
+        self._length[row], self._limit[row] = 0, request.max_new_tokens
+        self._finished[row], self.open[row] = False, True
+        self.tokens.begin(row, request.uniform, request.max_new_tokens, text)
+        self._note_version()
+        self._version[row] = self._sampled_by
+
+    def longest(self, row: Tensor) -> int:
+        return super().longest(row) + 1
+
+    def read(self, row: int, tokens: list[int]) -> None:
+        """Have a row take these tokens, one with each step, before it samples its turn."""
+        self._reads[row] = deque(tokens)
+
+    def sample(self, logits: Tensor, row: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._reads:
+            return super().sample(logits, row, live)
+        rows, alive = row.tolist(), live.tolist()
+        reads = [place for place, own in enumerate(rows) if alive[place] and own in self._reads]
+        reading = torch.zeros_like(live)
+        reading[reads] = True
+        token, goes_on = super().sample(logits, row, live & ~reading)
+        read = [self._reads[rows[place]].popleft() for place in reads]
+        token[reads] = torch.tensor(read, dtype=token.dtype, device=token.device)
+        self._reads = {own: left for own, left in self._reads.items() if left}
+        return token, goes_on | reading
+
+    def turn(self, row: int) -> Turn:
+        said = self.responses(torch.tensor([row]))
+        own = slice(0, int(said.length[0]))
+        return Turn(
+            row,
+            said.token[0, own].clone(),
+            said.logprob[0, own].clone(),
+            said.versions[0, own].clone(),
+            bool(said.finished[0]),
         )

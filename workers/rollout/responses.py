@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,22 +14,50 @@ from ...dataflow.runtime.call_context import call_version, current_step
 
 
 @dataclass(frozen=True)
+class Ended:
+    """Some responses to which this call adds nothing more."""
+
+    rows: Tensor  # i64[n]; which, ascending. None, if only `at_least` has grown
+    responses: Responses  # All that was sampled of each of them, in this call and before
+    at_least: int  # What every response still to come has at its end: at least so many tokens
+
+    def put_into(self, responses: Responses) -> None:
+        """Fill these rows in where those of all rows are."""
+        rows, new = self.rows, self.responses
+        responses.token[rows], responses.logprob[rows] = new.token, new.logprob
+        responses.length[rows], responses.finished[rows] = new.length, new.finished
+        responses.versions[rows] = new.versions
+
+
+def collected(steps: Iterable[Ended], num_rows: int, max_new: int) -> Responses:
+    """All responses, in the order of their rows, once the last has ended."""
+    responses = Responses.none_yet(num_rows, max_new)
+    for ended in steps:
+        ended.put_into(responses)
+    return responses
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Tokens of responses that earlier calls have sampled, and the limit of this one."""
+
+    token: Tensor  # i64[rows, max_new]; -1 after what there is
+    logprob: Tensor  # f32[rows, max_new]; 0 after it
+    ended: Tensor  # bool[rows]; nothing more is sampled of these
+    # Tokens by which this call may lengthen a response: the same for all, or i64[rows].
+    most_new: int | Tensor
+
+
+@dataclass(frozen=True)
 class Responses:
-    """What was sampled for some rows.
+    """Responses that were sampled for some rows."""
 
-    Attributes:
-        token: i64[rows, max_new]; -1 after the end.
-        logprob: f32[rows, max_new]; 0 after the end.
-        length: i64[rows]; tokens sampled, the end-of-sequence token included.
-        finished: bool[rows]; True if a token ended it as `Sampling` says.
-        version: i64[rows, max_new]; of the weights that sampled each token, -1 after the end. None
-            if all are of the weights with which the call being served is made.
-    """
-
-    token: Tensor
-    logprob: Tensor
-    length: Tensor
-    finished: Tensor
+    token: Tensor  # i64[rows, max_new]; -1 after the end
+    logprob: Tensor  # f32[rows, max_new]; 0 after the end
+    length: Tensor  # i64[rows]; tokens sampled, the end-of-sequence token included
+    finished: Tensor  # bool[rows]; True if a token ended it as `Sampling` says
+    # i64[rows, max_new]; of the weights that sampled each token, -1 after the end. None if all are
+    # of the weights with which the call being served is made.
     version: Tensor | None = None
 
     @staticmethod
@@ -50,18 +79,7 @@ class Responses:
 def check_prompts(
     prompt: Tensor, sampling: Sampling, *, num_positions: int | None, vocab_size: int
 ) -> None:
-    """Require prompts that a model can answer.
-
-    Args:
-        prompt: i64[P, T], right padded with -1.
-        sampling: Says how long responses may be.
-        num_positions: The longest sequence that the model is made for; None if unknown.
-        vocab_size: Tokens that the model knows.
-
-    Raises:
-        ValueError: If a prompt is empty, too long for the model with its response, or it or
-            `stop_token_ids` has ids that the model does not know.
-    """
+    """Require prompts that a model can answer."""
     if not len(prompt):
         return
     lengths = (prompt >= 0).sum(1)
@@ -96,11 +114,7 @@ def check_prompts(
 
 
 def check_stop(sampling: Sampling, *, has_tokenizer: bool) -> None:
-    """Require a tokenizer where stop strings are asked for.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Require a tokenizer where stop strings are asked for."""
     if sampling.stop and not has_tokenizer:
         raise ValueError(
             f"stop is {sampling.stop!r}, and stop strings are looked for in text, but the policy's "
@@ -109,11 +123,7 @@ def check_stop(sampling: Sampling, *, has_tokenizer: bool) -> None:
 
 
 def check_logprobs(responses: Responses, role: str) -> None:
-    """Require that tokens were sampled from distributions.
-
-    Raises:
-        WorkerError: If the log-probability of one is not finite, as it is where logits are not.
-    """
+    """Require that tokens were sampled from distributions."""
     bad = ~responses.logprob.isfinite()
     if bool(bad.any()):
         rows = int(bad.any(dim=1).sum())
@@ -125,13 +135,7 @@ def check_logprobs(responses: Responses, role: str) -> None:
 
 
 def to_rollout(prompt: Tensor, prompt_id: Tensor, responses: Responses) -> Rollout:
-    """Prompts and responses as whole sequences, padded on the right.
-
-    Args:
-        prompt: i64[P, T], right padded with -1.
-        prompt_id: i64[rows], a multiple of P; rows of one prompt are adjacent.
-        responses: What was sampled for each row.
-    """
+    """Prompts and responses as whole sequences, padded on the right."""
     num_samples = len(prompt_id) // max(len(prompt), 1)
     before = (prompt >= 0).sum(1).repeat_interleave(num_samples)[:, None]
     after = before + responses.length[:, None]

@@ -21,11 +21,9 @@ from torch import Tensor
 from ...dataflow.runtime.call_context import CallKey
 
 _U64 = (1 << 64) - 1
-_LARGE_VOCABULARY = 4096
-"""With fewer tokens looking for one in blocks gains nothing."""
+_LARGE_VOCABULARY = 4096  # With fewer tokens looking for one in blocks gains nothing
 _BLOCK = 64
-_IN_CACHE = 1 << 19
-"""Logits that are made float32 at once: 2 MiB."""
+_IN_CACHE = 1 << 19  # Logits that are made float32 at once: 2 MiB
 _PURPOSE = "generate"  # names the streams of responses
 _TURNS = "converse"  # and those of turns
 
@@ -94,7 +92,7 @@ class SampleStreams:
     steps: Tensor | None = None
 
     def uniforms(self, count: int) -> Tensor:
-        """See `row_uniforms`: f64[P * num_samples, count]."""
+        """Uniform numbers f64[P * num_samples, count]; see `row_uniforms`."""
         prompt_id = self.prompt_id.repeat_interleave(self.num_samples).cpu().numpy()
         sample = torch.arange(self.num_samples).repeat(len(self.prompt_id)).numpy()
         if self.steps is None:
@@ -182,12 +180,9 @@ def sample_token(
 def _sample_in_blocks(
     logits: Tensor, uniform: Tensor, temperature: float, *, exact: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The same for a large vocabulary.
-
-    On the CPU it is given a few rows, whose float32 numbers stay in the cache, and sums blocks in
-    float32; then it must look which rows to do again. Exact sums cost a GPU, which is bound by
-    reading the numbers, next to nothing, and need no look.
-    """
+    # The same for a large vocabulary. On the CPU it is given a few rows, whose float32 numbers stay
+    # in the cache, and sums blocks in float32; then it must look which rows to do again. Exact sums
+    # cost a GPU, which is bound by reading the numbers, next to nothing, and need no look.
     scaled = logits.to(torch.float32, copy=True).div_(temperature)
     top = scaled.amax(1, keepdim=True)
     share = scaled.sub_(top).exp_()  # of the likeliest token's probability
@@ -201,7 +196,6 @@ def _sample_in_blocks(
 
 
 def _inverted(probability: Tensor, uniform: Tensor) -> Tensor:
-    """The token in whose share of the whole a uniform number falls: i64[rows] from f32[rows, V]."""
     cumulative = probability.double().cumsum(-1)
     # right=True: the first entry strictly above the target, so a token of probability 0 is never
     # sampled. uniform < 1 - 2^-33 keeps the target strictly below the total.
@@ -213,18 +207,6 @@ def _inverted(probability: Tensor, uniform: Tensor) -> Tensor:
 def _found_in_blocks(
     probability: Tensor, uniform: Tensor, *, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `_inverted` finds without a float64 sum over all tokens, and whether it is sure to.
-
-    Blocks of tokens are summed, in float32 or, if `exact`, in float64; their sums are added up in
-    float64, and one block searched.
-
-    Returns:
-        Token i64[rows]; bool[rows]: whether `_inverted` is sure to find the same one, as it is if
-        the number falls further from both bounds of the token's share than float32 sums can be off;
-        and the sum over all tokens, f64[rows, 1].
-        A sum of n terms in any order is off by at most (n - 1) 2^-24 of itself (Higham, "Accuracy
-        and Stability of Numerical Algorithms", 2002, section 4.2).
-    """
     rows, vocab_size = probability.shape
     whole = vocab_size // _BLOCK * _BLOCK
     dtype = torch.float64 if exact else torch.float32

@@ -1,4 +1,4 @@
-"""What carries packets of weights from the processes that make them to those that need them.
+"""The contract of channels, which carry packets of weights between processes.
 
 A sender publishes the packets of one version and goes on. What comes back is an `Offer`: small and
 picklable, it passes through the controller, and with it each receiver obtains its packet, when it
@@ -43,7 +43,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class ChannelEnd:
-    """What a channel may use of the process it is in.
+    """The process that a channel is in, as the channel may use it.
 
     Attributes:
         group: Of the process.
@@ -76,7 +76,7 @@ class WeightChannel(Protocol):
     """
 
     def room(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Where a bucket of the next offer is to be packed.
+        """Provide memory for a bucket of the next offer.
 
         Args:
             num_bytes: Of the bucket.

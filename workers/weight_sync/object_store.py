@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from .channel import ChannelEnd, Offer, Receiver
-from .packets import Packet, host_room
-from .version_tracker import WeightsError
+from .packets import Packet, WeightsError, host_room
 
 
 class ObjectStoreChannel:
@@ -21,9 +20,6 @@ class ObjectStoreChannel:
 
     A bucket is stored once, whatever the number of packets that it is in; receivers on one machine
     read the same memory if the store does that.
-
-    Args:
-        end: The process that it is in.
     """
 
     def __init__(self, end: ChannelEnd) -> None:
@@ -31,11 +27,9 @@ class ObjectStoreChannel:
         self._numbers = itertools.count()
 
     def room(self, num_bytes: int, device: torch.device) -> Tensor:
-        """See `WeightChannel.room`."""
         return host_room(num_bytes, device)
 
     def publish(self, packets: Mapping[Receiver, Packet]) -> Offer:
-        """See `WeightChannel.publish`."""
         stored: dict[int, Any] = {}
         places: dict[Receiver, Any] = {}
         for receiver, packet in packets.items():
@@ -47,7 +41,6 @@ class ObjectStoreChannel:
         return Offer(*self._end.name, next(self._numbers), places)
 
     def obtain(self, offer: Offer) -> Packet | None:
-        """See `WeightChannel.obtain`."""
         place = offer.places.get(self._end.name)
         if place is None:
             return None

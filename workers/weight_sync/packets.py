@@ -8,9 +8,13 @@ everything is checked.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,32 +22,234 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...planner.resharding.box import Box, whole
-from ...planner.resharding.plan import TransferPlan
-from .device_slices import (
-    Message,
-    Part,
-    Tensors,
-    dtype_of,
-    messages_of,
-    plan_stamp,
-    read_view,
-    write_view,
-)
-from .version_tracker import HeldWeights, WeightsError
+from ...dataflow.errors import WorkerError
+from ...planner.inputs.model_shape import DTYPE_BYTES
+from ...planner.resharding.box import Box, intersection, volume, whole
+from ...planner.resharding.plan import Move, MovedParam, TransferPlan, window
+from ...planner.resharding.sharding import Sharding
+
+
+class WeightsError(WorkerError):
+    """Weights that are missing, damaged or of another version; names the parameter."""
+
+
+@dataclass
+class _Arrived:
+    """A parameter's version and which boxes of it are there."""
+
+    version: int | None = None
+    boxes: set[Box] = field(default_factory=set[Box])
+
+
+class HeldWeights:
+    """Versions of the parameters of one device."""
+
+    def __init__(self, needed: Mapping[str, int], device: int) -> None:
+        self._needed = {name: count for name, count in needed.items() if count}
+        self._device = device
+        self._arrived = {name: _Arrived() for name in self._needed}
+
+    @staticmethod
+    def of(sharding: Sharding, device: int) -> HeldWeights:
+        needed = defaultdict[str, int](int)
+        for param in sharding.params:
+            for piece in sharding.patterns[param.pattern]:
+                if piece.device == device:
+                    needed[param.name] += volume(piece.box)
+        return HeldWeights(needed, device)
+
+    def writing(self, name: str, box: Box, version: int) -> None:
+        """Note that a box of a parameter is about to be overwritten.
+
+        What the parameter held of other versions is void, and so is what overlaps the box, even if
+        it was of this version: it is not known what will lie there until `wrote` says it.
+        """
+        if name not in self._needed:
+            raise WeightsError(
+                f"device {self._device} needs nothing of parameter '{name}', and was given some of "
+                "it; the transfer plan must end in the engine's own sharding"
+            )
+        found = self._arrived[name]
+        if found.version != version:
+            self._arrived[name] = _Arrived(version)
+        elif found.boxes:
+            found.boxes = {other for other in found.boxes if intersection(other, box) is None}
+
+    def wrote(self, name: str, box: Box, version: int) -> None:
+        """Note that a box of a parameter is in place. The same box counts once."""
+        self.writing(name, box, version)
+        self._arrived[name].boxes.add(box)
+
+    def check(self, version: int) -> None:
+        """Refuse to go on unless every parameter is whole and of this version."""
+        for name, count in self._needed.items():
+            found = self._arrived[name]
+            there = self._elements(name)
+            if found.version == version and there == count:
+                continue
+            if found.version is None:
+                what = "was never received"
+            elif there < count:
+                what = f"has only {there} of its {count} elements of version {found.version}"
+            else:
+                what = f"is of version {found.version}"
+            raise WeightsError(
+                f"cannot use the weights on device {self._device}: parameter '{name}' {what}; "
+                f"version {version} is expected. Transfer version {version} to it, whole"
+            )
+
+    def _elements(self, name: str) -> int:
+        return sum(volume(box) for box in self._arrived[name].boxes)
+
+
+Tensors = Mapping[str, Tensor]
+"""An engine's own tensors on one device, by the names that its sharding uses."""
+
+
+_Place = tuple[int, int, tuple[int, ...]]  # Of a message: bucket, source, destinations
+
+
+class Part(NamedTuple):
+    """One move of one parameter."""
+
+    param: MovedParam
+    move: Move
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.move.box)
+
+    def __str__(self) -> str:
+        return f"slice {self.move.box} of parameter '{self.param.name}'"
+
+
+@dataclass(frozen=True)
+class Message:
+    """Parts that travel together."""
+
+    bucket: int  # Of all parts
+    source: int  # The device that packs them
+    destinations: tuple[int, ...]  # The devices that each get all of them, ascending
+    parts: tuple[Part, ...]  # In the order of the plan
+    element_bytes: int  # Of one element on the way
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        sizes = (volume(part.move.box) * self.element_bytes for part in self.parts)
+        return tuple(accumulate(sizes))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each part."""
+        return [end - begin for begin, end in zip((0, *self.ends), self.ends, strict=False)]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ends[-1]
+
+    def slices(self, payload: Tensor) -> Iterator[Tensor]:
+        """The bytes of each part, as views of u8[num_bytes]."""
+        yield from payload.split(self.sizes)
+
+
+def dtype_of(plan: TransferPlan) -> torch.dtype:
+    """The dtype in which elements travel."""
+    return getattr(torch, plan.dtype)
+
+
+def plan_stamp(plan: TransferPlan) -> int:
+    """A number that two different plans hardly share."""
+    what = (plan.params, plan.groups, plan.moves, plan.dtype)
+    return zlib.crc32(repr(what).encode())
+
+
+def messages_of(plan: TransferPlan, devices: Sequence[int]) -> Mapping[int, tuple[Message, ...]]:
+    """Device -> the messages it sends or receives, in the same order on all of them."""
+    wanted = set(devices)
+    partners = {m.source for m in plan.moves if m.destination in wanted} | wanted
+    moves: dict[tuple[int, int, Box], list[Move]] = {}
+    for move in plan.moves:
+        if not move.is_copy and move.source in partners:
+            moves.setdefault((move.source, move.group, move.box), []).append(move)
+    together: dict[_Place, list[tuple[MovedParam, list[Move]]]] = {}
+    for (source, group, _), alike in moves.items():
+        to = tuple(sorted(move.destination for move in alike))
+        if source in wanted or wanted.intersection(to):
+            for index in plan.groups[group]:
+                param = plan.params[index]
+                together.setdefault((param.bucket, source, to), []).append((param, alike))
+    found = defaultdict[int, list[Message]](list)
+    for place in sorted(together):
+        for device in wanted.intersection((place[1], *place[2])):
+            found[device].append(_message(place, together[place], device, DTYPE_BYTES[plan.dtype]))
+    return {device: tuple(found[device]) for device in devices}
+
+
+def _message(
+    place: _Place, alike: Sequence[tuple[MovedParam, list[Move]]], device: int, element_bytes: int
+) -> Message:
+    parts = (
+        Part(param, next((m for m in moves if m.destination == device), moves[0]))
+        for param, moves in alike
+    )
+    return Message(*place, tuple(parts), element_bytes)
+
+
+def read_view(part: Part, tensors: Tensors) -> Tensor:
+    param, move = part
+    return _view(
+        part, tensors, param.source_tensor, param.source_dims, move.source_start, move.source
+    )
+
+
+def write_view(part: Part, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+    param, move = part
+    found = _view(part, tensors, param.destination_tensor, param.destination_dims,
+                  move.destination_start, move.destination)  # fmt: skip
+    if found.dtype != dtype:
+        raise WeightsError(
+            f"{part} goes to tensor '{param.destination_tensor}' on device {move.destination}, "
+            f"which is {_name(found.dtype)}; the plan is for {_name(dtype)}. Describe the "
+            "destination with the dtype it stores"
+        )
+    return found
+
+
+def _view(
+    part: Part, tensors: Tensors, name: str, dims: tuple[int, ...], start: tuple[int, ...],
+    device: int,
+) -> Tensor:  # fmt: skip
+    if name not in tensors:
+        raise WeightsError(
+            f"{part} lies in tensor '{name}' on device {device}, and there is no such tensor; the "
+            f"engine has {len(tensors)}"
+        )
+    tensor = tensors[name].detach()
+    lengths = [part.shape[dim] for dim in dims]
+    fits = len(tensor.shape) == len(dims) and all(
+        begin + length <= size
+        for begin, length, size in zip(start, lengths, tensor.shape, strict=True)
+    )
+    if not fits:
+        raise WeightsError(
+            f"{part} lies in tensor '{name}' on device {device}, from {list(start)} over "
+            f"{lengths}; the tensor is only {list(tensor.shape)}. The sharding does not describe "
+            "this engine"
+        )
+    found = tensor[window(part.move.box, dims, start)]
+    return found.permute([dims.index(dim) for dim in range(len(dims))])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
 
 _ROW = 4096
 _WORDS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums(message: Message, payload: Tensor, version: int) -> list[int]:
-    """Return a checksum of each part of a packed message.
-
-    Args:
-        message: Describes the parts.
-        payload: u8[message.num_bytes], in host memory or on a device, which decides how.
-        version: Version of the weights.
-    """
+    """Return a checksum of each part of a packed message."""
     if payload.device.type != "cpu":
         return checksums_of_sums(message, payload, version)
     return [
@@ -53,13 +259,7 @@ def checksums(message: Message, payload: Tensor, version: int) -> list[int]:
 
 
 def checksum(part: Part, data: Tensor, version: int) -> int:
-    """XXH3 over a part's bytes, seeded with its identity: several times faster than a CRC.
-
-    Args:
-        part: Identifies the bytes.
-        data: u8[n], contiguous, in host memory.
-        version: Version of the weights.
-    """
+    """XXH3 over a part's bytes, seeded with its identity: several times faster than a CRC."""
     digest = xxhash.xxh3_64_digest(data.numpy().data, _seed(part, len(data), version))
     return int.from_bytes(digest, "little", signed=True)
 
@@ -77,7 +277,6 @@ def checksums_of_sums(message: Message, payload: Tensor, version: int) -> list[i
 
 
 def _sums(words: Tensor) -> Tensor:
-    """Return the sums of every column and of every row, and the words of no whole row: i64."""
     rows = len(words) // _ROW
     table, rest = words[: rows * _ROW].view(rows, _ROW), words[rows * _ROW :]
     by_column, by_row = table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)
@@ -94,7 +293,7 @@ Bucket = Any
 """u8[bytes]: a numpy array in host memory, or a tensor on a device."""
 
 Room = Callable[[int, torch.device], Tensor]
-"""Where a bucket is packed: from its bytes and the device of what goes into it to u8[bytes]."""
+"""Maker of a bucket: from its bytes and the device of what goes into it to u8[bytes]."""
 
 Packed = dict[tuple[str, tuple[tuple[str, Box], ...]], tuple[Bucket, list[int]]]
 """Buckets with their checksums, by dtype and by parameters and boxes in them."""
@@ -107,30 +306,20 @@ def host_room(num_bytes: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Packet:
-    """What one device sends another: numbers and arrays only.
+    """A message from one device to another: numbers and arrays only."""
 
-    Attributes:
-        plan: Stamp of the plan.
-        source: Device that packed it.
-        destination: Device that it is for.
-        version: Of the weights.
-        params: i64[slices], index of each slice's parameter in the plan.
-        checksums: i64[slices], one of each slice.
-        buckets: u8[bytes] each, slices end to end; what goes to several devices alike is one array
-            in all their packets.
-    """
-
-    plan: int
-    source: int
-    destination: int
-    version: int
-    params: NDArray[np.int64]
-    checksums: NDArray[np.int64]
+    plan: int  # Stamp of the plan
+    source: int  # Device that packed it
+    destination: int  # Device that it is for
+    version: int  # Of the weights
+    params: NDArray[np.int64]  # i64[slices], index of each slice's parameter in the plan
+    checksums: NDArray[np.int64]  # i64[slices], one of each slice
+    # u8[bytes] each, slices end to end; what goes to several devices alike is one array in all
+    # their packets.
     buckets: tuple[Bucket, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of the slices."""
         return sum(len(bucket) for bucket in self.buckets)
 
 
@@ -146,21 +335,6 @@ def pack(
     """Read what a device has to send out of its engine's tensors.
 
     Elements are converted to the plan's dtype here, so that what travels is what is stored.
-
-    Args:
-        plan: Of the transfer.
-        device: Who sends.
-        tensors: The source engine's tensors on it.
-        version: Of these weights.
-        room: Where buckets are packed.
-        packed: What has been packed of these weights for others, and will be for the next: what
-            goes to both alike is packed once. Nothing by default.
-
-    Returns:
-        Destination -> its packet; nothing for devices that need nothing of this one.
-
-    Raises:
-        WeightsError: If the plan does not fit the tensors.
     """
     index = _param_index(plan)
     packed = {} if packed is None else packed
@@ -191,7 +365,6 @@ def pack(
 def _packed(
     message: Message, tensors: Tensors, dtype: torch.dtype, version: int, room: Room
 ) -> tuple[Bucket, list[int]]:
-    """A message's bytes, and the checksum of each part."""
     read = [read_view(part, tensors) for part in message.parts]
     payload = room(message.num_bytes, read[0].device)
     for part, data, values in zip(message.parts, message.slices(payload), read, strict=True):
@@ -208,23 +381,7 @@ def unpack(
     version: int,
     held: HeldWeights,
 ) -> int:
-    """Write what a device receives into its engine's tensors: all of it or nothing.
-
-    Args:
-        plan: As at the sources.
-        device: Who receives.
-        packets: One from every device that has something for it, in any order.
-        tensors: The destination engine's tensors on it.
-        version: That is expected.
-        held: Is told of every slice.
-
-    Returns:
-        Bytes written.
-
-    Raises:
-        WeightsError: Names the parameter and what is wrong with it: a slice that is missing or
-            damaged, another version, another plan. Nothing has been written then.
-    """
+    """Write what a device receives into its engine's tensors: all of it or nothing."""
     ready = [
         (part, data, write_view(part, tensors, dtype_of(plan)))
         for part, data in _checked(plan, device, packets, version)
@@ -239,22 +396,6 @@ def unpack(
 def unpack_whole(
     plan: TransferPlan, device: int, packets: Sequence[Packet], version: int, held: HeldWeights
 ) -> dict[str, Tensor]:
-    """What a device receives, as tensors of their own: all of it or nothing.
-
-    Args:
-        plan: As at the sources; the device is to have whole parameters.
-        device: Who receives.
-        packets: One from every device that has something for it, in any order.
-        version: That is expected.
-        held: Is told of every slice.
-
-    Returns:
-        Tensors by the receiver's names, on the device of the packets. A parameter that has come in
-        one piece is a view of its packet, which must not be written to; others are put together.
-
-    Raises:
-        WeightsError: As `unpack` does.
-    """
     found: dict[str, Tensor] = {}
     for part, data in _checked(plan, device, packets, version):
         param = part.param
@@ -296,7 +437,6 @@ def _check_packet(
     packet: Packet, device: int, parts: Sequence[Part], index: Mapping[str, int], stamp: int,
     version: int,
 ) -> None:  # fmt: skip
-    """Refuse what can be refused without looking at the bytes."""
     where = f"packet from device {packet.source} to device {device}"
     if packet.version != version:
         raise WeightsError(
@@ -325,7 +465,6 @@ def _check_packet(
 def _checked(
     plan: TransferPlan, device: int, packets: Sequence[Packet], version: int
 ) -> list[tuple[Part, Tensor]]:
-    """Return every slice that a device is to receive, with its values."""
     index, stamp = _param_index(plan), plan_stamp(plan)
     expected: dict[int, list[Message]] = {}
     for message in messages_of(plan, [device])[device]:
@@ -349,7 +488,6 @@ def _checked(
 def _slices(
     packet: Packet, messages: Sequence[Message], dtype: torch.dtype
 ) -> list[tuple[Part, Tensor]]:
-    """Return every slice of a packet with its values."""
     where = f"packet from device {packet.source} to device {packet.destination}"
     given = iter(packet.checksums.tolist())
     ready: list[tuple[Part, Tensor]] = []

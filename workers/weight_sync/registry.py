@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 _FOLDER = "penstock.workers.weight_sync"
 
 Transport = Literal["object_store", "cuda_ipc"]
-"""How the configuration calls them."""
+"""Names of channels in the configuration."""
 
 DEFAULT_TRANSPORT: Transport = "object_store"
-"""What a run takes that names none."""
+"""The channel of a run that names none."""
 
 CHANNELS: Registry[Callable[[ChannelEnd], WeightChannel]] = Registry(
     {
@@ -41,15 +41,7 @@ _WHY_NOT = Registry[Callable[[DeviceGroup, DeviceGroup], str | None]](
 def check_transport(
     transport: Transport, routes: Iterable[tuple[DeviceGroup, DeviceGroup]]
 ) -> None:
-    """Require that weights can get by a channel wherever they go.
-
-    Args:
-        transport: Which channel.
-        routes: The groups that train a role, each with one that reads copies of it.
-
-    Raises:
-        ConfigError: If they cannot; says between which groups, and why.
-    """
+    """Require that weights can get by a channel wherever they go."""
     why_not = _WHY_NOT.get(transport)
     if why_not is None:
         return

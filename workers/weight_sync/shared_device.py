@@ -31,25 +31,16 @@ from torch.multiprocessing.reductions import (
 from ...dataflow.runtime.placement import DeviceGroup
 from .channel import ChannelEnd, Offer, Receiver
 from .object_store import ObjectStoreChannel
-from .packets import Bucket, Packet
-from .version_tracker import WeightsError
+from .packets import Bucket, Packet, WeightsError
 
-_DEVICE = 6
-"""Index of the device's number among the arguments of `rebuild_cuda_tensor`."""
+_DEVICE = 6  # Index of the device's number among the arguments of `rebuild_cuda_tensor`
 
 
 class SharedFile:
-    """An anonymous file, which other processes open by its path; gone with its process.
-
-    Args:
-        num_bytes: Its length.
-
-    Attributes:
-        number: Its descriptor.
-    """
+    """An anonymous file, which other processes open by its path; gone with its process."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.number = os.memfd_create("penstock-weights")
+        self.number = os.memfd_create("penstock-weights")  # Its descriptor
         os.ftruncate(self.number, num_bytes)
 
     @property
@@ -64,29 +55,19 @@ class SharedFile:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory of the host that other processes can open.
-
-    Attributes:
-        path: See `SharedFile`.
-        num_bytes: Its length.
-    """
+    """Memory of the host that other processes can open."""
 
     path: str
-    num_bytes: int
+    num_bytes: int  # Its length
 
 
 @dataclass(frozen=True)
 class CudaMemory:
-    """Memory of a GPU that other processes can open.
+    """Memory of a GPU that other processes can open."""
 
-    Attributes:
-        gpu: The GPU's own identifier, the same in all processes.
-        num_bytes: Its length.
-        arguments: Arguments of torch's `rebuild_cuda_tensor`: handles, sizes and offsets.
-    """
-
-    gpu: str
-    num_bytes: int
+    gpu: str  # The GPU's own identifier, the same in all processes
+    num_bytes: int  # Its length
+    # Arguments of torch's `rebuild_cuda_tensor`: handles, sizes and offsets.
     arguments: tuple[Any, ...]
 
 
@@ -95,11 +76,7 @@ Memory = HostMemory | CudaMemory
 
 
 def share_memory(num_bytes: int, device: torch.device) -> tuple[Tensor, Memory, SharedFile | None]:
-    """Make memory on a device that other processes can open.
-
-    Returns:
-        u8[num_bytes], what others open it by, and the file to be closed that it lies in, if any.
-    """
+    """Make memory on a device that other processes can open."""
     if device.type == "cuda":
         made = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         arguments: tuple[Any, ...] = reduce_tensor(made)[1]  # pyright: ignore[reportUnknownVariableType]
@@ -109,12 +86,7 @@ def share_memory(num_bytes: int, device: torch.device) -> tuple[Tensor, Memory, 
 
 
 def open_memory(memory: Memory) -> Tensor:
-    """Open another process's memory, u8[num_bytes]; it is only to be read.
-
-    Raises:
-        OSError: If that process has ended.
-        RuntimeError: If it cannot be opened, or lies on a GPU that this process does not see.
-    """
+    """Open another process's memory, u8[num_bytes]; it is only to be read."""
     if isinstance(memory, HostMemory):
         return _mapped(memory.path, memory.num_bytes)
     seen = {_identifier(torch.device("cuda", at)): at for at in range(torch.cuda.device_count())}
@@ -138,56 +110,38 @@ def _identifier(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-_WORD = 8
-"""Bytes of a number in the ledger."""
+_WORD = 8  # Bytes of a number in the ledger
 _NOBODY = -1
 
 
 @dataclass(eq=False)
 class _Piece:
-    """A piece of memory for a bucket.
+    """A piece of memory for a bucket."""
 
-    Attributes:
-        data: u8[bytes].
-        memory: What others open it by.
-        file: What it lies in, if anything.
-        slot: Its place in the ledger.
-    """
-
-    data: Tensor
-    memory: Memory
-    file: SharedFile | None
-    slot: int
+    data: Tensor  # u8[bytes]
+    memory: Memory  # What others open it by
+    file: SharedFile | None  # What it lies in, if anything
+    slot: int  # Its place in the ledger
 
     @property
     def kind(self) -> tuple[torch.device, int]:
-        """What pieces have in common that can stand for each other."""
         return self.data.device, len(self.data)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a bucket is.
+    """The place of a bucket in shared memory."""
 
-    Attributes:
-        memory: Which begins with it; opened once by each receiver.
-        num_bytes: Of the bucket.
-        slot: Of the piece, in the sender's ledger.
-        machine: The sender's.
-        ledger: Path of its ledger there.
-        mark: What the ledger begins with.
-    """
-
-    memory: Memory
-    num_bytes: int
-    slot: int
-    machine: str
-    ledger: str
-    mark: int
+    memory: Memory  # Which begins with it; opened once by each receiver
+    num_bytes: int  # Of the bucket
+    slot: int  # Of the piece, in the sender's ledger
+    machine: str  # The sender's
+    ledger: str  # Path of its ledger there
+    mark: int  # What the ledger begins with
 
 
 class _Ledger:
-    """Of a sender: for each piece of its memory the number of the offer that it is for."""
+    """A sender's file that has for each piece of its memory the number of its offer."""
 
     def __init__(self) -> None:
         self._file = SharedFile(_WORD)
@@ -196,17 +150,14 @@ class _Ledger:
         self.write(0, self.mark)
 
     def write(self, slot: int, number: int) -> None:
-        """Note a number; the mark has slot 0."""
         os.pwrite(self._file.number, number.to_bytes(_WORD, "little", signed=True), _WORD * slot)
 
     def close(self) -> None:
-        """No offer stands any more."""
         os.ftruncate(self._file.number, 0)
         self._file.close()
 
 
 def _ledger_says(place: _Place) -> int:
-    """Return which offer a sender's piece is for."""
     file = os.open(place.ledger, os.O_RDONLY)
     try:
         mark, number = (os.pread(file, _WORD, _WORD * slot) for slot in (0, place.slot))
@@ -226,11 +177,7 @@ class _Opened:
 
 
 class SharedDeviceChannel:
-    """See `WeightChannel`.
-
-    Args:
-        end: The process that it is in.
-    """
+    """A channel that leaves buckets in the memory of a GPU that both groups take turns on."""
 
     def __init__(self, end: ChannelEnd) -> None:
         self._store = ObjectStoreChannel(end)
@@ -242,17 +189,14 @@ class SharedDeviceChannel:
         self._opened: dict[Receiver, _Opened] = {}
 
     def room(self, num_bytes: int, device: torch.device) -> Tensor:
-        """See `WeightChannel.room`."""
         return self._piece(num_bytes, device).data[:num_bytes]
 
     @property
     def num_bytes(self) -> int:
-        """That this process shares, whether anybody is to read them or not."""
         offered = (piece for pieces in self._offered.values() for piece in pieces)
         return sum(len(piece.data) for piece in (*self._free, *self._handed, *offered))
 
     def _piece(self, num_bytes: int, device: torch.device) -> _Piece:
-        """One that is free, or a new one; the next `publish` may use it."""
         kind = device, max(num_bytes, 1)
         piece = next((piece for piece in self._free if piece.kind == kind), None)
         if piece is None:
@@ -264,7 +208,6 @@ class SharedDeviceChannel:
         return piece
 
     def publish(self, packets: Mapping[Receiver, Packet]) -> Offer:
-        """See `WeightChannel.publish`."""
         ledger = self._ledger = self._ledger or _Ledger()
         places: dict[int, _Place] = {}
         used: list[_Piece] = []
@@ -295,7 +238,6 @@ class SharedDeviceChannel:
         return offer
 
     def _packed_in(self, bucket: Bucket) -> _Piece:
-        """The piece that a bucket lies in; a copy, if it was not packed in this channel's room."""
         data = bucket if isinstance(bucket, Tensor) else torch.from_numpy(bucket)  # pyright: ignore[reportUnknownMemberType]
         for piece in self._handed:
             if piece.data.data_ptr() == data.data_ptr() and len(data) <= len(piece.data):
@@ -305,7 +247,6 @@ class SharedDeviceChannel:
         return piece
 
     def obtain(self, offer: Offer) -> Packet | None:
-        """See `WeightChannel.obtain`."""
         packet = self._store.obtain(offer)
         if packet is None:
             return None
@@ -332,7 +273,6 @@ class SharedDeviceChannel:
         return opened.pieces[place.slot][: place.num_bytes]
 
     def forget(self, number: int) -> None:
-        """See `WeightChannel.forget`: what is packed next may be written there."""
         pieces = self._offered.pop(number, [])
         for piece in pieces:
             assert self._ledger is not None, "there are offers"
@@ -340,7 +280,6 @@ class SharedDeviceChannel:
         self._free += pieces
 
     def close(self, timeout_s: float) -> None:
-        """See `WeightChannel.close`: nothing runs, and nothing is offered any more."""
         ledger, self._ledger = self._ledger, None
         if ledger is not None:
             ledger.close()

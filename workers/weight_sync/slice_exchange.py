@@ -1,4 +1,4 @@
-"""What a process does to export weights in slices, and to write those that it receives.
+"""Export of weights in slices, and writing of those received, in one process.
 
 The transfer plan follows from the two groups' layouts and is the same wherever it is computed.
 Devices of the exporting group are numbered as its processes, those of a receiver behind them.
@@ -19,17 +19,21 @@ from ...dataflow.runtime.messages import HeldLayout
 from ...planner.resharding.plan import TransferPlan
 from ...planner.resharding.plan_transfer import plan_transfer
 from ...planner.resharding.sharding import Sharding
-from .packets import Packed, Packet, Room, host_room, pack, unpack, unpack_whole
-from .version_tracker import HeldWeights, WeightsError
+from .packets import (
+    HeldWeights,
+    Packed,
+    Packet,
+    Room,
+    WeightsError,
+    host_room,
+    pack,
+    unpack,
+    unpack_whole,
+)
 
 
 class SliceTraffic:
-    """The slices that one process sends and receives, and what it holds of them.
-
-    Args:
-        process: This process's number in its group.
-        senders: The processes of rank 0, which export for their group.
-    """
+    """The slices that one process sends and receives, and what it holds of them."""
 
     def __init__(self, process: int, senders: tuple[int, ...]) -> None:
         self._process = process
@@ -37,7 +41,6 @@ class SliceTraffic:
         self._held: dict[str, HeldWeights] = {}
 
     def layout(self, worker: Worker) -> HeldLayout | None:
-        """How the worker's group holds the weights; None if it cannot say."""
         layout = worker.weights_layout()
         if layout is None:
             return None
@@ -50,7 +53,7 @@ class SliceTraffic:
         version: int,
         room: Room = host_room,
     ) -> dict[tuple[str, int], Packet]:
-        """What each process of the receivers gets from this one: (group, process) -> packet.
+        """The packet of this process for each process of the receivers, by (group, process).
 
         What goes to several of them alike is one bucket in all their packets.
         """
@@ -80,11 +83,7 @@ class SliceTraffic:
     def write(
         self, role: str, worker: Worker, source: Sharding, packets: Sequence[Packet], version: int
     ) -> None:
-        """Write what has come into the worker's tensors: all of it or nothing.
-
-        Raises:
-            WeightsError: If a slice is missing, damaged or of another version; names the parameter.
-        """
+        """Write what has come into the worker's tensors: all of it or nothing."""
         layout: Sharding = worker.weights_layout()
         plan, first = _plan(source, layout)
         self.expect(role, worker)
@@ -107,18 +106,13 @@ class SliceTraffic:
         _await(packets)
 
     def check(self, role: str, version: int) -> None:
-        """Refuse a call that must see a version which this copy does not wholly have.
-
-        Raises:
-            WeightsError: Names the parameter.
-        """
+        """Refuse a call that must see a version which this copy does not wholly have."""
         held = self._held.get(role)
         if held is not None:
             held.check(version)
 
 
 def _await(packets: Sequence[Packet]) -> None:
-    """Until a device has read what has come: then whoever sent it may write there again."""
     buckets = (bucket for packet in packets for bucket in packet.buckets)
     for device in {bucket.device for bucket in buckets if isinstance(bucket, Tensor)}:
         if device.type == "cuda":
@@ -127,14 +121,12 @@ def _await(packets: Sequence[Packet]) -> None:
 
 @lru_cache(maxsize=16)
 def _plan(sent: Sharding, received: Sharding) -> tuple[TransferPlan, int]:
-    """The moves from rank 0 of one group to all of another, and the latter's first device."""
     first = max(sent.devices) + 1
     moved = received.on([first + device for device in received.devices])
     return plan_transfer(sent, moved), first
 
 
 def _only(sharding: Sharding, devices: tuple[int, ...]) -> Sharding:
-    """What some of the devices hold."""
     patterns = tuple(
         tuple(piece for piece in pattern if piece.device in devices)
         for pattern in sharding.patterns

@@ -28,11 +28,9 @@ from ...scheduler.events import NodeTask
 from ..messages import Part, Report
 from ..ragged import Packed
 
-_OPEN = "ledger.json"
-"""In a checkpoint's folder: what is known of the steps that are not complete."""
+_OPEN = "ledger.json"  # In a checkpoint's folder: what is known of the steps that are not complete
 
-_REMEMBERED = 1000
-"""Steps that a run may go back and still be compared with what they were."""
+_REMEMBERED = 1000  # Steps that a run may go back and still be compared with what they were
 
 
 class LedgerError(StateError):
@@ -41,25 +39,16 @@ class LedgerError(StateError):
 
 @dataclass(frozen=True)
 class Line:
-    """One complete step.
-
-    Attributes:
-        step: The step.
-        read: Source -> its rows.
-        sha256: Source -> of their values.
-        made: Node -> the rows it made.
-        trained: Train node -> the rows its ranks were given.
-        times: How often the step was computed to its end.
-        unseen: Nodes of which this is not known: they did their part before a checkpoint that a
-            version without a ledger wrote.
-    """
+    """One complete step."""
 
     step: int
-    read: Mapping[str, int]
-    sha256: Mapping[str, str]
-    made: Mapping[str, int]
-    trained: Mapping[str, int]
-    times: int = 1
+    read: Mapping[str, int]  # Source -> its rows
+    sha256: Mapping[str, str]  # Source -> of their values
+    made: Mapping[str, int]  # Node -> the rows it made
+    trained: Mapping[str, int]  # Train node -> the rows its ranks were given
+    times: int = 1  # How often the step was computed to its end
+    # Nodes of which this is not known: they did their part before a checkpoint that a version
+    # without a ledger wrote.
     unseen: tuple[str, ...] = ()
 
 
@@ -77,32 +66,20 @@ class _Open:
 
 
 class Ledger:
-    """What one program's steps read, made and trained on.
-
-    Args:
-        graph: The step.
-        write: Called with each step that is complete; again if it was computed again.
-        known: Steps that were complete before, in another process as well.
-
-    Attributes:
-        lines: Of the latest steps that are complete, step -> line.
-    """
+    """The rows that one program's steps read, made and trained on."""
 
     def __init__(
         self, graph: Graph, write: Callable[[Line], None], known: Iterable[Line] = ()
     ) -> None:
         self._graph, self._write = graph, write
+        # Of the latest steps that are complete, step -> line.
         self.lines = {line.step: line for line in known}
         self._open: dict[int, _Open] = {}
         self._returns = 0
         self._trains = [node for node in graph.nodes if node.kind is NodeKind.TRAIN]
 
     def went_back(self, folder: Path | None = None) -> None:
-        """The run goes on from an earlier step: what comes again replaces what was there.
-
-        Args:
-            folder: The checkpoint it goes on from; None if it begins.
-        """
+        """The run goes on from an earlier step: what comes again replaces what was there."""
         self._returns += 1
         if folder is None:
             self._open.clear()
@@ -136,11 +113,7 @@ class Ledger:
     # --- entries
 
     def read(self, step: int, source: str, parts: Sequence[Part]) -> None:
-        """A source brought the rows of a step, in these pieces.
-
-        Raises:
-            LedgerError: If it had brought others before, or the same twice.
-        """
+        """A source brought the rows of a step, in these pieces."""
         entries, rows = self._at(step).read, sum(_num_rows(part) for part in parts)
         sha256, before = _sha256(parts), self.lines.get(step)
         if source in entries and entries[source][0] == self._returns:
@@ -158,11 +131,7 @@ class Ledger:
             self._at(step).made[source, chunk] = (self._returns, _num_rows(parts[chunk]), digest)
 
     def done(self, task: NodeTask, report: Report) -> None:
-        """A rank has done its share of a task.
-
-        Raises:
-            LedgerError: If a piece was made before.
-        """
+        """A rank has done its share of a task."""
         one = self._at(task.step)
         if self._is_train(task.node):
             since, taken = one.trained.get(task.node, (self._returns, []))
@@ -185,11 +154,7 @@ class Ledger:
     # --- complete steps
 
     def complete(self, step: int) -> None:
-        """A step is complete.
-
-        Raises:
-            LedgerError: If a piece of it is missing, doubled or changed.
-        """
+        """A step is complete."""
         one, before = self._open.pop(step, _Open()), self.lines.get(step)
         made: dict[str, int] = {}
         for (node, _), (_, rows, _) in one.made.items():
@@ -214,7 +179,6 @@ class Ledger:
         self._write(line)
 
     def _unseen(self, step: int, one: _Open) -> tuple[str, ...]:
-        """Nodes of which nothing is known, which only a step begun before a return may have."""
         seen = {*one.read, *one.trained, *(node for node, _ in one.made)}
         missing = tuple(node.name for node in self._graph.nodes if node.name not in seen)
         begun_now = any(since == self._returns for since, _, _ in one.read.values())
@@ -227,7 +191,6 @@ class Ledger:
         return self._graph[node].kind is NodeKind.TRAIN
 
     def _trained(self, step: int, node: str, producers: Collection[str], one: _Open) -> int:
-        """The rows that a train node was given, each of them once."""
         taken = one.trained[node][1]
         rows: list[int] = []
         for producer in sorted(producers):
@@ -262,11 +225,7 @@ class NoLedger(Ledger):
 
 
 def check(lines: Sequence[Line], num_steps: int) -> None:
-    """Require every step from the first to the last, each once and in order.
-
-    Raises:
-        LedgerError: Naming the first that is not so.
-    """
+    """Require every step from the first to the last, each once and in order."""
     for number in range(max(len(lines), num_steps)):
         found = lines[number].step if number < len(lines) else None
         if found == number < num_steps:
@@ -294,12 +253,6 @@ def _refuse(step: int, node: str, producer: str, given: Counter[Any], there: Cou
 
 
 def text_of(lines: Sequence[Line], rollouts: Collection[str]) -> str:
-    """What a ledger that adds up says, in one line.
-
-    Args:
-        lines: Of every step.
-        rollouts: The nodes whose rows count as made.
-    """
     read: Counter[str] = Counter()
     made: Counter[str] = Counter()
     trained: Counter[str] = Counter()
@@ -348,7 +301,6 @@ def digest_of(part: Part) -> int:
 
 
 def _sha256(parts: Sequence[Part]) -> str:
-    """Of all rows, however they are cut: column after column, values before lengths."""
     found = hashlib.sha256()
     for pieces in zip(*parts, strict=True):
         for which in zip(*(_contents(piece) for piece in pieces), strict=True):
@@ -378,7 +330,6 @@ def from_json(content: Mapping[str, Any]) -> Line:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """u8[n], the tensor's values; one of a single value may be contiguous with any stride."""
     flat = tensor.detach().cpu().reshape(-1)
     if flat.stride(0) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""What a run does when processes die: it goes back to where it can go on from, so often at most.
+"""Limits of recovery: how often a run may go back when processes die.
 
 A group that keeps nothing is started again beside the run, and nobody else notices. What a group
 with weights or a state has lost is had from the newest checkpoint, or from the copy in a neighbor's
@@ -16,39 +16,27 @@ from ...errors import WorkerError
 
 
 class WorkerLost(WorkerError):
-    """Processes died, or what they had stored is gone: no fault of what they were doing.
-
-    Args:
-        said: Who died, and how.
-        stored: Whether outputs that others had made may be gone too, as with a machine.
-        report: What to say if the run ends with it; `said` by default.
-    """
+    """Processes died, or what they had stored is gone: no fault of what they were doing."""
 
     def __init__(self, said: str, *, stored: bool = False, report: str = "") -> None:
         super().__init__(report or said)
         self.said, self.stored = said, stored
 
     def reported(self, report: str) -> WorkerLost:
-        """The same, with what to say if the run ends with it."""
         return WorkerLost(self.said, stored=self.stored, report=report)
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """How often a run may go back, and how long it waits before.
+    """Limits of going back: how often, and after which pauses."""
 
-    Attributes:
-        max_restarts: Times in all, in one run; 0 ends it with the first death.
-        max_repeats: Times in a row without a step that was not complete before: a fault that comes
-            again each time is not one that starting again fixes.
-        pause_s: Seconds before the second time in a row; they double with each further one.
-        longest_pause_s: And how long they become at most.
-    """
-
-    max_restarts: int = 20
+    max_restarts: int = 20  # Times in all, in one run; 0 ends it with the first death
+    # Times in a row without a step that was not complete before: a fault that comes again each time
+    # is not one that starting again fixes.
     max_repeats: int = 3
+    # Seconds before the second time in a row; they double with each further one.
     pause_s: float = 1.0
-    longest_pause_s: float = 60.0
+    longest_pause_s: float = 60.0  # And how long they become at most
 
     def wait_s(self, in_a_row: int) -> float:
         """Seconds to wait before starting again after so many times in a row."""
@@ -59,72 +47,41 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Restart:
-    """Ranks of a group are started again, and do again what they had not finished.
-
-    Attributes:
-        group: The group.
-        took_s: Seconds since one died.
-        ranks: Which of its ranks; all if none is named.
-        held_up_s: How long of that `Executor.wait` was busy with it.
-        is_over: Whether they are there. Before, this is said about once a second of those that are
-            started while others work: what they owe is not late.
-    """
+    """Ranks of a group are started again, and do again what they had not finished."""
 
     group: str
-    took_s: float
-    ranks: tuple[int, ...] = ()
-    held_up_s: float = 0.0
+    took_s: float  # Seconds since one died
+    ranks: tuple[int, ...] = ()  # Which of its ranks; all if none is named
+    held_up_s: float = 0.0  # How long of that `Executor.wait` was busy with it
+    # Whether they are there. Before, this is said about once a second of those that are started
+    # while others work: what they owe is not late.
     is_over: bool = True
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """A run has gone back and goes on.
+    """A run has gone back and goes on."""
 
-    Attributes:
-        said: Who had died, and how.
-        step: Steps that are complete where it goes on.
-        completed: Steps that had been complete.
-        source: What it goes on from: its own start if there was no checkpoint yet.
-        took_s: Seconds from the news to where it goes on, the pause included.
-        number: How often it has gone back by now.
-    """
-
-    said: str
-    step: int
-    completed: int
+    said: str  # Who had died, and how
+    step: int  # Steps that are complete where it goes on
+    completed: int  # Steps that had been complete
+    # What it goes on from: its own start if there was no checkpoint yet.
     source: Literal["checkpoint", "mirror", "start"]
-    took_s: float
-    number: int
+    took_s: float  # Seconds from the news to where it goes on, the pause included
+    number: int  # How often it has gone back by now
 
 
 class Recoveries:
-    """The times that one run has gone back.
-
-    Args:
-        recovery: How often it may.
-
-    Attributes:
-        recovery: See above; it may be changed.
-        number: How often it has.
-    """
+    """The times that one run has gone back."""
 
     def __init__(self, recovery: Recovery) -> None:
         self.recovery = recovery
-        self.number = 0
+        self.number = 0  # How often it has
         self._in_a_row = 0
         self._furthest = -1
 
     def pause_s(self, lost: WorkerLost, completed: int) -> float:
-        """Seconds to wait before the run goes back once more.
-
-        Args:
-            lost: Why it has to.
-            completed: Steps that are complete, however often.
-
-        Raises:
-            WorkerLost: If it may not: the budget is spent, or the fault repeats.
-        """
+        """Seconds to wait before the run goes back once more."""
         limits = self.recovery
         if completed > self._furthest:
             self._furthest, self._in_a_row = completed, 0
@@ -150,4 +107,4 @@ class Recoveries:
 
 
 Told = Callable[[Recovered | Restart], None]
-"""Who is told of deaths: the run has gone back, or ranks were started again beside it."""
+"""Callback for deaths: the run has gone back, or ranks were started again beside it."""

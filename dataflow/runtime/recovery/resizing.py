@@ -17,35 +17,22 @@ from ...scheduler.events import Resize, Resized, ResizeGroup
 from ...scheduler.flow import Flow
 from ..executor import Executor, Program, groups_of, servers_of
 
-_LOOK_S = 1.0
-"""How often anybody is asked for a wish."""
+_LOOK_S = 1.0  # How often anybody is asked for a wish
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Who wishes groups to have other ranks, and who is told.
+    """Callbacks that request a resize and report its result."""
 
-    Attributes:
-        wish: Group -> how many ranks it is to have; asked about once a second.
-        told: Is told what has become of it, a sentence at a time.
-        version: Another number each time that somebody has wished, be it for the same again.
-    """
-
+    # Group -> how many ranks it is to have; asked about once a second.
     wish: Callable[[], Mapping[str, int]]
-    told: Callable[[str], None]
+    told: Callable[[str], None]  # Is told what has become of it, a sentence at a time
+    # Another number each time that somebody has wished, be it for the same again.
     version: Callable[[], int] = lambda: 0
 
 
 class Resizing:
-    """What one run does about wishes.
-
-    Args:
-        scale: Whose they are.
-        executor: Where the ranks are.
-        programs: All that run there.
-        flow: Of the run, with the ranks that groups have.
-        sizes: Group -> its ranks, of those that have others than they are placed with; kept here.
-    """
+    """Resizing of one run's groups."""
 
     def __init__(
         self,
@@ -66,7 +53,6 @@ class Resizing:
         self._next_s = 0.0
 
     def look(self, at_s: float) -> list[Resize]:
-        """What the scheduler is to be told: groups whose new ranks are ready to join."""
         if time.monotonic() < self._next_s:
             return []
         self._next_s = time.monotonic() + _LOOK_S
@@ -132,20 +118,11 @@ class Resizing:
 
 
 def restartable_groups(programs: Mapping[str, Program]) -> set[str]:
-    """The groups that change nothing, so that they can be started again beside a run.
-
-    Args:
-        programs: All that run on the same workers, by name.
-    """
+    """The groups that change nothing, so that they can be started again beside a run."""
     return {group.name for group in groups_of(programs) if not _changes(programs, group.name)}
 
 
 def replica_groups(programs: Mapping[str, Program]) -> set[str]:
-    """Those of them that talk to no other: each of their ranks is a replica.
-
-    Args:
-        programs: All that run on the same workers, by name.
-    """
     servers = servers_of(programs)
     connected = {*servers, *(name for names in servers.values() for name in names)}
     return restartable_groups(programs) - connected
@@ -167,7 +144,6 @@ def why_not_elastic(programs: Mapping[str, Program], name: str) -> str:
 
 
 def _changes(programs: Mapping[str, Program], group: str) -> bool:
-    """Whether any program changes weights, or a state, in the group."""
     return any(
         group in {*one.placement.state_homes(one.graph).values()}
         or any(one.placement.home(one.graph, role) == group for role in one.graph.trains_per_step)

@@ -1,4 +1,4 @@
-"""What a process writes of its workers' states while they go on."""
+"""States of workers that a process writes while calls go on."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _Written = Mapping[str, WrittenFile]
 
 
 def refusal_of(write: Callable[[], object], path: Path) -> str:
-    """Write something at `path`, and say what kept the disk from taking it; "" if nothing did.
-
-    Raises:
-        Exception: What else went wrong.
-    """
+    """Write something at `path`, and say what kept the disk from taking it; "" if nothing did."""
     try:
         with writing(path):
             write()
@@ -45,18 +41,7 @@ class Saves:
         self._begun: dict[str, Background[_Written]] = {}
 
     def begin(self, worker: Worker, folder: Path) -> str:
-        """Write a worker's state into a folder of the checkpoint, later if the worker can.
-
-        Args:
-            worker: The worker.
-            folder: Named after the role; the checkpoint's is the one above.
-
-        Returns:
-            What kept it from being written; "" if it was written or is being written.
-
-        Raises:
-            StateError: If the checkpoint before is still being written, and does not end.
-        """
+        """Write a worker's state into a folder of the checkpoint, later if the worker can."""
         # One that was given up may be tried again in a folder of the same name.
         if folder.parent != self._folder or self._unwanted.is_set():
             self.close()
@@ -68,11 +53,7 @@ class Saves:
         return ""
 
     def report(self, wait_s: float, *, unwanted: bool) -> SaveReport:
-        """Say how far it has come, see `Host.save_report`. Asked again, it says the same.
-
-        Raises:
-            Exception: What went wrong but for the disk.
-        """
+        """Say how far it has come, see `Host.save_report`. Asked again, it says the same."""
         if unwanted:
             self._unwanted.set()
         until_s = time.monotonic() + wait_s
@@ -88,11 +69,7 @@ class Saves:
         return SaveReport(writing=False, files={} if failed else files, failed=failed)
 
     def close(self) -> None:
-        """Have what is being written end; it will not be asked for.
-
-        Raises:
-            StateError: If it does not end within `CLOSE_S`: the disk hangs.
-        """
+        """Have what is being written end; it will not be asked for."""
         self._unwanted.set()
         until_s = time.monotonic() + CLOSE_S
         for name, one in self._begun.items():

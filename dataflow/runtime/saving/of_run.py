@@ -24,21 +24,105 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from ...errors import WorkerError
+from ...errors import ConfigError, WorkerError
 from ...file_errors import disk_refusal, writing
 from ...graph.graph import Graph
+from ...scheduler.events import NodeTask, Output
 from ...scheduler.schedule import Deadline
 from ...written_files import Background, WrittenFile
-from ..checkpoint import CheckpointFolder, ResumePoint, read_resume_point
+from ..checkpoint import CheckpointFolder, ResumePoint, SavedRun, read_resume_point, write_run_state
 from ..dispatcher import Dispatcher, Submission
+from ..executor import Program
 from ..host import Host
-from ..messages import SaveReport, Work, work
+from ..messages import Handle, SaveReport, Work, work
+from ..placement import flow_of
 
-_ASK_S = 0.2
-"""How often ranks are asked how far they have come."""
+# After a node's name: what of its rows goes on in the next step. No node is named so.
+_UNFINISHED = "/unfinished"
 
-_WAIT_S = 1.0
-"""How long a rank that has nothing else to do waits for the end before it answers."""
+
+def is_unfinished(output: Output) -> bool:
+    return output.node.endswith(_UNFINISHED)
+
+
+def unfinished(task: NodeTask, before: int = 0) -> Output:
+    return Output(f"{task.node}{_UNFINISHED}", task.step - before, task.chunk or 0)
+
+
+class StateInWorkers:
+    """The state of one program's run, which lies with its workers, as a checkpoint's folder.
+
+    ROLE/                    weights, optimizer state or a state of its own, of every role with one
+    live-00000.safetensors   an output that later steps still need
+    run.json                 where the run stands
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, name: str, program: Program, deadline: Deadline
+    ) -> None:
+        self._dispatcher, self._name, self._deadline = dispatcher, name, deadline
+        self._placement = program.placement
+        # Role whose weights or state change -> the group where they do.
+        self.homes: Mapping[str, str] = {
+            **flow_of(program.graph, program.placement).homes,
+            **program.placement.state_homes(program.graph),
+        }
+
+    @property
+    def num_ranks(self) -> dict[str, int]:
+        """Group of any of the homes -> its number of ranks."""
+        return {name: self._placement.group(name).num_ranks for name in self.homes.values()}
+
+    def take(self, saved: SavedRun, outputs: Mapping[Output, Handle], folder: Path) -> str:
+        """Have a checkpoint's folder filled; says what the disk refused, "" if nothing."""
+        asked: list[tuple[str, Mapping[int, Work]]] = []
+        for role, group in self.homes.items():
+            (folder / role).mkdir()
+            save = work(Host.save_state, role, str(folder / role))
+            asked.append((group, self._on_all(group, save)))
+        for output, file in saved.part_files(folder):
+            write = work(Host.save_part, outputs[output], str(file))
+            asked.append((self._group_of(output.node), {0: write}))
+        for group, works in asked:
+            if refused := next(filter(None, self._now(group, works).answers), ""):
+                return refused
+        write_run_state(folder, saved)
+        return ""
+
+    def load(self, point: ResumePoint) -> None:
+        """Bring every home to where a checkpoint was taken."""
+        for role, home in self.homes.items():
+            load = work(Host.load_state, role, str(point.folder / role))
+            self._now(home, self._on_all(home, load))
+
+    def load_outputs(self, point: ResumePoint, num_chunks: int) -> dict[Output, Handle]:
+        """Have the live outputs of a checkpoint stored again."""
+        chunks = sorted(o.chunk for o, _ in point.parts if is_unfinished(o))
+        if chunks and chunks != list(range(num_chunks)):
+            raise ConfigError(
+                f"{point.folder} holds unfinished rows in {len(chunks)} parts, and this run has "
+                f"{num_chunks or 'none'}\n    resume with the same schedule and as many ranks, or "
+                "start a new run"
+            )
+        found: dict[Output, Handle] = {}
+        for output, file in point.parts:
+            load = {0: work(Host.load_part, str(file))}
+            found[output] = self._now(self._group_of(output.node), load).first.parts[0]
+        return found
+
+    def _group_of(self, node: str) -> str:
+        return self._placement.nodes.get(node, self._placement.groups[0].name)
+
+    def _on_all(self, group: str, one: Work) -> dict[int, Work]:
+        return dict.fromkeys(range(self._placement.group(group).num_ranks), one)
+
+    def _now(self, group: str, works: Mapping[int, Work]) -> Submission:
+        return self._dispatcher.perform_now(self._name, group, works, self._deadline)
+
+
+_ASK_S = 0.2  # How often ranks are asked how far they have come
+
+_WAIT_S = 1.0  # How long a rank that has nothing else to do waits for the end before it answers
 
 Take = Callable[[Path], str]
 """Has everything taken that a checkpoint's folder is to hold; says what the disk refused, or ""."""
@@ -46,42 +130,20 @@ Take = Callable[[Path], str]
 
 @dataclass
 class _Pending:
-    """The checkpoint that is being written.
-
-    Attributes:
-        step: Its step.
-        store: Where it is being written.
-        failed: What the disk refused; "" as long as it refused nothing.
-        asked: Out at the ranks, to say how far they have come; None if nobody has been asked.
-        asked_s: When they were asked last.
-        sealing: The last part of it.
-        is_late: Whether the run has waited for it in vain.
-    """
+    """The checkpoint that is being written."""
 
     step: int
-    store: CheckpointFolder
-    failed: str = ""
+    store: CheckpointFolder  # Where it is being written
+    failed: str = ""  # What the disk refused; "" as long as it refused nothing
+    # Out at the ranks, to say how far they have come; None if nobody has been asked.
     asked: list[Submission] | None = None
-    asked_s: float = 0.0
-    sealing: Background[str] | None = None
-    is_late: bool = False
+    asked_s: float = 0.0  # When they were asked last
+    sealing: Background[str] | None = None  # The last part of it
+    is_late: bool = False  # Whether the run has waited for it in vain
 
 
 class Saving:
-    """The checkpoints of one run of a program.
-
-    Args:
-        store: Where they are kept.
-        dispatcher: What asks the ranks.
-        program: The program that is run.
-        ranks: Group -> its number of ranks, of all groups that keep a state.
-        deadline: How long is waited for one.
-        mirror: Where the state after every step is kept; None if it is not.
-
-    Attributes:
-        store: The same.
-        saved: The step of the newest checkpoint to resume from; None if there is none.
-    """
+    """The checkpoints of one run of a program."""
 
     def __init__(
         self,
@@ -94,6 +156,7 @@ class Saving:
     ) -> None:
         self.store, self._mirror = store, mirror
         self._mirrored_bytes = 0
+        # The step of the newest checkpoint to resume from; None if there is none.
         self.saved: int | None = None
         self._dispatcher, self._program = dispatcher, program
         self._ranks, self._deadline = ranks, deadline
@@ -104,23 +167,10 @@ class Saving:
 
     @property
     def has_mirror(self) -> bool:
-        """Whether the state is kept after every step."""
         return self._mirror is not None
 
     def begin(self, step: int, take: Take, *, due: bool = True) -> bool:
-        """Take a checkpoint; the run may go on when this returns.
-
-        Args:
-            step: The number of steps that are complete.
-            take: Called with the folder, which is made; not again once the run has gone on.
-            due: Whether it is a checkpoint. What is none is for the mirror.
-
-        Returns:
-            Whether it is being written; a warning has said why not.
-
-        Raises:
-            WorkerError: If a worker fails.
-        """
+        """Take a checkpoint; the run may go on when this returns."""
         store = self.store if due else self._mirror
         pending = self._pending
         if store is None or (not due and pending is not None and pending.store is self.store):
@@ -144,7 +194,6 @@ class Saving:
         return not failed
 
     def _taken(self, step: int, take: Take, store: CheckpointFolder) -> str:
-        """What the disk refused; "" if all is taken."""
         try:
             folder = store.begin(step)
             with writing(folder):
@@ -153,11 +202,6 @@ class Saving:
             return _refused(error)
 
     def newest_point(self, graph: Graph, seed: int) -> ResumePoint | None:
-        """Where a run goes on from; None if it begins. Notes which checkpoint counts.
-
-        Raises:
-            ConfigError: If the checkpoint was written by another graph or with another seed.
-        """
         saved = read_resume_point(self.store, graph, seed)
         self.saved = saved.state.step if saved else None
         kept = read_resume_point(self._mirror, graph, seed) if self._mirror else None
@@ -166,18 +210,15 @@ class Saving:
         return kept
 
     def has_any(self) -> bool:
-        """Whether there is anything to go on from."""
         stores = (self.store, self._mirror)
         return any(store is not None and store.latest() is not None for store in stores)
 
     def source_of(self, step: int) -> Literal["start", "checkpoint", "mirror"]:
-        """Where a run goes on from at this step."""
         if not self.has_any():
             return "start"
         return "checkpoint" if self.saved == step else "mirror"
 
     def has(self, step: int) -> bool:
-        """Whether the checkpoint of a step is written, or being written."""
         pending = self._pending
         return self.saved == step or (
             pending is not None
@@ -187,11 +228,7 @@ class Saving:
         )
 
     def look(self) -> None:
-        """Go on with the one that is being written, as far as that goes without waiting.
-
-        Raises:
-            WorkerError: If a worker fails.
-        """
+        """Go on with the one that is being written, as far as that goes without waiting."""
         pending = self._pending
         if pending is None:
             return
@@ -209,11 +246,7 @@ class Saving:
             ]
 
     def settle(self, deadline_s: float) -> bool:
-        """Wait for the one that is being written; says whether nothing is being written now.
-
-        Raises:
-            WorkerError: If a worker fails, or does not answer within the deadline.
-        """
+        """Wait for the one that is being written; says whether nothing is being written now."""
         until_s, deadline = time.monotonic() + deadline_s, Deadline(deadline_s)
         while (pending := self._pending) is not None:
             left_s = until_s - time.monotonic()
@@ -233,14 +266,7 @@ class Saving:
         return True
 
     def finish(self, step: int) -> None:
-        """The run ends: its last checkpoint must be there.
-
-        Args:
-            step: The number of steps that are complete; what failed is tried again if it is of it.
-
-        Raises:
-            WorkerError: If it is not there.
-        """
+        """The run ends: its last checkpoint must be there."""
         settled = self.settle(self._deadline.limit_s)
         if settled and self._failed and self._last and self._last[0] == step:
             self.begin(*self._last)
@@ -259,11 +285,7 @@ class Saving:
             )
 
     def go_back(self) -> None:
-        """Processes have died: the one that is being written counts if only its end is missing.
-
-        Raises:
-            WorkerError: If that does not come within the deadline.
-        """
+        """Processes have died: the one that is being written counts if only its end is missing."""
         pending = self._pending
         if pending is None:
             return
@@ -299,7 +321,6 @@ class Saving:
         return dict.fromkeys(range(self._ranks[group]), report)
 
     def _hear(self, pending: _Pending, answers: list[Submission]) -> None:
-        """Note what the ranks say; seal the checkpoint, or give it up, once none is writing."""
         for one in answers:
             if one.failed is not None:
                 self._pending = None
@@ -326,7 +347,6 @@ class Saving:
             pending.sealing = Background(seal, f"seal step {pending.step}")
 
     def _try_end(self, sealing: Background[str], wait_s: float) -> None:
-        """Note how the sealing has ended, if it has within so long."""
         pending = self._pending
         if pending is None or not sealing.wait(wait_s):
             return
@@ -359,14 +379,12 @@ class Saving:
 
     @property
     def _counts(self) -> str:
-        """What the run would be continued from."""
         if self.saved is None:
             return "there is no older one"
         return f"that of step {self.saved} counts"
 
 
 def _refused(error: OSError) -> str:
-    """Describe what a disk refused."""
     said = disk_refusal(error)
     if said is None:
         raise error

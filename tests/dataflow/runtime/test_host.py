@@ -17,8 +17,8 @@ from penstock.dataflow.graph.axes import Axis, GroupId, f32, i64
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.role import Loss, Metric, Role, Streamed, call
 from penstock.dataflow.graph.tracer import build, op
+from penstock.dataflow.runtime.call_columns import cut_table, even_cuts
 from penstock.dataflow.runtime.call_context import call_key
-from penstock.dataflow.runtime.cuts import cut_table, even_cuts
 from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.messages import (
     NextAnswer,

@@ -14,7 +14,7 @@ from penstock.workers.engines.sharded.divided_network import DividedNetwork
 from penstock.workers.engines.torch_engine.generator import TorchGenerator
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.rollout.turn_sampler import TurnSampler
+from penstock.workers.rollout.response_sampler import TurnSampler
 from penstock.workers.training.network import Outputs
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch_models import make_policy, make_prompts, module_of, to_batch

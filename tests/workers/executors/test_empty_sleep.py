@@ -24,8 +24,8 @@ from penstock.workers.models.spec import ModelSpec
 from penstock.workers.rollout.generator_policy import GeneratorPolicy, SplitPolicySpec
 from penstock.workers.weight_sync.channel import ChannelEnd
 from penstock.workers.weight_sync.object_store import ObjectStoreChannel
+from penstock.workers.weight_sync.packets import WeightsError
 from penstock.workers.weight_sync.slice_exchange import SliceTraffic
-from penstock.workers.weight_sync.version_tracker import WeightsError
 from torch import Tensor
 from torch_models import EOS, architecture, make_prompts
 

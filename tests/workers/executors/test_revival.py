@@ -9,10 +9,9 @@ from typing import Any, cast
 import pytest
 from penstock.dataflow.errors import PlanError
 from penstock.dataflow.runtime.placement import DeviceGroup
-from penstock.workers.executors import revival
+from penstock.workers.executors import rank_group
 from penstock.workers.executors.process_backend import ProcessBackend
-from penstock.workers.executors.rank_group import RankGroup
-from penstock.workers.executors.revival import reserve_again
+from penstock.workers.executors.rank_group import RankGroup, reserve_again
 
 
 @dataclass
@@ -64,7 +63,7 @@ def group_on(room: Room, num_joined: int = 0) -> RankGroup:
 def test_all_that_is_gone_is_set_aside_again_once_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(revival, "_POLL_S", 0.01)
+    monkeypatch.setattr(rank_group, "_POLL_S", 0.01)
     room = Room(left=3)
     group = group_on(room, 2)
     assert room.reserved == ["rollout", "rollout[2]", "rollout[3]"]
@@ -82,7 +81,7 @@ def test_all_that_is_gone_is_set_aside_again_once_there_is_room(
 def test_without_room_it_is_said_and_tried_anew_the_next_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(revival, "_POLL_S", 0.01)
+    monkeypatch.setattr(rank_group, "_POLL_S", 0.01)
     room = Room(left=1)
     group = group_on(room)
     room.machines[0].is_lost = True

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.roles import Sampling
 from penstock.workers.models.tokenizer import TokenizerSpec
-from penstock.workers.rollout.ended import Begun, Ended, collected
 from penstock.workers.rollout.response_sampler import ResponseSampler
-from penstock.workers.rollout.responses import Responses
+from penstock.workers.rollout.responses import Begun, Ended, Responses, collected
 from torch import Tensor
 
 VOCAB, EOS, MOST = 40, 2, 14

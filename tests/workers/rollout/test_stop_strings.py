@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.algorithms.roles import Sampling
 from penstock.workers.models.tokenizer import TokenizerSpec
-from penstock.workers.rollout.stop_strings import StopStrings
+from penstock.workers.rollout.response_sampler import StopStrings
 
 BYTES = TokenizerSpec(kind="byte")
 

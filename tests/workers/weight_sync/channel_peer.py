@@ -14,8 +14,7 @@ from penstock.planner.resharding.sharding import Sharding, shard
 from penstock.planner.resharding.storage import concatenate
 from penstock.workers.executors.process_backend import ProcessHome
 from penstock.workers.weight_sync.channel import ChannelEnd, Offer, Receiver
-from penstock.workers.weight_sync.device_slices import messages_of
-from penstock.workers.weight_sync.packets import Packet
+from penstock.workers.weight_sync.packets import Packet, messages_of
 from penstock.workers.weight_sync.registry import CHANNELS, Transport
 from penstock.workers.weight_sync.slice_exchange import SliceTraffic
 from torch import Tensor

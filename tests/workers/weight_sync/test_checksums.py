@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.planner.resharding.sharding import shard, whole
-from penstock.workers.weight_sync.device_slices import Message, messages_of
-from penstock.workers.weight_sync.packets import checksum, checksums, checksums_of_sums
+from penstock.workers.weight_sync.packets import (
+    Message,
+    checksum,
+    checksums,
+    checksums_of_sums,
+    messages_of,
+)
 
 from ...planner.transfers import TINY
 

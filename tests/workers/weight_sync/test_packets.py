@@ -15,16 +15,18 @@ from penstock.planner.resharding.plan import TransferPlan
 from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.planner.resharding.sharding import Sharding, shard
 from penstock.planner.resharding.storage import concatenate, transpose
-from penstock.workers.weight_sync.device_slices import Part, messages_of
 from penstock.workers.weight_sync.packets import (
+    HeldWeights,
     Packed,
     Packet,
+    Part,
+    WeightsError,
     checksum,
+    messages_of,
     pack,
     unpack,
     unpack_whole,
 )
-from penstock.workers.weight_sync.version_tracker import HeldWeights, WeightsError
 
 from ...planner.transfers import LLAMA_7B, LLAMA_70B, TINY, strided_generation, transfers
 from .transfer_engines import Engine, empty, engine, expected, is_same

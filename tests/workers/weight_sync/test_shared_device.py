@@ -17,10 +17,15 @@ from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.planner.resharding.sharding import whole
 from penstock.workers.executors.process_backend import CallFailed
 from penstock.workers.weight_sync.channel import ChannelEnd, Offer, Receiver
-from penstock.workers.weight_sync.packets import Packet, pack, unpack_whole
+from penstock.workers.weight_sync.packets import (
+    HeldWeights,
+    Packet,
+    WeightsError,
+    pack,
+    unpack_whole,
+)
 from penstock.workers.weight_sync.registry import check_transport
 from penstock.workers.weight_sync.shared_device import CudaMemory, SharedDeviceChannel, open_memory
-from penstock.workers.weight_sync.version_tracker import HeldWeights, WeightsError
 from torch import Tensor
 
 from ..executors.spawned import SpawnedBackend

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.resharding.sharding import shard
-from penstock.workers.weight_sync.version_tracker import HeldWeights, WeightsError
+from penstock.workers.weight_sync.packets import HeldWeights, WeightsError
 
 from ...planner.transfers import TINY
 

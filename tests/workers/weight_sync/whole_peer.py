@@ -23,7 +23,7 @@ RECEIVERS = {"rollout": 2, "acting": 1}
 engine do, and one of another engine."""
 
 
-class WholePeer:
+class WholePeer(Worker):
     """One process of a group that has, or takes, all weights of a model of 16 MiB.
 
     Args:

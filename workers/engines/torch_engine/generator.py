@@ -26,12 +26,10 @@ from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.call_context import call_in_flight
 from ...models.architecture import quiet_transformers
 from ...models.tokenizer import TokenizerSpec
-from ...rollout.ended import Begun, Ended, collected
 from ...rollout.generation_engine import GenerationEngine
-from ...rollout.response_sampler import ResponseSampler
-from ...rollout.responses import Responses, check_stop
+from ...rollout.response_sampler import ResponseSampler, TurnSampler
+from ...rollout.responses import Begun, Ended, Responses, check_stop, collected
 from ...rollout.sampling import SampleStreams
-from ...rollout.turn_sampler import TurnSampler
 from ...training.host_memory import HostCopy, give_back_freed
 from .attention import attend_cache
 from .decode import Batch, decode

@@ -25,12 +25,11 @@ from ...models.lora import AdaptedModel, LoraSpec
 from ...models.model_folder import weight_files
 from ...models.spec import ModelSpec
 from ...models.tokenizer import TokenizerSpec
-from ...rollout.ended import Begun, Ended, collected
 from ...rollout.generation_engine import GenerationEngine
 from ...rollout.generator_policy import GeneratorPolicy
-from ...rollout.responses import Responses, check_stop
+from ...rollout.response_sampler import StopStrings
+from ...rollout.responses import Begun, Ended, Responses, check_stop, collected
 from ...rollout.sampling import SampleStreams
-from ...rollout.stop_strings import StopStrings
 from ...training.flat_parameters import read_tensors, write_tensors
 from .engine import EngineOptions, VllmEngine
 from .requests import Progress, Request, Sampled

@@ -23,44 +23,35 @@ from .devices import RayDevices, reserve
 
 _Ref = ray.ObjectRef[Any]
 
+# In what Ray says if a machine cannot import the class of an actor, or of what it is made of.
 _NO_IMPORT = (
     "failed to import on the worker",
     "input arguments for this task could not be computed",
 )
-"""In what Ray says if a machine cannot import the class of an actor, or of what it is made of."""
-_ADDRESS = re.compile(r"\bip=([^,\s)]+)")
-"""In the same: the machine's."""
+_ADDRESS = re.compile(r"\bip=([^,\s)]+)")  # In the same: the machine's
 
 
 class _Store:
     """Ray's object store; what a process has put ends with it."""
 
     def put(self, value: Any) -> _Ref:
-        """See `ObjectStore.put`."""
         return ray.put(value)
 
     def get(self, refs: Sequence[_Ref], timeout_s: float) -> list[Any]:
-        """See `ObjectStore.get`."""
         with _told_apart():
             return ray.get(list(refs), timeout=timeout_s)
 
 
 class _Home(_Store):
-    """See `ProcessHome`."""
+    """A `ProcessHome` in a Ray actor."""
 
     @property
     def host(self) -> str:
-        """The address that Ray has on this machine."""
         return ray.util.get_node_ip_address()
 
 
 class RankActor:
-    """A process: the object in it, whose methods are called by name.
-
-    Args:
-        make: See `ProcessBackend.spawn`.
-        arguments: Its arguments.
-    """
+    """A process: the object in it, whose methods are called by name."""
 
     def __init__(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._resident = make(_Home(), *arguments)
@@ -72,11 +63,10 @@ class RankActor:
 
 @dataclass(frozen=True)
 class RayBackend(_Store):
-    """See `ProcessBackend`. The Ray that it uses is the process's own, so any two are equal."""
+    """A `ProcessBackend` of Ray actors; any two are equal, as they use the process's own Ray."""
 
     @property
     def is_up(self) -> bool:
-        """Whether Ray runs."""
         return ray.is_initialized()
 
     def reserve(
@@ -86,7 +76,6 @@ class RayBackend(_Store):
         training: AbstractSet[str] = frozenset(),
         held: Sequence[RayDevices] = (),
     ) -> RayDevices:
-        """See `ProcessBackend.reserve`."""
         return reserve(groups, timeout_s, training, held)
 
     def spawn(
@@ -97,7 +86,6 @@ class RayBackend(_Store):
         process: int,
         devices: RayDevices,
     ) -> Process:
-        """See `ProcessBackend.spawn`."""
         options = devices.options(group, process)
         # Ray calls a process after its class: `ps` is to say which of a run's it is.
         named = type(f"{group.name}[{process}]", (RankActor,), {})
@@ -107,25 +95,21 @@ class RayBackend(_Store):
     def call(
         self, process: Process, method: str, arguments: tuple[Any, ...], num_results: int = 1
     ) -> list[_Ref]:
-        """See `ProcessBackend.call`."""
         if num_results == 1:
             return [process.call.remote(method, arguments)]
         return process.call.options(num_returns=num_results).remote(method, arguments)
 
     def watch(self, refs: Sequence[_Ref], timeout_s: float) -> list[_Ref]:
-        """See `ProcessBackend.watch`."""
         ready, _ = ray.wait(list(refs), num_returns=1, timeout=timeout_s)
         if len(refs) > 1 and ready:
             ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
         return ready
 
     def kill(self, process: Process) -> None:
-        """See `ProcessBackend.kill`."""
         ray.kill(process)
 
 
 def _cannot_import(error: RayError) -> WorkerError | None:
-    """That a machine has no Penstock, or another version, if this is what Ray says."""
     said = str(error)
     if all(text not in said for text in _NO_IMPORT):
         return None
@@ -139,7 +123,6 @@ def _cannot_import(error: RayError) -> WorkerError | None:
 
 @contextmanager
 def _told_apart() -> Generator[None]:
-    """Ray's errors as ours."""
     try:
         yield
     except GetTimeoutError as error:

@@ -1,4 +1,4 @@
-"""What the Ray executor says of itself."""
+"""Declaration of the Ray executor."""
 
 from __future__ import annotations
 

@@ -31,32 +31,22 @@ from ....dataflow.errors import PlanError
 from ....dataflow.runtime.placement import DeviceGroup
 from ..assignment import Device, Machine, NoRoom, Share, assign, device_of, shares_of
 
-_NODE_ID = "ray.io/node-id"
-"""The label that Ray gives to every node."""
+_NODE_ID = "ray.io/node-id"  # The label that Ray gives to every node
 _NAME_LABEL = "ray.io/accelerator-type"
-_NAMED = "accelerator_type:"
-"""What the resources begin with that Ray calls after a node's GPUs."""
+_NAMED = "accelerator_type:"  # What the resources begin with that Ray calls after a node's GPUs
+# How long all bundles may take that seemed free; afterwards another run has some of them.
 _TOGETHER_S = 10.0
-"""How long all bundles may take that seemed free; afterwards another run has some of them."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 15.0
-_ORDER_S = 60.0
-"""How long GPUs may take to say their index: a process is started on each."""
+_ORDER_S = 60.0  # How long GPUs may take to say their index: a process is started on each
 
+# What is reserved together: a group and its data-parallel rank, or all that trains.
 _Unit = tuple[str, int]
-"""What is reserved together: a group and its data-parallel rank, or all that trains."""
 _TRAINING: _Unit = ("", 0)
 
 
 class RayDevices:
-    """Devices that Ray has set aside; see `Reservation`.
-
-    Args:
-        groups: The groups they are for.
-        nodes: Device -> id of its node, of those of which anything is said.
-        numbers: Number of a plan's node -> id of the node that stands for it.
-        reserved: The placement groups, each with the devices of its bundles.
-    """
+    """Devices that Ray has set aside; see `Reservation`."""
 
     def __init__(
         self,
@@ -80,9 +70,6 @@ class RayDevices:
         """Have devices stand for GPUs in the order of their indices.
 
         That is within a placement group and a node: replicas have nothing to do with each other.
-
-        Raises:
-            RayError: If a GPU does not say its index within `timeout_s` seconds.
         """
         together: dict[tuple[PlacementGroup, str], list[Device]] = {}
         for device, (reservation, index) in self._bundles.items():
@@ -111,7 +98,6 @@ class RayDevices:
         return {"scheduling_strategy": here}
 
     def _in_bundle(self, device: Device, num_uses: int) -> dict[str, Any]:
-        """A GPU is shared in equal fractions, CPUs without being asked for."""
         reservation, index = self._bundles[device]
         is_gpu = "GPU" in reservation.bundle_specs[index]
         return {
@@ -122,13 +108,11 @@ class RayDevices:
         }
 
     def is_there(self, group: str) -> bool:
-        """See `Reservation.is_there`."""
         devices = self._users.get(group, ())
         nodes = {self._nodes[device] for device in devices if device in self._nodes}
         return nodes <= _alive()
 
     def release(self, group: str) -> None:
-        """See `Reservation.release`."""
         self._users.pop(group, None)
         used = {device for devices in self._users.values() for device in devices}
         unused = [one for one in self._reserved if not used & set(one[1])]
@@ -139,7 +123,6 @@ class RayDevices:
 
 
 def _by_number(device: Device) -> tuple[str, int]:
-    """Devices that the plan names by number first, then the others by group and process."""
     return ("", device) if isinstance(device, int) else device
 
 
@@ -148,20 +131,17 @@ def _devices(group: DeviceGroup) -> list[Device]:
 
 
 def _gpu_index() -> tuple[int, str]:
-    """In a process on one GPU: that GPU's index, or its name where Ray has no index."""
     (name,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     return (int(name), "") if name.isdigit() else (-1, name)
 
 
 def _gpu_names(resources: Mapping[str, float], labels: Mapping[str, str]) -> tuple[str, ...]:
-    """Ray has a resource for each name of a node's GPUs, and a label for one of them."""
     named = {name.removeprefix(_NAMED) for name in resources if name.startswith(_NAMED)}
     named |= {labels[_NAME_LABEL]} if _NAME_LABEL in labels else set()
     return tuple(sorted(named, key=lambda name: (-len(name), name)))
 
 
 def _alive() -> set[str]:
-    """Ids of Ray's nodes that are alive."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
@@ -194,16 +174,6 @@ def reserve(
 
     Two runs that start at once may each get a part of what the other needs. Then both give it back,
     and try again after a pause whose length is random and grows.
-
-    Args:
-        groups: The groups.
-        timeout_s: How long to try.
-        training: Those that are reserved together.
-        held: What processes have that have stayed from before: the same nodes stand for the same
-            nodes of the plan.
-
-    Raises:
-        PlanError: If Ray has too little at all, or it is not free in time; says what where.
     """
     shares = shares_of(groups)
     numbers = {number: node for one in held for number, node in one.numbers.items()}
@@ -239,7 +209,6 @@ def _take(
     nodes: Mapping[Device, str],
     end_s: float,
 ) -> RayDevices:
-    """Reserve devices on the nodes that were chosen."""
     takes = {d: resource for share in shares for d, resource in share.devices.items() if resource}
     numbers = {s.number: nodes[next(iter(s.devices))] for s in shares if s.number is not None}
     reserved: list[tuple[PlacementGroup, Sequence[Device]]] = []
@@ -265,7 +234,6 @@ def _take(
 def _units(
     groups: Sequence[DeviceGroup], training: AbstractSet[str], takes: Mapping[Device, str]
 ) -> list[list[Device]]:
-    """The devices of each placement group; a device that several groups have is in the first."""
     units: dict[_Unit, list[Device]] = {}
     seen = set[Device]()
     for group in sorted(groups, key=lambda group: group.name not in training):

@@ -32,20 +32,14 @@ from ..supervisor import Supervisor
 
 _LOCK = ".lock"
 _STOP_S = 5.0
-_OLD_S = 60.0
-"""Age after which a folder without a lock belongs to nobody."""
+_OLD_S = 60.0  # Age after which a folder without a lock belongs to nobody
+# The longest path that Ray adds to the folder of a user.
 _SOCKET = "/abcdefgh/session_2026-11-22_12-00-00_000000_4194304/sockets/plasma_store"
-"""The longest path that Ray adds to the folder of a user."""
-_LONGEST_SOCKET = 104
-"""Most characters of a socket's path."""
+_LONGEST_SOCKET = 104  # Most characters of a socket's path
 
 
 class SessionFolder:
-    """This process's folder, made now, after those of ended processes are removed.
-
-    Raises:
-        ConfigError: If somebody else owns the folder in which all of this user's lie.
-    """
+    """This process's folder, made now, after those of ended processes are removed."""
 
     def __init__(self) -> None:
         top = _users_folder()
@@ -72,7 +66,6 @@ _NEW = "new."
 
 
 def _users_folder() -> Path:
-    """Return where this user's folders lie: a temporary folder, if Ray's sockets fit in there."""
     name = f"penstock-ray-{os.getuid()}"
     for temporary in (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"):
         if len(f"{temporary}/{name}{_SOCKET}") <= _LONGEST_SOCKET:
@@ -81,7 +74,6 @@ def _users_folder() -> Path:
 
 
 def _clear_if_left(folder: Path) -> None:
-    """End what still runs out of a folder and remove it, unless its process lives."""
     if folder.name.startswith(_NEW):
         with contextlib.suppress(OSError):  # it may have its final name by now
             if time.time() - folder.stat().st_mtime > _OLD_S:
@@ -111,10 +103,6 @@ def _clear_if_left(folder: Path) -> None:
 
 
 def _runs_in(process: psutil.Process, folder: Path) -> bool:
-    """Whether a process is Ray's and was started with a folder, or has files open in it.
-
-    Ray's processes write other words over those that they were started with, but keep their logs.
-    """
     inside = f"{folder}/"
     try:
         words = process.cmdline()
@@ -128,15 +116,14 @@ def _runs_in(process: psutil.Process, folder: Path) -> bool:
         return False
 
 
+# Ray's switch for listening where other machines can connect; says what it does elsewhere.
 _ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's switch for listening where other machines can connect; says what it does elsewhere."""
 
 
-_ANSWERS_S = 10.0
-"""How long the Ray that is to be joined may take to answer."""
+_ANSWERS_S = 10.0  # How long the Ray that is to be joined may take to answer
 
+# Where the Ray that was started here keeps its files, if one was.
 _SESSION: list[SessionFolder] = []
-"""Where the Ray that was started here keeps its files, if one was."""
 
 
 class RayExecutor(Supervisor):
@@ -154,11 +141,7 @@ class RayExecutor(Supervisor):
 
 
 def ray_backend() -> ProcessBackend:
-    """Ray's processes, on the cluster that was joined or the Ray that was started here.
-
-    Raises:
-        ConfigError: See `connect_ray`.
-    """
+    """Ray's processes, on the cluster that was joined or the Ray that was started here."""
     connect_ray()
     from .backend import RayBackend
 
@@ -166,11 +149,7 @@ def ray_backend() -> ProcessBackend:
 
 
 def connect_ray() -> None:
-    """Join the cluster of `RAY_ADDRESS`, or start Ray here; nothing if that has been done.
-
-    Raises:
-        ConfigError: If nobody answers there, or asks for a token that this process does not have.
-    """
+    """Join the cluster of `RAY_ADDRESS`, or start Ray here; nothing if that has been done."""
     address = os.environ.get("RAY_ADDRESS")
     if address:
         # Only a process in this mode shows the token that it has.
@@ -216,7 +195,7 @@ def connect_ray() -> None:
 
 
 def _check_joins(address: str) -> None:
-    """Refuse at once an address at which Ray would try for a long time, and then not say why."""
+    # Refuse at once an address at which Ray would try for a long time, and then not say why.
     from ray._private.authentication.authentication_token_setup import (
         ensure_token_if_auth_enabled,
     )

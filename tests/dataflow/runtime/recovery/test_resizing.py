@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from penstock.dataflow.errors import PlanError
@@ -53,7 +54,7 @@ def wishes() -> Wishes:
 def made(wishes: Wishes, monkeypatch: pytest.MonkeyPatch) -> tuple[Resizing, Elastic]:
     monkeypatch.setattr(resizing, "_LOOK_S", 0.0)
     placement = apart(COUNT, num_chunks=4, model__sample="rollout")
-    elastic = Elastic()
+    elastic: Any = Elastic()
     scale = Scale(lambda: {"rollout": wishes.size}, wishes.told.append, lambda: wishes.version)
     program = Program(COUNT, placement)
     return Resizing(scale, elastic, {"main": program}, flow_of(COUNT, placement), {}), elastic

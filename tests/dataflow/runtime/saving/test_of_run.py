@@ -15,7 +15,7 @@ from penstock.dataflow.graph.role import WriteState
 from penstock.dataflow.runtime.checkpoint import Interval, Pauses, SavedRun, write_run_state
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.placement import one_group
-from penstock.dataflow.runtime.saving import in_workers
+from penstock.dataflow.runtime.saving import of_run
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.written_files import WrittenFile, write_hashed
 from penstock.launch.run_dir.checkpoint import CheckpointStore, CheckpointWarning, checkpoints_in
@@ -258,7 +258,7 @@ def test_what_was_given_up_is_written_whole_when_it_is_tried_again(
             return write
 
     tries: list[Path] = []
-    monkeypatch.setattr(in_workers, "write_run_state", write)
+    monkeypatch.setattr(of_run, "write_run_state", write)
     store = CheckpointStore(tmp_path)
     with engine(Partly()) as one, pytest.warns(CheckpointWarning, match="of step 2 was not"):
         list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=store))

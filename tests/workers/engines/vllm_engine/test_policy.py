@@ -36,8 +36,7 @@ from penstock.workers.engines.vllm_engine.generator import (
 )
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
-from penstock.workers.rollout.ended import Begun, Ended, collected
-from penstock.workers.rollout.responses import Responses, to_rollout
+from penstock.workers.rollout.responses import Begun, Ended, Responses, collected, to_rollout
 from penstock.workers.rollout.sampling import SampleStreams
 from penstock.workers.training.flat_parameters import read_tensors, write_tensors
 from torch import Tensor

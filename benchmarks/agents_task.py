@@ -105,7 +105,6 @@ class LookUpTask(GeneratedTask[int]):
         return Answers(self._spec.num_turns, self._spec.longest_s)
 
     def environment(self, problem: int) -> Environment:
-        """See `HasEnvironments.environment`."""
         return self.begin(problem)
 
     def schemas(self) -> Sequence[Mapping[str, Any]]:

@@ -24,7 +24,6 @@ from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.stages.job import Job, prepare
 from penstock.workers.models.packaged import packaged_folder
-from penstock.workers.rewards.answered_task import reward_answer
 from vs_trl import trl_python
 
 __all__ = ["Model", "OursRun", "job_of", "prompts_of", "run_ours", "run_trl", "updates_of", "words"]
@@ -89,7 +88,7 @@ def prompts_of(job: Job) -> list[list[Prompt]]:
         sizes = (table.prompt >= 0).sum(1).tolist()
         updates.append(
             [
-                Prompt(task.prompt_text(index), reward_answer(task, index) or "", size)
+                Prompt(task.prompt_text(index), task.reward_answer(index) or "", size)
                 for index, size in zip(table.prompt_id.tolist(), sizes, strict=True)
             ]
         )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from penstock.algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
 from penstock.workers.data.row_report import DataReport
+from penstock.workers.data.task import Task
 from penstock.workers.verifiers.pool import VerifierSpec
 
 
@@ -39,7 +40,7 @@ class DoublesSpec:
         return Doubles(self)
 
 
-class Doubles:
+class Doubles(Task):
     """The task of `DoublesSpec`."""
 
     task_id = "doubles"

@@ -29,6 +29,11 @@ _IMPORT_DEADLINE_S = 40.0
 CONFIGS = "penstock.configs"
 """The package in which they are."""
 
+_MOVED = {
+    "penstock.workers.agents.tasks.conversation_task": "Task of penstock.workers.data.task",
+}
+"""Module that users imported -> where its name is now."""
+
 
 def entry_or_own(
     name: str, registry: Registry[Any], at: str, what: str, kind: type | None = None
@@ -127,9 +132,11 @@ def _imported(name: str, at: str) -> Any:
 
 def _import_failure(name: str, at: str, error: BaseException) -> str:
     where = line_of(error)
+    moved = isinstance(error, ModuleNotFoundError) and _MOVED.get(error.name or "")
     return (
         f"'{at}': module '{name}' cannot be imported\n{where.file}:{where.line}\n"
         f"    {where.source}\n    {type(error).__name__}: {error}"
+        f"{f'; it is {moved} now' if moved else ''}"
     )
 
 

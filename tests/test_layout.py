@@ -174,9 +174,9 @@ def _base_names(node: ast.ClassDef) -> Iterator[str]:
 def _depth(name: str, bases: dict[str, set[str]]) -> int:
     """Count the steps from a class to its furthest ancestor of ours that has behavior.
 
-    `Worker` and `ConversationTask` have defaults alone, and `Role` nothing of its own.
+    `Worker` and `Task` have defaults alone, and `Role` nothing of its own.
     """
-    without = {"Role", "Worker", "ConversationTask"}
+    without = {"Role", "Worker", "Task"}
     ours = [base for base in bases[name] if base in {*bases} - without]
     return max((1 + _depth(base, bases) for base in ours), default=0)
 

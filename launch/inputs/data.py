@@ -17,14 +17,11 @@ from ...configs.schema import ModelConfig, TaskConfig
 from ...configs.validate import check_finite, fields_of, nearest_key, validated
 from ...dataflow.errors import ConfigError, nearest, one_process
 from ...dataflow.registry import Registry
-from ...workers.agents.tasks.conversation_task import TURNS
-from ...workers.agents.worker import has_other_side
-from ...workers.data.chat import ChatOptions, PromptEncoder
-from ...workers.data.decontamination import contaminated
-from ...workers.data.orders import Order
+from ...workers.data.chat import TURNS, ChatOptions, PromptEncoder
+from ...workers.data.orders import Order, contaminated
 from ...workers.data.row_report import DataReport
-from ...workers.data.task import HasTemplate, Task, TaskSpec, fingerprint, task_alphabet
-from ...workers.models.tokenizer import PRINTABLE, Tokenizer, TokenizerSpec, folder_end
+from ...workers.data.task import Task, TaskSpec, build_task, fingerprint, task_alphabet
+from ...workers.models.tokenizer import Tokenizer, TokenizerSpec, folder_end
 from ...workers.models.tokenizer_trial import check_tokenizer
 from .env_specs import acted_in
 
@@ -84,7 +81,7 @@ class Data:
     def chat(self) -> ChatOptions:
         """Options of rendering conversations, and texts where another side answers."""
         section = self.section
-        wrap = section.chat or has_other_side(self.task)
+        wrap = section.chat or self.task.converses
         return ChatOptions(wrap=wrap, template_kwargs=section.chat_template_kwargs)
 
     @property
@@ -190,24 +187,17 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
     """
     spec = task_spec_of(section)
     _check_has_text(section, spec)
-    with one_process():
-        task = spec.build()
-        _check_members(task, section.kind)
-    chosen, talks = model.tokenizer, has_other_side(task)
+    task, chosen = build_task(spec), model.tokenizer
     if chosen == "task":
-        # What an environment may write is not known, unless the task says so.
-        further = PRINTABLE if talks and not isinstance(task, HasTemplate) else ""
-        tokenizer_spec = TokenizerSpec(kind="char", alphabet=task_alphabet(task) + further)
+        tokenizer_spec = TokenizerSpec(kind="char", alphabet=task_alphabet(task))
     elif chosen == "folder":
         tokenizer_spec = TokenizerSpec(kind="folder", folder=model.folder)
     else:
         tokenizer_spec = chosen
     if tokenizer_spec.kind != "folder" and tokenizer_spec.chat_template is None:
         template = section.chat_template_kwargs.get("chat_template")
-        if template is None and isinstance(task, HasTemplate):
-            template = task.chat_template
-        elif template is None and talks:
-            template = TURNS
+        if template is None:
+            template = task.chat_template or (TURNS if task.converses else None)
         tokenizer_spec = replace(tokenizer_spec, chat_template=template)
     if tokenizer_spec.kind == "folder" and tokenizer_spec.folder is not None:
         given = section.chat_template_kwargs.get("chat_template")
@@ -215,43 +205,6 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
     if model.folder is not None and model.folder != tokenizer_spec.folder:
         tokenizer_spec = tokenizer_spec.ending(folder_end(Path(model.folder)))
     return Data(section, spec, task, tokenizer_spec, tokenizer_spec.build())
-
-
-_TOGETHER: Mapping[str, tuple[str, ...]] = {
-    "messages": ("tools",),
-    "tools": ("messages",),
-    "replies": ("imitates_history",),
-    "chat_template": ("further_characters",),
-    "environment": ("deterministic",),
-    "program": ("outcome", "deterministic", "time_limit_s", "max_running", "max_branches"),
-}
-"""Optional member of a task -> members that it needs beside it."""
-
-
-def _has(task: object, name: str) -> bool:
-    """Return whether a task has a member; one that raises because it has no value counts."""
-    try:
-        return hasattr(task, name)
-    except ConfigError:
-        return True
-
-
-def _check_members(task: object, kind: str) -> None:
-    """Refuse an own task that lacks what every task has, or has half of something optional."""
-    required = [name for name in vars(Task) if not name.startswith("_")]
-    missing = [name for name in required if not _has(task, name)]
-    why = "every task has"
-    for name, others in _TOGETHER.items():
-        if not missing and _has(task, name):
-            missing = [other for other in others if not _has(task, other)]
-            why = f"a task with '{name}' has"
-    if missing:
-        raise ConfigError(
-            f"'task.kind': '{kind}' builds a {type(task).__name__} without "
-            f"{', '.join(map(repr, missing))}, which {why}\n    see "
-            "penstock.workers.data.task for what each is; a class derived from ConversationTask "
-            "(penstock.workers.agents.tasks.conversation_task) has them all by default"
-        )
 
 
 _OF_TEXTS = ("chat", "order", "pass_rates", "decontaminate_words")

@@ -23,7 +23,6 @@ from ...dataflow.runtime.placement import Placement, follow, one_group
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.schedule import Schedule
 from ...workers.agents.registry import TASK_AGENTS
-from ...workers.agents.worker import has_other_side
 from ...workers.data.example_file import ExampleFileSpec
 from ...workers.rewards.registry import RULES
 from ...workers.rewards.rule_reward import RuleRewardSpec
@@ -94,7 +93,7 @@ class Evaluator:
             data = suite.data
             of_task = tasks.setdefault(id(data), len(tasks))
             verifier, observer = (_role(r, taken, of_task) for r in (_VERIFIER, _OBSERVER))
-            if has_other_side(data.task):
+            if data.task.converses:
                 options = {**(agent_options or {}), "unscored": math.nan}
                 judge = agent_spec(_AGENT, data, suite.tokenizer_spec, options)
                 threshold = None

@@ -14,7 +14,7 @@ from ...dataflow.runtime.engine import Source
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.plan.plan import Plan
 from ...workers.agents.registry import TASK_AGENTS
-from ...workers.agents.worker import has_other_side, other_side
+from ...workers.agents.worker import check_converses
 from ...workers.data.row_report import DataReport
 from ...workers.data.task import Task
 from ...workers.engines.registry import DEFAULT
@@ -100,8 +100,8 @@ def _reasons(
                 "to change that: schedule.in_flight=false",
             )
     for role, plan in stage.roles.items():
-        talks = plan.worker in TASK_AGENTS and has_other_side(task)
-        if talks and not other_side(task).deterministic:
+        talks = plan.worker in TASK_AGENTS and task.converses
+        if talks and not task.deterministic:
             yield (
                 role,
                 f"what answers in '{task.task_id}' may keep a state outside the run, or answer "
@@ -218,9 +218,8 @@ class Job:
         """Why what comes out does not follow from the seed alone, in words; "" if it does."""
         reasons = [self.run.schedule.why_not_reproducible]
         task = self.data.task
-        if has_other_side(task) and not other_side(task).deterministic:
-            seen = getattr(task, "why_not_deterministic", "")
-            why = f", as {seen}" if seen else ""
+        if task.converses and not task.deterministic:
+            why = f", as {task.why_not_deterministic}" if task.why_not_deterministic else ""
             reasons.append(f"the other side of '{task.task_id}' may answer a turn in two ways{why}")
         return "; ".join(filter(None, reasons))
 
@@ -324,7 +323,7 @@ def prepare(run: Resolved, plan: Plan | None = None, *, dry: bool = False) -> Jo
     stages = stages_of(run, plan)
     data, agents = load_data(run.task, run.model), _agents(stages)
     if agents:
-        other_side(data.task)
+        check_converses(data.task)
     run = replace(run, model=_with_vocabulary(run.model, stages[-1], data))
     reports: list[DataReport] = [data.task.report]
     if (contaminated := data.contaminated[1]) is not None:

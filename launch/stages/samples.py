@@ -14,14 +14,12 @@ from rich.text import Text
 
 from ...algorithms.roles.agents import Conversations
 from ...configs.schema import SamplesConfig
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.graph.graph import Graph, Node, NodeKind, Ref
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.watch import Watch, watch_before
 from ...dataflow.runtime.worker_protocol import WorkerSpec
-from ...workers.agents.programs.program import HasPrograms
 from ...workers.data.sample_log import SampleLog, SampleLogSpec
-from ...workers.data.task import Converses
 from ..inputs.data import Data
 from ..run_dir.samples import SAMPLES, Sample, read_samples, sample_steps, shown
 from ..run_dir.trackers.registry import Trackers
@@ -48,8 +46,12 @@ def sample_watch(
     role = SAMPLES
     while role in stage.graph.roles:
         role += "_log"
-    # A program's prompt may differ from the problem's, so it is decoded from the tokens.
-    told = isinstance(data.task, Converses) and not isinstance(data.task, HasPrograms)
+    with one_process():
+        # A program's prompt may differ from the problem's, so it is decoded from the tokens.
+        from_task = data.section.chat or (
+            not data.task.has_programs
+            and any(data.task.messages(i) for i in (*data.task.train, *data.task.held_out))
+        )
     spec = SampleLogSpec(
         folder=str((home / SAMPLES).resolve()),
         tokenizer=stage_tokenizer(stage, data),
@@ -57,7 +59,7 @@ def sample_watch(
         max_rows=config.max_rows,
         keep_steps=config.keep_steps,
         max_bytes=config.max_mib << 20,
-        task=data.spec if told or data.section.chat else None,
+        task=data.spec if from_task else None,
         chat=data.chat,
     )
     columns = sample_columns(stage.graph, trained)

@@ -15,9 +15,8 @@ from ...algorithms.roles.language import Prompts, Sampling
 from ...configs.schema import EvaluationConfig, SuiteConfig
 from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, nearest, one_process
-from ...workers.agents.worker import has_other_side
 from ...workers.data.sources import PromptSource
-from ...workers.data.task import HasSuites
+from ...workers.data.task import build_task
 from ...workers.models.tokenizer import TokenizerSpec
 from ..inputs.data import Data, task_spec_of
 from ..run_dir.evaluations import WHOLE, logged_name, names_of
@@ -79,7 +78,7 @@ class Suite:
     @property
     def max_turns(self) -> int:
         """Most turns of a conversation about a problem; 0 where each is answered in one."""
-        return self.data.section.max_turns if has_other_side(self.data.task) else 0
+        return self.data.section.max_turns if self.data.task.converses else 0
 
     @property
     def longest(self) -> int:
@@ -125,7 +124,7 @@ def _own(config: EvaluationConfig, data: Data, ends: Mapping[str, Any]) -> Itera
     sampling = _sampling(data, ends, {"evaluation.sampling": config.sampling})
     source = _source(data)
     with one_process():
-        named = task.suites() if isinstance(task, HasSuites) else {}
+        named = task.suites()
     for name, problems in (named or {WHOLE: task.held_out}).items():
         asked = source.usable(problems)[:wanted]
         if not asked:
@@ -142,8 +141,7 @@ def _configured(
     at = f"evaluation.suites.{name}"
     try:
         spec = task_spec_of(suite.task)
-        with one_process():
-            task = spec.build()
+        task = build_task(spec)
         own = Data(suite.task, spec, task, data.tokenizer_spec, data.tokenizer)
         if not own.has_text:
             raise ConfigError(
@@ -182,7 +180,7 @@ def _sampling(
     """Greedy unless one of these sections says otherwise, each of which wins over those before."""
     longest = data.section.max_response_tokens
     fields: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": longest, **ends}
-    if has_other_side(data.task):  # a turn ends with a token
+    if data.task.converses:  # a turn ends with a token
         fields |= {"max_total_tokens": data.section.max_total_tokens, "stop": ()}
     sampling = Sampling(**fields)
     for at, section in given.items():

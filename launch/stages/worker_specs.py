@@ -22,7 +22,7 @@ from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
 from ...workers.agents.registry import TASK_AGENTS
-from ...workers.agents.worker import AgentSpec, has_other_side
+from ...workers.agents.worker import AgentSpec
 from ...workers.engines.engine import Engine
 from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.architecture import empty_model
@@ -319,7 +319,7 @@ def check_agents(datas: Sequence[Data], options: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Naming what is missing.
     """
-    for data in {id(data): data for data in datas if has_other_side(data.task)}.values():
+    for data in {id(data): data for data in datas if data.task.converses}.values():
         spec = AgentSpec(task=data.spec, tokenizer=data.tokenizer_spec, chat=data.chat, **options)
         spec.ways(data.task, data.tokenizer)
 

@@ -31,9 +31,7 @@ class EchoSpec(GeneratedSpec):
 class EchoTask(GeneratedTask[str]):
     """Prompts of letters; the other side says again what it heard."""
 
-    @property
-    def further_characters(self) -> str:
-        return "abcdefgh.123456\n"
+    further_characters = "abcdefgh.123456\n"
 
     def __init__(self, spec: EchoSpec) -> None:
         self._bad = spec.bad

@@ -8,6 +8,7 @@ from penstock.algorithms.roles import Conversations, Prompts, Sampling
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.agents.worker import AgentSpec
+from penstock.workers.data.chat import TURNS
 from penstock.workers.data.sources import PromptSource
 from penstock.workers.data.task import TaskSpec, task_alphabet
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
@@ -48,7 +49,7 @@ class Conversing:
     ) -> None:
         task: Any = spec.build()
         alphabet = task_alphabet((problems or spec).build())
-        tokenizer = TokenizerSpec(kind="char", alphabet=alphabet, chat_template=task.chat_template)
+        tokenizer = TokenizerSpec(kind="char", alphabet=alphabet, chat_template=TURNS)
         self.tokenizer = tokenizer.build()
         vocab_size, eos = self.tokenizer.vocab_size, self.tokenizer.eos_id
         model = ModelSpec(architecture={**ARCHITECTURE, "vocab_size": vocab_size})

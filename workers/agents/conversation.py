@@ -7,6 +7,7 @@ import inspect
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.agents import ENDINGS, Conversations, Turn, TurnRequest
+from ...algorithms.roles.agents import ENDINGS, Conversations, Turn, TurnRequest, Turns
 from ...algorithms.roles.language import Sampling
 from ...dataflow.errors import one_process
 from ..data.task import Message
@@ -28,7 +29,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a conversation needs of whoever holds it.
+    """Functions that a conversation calls.
 
     Attributes:
         speak: Has a turn sampled.
@@ -90,14 +91,7 @@ class Conversation:
         sampling: Sampling,
         max_turns: int,
     ) -> None:
-        """Go on to the end; whatever the other side does, there is one.
-
-        Args:
-            make: Makes the other side of a conversation about a problem.
-            exchange: What goes between the two.
-            sampling: How turns are sampled.
-            max_turns: Most turns.
-        """
+        """Go on to the end; whatever the other side does, there is one."""
         environment: Environment | None = None
         try:
             environment = make(self.problem)
@@ -122,7 +116,6 @@ class Conversation:
         return sum(self.rewards) if self.scored else math.nan
 
     def _stream(self, turn: int) -> int:
-        """The sample whose random numbers a turn has."""
         if self.branch is None or turn >= self.branch:
             return self.sample
         return self.sample - self.sample % 2
@@ -130,7 +123,6 @@ class Conversation:
     async def _exchange(
         self, number: int, environment: Environment, exchange: Exchange, sampling: Sampling
     ) -> bool:
-        """A turn and its answer; whether that was the end."""
         most = min(sampling.max_new_tokens, sampling.max_total_tokens - len(self.tokens))
         asked = TurnRequest(
             self.row,
@@ -167,11 +159,10 @@ class Conversation:
 
 
 class BadAnswer(Exception):
-    """What the other side did wrong, in words."""
+    """A fault of the other side, in words."""
 
 
 async def _answered(call: Callable[[], Awaitable[T] | T], limit_s: float) -> T:
-    """Return what a method returns, awaited if need be, within a time limit."""
     try:
         return await asyncio.wait_for(_called(call), limit_s)
     except TimeoutError as error:
@@ -195,7 +186,6 @@ async def _called(call: Callable[[], Awaitable[T] | T]) -> T:
 
 
 def _checked(result: Any) -> TurnResult:
-    """Require an answer."""
     if not isinstance(result, TurnResult):
         raise BadAnswer(f"it answered {result!r:.80}; expected a TurnResult")
     try:
@@ -244,3 +234,61 @@ def as_table(held: Sequence[Conversation]) -> Conversations:
         branch=torch.tensor([one.branch or 0 for one in held], dtype=torch.int64),
         piece=torch.tensor([one.piece for one in held], dtype=torch.int64),
     )
+
+
+class Floor:
+    """Gives conversations their turns to speak.
+
+    Attributes:
+        waiting_s: Seconds in which nothing was sampled, as all waited for their other sides.
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self.waiting_s = 0.0
+        self._speaking: dict[int, asyncio.Future[Turn]] = {}
+        self._idle: set[int] = set()
+        self._asked = asyncio.Event()
+
+    async def speak(self, request: TurnRequest) -> Turn:
+        said = self._speaking[request.row] = asyncio.get_running_loop().create_future()
+        self._idle.discard(request.row)
+        self._turns.ask(request)
+        self._asked.set()
+        return await said
+
+    def release(self, row: int) -> None:
+        """Forget a row that is over; nothing of it is open."""
+        self._idle.discard(row)
+        self._turns.release(row)
+
+    async def serve(self, running: set[asyncio.Task[Any]], *, frees: bool = False) -> None:
+        """Sample until all conversations have ended; whatever goes wrong, none is left."""
+        try:
+            await self._sample(running, frees=frees)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        for task in running:
+            task.result()
+
+    async def _sample(self, running: set[asyncio.Task[Any]], *, frees: bool) -> None:
+        while open_ := {task for task in running if not task.done()}:
+            if frees and self._speaking and not self._turns.num_open:
+                for row in sorted(self._idle):
+                    self.release(row)
+            if self._turns.num_open:
+                for turn in self._turns.step():
+                    self._idle.add(turn.row)
+                    self._speaking.pop(turn.row).set_result(turn)
+                await asyncio.sleep(0)  # whoever waits goes on as far as it can
+                continue
+            began = time.perf_counter()
+            self._asked.clear()
+            asked = asyncio.create_task(self._asked.wait())
+            await asyncio.wait({*open_, asked}, return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
+            with suppress(asyncio.CancelledError):
+                await asked
+            self.waiting_s += time.perf_counter() - began

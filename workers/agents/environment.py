@@ -1,4 +1,4 @@
-"""What a policy talks with: environments of conversations, and the tasks that have them.
+"""The other side of a conversation: what an environment is told and answers.
 
 An environment serves one conversation, from `reset` to `close`. What the policy is shown before it
 first speaks is the task's prompt, which is rendered with the schemas of its tools; from then on the
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from ..data.task import Message
 
@@ -32,7 +32,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BadCall:
-    """What looks like a call and is none.
+    """A piece of text that looks like a call and is none.
 
     Attributes:
         text: What the model wrote.
@@ -64,7 +64,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class TurnResult:
-    """What an environment answers.
+    """The answer of an environment to a turn.
 
     Attributes:
         messages: What the policy is shown next, by "tool" or "user"; none where it is over.
@@ -98,29 +98,4 @@ class Environment(Protocol):
 
     def close(self) -> Awaitable[None] | None:
         """End; called once, whatever has happened, also where `reset` failed."""
-        ...
-
-
-@runtime_checkable
-class HasEnvironments(Protocol):
-    """A task whose problems are answered in conversation. It is a `Task` that `Converses` as well.
-
-    Attributes:
-        deterministic: Whether what an environment does is a function of the problem, the seed and
-            the turns alone.
-    """
-
-    deterministic: bool
-
-    def environment(self, problem: int) -> Environment:
-        """A new environment for one conversation about a problem."""
-        ...
-
-
-@runtime_checkable
-class ClosesEnvironments(Protocol):
-    """A task whose environments share something that is to be ended. Optional."""
-
-    async def close_environments(self) -> None:
-        """End what all conversations share; called where they are held, once they have ended."""
         ...

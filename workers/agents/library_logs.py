@@ -16,15 +16,11 @@ SPEAKER: ContextVar[str] = ContextVar("penstock_speaker", default="")
 _LOG = logging.getLogger("penstock.agents")
 _MOST_KINDS = 64
 """Most kinds of messages that are told apart; messages of further kinds are not shown."""
-_SHOWN = 200
-"""Most characters of a line that are shown."""
+_SHOWN = 200  # most characters of a line that are shown
 
 
 class LibraryLines(logging.Handler):
     """Logs the first record of each kind and speaker in one line, and counts the others.
-
-    Args:
-        library: Name of the library, for records without a known speaker.
 
     Attributes:
         num_seen: Number of records by speaker and kind.
@@ -51,11 +47,7 @@ class LibraryLines(logging.Handler):
 
 
 def tame(*loggers: str) -> None:
-    """Log all records of some loggers, and of those below them, in single lines.
-
-    Args:
-        *loggers: Names of the loggers; one that is tamed already stays so.
-    """
+    """Log all records of some loggers, and of those below them, in single lines."""
     for name in loggers:
         logger = logging.getLogger(name)
         if not any(isinstance(one, LibraryLines) for one in logger.handlers):

@@ -1,4 +1,4 @@
-"""What the other side says as tokens: the piece of the chat template that follows a turn.
+"""Answers of the other side as tokens: the piece of the chat template that follows a turn.
 
 A conversation is never rendered again once the policy has spoken: to the tokens that were sampled,
 those are added that the template writes between the end of a turn and the beginning of the next.
@@ -14,8 +14,7 @@ from ...dataflow.errors import ConfigError
 from ..data.task import Message
 from ..models.tokenizer import ChatTemplateError, Tokenizer
 
-_PROBE = "penstock9turn"
-"""Stands for what a turn says; no template writes or changes it."""
+_PROBE = "penstock9turn"  # stands for what a turn says; no template writes or changes it
 _THOUGHT = "penstock9thought"
 _THOUGHT_MARKS = ("<think>", "</think>")
 _MOST_PASSES = 4
@@ -25,19 +24,9 @@ _MOST_PASSES = 4
 class TurnRenderer:
     """Renders messages between two turns.
 
-    Args:
-        tokenizer: Holds the template.
-        variables: Further variables of the template.
-        keeps_history: Whether the policy is to read its turns as it said them though the template
-            would leave out parts of earlier ones.
-
     Attributes:
         reads_calls: Whether calls that the policy makes can be read; without that, `before` refuses
             tools.
-
-    Raises:
-        ConfigError: If there is no template, or it writes earlier turns in another way once the
-            conversation has gone on, and that is not to be passed over.
     """
 
     def __init__(
@@ -64,16 +53,7 @@ class TurnRenderer:
     def before(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> list[int]:
-        """The tokens of a whole conversation, up to the turn that answers it.
-
-        Args:
-            messages: What was said; tokens that are spelled in it are taken apart.
-            tools: Schemas of what may be called; the same holds of them.
-
-        Raises:
-            ChatTemplateError: If the template refuses the messages, or leaves a message out, or
-                calls could not be read.
-        """
+        """The tokens of a whole conversation, up to the turn that answers it."""
         if tools and not self.reads_calls:
             raise ChatTemplateError(
                 "the format in which it writes calls is not known; set options.calls of the agent"
@@ -97,18 +77,7 @@ class TurnRenderer:
         *,
         finished: bool,
     ) -> list[int]:
-        """The tokens between a turn and the next one.
-
-        Args:
-            history: What was said before the turn.
-            shown: What follows it; tokens that are spelled in it are taken apart.
-            tools: Schemas that the prompt was rendered with.
-            finished: Whether the turn has ended with what ends one; that of the template is written
-                for it otherwise.
-
-        Raises:
-            ChatTemplateError: If the template refuses the messages.
-        """
+        """The tokens between a turn and the next one."""
         turn = {"role": "assistant", "content": _PROBE}
         plain = [self._apart(message) for message in shown]
         text = self._tokenizer.render([*history, turn, *plain], tools=tools, **self._variables)
@@ -127,7 +96,6 @@ class TurnRenderer:
         return {"role": message["role"], **plain}
 
     def _plain(self, value: Any) -> Any:
-        """Return the value, with a space in each mark in its texts."""
         if isinstance(value, str):
             return _parted(value, self._marks)
         if isinstance(value, Mapping):
@@ -138,7 +106,6 @@ class TurnRenderer:
         return value
 
     def _check_history(self) -> None:
-        """Refuse a template that leaves out of earlier turns what was said in them."""
         said = f"<think>\n{_THOUGHT}\n</think>\n\n{_PROBE}"
         first = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
         more = [*first, {"role": "user", "content": "b"}]
@@ -156,7 +123,6 @@ class TurnRenderer:
 
 
 def _any_of(marks: set[str]) -> re.Pattern[str]:
-    """Compile an expression that finds one of some marks, the longest first."""
     return re.compile("|".join(map(re.escape, sorted(marks, key=lambda mark: (-len(mark), mark)))))
 
 

@@ -36,11 +36,9 @@ from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..rollout.missing_scores import MissingScores, check_unscored, filled_in
 from ..rollout.reports import score_metrics
 from ..rollout.sampling import turn_seed, turn_uniforms
-from .conversation import Conversation, Exchange, as_table
-from .environment import ClosesEnvironments, HasEnvironments, Reply
-from .floor import Floor
-from .programs.holding import ProgramHolder
-from .programs.program import HasPrograms
+from .conversation import Conversation, Exchange, Floor, as_table
+from .environment import Reply
+from .programs.program import ProgramHolder
 from .rendering import TurnRenderer
 from .tools.parsing import FORMATS, CallFormat, CallParser, FormatName, format_of, format_shown
 
@@ -76,33 +74,17 @@ class AgentSpec:
         check_unscored(self.unscored)
 
     def build(self, context: WorkerContext) -> AgentWorker:
-        """Build the task again here.
-
-        Raises:
-            ConfigError: If the task has no environments, or the tokenizer no template that can be
-                used.
-            WorkerError: If the task came out different from the one the prompts come from.
-        """
         return AgentWorker(self, context)
 
     def ways(
         self, task: Task, tokenizer: Tokenizer
     ) -> tuple[PromptEncoder, TurnRenderer, CallParser]:
-        """Return how conversations are rendered and read: prompts, what follows a turn, and turns.
-
-        Args:
-            task: What `task` builds.
-            tokenizer: What `tokenizer` builds.
-
-        Raises:
-            ConfigError: If there are no environments, no template, one that forgets, or one whose
-                calls could not be read.
-        """
-        brings_tools = isinstance(other_side(task), HasPrograms)
+        """Return how prompts are rendered, what follows a turn, and how turns are read."""
+        check_converses(task)
         prompts = PromptEncoder(task, tokenizer, self.chat)
         variables = self.chat.template_kwargs
         renderer = TurnRenderer(tokenizer, variables, keeps_history=self.keeps_history)
-        name = _calls_of(self, tokenizer, prompts, brings_tools=brings_tools)
+        name = _calls_of(self, tokenizer, prompts, brings_tools=task.has_programs)
         if name is None:
             renderer.reads_calls = False
             return prompts, renderer, lambda text: (text, ())
@@ -110,7 +92,7 @@ class AgentSpec:
 
 
 class AgentWorker(Agent):
-    """See `AgentSpec`.
+    """Holds conversations as its spec says.
 
     Attributes:
         metrics: Of the last call: turns of a conversation, how many ended in which way, mean score
@@ -129,9 +111,9 @@ class AgentWorker(Agent):
         self._missing = MissingScores(
             f"what answers in task '{self._task.task_id}'", spec.unscored, "see what it raises"
         )
-        self._other_side = other_side(self._task)
-        if isinstance(self._other_side, HasPrograms):
-            self.max_pieces = self._other_side.max_branches
+        check_converses(self._task)
+        if self._task.has_programs:
+            self.max_pieces = self._task.max_branches
         self._tokenizer: Tokenizer = spec.tokenizer.build()
         self._prompts, self._renderer, self._parse = spec.ways(self._task, self._tokenizer)
         self._runner: asyncio.Runner | None = None
@@ -146,13 +128,7 @@ class AgentWorker(Agent):
         max_turns: int,
         branch: bool,
     ) -> Conversations:
-        """See `Agent.hold`.
-
-        Raises:
-            ConfigError: If conversations are to branch, and what answers them is a program, or does
-                not promise that the same is answered to the same.
-            WorkerError: If an index is not one of the task's, or all conversations fail.
-        """
+        """See `Agent.hold`."""
         if branch:
             self._check_branches()
         problems = checked_problems(self._task, prompt_id)
@@ -174,18 +150,18 @@ class AgentWorker(Agent):
         # The runner would keep the context of its first run, and with it the step and the weights.
         talk = self._hold_all(turns, begun, key, sampling, max_turns)
         held = self._runner.run(talk, context=copy_context())
-        if not isinstance(self._task, ClosesEnvironments):
+        if not self._task.shares_environments:
             self.close()  # nothing is shared with the next call
         self._report(held)
         return as_table(held)
 
     def _check_branches(self) -> None:
-        if isinstance(self._other_side, HasEnvironments) and self._other_side.deterministic:
+        if self._task.deterministic and not self._task.has_programs:
             return
         why = (
-            "its environments may answer the same in different ways"
-            if isinstance(self._other_side, HasEnvironments)
-            else "a program decides by itself where its own go on"
+            "a program decides by itself where its own go on"
+            if self._task.has_programs
+            else "its environments may answer the same in different ways"
         )
         raise ConfigError(
             f"conversations of task '{self._task.task_id}' are to branch, and {why}\n    choose "
@@ -193,17 +169,15 @@ class AgentWorker(Agent):
         )
 
     def _branch(self, key: CallKey, problem: int, sample: int, max_turns: int) -> int:
-        """The turn in which a pair of conversations parts."""
         pair = sample - sample % 2
         return turn_seed(self.context.seed, self.context.role, key, problem, pair) % max_turns
 
     def close(self) -> None:
-        """End what conversations have left running; may be called again."""
         runner, self._runner = self._runner, None
         if runner is None:
             return
         try:
-            if isinstance(self._task, ClosesEnvironments):
+            if self._task.shares_environments:
                 runner.run(self._task.close_environments())
         finally:
             runner.close()
@@ -217,17 +191,17 @@ class AgentWorker(Agent):
         max_turns: int,
     ) -> Sequence[Conversation]:
         """Go on until all have ended; the rows of each, next to each other."""
-        floor, other = Floor(turns), self._other_side
-        if not isinstance(other, HasEnvironments):
-            prompt_of, exchange = self._task.prompt_text, self._exchange(None, floor, key)
-            holder = ProgramHolder(other, prompt_of, self._tokenizer, self._renderer)
+        floor = Floor(turns)
+        if self._task.has_programs:
+            exchange = self._exchange(None, floor, key)
+            holder = ProgramHolder(self._task, self._tokenizer, self._renderer)
             held = await holder.hold(begun, floor, exchange, sampling, max_turns)
             self._report_waiting(floor)
             return held
 
         async def run(one: Conversation) -> None:
             exchange = self._exchange(one.problem, floor, key)
-            await one.hold(other.environment, exchange, sampling, max_turns)
+            await one.hold(self._task.environment, exchange, sampling, max_turns)
             floor.release(one.row)
 
         await floor.serve({asyncio.create_task(run(one)) for one in begun})
@@ -267,12 +241,16 @@ class AgentWorker(Agent):
         scores = [one.score for one in first]  # nan is neither positive nor correct
         right = sum(score >= self._task.correct_score for score in scores)
         endings = [one.ending for one in first]
+        truncated = [
+            one.ending == "out of tokens" or any(not turn.finished for _, turn in one.turns)
+            for one in first
+        ]
         sums = {
             "turns": float(sum(len(one.turns) for one in held)),
             "reward/positive": float(sum(score > 0 for score in scores)),
             "reward/correct": float(right),
             "reward/unscored": float(sum(not one.scored for one in first)),
-            "truncated": float(sum(_cut_off(one) for one in first)),
+            "truncated": float(sum(truncated)),
             **{f"ended/{e.replace(' ', '_')}": float(endings.count(e)) for e in ENDINGS},
         }
         for one in held:
@@ -315,13 +293,7 @@ class AgentWorker(Agent):
             )
 
 
-def _cut_off(one: Conversation) -> bool:
-    """Return whether a conversation, or a turn of it, ended for want of tokens."""
-    return one.ending == "out of tokens" or any(not turn.finished for _, turn in one.turns)
-
-
 def _failure(one: Conversation) -> tuple[str, str] | None:
-    """Return why a conversation has no score; see `MissingScores.check`."""
     if one.scored:
         return None
     if one.error is not None:
@@ -357,20 +329,10 @@ def _calls_of(
     return found
 
 
-def has_other_side(task: Task) -> bool:
-    """Whether a task's problems are answered in conversation."""
-    return isinstance(task, HasEnvironments | HasPrograms)
-
-
-def other_side(task: Task) -> HasEnvironments | HasPrograms:
-    """What answers a policy in conversations about a task's problems: the task itself.
-
-    Raises:
-        ConfigError: If nothing does.
-    """
-    if isinstance(task, HasEnvironments | HasPrograms):
-        return task
-    raise ConfigError(
-        f"task '{task.task_id}' has no environments to talk with\n    choose one that has, "
-        "such as task=calculator, or give your task a method `environment`"
-    )
+def check_converses(task: Task) -> None:
+    """Require a task whose problems are answered in conversation."""
+    if not task.converses:
+        raise ConfigError(
+            f"task '{task.task_id}' has no environments to talk with\n    choose one that has, "
+            "such as task=calculator, or give your task a method `environment`"
+        )

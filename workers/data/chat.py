@@ -12,9 +12,101 @@ from typing import Any
 
 from ...dataflow.errors import ConfigError, one_process
 from ..models.tokenizer import ChatTemplateError, Tokenizer
-from .conversation_tokens import Encoded, encode_conversation
-from .messages import NotMessages, check_messages
-from .task import Converses, HasReplies, Message, Task, TellsCalls
+from .messages import NotMessages, check_messages, is_imitated
+from .task import Message, Task
+
+
+class NoPrefix(ValueError):
+    """A conversation whose turns cannot be told apart."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A row of tokens.
+
+    Attributes:
+        ids: All of them.
+        spans: First and past-the-last place of each piece that is trained on, in order.
+    """
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+    @property
+    def num_before(self) -> int:
+        return self.spans[0][0]
+
+
+def encode_conversation(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    first: int,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any],
+) -> Encoded:
+    """Tokens of a conversation, the assistant's turns from message `first` on to be trained on.
+
+    Those with a weight of 0 are only read.
+
+    A turn ends with what ends a response; what the template writes after that, no policy
+    samples, and it is not trained on.
+    """
+
+    def rendered(count: int, begins_answer: bool) -> list[int]:
+        text = tokenizer.render(
+            messages[:count], tools=tools, add_generation_prompt=begins_answer, **variables
+        )
+        return tokenizer.encode(text)
+
+    ids = rendered(len(messages), False)
+    marks = tokenizer.generation_marks(messages, tools=tools, **variables)
+    if marks is not None:
+        before = rendered(first, False) if first else []
+        _check_prefix(before, ids, f"the end of message {first}")
+        kept = [mark and place >= len(before) for place, mark in enumerate(marks)]
+        for number in range(first, len(messages)):
+            if messages[number]["role"] == "assistant" and not is_imitated(messages[number]):
+                start, end = rendered(number, False) if number else [], rendered(number + 1, False)
+                _check_prefix(start, ids, f"what comes before message {number + 1}")
+                _check_prefix(end, ids, f"the end of message {number + 1}")
+                kept[len(start) : len(end)] = [False] * (len(end) - len(start))
+        spans = _runs(kept)
+        return _with_spans(ids, spans)
+    spans: list[tuple[int, int]] = []
+    for number, message in enumerate(messages):
+        if number < first or not is_imitated(message):
+            continue
+        before, after = rendered(number, True), rendered(number + 1, False)
+        _check_prefix(before, ids, f"what comes before message {number + 1}")
+        _check_prefix(after, ids, f"the end of message {number + 1}")
+        spans.append((len(before), tokenizer.end_of_turn(after, len(before))))
+    return _with_spans(ids, spans)
+
+
+def _check_prefix(part: list[int], ids: list[int], what: str) -> None:
+    if ids[: len(part)] != part:
+        raise NoPrefix(f"{what} is rendered in another way when the conversation goes on")
+
+
+def _with_spans(ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
+    if not spans or any(start >= end for start, end in spans):
+        raise NoPrefix("no token is the assistant's")
+    return Encoded(ids, spans)
+
+
+def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
+    padded = [False, *mask, False]
+    edges = [i for i in range(len(mask) + 1) if padded[i] != padded[i + 1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+TURNS = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else '\\n' }}{% endfor %}"
+)
+"""A chat template: every turn of the policy ends with the end of sequence, every other message with
+a line feed. There is no generation prompt, and schemas of tools are not shown."""
 
 _SET_BY_US = (
     *(
@@ -30,13 +122,12 @@ _SET_BY_US = (
 )
 """Arguments of `apply_chat_template` that are not the template's own."""
 
-_PROBE = "penstock9probe"
-"""A word that no template writes and none escapes."""
+_PROBE = "penstock9probe"  # A word that no template writes and none escapes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """How prompts that are conversations are rendered, and which are made into ones."""
+    """Options of rendering conversations, and prompts as conversations."""
 
     wrap: bool = False
     """Whether a prompt that is a text is rendered as one message of a user."""
@@ -44,11 +135,6 @@ class ChatOptions:
     """Further variables of the template, such as `{enable_thinking: false}`."""
 
     def __post_init__(self) -> None:
-        """Refuse arguments that change what is rendered.
-
-        Raises:
-            ConfigError: Naming the first of them.
-        """
         for name in self.template_kwargs:
             if name in _SET_BY_US:
                 raise ConfigError(
@@ -59,7 +145,7 @@ class ChatOptions:
 
 @dataclass(frozen=True)
 class BadPrompt:
-    """Why a prompt cannot be rendered.
+    """A prompt that cannot be rendered.
 
     Attributes:
         reason: The kind of fault, the same words for every row that has it.
@@ -79,13 +165,7 @@ class _Asked:
 
 
 class PromptEncoder:
-    """Turns the prompts of a task into tokens: texts as they are, conversations by the template.
-
-    Args:
-        task: The problems; one that `Converses` may have conversations.
-        tokenizer: Encodes texts, and holds the template.
-        chat: How conversations are rendered.
-    """
+    """Turns the prompts of a task into tokens: texts as they are, conversations by the template."""
 
     def __init__(self, task: Task, tokenizer: Tokenizer, chat: ChatOptions) -> None:
         self._task, self._tokenizer, self._chat = task, tokenizer, chat
@@ -93,12 +173,8 @@ class PromptEncoder:
 
     @one_process()
     def messages(self, index: int) -> list[dict[str, Any]] | None:
-        """The conversation that the model is to continue; None if the prompt is a plain text.
-
-        Raises:
-            NotMessages: If the task gives something else.
-        """
-        given = self._task.messages(index) if isinstance(self._task, Converses) else None
+        """The conversation that the model is to continue; None if the prompt is a plain text."""
+        given = self._task.messages(index)
         if given is None and not self._chat.wrap:
             return None
         if given is None:
@@ -117,17 +193,11 @@ class PromptEncoder:
         return [{**one, **system} if one["role"] == "developer" else one for one in messages]
 
     def conversations(self, indices: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
-        """Index -> messages, of the prompts that are conversations."""
         found = {index: self.messages(index) for index in indices}
         return {index: messages for index, messages in found.items() if messages is not None}
 
     def encode(self, indices: Sequence[int]) -> list[list[int] | BadPrompt]:
-        """The ids of each prompt; those of a conversation end with the generation prompt.
-
-        Raises:
-            ConfigError: If there are conversations and the tokenizer has no template, or one that
-                cannot be read; or if the tokenizer is broken.
-        """
+        """The ids of each prompt; those of a conversation end with the generation prompt."""
         asked = [self._asked(index) for index in indices]
         good = [one.text for one in asked if isinstance(one, _Asked)]
         encoded, begun = iter(self._tokenizer.encode_many(good)), self._tokenizer.begun
@@ -138,16 +208,11 @@ class PromptEncoder:
         ]
 
     def with_reply(self, index: int, reply: str | Sequence[Message]) -> Encoded:
-        """A conversation and what follows, its last turns or all of the assistant's to be trained.
-
-        Raises:
-            ChatTemplateError: If the template refuses them.
-            NoPrefix: If the turns cannot be told apart.
-        """
+        """Encode a conversation and what follows; its last turns, or all, are trained on."""
         asked = self.messages(index) or []
         told = [{"role": "assistant", "content": reply}] if isinstance(reply, str) else list(reply)
         with one_process():
-            all_turns = isinstance(self._task, HasReplies) and self._task.imitates_history(index)
+            all_turns = self._task.imitates_history(index)
         return encode_conversation(
             self._tokenizer,
             [*asked, *told],
@@ -159,8 +224,8 @@ class PromptEncoder:
     @one_process()
     def tools(self, index: int) -> list[Mapping[str, Any]] | None:
         """Return schemas of the tools that the template, or `Tokenizer.render`, shows the model."""
-        tools = self._task.tools(index) if isinstance(self._task, Converses) else None
-        if not tools or (self._tells_calls and not self.has_tool_template):
+        tools = self._task.tools(index)
+        if not tools or (self._task.tells_calls and not self.has_tool_template):
             return None
         return list(tools)
 
@@ -171,16 +236,10 @@ class PromptEncoder:
 
     @property
     def has_tools(self) -> bool:
-        """Whether the model is shown tools for any of the problems."""
         indices = (*self._task.train, *self._task.held_out)
         return any(self.tools(index) is not None for index in indices)
 
-    @property
-    def _tells_calls(self) -> bool:
-        return isinstance(self._task, TellsCalls) and self._task.tells_calls
-
     def written(self, index: int) -> str:
-        """Everything the prompt's author wrote, for a look at its characters."""
         messages = self.messages(index)
         if messages is None:
             return one_process()(self._task.prompt_text)(index)
@@ -215,7 +274,7 @@ class PromptEncoder:
         messages: Sequence[Message],
         tools: list[Mapping[str, Any]] | None,
     ) -> bool:
-        """Whether the template writes what this role says; looked at once for each role."""
+        """Return whether the template writes this role's messages; tried once for each role."""
         role = message["role"]
         # What the assistant said before may be shortened: templates leave out its thoughts.
         if role == "assistant" or role in self._known_roles or not message["content"]:

@@ -34,12 +34,11 @@ class ExampleFileSpec:
     show the template around them."""
 
     def build(self, context: WorkerContext) -> ExampleFile:
-        """Make the observer; every rank may write, and all see the same rows."""
         return ExampleFile(self)
 
 
 class ExampleFile(Observer):
-    """See `ExampleFileSpec`."""
+    """Writes one file for each evaluation."""
 
     def __init__(self, spec: ExampleFileSpec) -> None:
         self._spec = spec

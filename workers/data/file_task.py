@@ -16,18 +16,40 @@ from typing import Any, BinaryIO, NoReturn
 
 from ...dataflow.errors import ConfigError, closest
 from ...dataflow.regular_files import check_regular, opened
-from .arrow_rows import arrow_rows
 from .row_parts import BadPart, WrittenFloat
 from .row_task import RowSource, RowTask, RowTaskSpec
 
+
+def arrow_rows(table: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table or record batch, with None where a column is null."""
+    types = {field.name: field.type for field in table.schema}
+    for row in table.to_pylist():
+        yield {name: _written(value, types[name]) for name, value in row.items()}
+
+
+def _written(value: Any, of_type: Any) -> Any:
+    import pyarrow as pa
+
+    if value is None:
+        return None
+    if isinstance(of_type, pa.BaseExtensionType):
+        is_json = of_type.extension_name == "arrow.json"
+        return json.loads(value) if is_json else _written(value, of_type.storage_type)
+    if pa.types.is_struct(of_type):
+        fields = ((field.name, field.type) for field in of_type)
+        return {n: _written(value[n], kind) for n, kind in fields if value[n] is not None}
+    if pa.types.is_map(of_type):
+        return {key: _written(item, of_type.item_type) for key, item in value}
+    if pa.types.is_nested(of_type) and isinstance(value, list):
+        return [_written(item, of_type.value_type) for item in value]
+    return value
+
+
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
-_MOST_BYTES = 16 << 20
-"""Of a line."""
-_MOST_PASSED_BYTES = 1 << 30
-"""Of a line that is passed over because it is too long."""
-_ROWS_AT_ONCE = 1024
-"""Of a Parquet file."""
+_MOST_BYTES = 16 << 20  # of a line
+_MOST_PASSED_BYTES = 1 << 30  # of a line that is passed over because it is too long
+_ROWS_AT_ONCE = 1024  # of a Parquet file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +62,6 @@ class FileTaskSpec(RowTaskSpec):
     """A file of problems kept for evaluation, read in the same way."""
 
     def build(self) -> RowTask:
-        """Read the file and load the reward.
-
-        Raises:
-            ConfigError: If a file is missing or cannot be read, too many of its rows are bad, too
-                few prompts are left to hold out, options contradict each other, or the reward
-                cannot be loaded.
-        """
         if self.held_out_path is not None and self.num_held_out:
             raise ConfigError(
                 f"'{self.path}': both held_out_path and num_held_out={self.num_held_out} are "
@@ -61,15 +76,7 @@ def _source(path: str) -> RowSource:
 
 
 def file_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file, one after the other; blank lines of a JSONL file are skipped.
-
-    Returns:
-        Where each row stands, "train.jsonl:17" or "train.parquet row 17", counted from 1, and the
-        row: its value, or a `BadPart` that says why it has none.
-
-    Raises:
-        ConfigError: If the file is missing, unreadable, or of a kind that is not known.
-    """
+    """The rows of a file, one after the other; blank lines of a JSONL file are skipped."""
     path = Path(path)
     _check_file(path)
     return _json_lines(path) if path.suffix in _JSON_SUFFIXES else _parquet_rows(path)
@@ -112,7 +119,6 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _passed_over(file: BinaryIO, begun: bytes, where: str) -> int:
-    """Read to the end of a line that has begun, and count the bytes."""
     length, piece = 0, begun
     while piece and not piece.endswith(b"\n"):
         if length + len(begun) > _MOST_PASSED_BYTES:

@@ -12,12 +12,11 @@ from typing import Any
 from ...dataflow.errors import ConfigError
 from ...dataflow.option_checks import check_range
 from ...dataflow.regular_files import check_folder_files, check_regular, opened
-from .arrow_rows import arrow_rows
+from .file_task import arrow_rows
 from .row_task import RowSource, RowTask, RowTaskSpec
 
 _ROWS_AT_ONCE = 1024
-_SAVED = ("state.json", "dataset_dict.json")
-"""Files that only folders of `save_to_disk` have."""
+_SAVED = ("state.json", "dataset_dict.json")  # files that only folders of `save_to_disk` have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +46,6 @@ class HfTaskSpec(RowTaskSpec):
         check_range(self, "max_rows", at_least=1)
 
     def build(self) -> RowTask:
-        """Load the data set and the reward.
-
-        Raises:
-            ConfigError: If the data set cannot be loaded, too many of its rows are bad, too few
-                prompts are left to hold out, or options contradict each other.
-        """
         if self.held_out_split is not None and self.num_held_out:
             raise ConfigError(
                 f"'{self.dataset}': both held_out_split and num_held_out={self.num_held_out} are "
@@ -121,7 +114,6 @@ class HfTaskSpec(RowTaskSpec):
 
 
 def _content_of(files: list[Path]) -> str:
-    """Return the SHA-256 of the files' contents, as 16 hex digits."""
     digest = hashlib.sha256()
     for file in files:
         with opened(file) as content:

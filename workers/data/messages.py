@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who may speak."""
+"""Roles of messages."""
 _NOT_READ = {
     "function_call": "give the call as tool_calls",
     "refusal": "give the text as content",
@@ -23,15 +23,11 @@ _NOT_READ = {
 
 
 class NotMessages(ValueError):
-    """Why a value is no conversation."""
+    """A value that is no conversation; the text says why."""
 
 
 def check_messages(given: Any) -> list[dict[str, Any]]:
-    """Return the value as messages: parts of text joined, further fields of a message kept.
-
-    Raises:
-        NotMessages: If it is no list of messages, saying which one is wrong and how.
-    """
+    """Return the value as messages: parts of text joined, further fields of a message kept."""
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise NotMessages(f"expected a list of messages, got {_shown(given)}")
     messages: list[dict[str, Any]] = []
@@ -60,12 +56,11 @@ def messages_in(text: str) -> list[Any] | None:
 
 
 def is_imitated(message: Mapping[str, Any]) -> bool:
-    """Whether training imitates a message: the assistant's, unless it has a weight of 0."""
+    """Return whether training imitates a message: the assistant's, unless it has a weight of 0."""
     return message["role"] == "assistant" and message.get("weight", 1) != 0
 
 
 def _joined(number: int, parts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a content that is given in parts, as in OpenAI's files."""
     for part in parts:
         if not isinstance(part.get("text"), str):
             kind = f"{part.get('type')!r:.40}"
@@ -104,6 +99,6 @@ def _shown(value: Any) -> str:
 
 
 def last_user_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What the user said last: the part of a conversation that a verifier looks at."""
+    """Return the user's last message: the part of a conversation that a verifier reads."""
     said = [str(message["content"]) for message in messages if message["role"] == "user"]
     return said[-1] if said else ""

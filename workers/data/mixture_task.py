@@ -6,17 +6,20 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from ...dataflow.errors import ConfigError, nearest
 from ..verifiers.child import as_score
 from ..verifiers.pool import VerifierSpec
-from .task import Converses, HasReplies, HasSuites, ScoresPairs, Task, TaskSpec, TellsCalls
+from .task import Task, TaskSpec, WrappedTask, build_task
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureTaskSpec:
-    """Which tasks, and how much of each."""
+    """Tasks, and how much of each."""
 
     tasks: Mapping[str, Any]
     """Name -> a task's own section: an option of `task=`, or its keys, such as `{kind: file, path:
@@ -32,26 +35,18 @@ class MixtureTaskSpec:
         return replace(self, tasks=specs)
 
     def build(self) -> MixtureTask:
-        """Build every task.
-
-        Raises:
-            ConfigError: If a task cannot be built, the weights add up to nothing, or the tasks do
-                not fit together.
-        """
         return MixtureTask(self)
 
 
-class MixtureTask:
-    """Problems of several tasks; see `Task` for the methods, and `HasShares` for `shares`."""
-
-    task_id = "mixture"
+class MixtureTask(WrappedTask):
+    """Problems of several tasks, each with its share of every step."""
 
     def __init__(self, spec: MixtureTaskSpec) -> None:
         weights = _weights(spec)
         self._names = list(spec.tasks)
-        self._tasks: list[Task] = [task.build() for task in spec.tasks.values()]
+        self._tasks = [build_task(task) for task in spec.tasks.values()]
+        super().__init__(self._tasks[0], "mixture")
         self.correct_score = _correct_score(spec.tasks, self._tasks)
-        self.report = self._tasks[0].report
         for task in self._tasks[1:]:
             self.report = self.report.joined(task.report)
         self._problems: list[tuple[int, int]] = []
@@ -60,94 +55,49 @@ class MixtureTask:
         self._held_out = [self._add(p, task.held_out) for p, task in enumerate(self._tasks)]
         self.held_out = range(len(self.train), len(self._problems))
         total = sum(weights)
-        self.shares: Sequence[tuple[float, range]] = [
+        self.shares = [
             (weight / total, part) for weight, part in zip(weights, ranges, strict=True) if weight
         ]
+        self.tells_calls = any(task.tells_calls for task in self._tasks)
 
+    @override
     def suites(self) -> dict[str, Sequence[int]]:
-        """Each task's held-out problems, by its own suites if it has them; see `HasSuites`."""
         found: dict[str, Sequence[int]] = {}
         for name, task, part in zip(self._names, self._tasks, self._held_out, strict=True):
-            if isinstance(task, HasSuites):
-                moved = part.start - task.held_out.start
-                for suite, indices in task.suites().items():
-                    found[f"{name}/{suite}"] = [index + moved for index in indices]
-            elif part:
+            moved = part.start - task.held_out.start
+            suites = task.suites()
+            for suite, indices in suites.items():
+                found[f"{name}/{suite}"] = [index + moved for index in indices]
+            if part and not suites:
                 found[name] = part
         return found
 
-    @property
-    def verifier(self) -> VerifierSpec | None:
-        """One that knows those of all tasks; None if none of them needs a process of its own."""
-        verifiers = [task.verifier for task in self._tasks]
-        if all(verifier is None for verifier in verifiers):
-            return None
-        known = {
+    @cached_property
+    def verifier(  # pyright: ignore[reportIncompatibleVariableOverride] - a task's may raise
+        self,
+    ) -> VerifierSpec | None:
+        """One that has those of all tasks; None if none needs a process of its own."""
+        specs = {
             str(part): [verifier.factory, dict(verifier.arguments)]
-            for part, verifier in enumerate(verifiers)
-            if verifier is not None
+            for part, task in enumerate(self._tasks)
+            if (verifier := task.verifier) is not None
         }
         factory = "penstock.workers.data.mixture_task:make_verifier"
-        return VerifierSpec(factory=factory, arguments={"verifiers": known})
+        return VerifierSpec(factory=factory, arguments={"verifiers": specs}) if specs else None
 
-    def prompt_text(self, index: int) -> str:
-        """The task's."""
-        task, own = self._at(index)
-        return task.prompt_text(own)
-
-    def messages(self, index: int) -> Sequence[Mapping[str, Any]] | None:
-        """The task's, if it has conversations; see `Converses`."""
-        task, own = self._at(index)
-        return task.messages(own) if isinstance(task, Converses) else None
-
-    def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
-        """The task's, if it has conversations."""
-        task, own = self._at(index)
-        return task.tools(own) if isinstance(task, Converses) else None
-
-    @property
-    def tells_calls(self) -> bool:
-        """Whether one of the tasks tells its calls; see `TellsCalls`."""
-        return any(isinstance(task, TellsCalls) and task.tells_calls for task in self._tasks)
-
-    def replies(self, index: int) -> Sequence[Sequence[Mapping[str, Any]]] | None:
-        """The task's, if it has replies; see `HasReplies`."""
-        task, own = self._at(index)
-        return task.replies(own) if isinstance(task, HasReplies) else None
-
-    def imitates_history(self, index: int) -> bool:
-        """The task's, if it has replies."""
-        task, own = self._at(index)
-        return isinstance(task, HasReplies) and task.imitates_history(own)
-
-    def answer_text(self, index: int) -> str | None:
-        """The task's."""
-        task, own = self._at(index)
-        return task.answer_text(own)
-
+    @override
     def reward_answer(self, index: int) -> str | None:
-        """The task's; see `HasRewardAnswer`."""
         task, own = self._at(index)
-        answer_of: Callable[[int], str | None] = getattr(task, "reward_answer", task.answer_text)
-        return answer_of(own)
+        return task.reward_answer(own)
 
-    def pair_texts(self, index: int) -> tuple[str, str] | None:
-        """The task's."""
-        task, own = self._at(index)
-        return task.pair_texts(own)
-
+    @override
     def pair_scores(self, index: int) -> tuple[float, float] | None:
-        """The task's, if it has scores; see `ScoresPairs`."""
         task, own = self._at(index)
-        return task.pair_scores(own) if isinstance(task, ScoresPairs) else None
+        return task.pair_scores(own)
 
-    def score(self, index: int, response: str) -> float | None:
-        """The task's."""
-        task, own = self._at(index)
-        return task.score(own, response)
-
+    @override
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        """Which task, and its call; of a task that needs no process, the score itself."""
+        """Return which task, and its call; of one that needs no process, the score itself."""
         part, own = self._problems[index]
         task = self._tasks[part]
         if task.verifier is not None:
@@ -159,11 +109,11 @@ class MixtureTask:
         except Exception as error:  # raised again where it is counted
             return ("error", [repr(error)])
 
+    @override
     def where(self, index: int) -> str:
-        """The task's name, and where it has the problem."""
-        part, own = self._problems[index]
-        return f"{self._names[part]}: {self._tasks[part].where(own)}"
+        return f"{self._names[self._problems[index][0]]}: {super().where(index)}"
 
+    @override
     def _at(self, index: int) -> tuple[Task, int]:
         part, own = self._problems[index]
         return self._tasks[part], own
@@ -174,7 +124,6 @@ class MixtureTask:
         return range(start, len(self._problems))
 
     def _trained(self, part: int) -> list[int]:
-        """The task's training problems, without those that another task holds out."""
         held_out = {
             task.prompt_text(index)
             for number, task in enumerate(self._tasks)

@@ -1,4 +1,4 @@
-"""Which problems a step uses: shuffled by epochs, in shares, easy ones first, or by what is hard.
+"""Choice of the problems of a step: shuffled by epochs, in shares, easy ones first, or hard ones.
 
 All of it is a pure function of (seed, step), so there is no position to save: a resumed run asks
 for the step it stopped at. That is why pass rates are those that the data states, and not those
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol
@@ -17,19 +18,15 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.option_checks import check_range
 from .row_report import DataReport
-from .task import HasPassRates, HasShares, Task
+from .task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Which problems a step takes.
-
-    Raises:
-        ValueError: If an option is out of range.
-    """
+    """Choice of the problems of a step."""
 
     kind: Literal["shuffled", "curriculum", "priority"] = "shuffled"
     """`shuffled`: every problem once in an epoch. `curriculum`: the easiest first, more of them
@@ -45,7 +42,7 @@ class Order:
 
     @property
     def reads_rates(self) -> bool:
-        """Whether pass rates must be known."""
+        """Whether it needs pass rates."""
         return self.kind != "shuffled" or self.pass_rates != (0.0, 1.0)
 
 
@@ -58,9 +55,6 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
     Rows are sorted by one raw Philox number each (key `seed`, counter `epoch`). Raw Philox output
     is fixed for good, whereas numpy may change how its generators shuffle.
-
-    Returns:
-        i64[num_rows], read-only.
     """
     order = np.argsort(_raw(num_rows, seed, epoch), kind="stable")
     order.setflags(write=False)
@@ -72,7 +66,7 @@ def _raw(count: int, seed: int, number: int) -> NDArray[np.uint64]:
 
 
 class StepRows(Protocol):
-    """Which problems a step uses."""
+    """Problems of each step."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -94,20 +88,7 @@ def step_rows(
     order: Order = SHUFFLED,
     report: DataReport | None = None,
 ) -> StepRows:
-    """Which problems a step uses.
-
-    Args:
-        what: What they are, in messages.
-        problems: Indices to choose from.
-        batch_size: How many a step takes.
-        seed: Of the choice.
-        task: Theirs; it may have shares and pass rates.
-        order: How they are chosen.
-        report: Is told how many an epoch leaves out.
-
-    Raises:
-        ConfigError: If there are too few, or pass rates are asked for and not known.
-    """
+    """Build the rows of a source."""
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}\n    use at least 1 {what} per step")
     rates = _rates(problems, task) if order.reads_rates else {}
@@ -119,7 +100,7 @@ def step_rows(
             f"{len(problems)}\n    lower batch_size to {len(problems)} or less, or give more "
             "problems"
         )
-    if isinstance(task, HasShares):
+    if task.shares:
         return _in_shares(what, problems, batch_size, seed, task, report)
     if order.kind == "shuffled":
         rows = _Epochs(problems, batch_size, seed)
@@ -129,7 +110,6 @@ def step_rows(
 
 
 def _note_remainder(report: DataReport | None, what: str, used: int, count: int) -> None:
-    """Say how many of the problems an epoch takes, if not all."""
     if report is not None and used < count:
         report.notes[
             f"{report.source}: an epoch trains on {used} of {count} {what}s; the other "
@@ -187,7 +167,7 @@ class _ByRate:
         return self._by_weight(_checked(step)) if in_priority else self._easiest(_checked(step))
 
     def _easiest(self, step: int) -> list[int]:
-        """Of the easiest share (step + 1) / curriculum_steps, at least a batch, any."""
+        """Choose among the easiest share (step + 1) / curriculum_steps, at least a batch."""
         share = min(1.0, (step + 1) / self._order.curriculum_steps)
         count = max(self._batch_size, int(share * len(self._problems)))
         chosen = np.argsort(_raw(count, self._seed, step), kind="stable")[: self._batch_size]
@@ -210,11 +190,6 @@ class _Shares:
 
     Which part a place of a step belongs to is what is due by then: place k of all goes to the part
     that is furthest below its share of k + 1. A part is off its share by less than one item.
-
-    Args:
-        shares: Of each part.
-        rows: Of each part, as many as a step may take.
-        batch_size: Items of a step.
     """
 
     def __init__(self, shares: Sequence[float], rows: Sequence[_Epochs], batch_size: int) -> None:
@@ -246,7 +221,7 @@ def _in_shares(
     problems: Sequence[int],
     batch_size: int,
     seed: int,
-    task: HasShares,
+    task: Task,
     report: DataReport | None,
 ) -> _Shares:
     shares: list[float] = []
@@ -261,24 +236,52 @@ def _in_shares(
                 "    lower its weight or the batch size, or give it more problems"
             )
         shares.append(share)
-        rows.append(_Epochs(own, most, _part_seed(seed, number)))
+        digest = hashlib.sha256(f"{seed}/part/{number}".encode()).digest()
+        rows.append(_Epochs(own, most, int.from_bytes(digest[:8], "big")))
         # A step takes its share of the `most` problems set apart for it.
         used = round(rows[-1].steps_per_epoch * share * batch_size)
         _note_remainder(report, f"part {number + 1}'s {what}", used, len(own))
     return _Shares(shares, rows, batch_size)
 
 
-def _part_seed(seed: int, number: int) -> int:
-    digest = hashlib.sha256(f"{seed}/part/{number}".encode()).digest()
-    return int.from_bytes(digest[:8], "big")
-
-
 def _rates(problems: Sequence[int], task: Task) -> dict[int, float]:
-    known = {i: task.pass_rate(i) for i in problems} if isinstance(task, HasPassRates) else {}
-    rates = {index: rate for index, rate in known.items() if rate is not None}
+    rates = {i: rate for i in problems if (rate := task.pass_rate(i)) is not None}
     if len(rates) < len(problems):
         raise ConfigError(
             f"task '{task.task_id}' does not say how often its problems are solved, which "
             "task.order and task.pass_rates need\n    give task.pass_rate_field, or leave both out"
         )
     return rates
+
+
+_Gram = tuple[str, ...]
+
+
+def contaminated(
+    task: Task, written: Callable[[int], str], num_words: int
+) -> tuple[frozenset[int], DataReport]:
+    """Training problems that are too near to a held-out one."""
+    evaluated: dict[_Gram, int] = {}
+    for index in task.held_out:
+        for gram in _grams(written(index), num_words):
+            evaluated.setdefault(gram, index)
+    report = DataReport(f"training prompts without {num_words} words in a row of a held-out one")
+    where = one_process()(task.where)
+    found: set[int] = set()
+    for index in task.train:
+        shared = next((g for g in _grams(written(index), num_words) if g in evaluated), None)
+        if shared is None:
+            report.keep()
+            continue
+        found.add(index)
+        detail = f"'{' '.join(shared):.80}' is in {where(evaluated[shared])}"
+        report.reject(where(index), "contaminated", detail)
+    return frozenset(found), report
+
+
+def _grams(text: str, num_words: int) -> Sequence[_Gram]:
+    words = re.findall(r"\w+", text.lower())
+    if not words:
+        return []
+    last = max(1, len(words) - num_words + 1)
+    return [tuple(words[start : start + num_words]) for start in range(last)]

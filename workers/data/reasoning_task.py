@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from typing_extensions import override
+
 from ...dataflow.errors import ConfigError, nearest
 from ..verifiers.pool import VerifierSpec
-from .row_report import DataReport
+from .task import Task
 
 EVALUATES_RESPONSES = frozenset(
     {
@@ -46,8 +48,7 @@ DEPENDS_ON_HASH_SEED = frozenset(
 )
 """Tasks whose problems follow the order of a set of strings, which differs between processes."""
 
-_MOST_SECONDS = 5.0
-"""To make one problem, which takes most tasks microseconds."""
+_MOST_SECONDS = 5.0  # to make one problem, which takes most tasks microseconds
 
 _MAX_IDLE_SAMPLES = 2000
 """Samples in a row without a new problem after which the task counts as exhausted."""
@@ -77,54 +78,36 @@ class ReasoningTaskSpec:
     a time limit, but with your rights)."""
 
     def build(self) -> ReasoningTask:
-        """Generate the problems.
-
-        Raises:
-            ConfigError: If the name, a setting or a template field is unknown, if a setting is
-                refused by the task, or if the task has too few distinct problems.
-        """
         return ReasoningTask(self)
 
 
-class ReasoningTask:
-    """Problems of one reasoning-gym task; see `Task` for the methods."""
+class ReasoningTask(Task):
+    """Problems of one reasoning-gym task, scored by the package's verifier.
 
-    correct_score = 1.0
+    Its score of 1 is right, and some tasks give part of it for near misses. A verifier that
+    evaluates responses asks for a process and a limit.
+    """
 
     def __init__(self, spec: ReasoningTaskSpec) -> None:
         _check_spec(spec)
         self.spec = spec
-        self.task_id = spec.name
         self._dataset = _make_dataset(spec, size=_max_samples(spec))
         _check_repeatable(spec, self._dataset)
         self._template = _Template(spec)
         problems = self._sample()
-        num_train = len(problems) - spec.num_held_out
-        self.train = range(num_train)
-        self.held_out = range(num_train, len(problems))
         held_out, train = problems[: spec.num_held_out], problems[spec.num_held_out :]
         self._problems = train + held_out
-        self.report = DataReport(f"task '{spec.name}'")
-        self.report.keep(len(problems))
-
-    @property
-    def verifier(self) -> VerifierSpec | None:
-        """None unless the verifier evaluates responses, which asks for a process and a limit."""
-        if self.spec.name not in EVALUATES_RESPONSES:
-            return None
-        return VerifierSpec(
-            factory="penstock.workers.data.reasoning_task:make_verifier",
-            arguments={
-                "name": self.spec.name,
-                "config": dict(self.spec.config),
-                "seed": self.spec.seed,
-                "size": _max_samples(self.spec),
-            },
-        )
+        prompts = [problem.prompt for problem in self._problems]
+        super().__init__(spec.name, prompts, spec.num_held_out)
+        if spec.name in EVALUATES_RESPONSES:
+            arguments = {"name": spec.name, "config": dict(spec.config), "seed": spec.seed}
+            self.verifier = VerifierSpec(
+                factory="penstock.workers.data.reasoning_task:make_verifier",
+                arguments={**arguments, "size": _max_samples(spec)},
+            )
 
     @property
     def summary(self) -> str:
-        """One line: how many distinct problems, and how they are split."""
         spec = self.spec
         asked = "" if len(self.train) == spec.num_train else f" (of {spec.num_train} asked for)"
         return (
@@ -132,33 +115,21 @@ class ReasoningTask:
             f"training{asked}, {len(self.held_out)} held out"
         )
 
-    def prompt_text(self, index: int) -> str:
-        """The template filled with the problem."""
-        return self._problems[index].prompt
-
+    @override
     def answer_text(self, index: int) -> str | None:
-        """The package's answer; None for tasks that have many and name none."""
-        answer = self._problems[index].entry["answer"]
+        answer = self._problems[index].entry["answer"]  # None where there are many
         return answer if isinstance(answer, str) else None
 
-    def pair_texts(self, index: int) -> tuple[str, str] | None:
-        """None: generated problems have no explicit pairs."""
-        return None
-
+    @override
     def score(self, index: int, response: str) -> float:
-        """The package's own verifier; 1 is right, and some tasks give part of it for near misses.
-
-        Raises:
-            Exception: Whatever the verifier raises on a response it did not foresee.
-        """
         return float(self._dataset.score_answer(response, self._problems[index].entry))
 
+    @override
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        """The problem's place in the generator, and the response."""
         return (self._problems[index].number, response)
 
+    @override
     def where(self, index: int) -> str:
-        """The task and the problem's place in the generator."""
         return f"{self.spec.name}[{self._problems[index].number}]"
 
     def _sample(self) -> list[_Problem]:
@@ -308,7 +279,6 @@ def _make_dataset(spec: ReasoningTaskSpec, size: int) -> Any:
 
 
 def _problem(spec: ReasoningTaskSpec, dataset: Any, number: int) -> dict[str, Any]:
-    """Return one problem."""
     # Imported here: it brings torch, which describing a task does without.
     from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
 

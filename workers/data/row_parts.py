@@ -39,7 +39,6 @@ class WrittenFloat(float):
     text: str
 
     def __new__(cls, text: str) -> WrittenFloat:
-        """Parse the text, and keep it."""
         number = super().__new__(cls, text)
         number.text = text
         return number
@@ -47,7 +46,7 @@ class WrittenFloat(float):
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Which field of a row plays which part; a part without a field is not read.
+    """The field of a row for each part; a part without a field is not read.
 
     Without `prompt`, the prompt is what `messages` says before its last answer, or else what
     `chosen` and `rejected` have in common at the beginning.
@@ -70,13 +69,12 @@ class Columns:
 
     @property
     def parts(self) -> dict[str, str]:
-        """Part -> field, of the parts that are read."""
         named = {part: field for part, field in vars(self).items() if part != "verifier"}
         return {part: field for part, field in named.items() if field is not None}
 
 
 class BadPart(Exception):
-    """Why a row cannot be used: reason and detail."""
+    """A row that cannot be used: reason and detail."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason, self.detail = reason, detail
@@ -89,17 +87,6 @@ def good_rows(source: Iterable[tuple[str, Any]], columns: Columns, report: DataR
     Every part that `columns` names must be there on every row: text, and not blank. Answers and
     ids may be numbers, scores and pass rates must be; they become text. Prompts and responses may
     be messages, and tools may be missing.
-
-    Args:
-        source: Where each row stands, and the row.
-        columns: Which fields are read.
-        report: Is told what was left out.
-
-    Returns:
-        A dataset in memory with text columns for the parts read, and "where". "messages" and
-        "tools" are JSON, empty where the prompt is a text, and so is "replies", the messages of the
-        response, or of the chosen and the rejected one; of a conversation, "prompt" is what the
-        user said last, and a response what the assistant said.
     """
     from datasets import Dataset
 
@@ -109,8 +96,11 @@ def good_rows(source: Iterable[tuple[str, Any]], columns: Columns, report: DataR
         notes: list[str] = []
         try:
             good = _validated(row, columns, notes)
-            if "id" in good:
-                _check_id(good["id"], where, ids)
+            if (identity := good.get("id")) is not None:
+                if identity in ids:
+                    detail = f"'{identity}' first stands at {ids[identity]}"
+                    raise BadPart("duplicate id", detail)
+                ids[identity] = where
         except BadPart as bad:
             report.reject(where, bad.reason, bad.detail)
             continue
@@ -156,11 +146,7 @@ def _validated(row: Any, columns: Columns, notes: list[str]) -> dict[str, str]:
 
 
 class _Exchange:
-    """The parts of a row that somebody wrote: what to answer, and the answers.
-
-    Raises:
-        BadPart: If they do not fit together.
-    """
+    """The parts of a row that somebody wrote: what to answer, and the answers."""
 
     def __init__(self, written: dict[str, str | _Messages], columns: Columns) -> None:
         self._columns = columns
@@ -203,7 +189,7 @@ class _Exchange:
         return whole[:-1]
 
     def _in_common(self, chosen: str | _Messages, rejected: str | _Messages) -> str | _Messages:
-        """What both begin with, cut off; a text as TRL cuts it, at a space."""
+        """Cut off the beginning that both have; a text as TRL cuts it, at a space."""
         pairs = enumerate(zip(chosen, rejected, strict=False))
         end = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
         if isinstance(chosen, str) and chosen[end - 1 : end] == " ":
@@ -280,7 +266,6 @@ def _text(row: Mapping[str, Any], part: str, field: str) -> str:
 
 
 def _whole(value: str, part: str, field: str) -> str:
-    """The text, if it can be written, read and encoded."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -327,7 +312,6 @@ def _structured(row: Mapping[str, Any], field: str, columns: Columns) -> str:
 def _notes(
     row: Mapping[str, Any], written: Mapping[str, str | _Messages], columns: Columns
 ) -> list[str]:
-    """Return notes on a row that is kept but read otherwise than its author may expect."""
     notes: list[str] = []
     for part, field in columns.parts.items():
         if part not in ("pass_rate", "chosen_score", "rejected_score") and _has_float(
@@ -360,23 +344,16 @@ def _notes(
 
 
 def _turns(written: Mapping[str, str | _Messages]) -> _Messages:
-    """Return the messages of all parts that are conversations."""
     return [turn for part in written.values() if not isinstance(part, str) for turn in part]
 
 
 def _has_float(value: Any) -> bool:
-    """Whether a value has numbers that have lost their text; those of JSON files keep it."""
+    """Return whether a value has numbers that have lost their text; JSON files keep it."""
     if isinstance(value, list):
         return any(map(_has_float, value))
     if isinstance(value, Mapping):
         return any(map(_has_float, value.values()))
     return type(value) is float
-
-
-def _check_id(identity: str, where: str, seen: dict[str, str]) -> None:
-    if identity in seen:
-        raise BadPart("duplicate id", f"'{identity}' first stands at {seen[identity]}")
-    seen[identity] = where
 
 
 def _kind(value: Any) -> str:

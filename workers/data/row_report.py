@@ -1,4 +1,4 @@
-"""What became of every row of the input: kept, or left out for a reason, with file and line.
+"""Report on the rows of the input: kept, or left out for a reason, with file and line.
 
 A run never dies for one bad row and never trains on one silently: whoever reads data adds to a
 `DataReport`, the launcher prints it, and `check` stops the run before it starts when too much of
@@ -36,10 +36,6 @@ class BadRow:
 class DataReport:
     """Counts rows kept and rows left out, and remembers the first examples.
 
-    Args:
-        source: What was read, as the user named it.
-        num_examples: How many bad rows are kept for printing.
-
     Attributes:
         num_kept: Rows that may be used.
         reasons: Reason -> number of rows left out for it.
@@ -57,12 +53,10 @@ class DataReport:
 
     @property
     def num_bad(self) -> int:
-        """Rows left out."""
         return self.reasons.total()
 
     @property
     def num_rows(self) -> int:
-        """All rows seen."""
         return self.num_kept + self.num_bad
 
     def keep(self, count: int = 1) -> None:
@@ -70,18 +64,15 @@ class DataReport:
         self.num_kept += count
 
     def reject(self, where: str, reason: str, detail: str = "") -> None:
-        """Count a row as left out."""
         self.reasons[reason] += 1
         if len(self.examples) < self._num_examples:
             self.examples.append(BadRow(where, reason, detail))
 
     def drop(self, where: str, reason: str, detail: str = "") -> None:
-        """Count a row that was kept as left out after all."""
         self.num_kept -= 1
         self.reject(where, reason, detail)
 
     def joined(self, other: DataReport) -> DataReport:
-        """One report on both sources."""
         both = DataReport(f"{self.source} and {other.source}", self._num_examples)
         both.num_kept = self.num_kept + other.num_kept
         both.reasons = self.reasons + other.reasons
@@ -90,11 +81,7 @@ class DataReport:
         return both
 
     def check(self, max_bad_fraction: float) -> None:
-        """Refuse data of which too much is bad.
-
-        Raises:
-            ConfigError: If no row is left, or more than `max_bad_fraction` of all rows is bad.
-        """
+        """Refuse data of which too much is bad."""
         if self.num_rows == 0:
             raise ConfigError(f"{self.source} has no rows\n    give a file with at least one row")
         if self.num_kept == 0:
@@ -109,12 +96,7 @@ class DataReport:
             )
 
     def with_lengths(self, lengths: Mapping[str, Sequence[int]], num_held_out: int) -> str:
-        """One line: rows that are used, and how long they are.
-
-        Args:
-            lengths: What is counted -> tokens of each row: `{"prompt": [31, 28]}`.
-            num_held_out: How many of the rows are kept for evaluation.
-        """
+        """One line: rows that are used, and how long they are."""
         share = self.num_bad / max(self.num_rows, 1)
         held_out = f" ({num_held_out} held out)" if num_held_out else ""
         parts = [f"{self.source}: {self.num_kept} rows{held_out}, {share:.1%} left out"]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.option_checks import check_range
@@ -26,6 +28,7 @@ from ..verifiers.verifiers import (
 from .orders import epoch_order
 from .row_parts import Columns, good_rows
 from .row_report import DataReport
+from .task import Task
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Where rows come from.
+    """Rows, and their name in messages.
 
     Attributes:
         name: As the user named it.
@@ -46,7 +49,7 @@ class RowSource:
 
 @dataclass(frozen=True, kw_only=True)
 class RowTaskSpec:
-    """How rows are read and scored."""
+    """Options of reading and scoring rows."""
 
     num_held_out: int = 0
     """How many different prompts to keep for evaluation, where no other rows are given for it."""
@@ -96,15 +99,8 @@ class RowTaskSpec:
         check_range(self, "correct_score")
 
 
-class RowTask:
-    """Problems of rows; see `Task` for the methods.
-
-    Args:
-        spec: How rows are read and scored.
-        task_id: Names the task.
-        source: The rows.
-        held_out: Other rows for evaluation; None to take them from `source`.
-    """
+class RowTask(Task):
+    """Problems of rows."""
 
     def __init__(
         self, spec: RowTaskSpec, task_id: str, source: RowSource, held_out: RowSource | None
@@ -142,12 +138,10 @@ class RowTask:
         check_parameters(name, self._reward, columns, read_as)
 
     @property
-    def verifier(self) -> VerifierSpec | None:
-        """How to score in a process of its own; None for exact match and `reward_in_process`.
-
-        Raises:
-            ConfigError: If the reward needs an answer and the file is read without one.
-        """
+    def verifier(  # pyright: ignore[reportIncompatibleVariableOverride] - it raises only if asked
+        self,
+    ) -> VerifierSpec | None:
+        """The verifier for a process of its own; None for exact match and `reward_in_process`."""
         spec = self.spec
         if (spec.reward in BUILT_IN or spec.reward_field) and spec.answer_field is None:
             which = f"'{spec.reward}'" if spec.reward_field is None else f"of '{spec.reward_field}'"
@@ -157,7 +151,10 @@ class RowTask:
                 "evaluation.num_prompts=0"
             )
         if spec.reward_field is not None:
-            return self._verifier_of_rows()
+            names = sorted(set(self._rows["reward"]))
+            factory = "penstock.workers.data.row_task:make_row_verifier"
+            spec_of_rows = VerifierSpec(factory=factory, arguments={"rewards": names})
+            return None if names == ["exact_match"] else spec_of_rows
         if self._reference is None:
             return None
         return VerifierSpec(
@@ -165,80 +162,69 @@ class RowTask:
             arguments={"reward": self._reference},
         )
 
-    def _verifier_of_rows(self) -> VerifierSpec | None:
-        names = sorted(set(self._rows["reward"]))
-        if names == ["exact_match"]:
-            return None
-        factory = "penstock.workers.data.row_task:make_row_verifier"
-        return VerifierSpec(factory=factory, arguments={"rewards": names})
-
+    @override
     def prompt_text(self, index: int) -> str:
-        """The prompt's field; of a conversation, what the user said last."""
         return self._rows[index]["prompt"]
 
+    @override
     def messages(self, index: int) -> list[dict[str, Any]] | None:
-        """The prompt's field if it holds messages; see `Converses`."""
         given: str = self._rows[index]["messages"]
         return json.loads(given) if given else None
 
+    @override
     def tools(self, index: int) -> list[dict[str, Any]] | None:
-        """The tools' field, if it holds any."""
         given: str = self._rows[index]["tools"]
         return json.loads(given) if given else None
 
+    @override
     def imitates_history(self, index: int) -> bool:
-        """Whether all turns of the assistant are imitated; see `HasReplies`."""
         return self.spec.messages_field is not None
 
+    @override
     def replies(self, index: int) -> list[list[dict[str, Any]]] | None:
-        """The response's or the pair's fields, if the prompt is a conversation."""
         given: str = self._rows[index]["replies"]
         return json.loads(given) if given else None
 
+    @override
     def answer_text(self, index: int) -> str | None:
-        """The response's field, or else the answer's."""
         row = self._rows[index]
         return row.get("response", row.get("answer"))
 
+    @override
     def reward_answer(self, index: int) -> str | None:
-        """The answer's field, also where there is a response to imitate; see `HasRewardAnswer`."""
         return self._rows[index].get("answer")
 
+    @override
     def pair_texts(self, index: int) -> tuple[str, str] | None:
-        """The better and the worse response, if the file has them."""
         row = self._rows[index]
         return (row["chosen"], row["rejected"]) if "chosen" in row else None
 
+    @override
     def pair_scores(self, index: int) -> tuple[float, float] | None:
-        """How good the two responses are, if the file says it."""
         row = self._rows[index]
         if "chosen_score" not in row:
             return None
         return float(row["chosen_score"]), float(row["rejected_score"])
 
+    @override
     def score(self, index: int, response: str) -> float | None:
-        """Call the reward here, without a time limit.
-
-        Raises:
-            Exception: Whatever the reward raises.
-        """
         prompt, _, answer, *named = self.verifier_call(index, response)
         reward = BUILT_IN[named[0]] if named else self._reward
         return reward(prompt, response, answer)
 
+    @override
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        """Prompt, response and answer, and the row's own reward if rows name theirs."""
         row = self._rows[index]
         call = (row["prompt"], response, row.get("answer"))
         return (*call, row["reward"]) if "reward" in row else call
 
+    @override
     def pass_rate(self, index: int) -> float | None:
-        """The pass rate's field; see `HasPassRates`."""
         given = self._rows[index].get("pass_rate")
         return None if given is None else float(given)
 
+    @override
     def where(self, index: int) -> str:
-        """File and line, or data set and row, counted from 1."""
         return self._rows[index]["where"]
 
 
@@ -284,7 +270,6 @@ def _check_spec(spec: RowTaskSpec, name: str) -> None:
 
 
 def _reward(spec: RowTaskSpec) -> tuple[Verifier, str | None]:
-    """The function, and the name by which another process loads it if it is to run there."""
     here = spec.reward_in_process or spec.reward == "exact_match"
     if isinstance(spec.reward, str):
         return load_verifier(spec.reward), None if here else _absolute(spec.reward)
@@ -309,21 +294,12 @@ def _observed(source: RowSource, look: Callable[[Iterable[str]], None]) -> RowSo
 
 
 def _read(spec: RowTaskSpec, source: RowSource) -> tuple[Dataset, DataReport]:
-    columns = Columns(
-        messages=spec.messages_field,
-        prompt=spec.prompt_field if spec.messages_field is None else None,
-        tools=spec.tools_field,
-        answer=spec.answer_field,
-        response=spec.response_field,
-        chosen=spec.chosen_field,
-        rejected=spec.rejected_field,
-        chosen_score=spec.chosen_score_field,
-        rejected_score=spec.rejected_score_field,
-        reward=spec.reward_field,
-        pass_rate=spec.pass_rate_field,
-        id=spec.id_field,
-        verifier=spec.reward if isinstance(spec.reward, str) else "",
-    )
+    suffix = "_field"
+    names = [field.name for field in fields(spec) if field.name.endswith(suffix)]
+    parts = {name.removesuffix(suffix): getattr(spec, name) for name in names}
+    if spec.messages_field is not None:
+        parts["prompt"] = None
+    columns = Columns(**parts, verifier=spec.reward if isinstance(spec.reward, str) else "")
     report = DataReport(source.name)
     rows = good_rows(source.rows, columns, report)
     report.check(spec.max_bad_fraction)
@@ -331,7 +307,6 @@ def _read(spec: RowTaskSpec, source: RowSource) -> tuple[Dataset, DataReport]:
 
 
 def _held_out_rows(spec: RowTaskSpec, name: str, rows: Dataset) -> list[int]:
-    """One row for each of `num_held_out` different prompts, in a seeded order."""
     prompts = _whole_prompts(rows)
     chosen: dict[str, int] = {}
     for row in epoch_order(len(prompts), spec.seed, 0).tolist():
@@ -347,7 +322,6 @@ def _held_out_rows(spec: RowTaskSpec, name: str, rows: Dataset) -> list[int]:
 
 
 def _without(rows: Dataset, held_out: Dataset, report: DataReport) -> Dataset:
-    """Rows whose prompt is not held out; others with such a prompt are reported."""
     evaluated = set(_whole_prompts(held_out))
     own = set(held_out["where"])  # no other rows have these: they begin with the path
     left: list[int] = []
@@ -360,6 +334,5 @@ def _without(rows: Dataset, held_out: Dataset, report: DataReport) -> Dataset:
 
 
 def _whole_prompts(rows: Dataset) -> list[str]:
-    """Each prompt with all that stands before it in its conversation."""
     pairs = zip(rows["messages"], rows["prompt"], strict=True)
     return [messages or prompt for messages, prompt in pairs]

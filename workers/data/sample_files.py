@@ -1,4 +1,4 @@
-"""How the files of samples are named: `step-000010.jsonl.gz`, one of each step.
+"""Names of the files of samples: `step-000010.jsonl.gz`, one of each step.
 
 Apart from what writes them, so that who only reads them need not import torch.
 """

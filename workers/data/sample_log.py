@@ -30,8 +30,7 @@ from .sample_files import step_files
 from .task import TaskSpec
 
 _LOG = logging.getLogger("penstock.samples")
-_MOST_WAITING = 2
-"""Steps whose text is not written yet; a worker that is further ahead waits."""
+_MOST_WAITING = 2  # steps whose text is not written yet; a worker that is further ahead waits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +56,11 @@ class SampleLogSpec:
     """How those are rendered."""
 
     def build(self, context: WorkerContext) -> SampleLog:
-        """Make the log; of the processes of a rank the one that answers writes."""
         return SampleLog(self, writes=context.answers)
 
 
 class SampleLog(Role):
-    """See `SampleLogSpec`."""
+    """Writes the files of samples in a thread."""
 
     def __init__(self, spec: SampleLogSpec, *, writes: bool) -> None:
         self._spec = spec
@@ -74,17 +72,7 @@ class SampleLog(Role):
         self._has_warned = False
 
     def record(self, tokens: Tensor, mask: Tensor, **columns: Tensor) -> None:
-        """Keep the first rows of a step.
-
-        Args:
-            tokens: i64[rows, T], prompt and response, padded on the right with -1.
-            mask: bool[rows, T], True on the response.
-            **columns: More of these rows, by the name they get; per token, their mean is kept, and
-                of "version" (i64[rows, T], which weights sampled each token) the ends. Of
-                conversations "turn" (i64[rows, T], -1 outside turns) and "turn_reward" (f32[rows,
-                T]) tell what was said in turn, and "piece" (i64[rows]) which of its conversation's
-                rows each is, if one has several.
-        """
+        """Keep the first rows of a step."""
         if not self._writes:
             return
         count = self._spec.max_rows
@@ -99,12 +87,10 @@ class SampleLog(Role):
         self._waiting.append(self._thread.submit(self._keep, step, staleness, kept))
 
     def close(self) -> None:
-        """Write what is still to be written."""
         if self._thread is not None:
             self._thread.shutdown()
 
     def _keep(self, step: int, staleness: int, columns: dict[str, Tensor]) -> None:
-        """Write a step's file; what goes wrong is said once, and the run goes on."""
         try:
             version = step * self._spec.versions_per_step - staleness
             versions = _versions(columns.pop("version", None), columns["mask"], version)
@@ -160,7 +146,6 @@ class SampleLog(Role):
         ]
 
     def _turns(self, tokens: Tensor, turn: Tensor, earned: Tensor) -> list[dict[str, Any]]:
-        """What was said in each turn, what it earned, and what was shown after it."""
         ends = [int(torch.nonzero(turn == k)[-1]) for k in range(int(turn.max()) + 1)]
         known = int((tokens >= 0).sum())
         found: list[dict[str, Any]] = []
@@ -177,7 +162,7 @@ class SampleLog(Role):
         return found
 
     def _conversation(self, problem: int | None) -> str | None:
-        """What was said before the response, a turn after another; None of a plain prompt."""
+        """Return the messages before the response, a line each; None of a plain prompt."""
         if problem is None or self._spec.task is None:
             return None
         if self._prompts is None:
@@ -241,7 +226,7 @@ def _pieces(column: Tensor | None, num_rows: int) -> list[dict[str, int]]:
 
 
 def _versions(column: Tensor | None, mask: Tensor, of_all: int) -> list[dict[str, int]]:
-    """Which weights sampled each response, and which its last tokens if those were others."""
+    """Return the weights that sampled each response, and its last tokens if those were others."""
     if column is None:
         return [{"version": of_all}] * len(mask)
     own = [row[said] for row, said in zip(column, mask, strict=True)]

@@ -13,32 +13,23 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...algorithms.roles.language import Demonstrations, PreferencePairs, Prompts, ScoredPairs
 from ...dataflow.errors import ConfigError, one_process
 from ..models.tokenizer import ChatTemplateError, Tokenizer, pad_rows
 from ..verifiers.child import as_score
-from .chat import BadPrompt, ChatOptions, PromptEncoder
-from .conversation_tokens import Encoded, NoPrefix
+from .chat import BadPrompt, ChatOptions, Encoded, NoPrefix, PromptEncoder
 from .orders import SHUFFLED, Order, step_rows
 from .row_report import DataReport
-from .task import HasReplies, Message, ScoresPairs, Task
+from .task import Message, Task
 
 Response = str | Sequence[Message]
 """The target of a row: a text, or the messages that follow those of the prompt."""
 
 
 class RowEncoder:
-    """Encodes problems, and reports those that are too long or cannot be expressed.
-
-    Args:
-        task: The problems.
-        tokenizer: Encodes them.
-        report: Records what is left out.
-        chat: How conversations are rendered.
-        max_prompt_tokens: Most tokens before the first one that is trained on.
-        max_response_tokens: Most tokens from there on.
-    """
+    """Encodes problems, and reports those that are too long or cannot be expressed."""
 
     def __init__(
         self,
@@ -56,25 +47,23 @@ class RowEncoder:
         self._max_prompt_tokens = max_prompt_tokens
         self._max_response_tokens = max_response_tokens
 
-    def prompts(self, indices: Sequence[int]) -> dict[int, list[int]]:
-        """Return index -> ids of the prompts that can be used, in order."""
+    def prompts(self, indices: Sequence[int]) -> dict[int, list[Encoded]]:
+        """Return index -> its prompt, with nothing to train on, of those that can be used."""
         usable = self._encoded_prompts(indices)
         self._report.keep(len(usable))
-        return usable
+        return {index: [Encoded(ids, [])] for index, ids in usable.items()}
 
     def with_responses(
         self, indices: Sequence[int], texts_of: Callable[[int], Sequence[str | None]]
     ) -> dict[int, list[Encoded]]:
         """Return index -> its prompt with each of its responses, of those that can be used.
 
-        Args:
-            indices: The problems.
-            texts_of: Their responses where they are no messages; None is missing.
+        Responses are the task's replies, or else what `texts_of` gives; None is missing.
         """
-        prompts = self._encoded_prompts(indices)
         kept: dict[int, list[Encoded]] = {}
-        for index, prompt in prompts.items():
-            replies = self._replies(index)
+        for index, prompt in self._encoded_prompts(indices).items():
+            with one_process():
+                replies = self._task.replies(index)
             given: Sequence[Response | None] = texts_of(index) if replies is None else replies
             encoded = [self._usable(index, prompt, response) for response in given]
             whole = [row for row in encoded if row is not None]
@@ -84,20 +73,11 @@ class RowEncoder:
         return kept
 
     def with_response(self, index: int, prompt: list[int], response: Response) -> Encoded:
-        """Encode a prompt with a response, by the chat template if the prompt is a conversation.
-
-        Raises:
-            ChatTemplateError: If the template refuses it.
-            NoPrefix: If its turns cannot be told apart.
-        """
+        """Encode a prompt with a response, by the chat template if the prompt is a conversation."""
         if self._prompts.messages(index) is not None:
             return self._prompts.with_reply(index, response)
         ids = self._tokenizer.encode_response(str(response))
         return Encoded([*prompt, *ids], [(len(prompt), len(prompt) + len(ids))])
-
-    @one_process()
-    def _replies(self, index: int) -> Sequence[Sequence[Message]] | None:
-        return self._task.replies(index) if isinstance(self._task, HasReplies) else None
 
     def _encoded_prompts(self, indices: Sequence[int]) -> dict[int, list[int]]:
         usable: dict[int, list[int]] = {}
@@ -124,7 +104,8 @@ class RowEncoder:
         except NoPrefix as error:
             self._reject(index, "turns cannot be told apart", str(error))
             return None
-        text = response if isinstance(response, str) else _said(response)
+        messages = [{"content": response}] if isinstance(response, str) else response
+        text = "".join(str(message["content"]) for message in messages)
         num_tokens = row.spans[-1][1] - row.num_before
         several = len(row.spans) > 1
         what = "conversation from the assistant's first turn on" if several else "response"
@@ -147,24 +128,13 @@ class RowEncoder:
         self._report.reject(self._task.where(index), reason, detail)
 
 
-def _said(messages: Sequence[Message]) -> str:
-    return "".join(str(message["content"]) for message in messages)
-
-
 _NUMBER = re.compile(r"[+-]?[0-9]{1,1000}")
 
 
 def wrong_answer(
     answer: str, other: str, rng: random.Random, accept: Callable[[str], bool] = lambda _: True
 ) -> str:
-    """Return a text that differs from `answer`, also as a whole number.
-
-    Args:
-        answer: The right answer; not empty.
-        other: The answer of another problem, used as it is for one mistake in four.
-        rng: Where the choice comes from; the same state gives the same text.
-        accept: Further demands on the text. If 32 tries meet none, the text is empty.
-    """
+    """Return a text that differs from `answer`, also as a whole number."""
     for _ in range(32):
         made = _mistake(answer, other, rng)
         if not _same(made, answer) and accept(made):
@@ -211,26 +181,30 @@ def _same(made: str, answer: str) -> bool:
 _AS_GIVEN = ChatOptions()
 
 
-class PromptSource:
-    """Prompts to generate from.
+class TaskSource:
+    """Rows of a task for each step, of which some are held out.
 
     Args:
         task: The problems.
-        tokenizer: Encodes the prompts.
-        batch_size: Prompts per step.
-        seed: Seed of the order of the problems.
+        tokenizer: Encodes them.
+        batch_size: Problems of a step.
+        seed: Of the order of the problems.
         max_prompt_tokens: Longer prompts are reported and left out; None for no limit.
-        max_bad_fraction: Largest share of prompts that may be left out.
-        chat: How prompts that are conversations are rendered.
+        max_response_tokens: The same of responses, with their end-of-sequence token.
+        max_bad_fraction: Largest share of rows that may be left out.
+        chat: How conversations are rendered.
         left_out: Training problems that are not used: those that are evaluated on elsewhere.
         order: Which problems a step takes.
 
     Attributes:
-        report: Prompts kept and left out, training and held-out ones together.
+        report: Rows kept and left out, training and held-out ones together.
 
     Raises:
-        ConfigError: If too many prompts are left out, or fewer are left than `batch_size`.
+        ConfigError: If too many rows are left out, fewer are left than `batch_size`, or the task
+            has nothing to learn from.
     """
+
+    what = "row"
 
     def __init__(
         self,
@@ -240,27 +214,53 @@ class PromptSource:
         batch_size: int,
         seed: int,
         max_prompt_tokens: int | None = None,
+        max_response_tokens: int | None = None,
         max_bad_fraction: float = 0.1,
         chat: ChatOptions = _AS_GIVEN,
         left_out: Container[int] = (),
         order: Order = SHUFFLED,
     ) -> None:
-        self.report = DataReport(f"prompts of task '{task.task_id}'")
-        reader = RowEncoder(task, tokenizer, self.report, chat, max_prompt_tokens)
-        self._prompts = reader.prompts([*task.train, *task.held_out])
+        self._task, self._tokenizer, self._seed = task, tokenizer, seed
+        self._max_response_tokens = max_response_tokens
+        self.report = DataReport(f"{self.what}s of task '{task.task_id}'")
+        self._encoder = RowEncoder(
+            task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens
+        )
+        self._rows_of = self._encoded(left_out)
         self.report.check(max_bad_fraction)
-        train, self._held_out = _parts(task, self._prompts)
-        train = [index for index in train if index not in left_out]
+        train, self._held_out = (
+            [i for i in part if i in self._rows_of] for part in (task.train, task.held_out)
+        )
         self._rows = step_rows(
-            "prompt",
-            train,
+            self.what,
+            [index for index in train if index not in left_out],
             batch_size=batch_size,
             seed=seed,
             task=task,
             order=order,
             report=self.report,
         )
-        self._task = task
+
+    def _encoded(self, left_out: Container[int]) -> Mapping[int, Sequence[Encoded]]:
+        """Return problem -> its rows, of all that can be used."""
+        raise NotImplementedError
+
+    def _with_responses(
+        self, left_out: Container[int], texts_of: Callable[[int], Sequence[str | None]]
+    ) -> dict[int, list[Encoded]]:
+        """Encode the problems to learn from, and held-out ones that have responses."""
+        held_out = [index for index in self._task.held_out if None not in texts_of(index)]
+        train = [index for index in self._task.train if index not in left_out]
+        return self._encoder.with_responses([*train, *held_out], texts_of)
+
+    @one_process()
+    def _need_answers(self) -> None:
+        if all(self._task.answer_text(index) is None for index in self._task.train):
+            raise ConfigError(
+                f"task '{self._task.task_id}' has no answers to make {self.what}s of\n"
+                "    choose another task, give a file with answers or responses, or leave out the "
+                "stage that needs them, such as ~algorithm.before.sft"
+            )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -269,21 +269,36 @@ class PromptSource:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt, held-out ones included."""
-        return max(map(len, self._prompts.values()))
+        """Tokens of the longest row, held-out ones included; made-up responses do not count."""
+        return max(len(row.ids) for given in self._rows_of.values() for row in given)
 
     @property
     def statistics(self) -> str:
-        """One line on how long the prompts are."""
-        lengths = {"prompt": [len(ids) for ids in self._prompts.values()]}
+        """One line on the lengths that limits are compared with; made-up responses do not count."""
+        given = self._rows_of.values()
+        responses = [
+            row.spans[-1][1] - row.num_before for rows in given for row in rows if row.spans
+        ]
+        prompts = [rows[0].spans[-1][0] if rows[0].spans else len(rows[0].ids) for rows in given]
+        lengths = {"prompt": prompts, **({"response": responses} if responses else {})}
         return self.report.with_lengths(lengths, len(self._held_out))
 
+
+class PromptSource(TaskSource):
+    """Prompts to generate from; see `TaskSource`."""
+
+    what = "prompt"
+
+    @override
+    def _encoded(self, left_out: Container[int]) -> Mapping[int, Sequence[Encoded]]:
+        return self._encoder.prompts([*self._task.train, *self._task.held_out])
+
     def batch(self, step: int) -> Prompts:
-        """The prompts of a step; `prompt_id` is the problem's index in the task."""
+        """Return the prompts of a step; `prompt_id` is the problem's index in the task."""
         return self.asked(self._rows.at(step))
 
     def held_out(self, num_prompts: int | None = None) -> Prompts:
-        """The first `num_prompts` held-out prompts, or all of them: for evaluation.
+        """Return the first `num_prompts` held-out prompts, or all of them.
 
         Raises:
             ConfigError: If there are fewer.
@@ -298,74 +313,30 @@ class PromptSource:
         return self.asked(self._held_out[:wanted])
 
     def usable(self, problems: Iterable[int]) -> list[int]:
-        """Those of these problems whose prompts were not left out, in the same order."""
-        return [index for index in problems if index in self._prompts]
+        """Return those of these problems whose prompts were not left out, in the same order."""
+        return [index for index in problems if index in self._rows_of]
 
     def asked(self, problems: Sequence[int]) -> Prompts:
-        """The prompts of some usable problems."""
+        """Return the prompts of some usable problems."""
         return Prompts(
-            prompt=pad_rows(self._prompts[index] for index in problems),
+            prompt=pad_rows(self._rows_of[index][0].ids for index in problems),
             prompt_id=torch.tensor(problems, dtype=torch.int64),
         )
 
 
-class DemonstrationSource:
-    """Prompts with the task's own answers, for supervised fine-tuning.
+class DemonstrationSource(TaskSource):
+    """Prompts with the task's own answers, for supervised fine-tuning; see `TaskSource`."""
 
-    Arguments as for `PromptSource`; `max_response_tokens` limits the answer with its
-    end-of-sequence token in the same way.
+    what = "demonstration"
 
-    Raises:
-        ConfigError: As `PromptSource`, and if the task has no answers.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        tokenizer: Tokenizer,
-        *,
-        batch_size: int,
-        seed: int,
-        max_prompt_tokens: int | None = None,
-        max_response_tokens: int | None = None,
-        max_bad_fraction: float = 0.1,
-        chat: ChatOptions = _AS_GIVEN,
-        left_out: Container[int] = (),
-    ) -> None:
-        self.report = DataReport(f"demonstrations of task '{task.task_id}'")
-        _need_answers(task, "demonstrations")
-        reader = RowEncoder(
-            task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens
-        )
-        answer_of = one_process()(task.answer_text)
-
-        def given(index: int) -> tuple[str | None]:
-            return (answer_of(index),)
-
-        self._rows_of = reader.with_responses(_wanted(task, left_out, given), given)
-        self.report.check(max_bad_fraction)
-        train, self._held_out = _parts(task, self._rows_of)
-        self._rows = step_rows(
-            "demonstration", train, batch_size=batch_size, seed=seed, task=task, report=self.report
-        )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every problem has been used, but for a remainder below one batch."""
-        return self._rows.steps_per_epoch
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return _longest(self._rows_of)
-
-    @property
-    def statistics(self) -> str:
-        """One line on how long prompts and answers are."""
-        return self.report.with_lengths(_lengths(self._rows_of), len(self._held_out))
+    @override
+    def _encoded(self, left_out: Container[int]) -> Mapping[int, Sequence[Encoded]]:
+        self._need_answers()
+        answer_of = one_process()(self._task.answer_text)
+        return self._with_responses(left_out, lambda index: (answer_of(index),))
 
     def batch(self, step: int) -> Demonstrations:
-        """The demonstrations of a step; the mask is True on answers and their ends of sequence."""
+        """Return the rows of a step; the mask is True on answers and their ends of sequence."""
         return self._table(self._rows.at(step))
 
     def held_out(self) -> Demonstrations | None:
@@ -377,70 +348,25 @@ class DemonstrationSource:
         return Demonstrations(tokens=tokens, mask=mask)
 
 
-class PairSource:
-    """Pairs of a better and a worse response, for reward modelling.
+class PairSource(TaskSource):
+    """Pairs of a better and a worse response, for reward modeling; see `TaskSource`.
 
     Explicit pairs are used if the task has them. Otherwise the better response is the task's answer
     and the worse one a wrong answer made from it, another one in every epoch.
-
-    Arguments as for `DemonstrationSource`; `batch_size` counts pairs.
-
-    Raises:
-        ConfigError: As `DemonstrationSource`.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        tokenizer: Tokenizer,
-        *,
-        batch_size: int,
-        seed: int,
-        max_prompt_tokens: int | None = None,
-        max_response_tokens: int | None = None,
-        max_bad_fraction: float = 0.1,
-        chat: ChatOptions = _AS_GIVEN,
-        left_out: Container[int] = (),
-    ) -> None:
-        self.report = DataReport(f"preference pairs of task '{task.task_id}'")
+    what = "preference pair"
+
+    @override
+    def _encoded(self, left_out: Container[int]) -> Mapping[int, Sequence[Encoded]]:
         with one_process():
-            self._explicit = task.pair_texts(task.train[0]) is not None
+            self._explicit = self._task.pair_texts(self._task.train[0]) is not None
         if not self._explicit:
-            _need_answers(task, "preference pairs")
-        self._task, self._tokenizer, self._seed = task, tokenizer, seed
-        self._max_response_tokens = max_response_tokens
-        self._encoder = reader = RowEncoder(
-            task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens
-        )
-        self._rows_of = reader.with_responses(_wanted(task, left_out, self._given), self._given)
-        self.report.check(max_bad_fraction)
-        train, self._held_out = _parts(task, self._rows_of)
-        self._rows = step_rows(
-            "preference pair",
-            train,
-            batch_size=batch_size,
-            seed=seed,
-            task=task,
-            report=self.report,
-        )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every problem has been used, but for a remainder below one batch."""
-        return self._rows.steps_per_epoch
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt and response; made-up responses do not count."""
-        return _longest(self._rows_of)
-
-    @property
-    def statistics(self) -> str:
-        """One line on how long prompts and responses are; made-up responses do not count."""
-        return self.report.with_lengths(_lengths(self._rows_of), len(self._held_out))
+            self._need_answers()
+        return self._with_responses(left_out, self._given)
 
     def batch(self, step: int) -> PreferencePairs:
-        """The pairs of a step: two rows each, the better one first; `pair_id` is the problem."""
+        """Return the pairs of a step: two rows each, the better one first."""
         return self._table(self._rows.at(step), step // self.steps_per_epoch)
 
     def held_out(self) -> PreferencePairs | None:
@@ -479,7 +405,6 @@ class PairSource:
 
     @one_process()
     def _is_wrong(self, index: int, text: str) -> bool:
-        """Whether a made-up answer can stand as the worse one."""
         if self._tokenizer.inexpressible(text):
             return False
         limit = self._max_response_tokens
@@ -500,8 +425,8 @@ class ScoredPairSource(PairSource):
     Arguments as for `PairSource`.
     """
 
+    @override
     def _table(self, problems: Sequence[int], epoch: int) -> ScoredPairs:
-        """Make the table of `PairSource`, with scores."""
         pairs = super()._table(problems, epoch)
         scores = [
             score for index in pairs.pair_id[::2].tolist() for score in self._scores(index, epoch)
@@ -510,7 +435,7 @@ class ScoredPairSource(PairSource):
 
     @one_process()
     def _scores(self, index: int, epoch: int) -> tuple[float, float]:
-        given = self._task.pair_scores(index) if isinstance(self._task, ScoresPairs) else None
+        given = self._task.pair_scores(index)
         if given is not None:
             return given
         if self._explicit or self._task.verifier is not None:
@@ -521,43 +446,6 @@ class ScoredPairSource(PairSource):
             worse = None
         best = self._task.correct_score
         return best, best - 1.0 if worse is None else worse
-
-
-def _need_answers(task: Task, what: str) -> None:
-    answer_of = one_process()(task.answer_text)
-    if all(answer_of(index) is None for index in task.train):
-        raise ConfigError(
-            f"task '{task.task_id}' has no answers to make {what} of\n"
-            "    choose another task, give a file with answers or responses, or leave out the "
-            "stage that needs them, such as ~algorithm.before.sft"
-        )
-
-
-def _wanted(
-    task: Task, left_out: Container[int], texts_of: Callable[[int], Sequence[str | None]]
-) -> list[int]:
-    """Return the problems to learn from, and held-out ones that have responses to learn from."""
-    held_out = [index for index in task.held_out if None not in texts_of(index)]
-    return [*(index for index in task.train if index not in left_out), *held_out]
-
-
-def _parts(task: Task, usable: Container[int]) -> tuple[list[int], list[int]]:
-    """Return the training and the held-out problems that are usable."""
-    train, held_out = ([i for i in part if i in usable] for part in (task.train, task.held_out))
-    return train, held_out
-
-
-def _longest(rows: Mapping[int, Sequence[Encoded]]) -> int:
-    return max(len(row.ids) for given in rows.values() for row in given)
-
-
-def _lengths(rows: Mapping[int, Sequence[Encoded]]) -> dict[str, list[int]]:
-    """Return the lengths that `RowEncoder` compares with its limits."""
-    every = [row for given in rows.values() for row in given]
-    return {
-        "prompt": [given[0].spans[-1][0] for given in rows.values()],
-        "response": [row.spans[-1][1] - row.num_before for row in every],
-    }
 
 
 def _sequences(rows: Sequence[Encoded]) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ A task numbers its problems once: training problems come first, held-out problem
 no prompt text stands in both. A problem's index is the `prompt_id` of the tables, so a reward
 worker that built the same task finds the problem from the id alone.
 
-This module owns the protocol; it reads no data.
+This module owns the base class of tasks; it reads no data.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ...dataflow.errors import WorkerError, one_process
+from typing_extensions import override
+
+from ...dataflow.errors import ConfigError, WorkerError, one_process
 from ..verifiers.pool import VerifierSpec
 from .row_report import DataReport
 
@@ -28,163 +30,242 @@ Message = Mapping[str, Any]
 """One turn of a conversation: `{"role": "user", "content": "Hello"}`."""
 
 
-@runtime_checkable
-class Task(Protocol):
-    """Problems by index; building the same spec again gives the same problems."""
+class Task:
+    """Problems by index. Override what your task knows; the rest has defaults.
 
-    @property
-    def task_id(self) -> str:
-        """Names the task in logs and file names: "chain_sum"."""
-        ...
+    Building the same `TaskSpec` again gives the same problems. A task that is answered once
+    overrides `score`; one that is answered in conversation overrides `environment`, or `program`.
 
-    @property
-    def train(self) -> range:
-        """Indices of the training problems."""
-        ...
+    Args:
+        task_id: Names the task in messages and file names: "chain_sum".
+        prompts: The prompt of each problem, whose index is its position here.
+        num_held_out: How many of them, the last ones, are kept for evaluation.
 
-    @property
-    def held_out(self) -> range:
-        """Indices of the problems kept for evaluation; their prompts are not in `train`."""
-        ...
+    Attributes:
+        train: Indices of the training problems.
+        held_out: Indices of the problems kept for evaluation; their prompts are not in `train`.
+        report: Rows or problems kept and left out.
+        correct_score: A response, or a conversation, with at least this score counts as right.
+        verifier: How to score in another process under a time limit; None if `score` is quick and
+            safe.
+        shares: Of a task of several parts, the share in every step and the training problems of
+            each; shares add up to 1.
+        chat_template: How conversations are rendered with a tokenizer that has no template.
+        further_characters: What its template, its policy and its environments may write beyond what
+            it shows; None if it does not know.
+        tells_calls: Whether prompts or demonstrations tell how tools are called, so that nothing is
+            shown in place of a chat template that shows no tools.
+        deterministic: Whether what answers a conversation is a function of the problem, the seed
+            and the turns alone.
+        why_not_deterministic: What conversations share, if that was found out.
+        time_limit_s: Longest time that a program may take for one problem.
+        max_running: Programs that run at once; the others begin when one ends.
+        max_branches: Most sequences of tokens of one conversation of a program.
 
-    @property
-    def report(self) -> DataReport:
-        """What was read and what was left out."""
-        ...
+    Raises:
+        ConfigError: If no problem is left to train on, or a held-out one is trained on.
+    """
 
-    @property
-    def correct_score(self) -> float:
-        """A response with at least this score counts as right."""
-        ...
+    task_id: str
+    train: range
+    held_out: range
+    report: DataReport
+    correct_score: float = 1.0
+    verifier: VerifierSpec | None = None
+    shares: Sequence[tuple[float, range]] = ()
+    chat_template: str | None = None
+    further_characters: str | None = None
+    tells_calls: bool = False
+    deterministic: bool = True
+    why_not_deterministic: str = ""
+    time_limit_s: float = 300.0
+    max_running: int = 16
+    max_branches: int = 16
 
-    @property
-    def verifier(self) -> VerifierSpec | None:
-        """How to score in another process under a time limit; None if `score` is quick and safe."""
-        ...
+    def __init__(self, task_id: str, prompts: Sequence[str], num_held_out: int = 0) -> None:
+        self.task_id, self._prompts = task_id, list(prompts)
+        num_train = len(self._prompts) - num_held_out
+        if num_held_out < 0 or num_train < 1:
+            raise ConfigError(
+                f"task '{task_id}' has {len(self._prompts)} prompts, of which {num_held_out} are "
+                "held out\n    leave at least one to train on"
+            )
+        both = set(self._prompts[:num_train]) & set(self._prompts[num_train:])
+        if both:
+            raise ConfigError(
+                f"task '{task_id}' trains on a held-out prompt: {min(both)!r:.80}\n    give each "
+                "prompt once, or hold none out"
+            )
+        self.train = range(num_train)
+        self.held_out = range(num_train, len(self._prompts))
+        self.report = DataReport(f"task '{task_id}'")
+        self.report.keep(len(self._prompts))
 
     def prompt_text(self, index: int) -> str:
-        """What the model reads; of a conversation, what the user said last."""
-        ...
+        """Return the prompt; of a conversation, the user's last message."""
+        return self._prompts[index]
+
+    def messages(self, index: int) -> Sequence[Message] | None:
+        """Return the conversation to continue; None if the prompt is the text of `prompt_text`."""
+        return [{"role": "user", "content": self.prompt_text(index)}] if self.converses else None
+
+    def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
+        """Return JSON schemas of the tools that the model may call in a conversation."""
+        return None
 
     def answer_text(self, index: int) -> str | None:
-        """A right response to imitate, or None if the task knows none."""
-        ...
+        """Return a right response to imitate."""
+        return None
+
+    def reward_answer(self, index: int) -> str | None:
+        """Return the answer that a reward compares with, where it is not the one to imitate."""
+        return self.answer_text(index)
+
+    def replies(self, index: int) -> Sequence[Sequence[Message]] | None:
+        """Return the reply to imitate, or the better and the worse one, where they are messages."""
+        return None
+
+    def imitates_history(self, index: int) -> bool:
+        """Return whether the assistant's turns in the prompt are imitated, too."""
+        return False
 
     def pair_texts(self, index: int) -> tuple[str, str] | None:
-        """A better and a worse response, or None if the task has no explicit pairs."""
-        ...
+        """Return a better and a worse response."""
+        return None
+
+    def pair_scores(self, index: int) -> tuple[float, float] | None:
+        """Return scores of the better and the worse response."""
+        return None
+
+    def pass_rate(self, index: int) -> float | None:
+        """Return how often the problem is solved, from 0 to 1."""
+        return None
+
+    def suites(self) -> Mapping[str, Sequence[int]]:
+        """Return name -> held-out problems, of kinds that are evaluated apart."""
+        return {}
 
     def score(self, index: int, response: str) -> float | None:
         """Score a response, in this process; None if the task cannot say.
 
         It may return and raise whatever a verifier does: `as_score` reads it.
         """
-        ...
+        raise ConfigError(
+            f"task '{self.task_id}' scores whole conversations only\n"
+            "    train it with an algorithm that converses"
+        )
 
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        """Arguments, as JSON, for the verifier that `verifier` makes elsewhere."""
-        ...
+        """Return arguments, as JSON, for the verifier that `verifier` makes elsewhere."""
+        return (self.prompt_text(index), response)
 
     def where(self, index: int) -> str:
-        """Where the problem stands, for messages: "train.jsonl:17"."""
-        ...
+        """Return where the problem stands, for messages: "train.jsonl:17"."""
+        return f"{self.task_id}[{index}]"
+
+    def environment(self, problem: int) -> Any:
+        """Return a new `workers.agents.environment.Environment` for one conversation."""
+        raise NotImplementedError
+
+    async def close_environments(self) -> None:
+        """End what all conversations share; override it if they share something."""
+
+    def program(self, problem: int) -> Any:
+        """Return the `workers.agents.programs.program.Program` that answers a problem."""
+        raise NotImplementedError
+
+    def outcome(self, problem: int, answer: str) -> float | None:
+        """Score the answer of a program; None if it cannot be scored."""
+        return self.score(problem, answer)
+
+    @property
+    def has_programs(self) -> bool:
+        """Whether programs answer the problems."""
+        return type(self).program is not Task.program
+
+    @property
+    def converses(self) -> bool:
+        """Whether the problems are answered in conversation, with environments or programs."""
+        return self.has_programs or type(self).environment is not Task.environment
+
+    @property
+    def shares_environments(self) -> bool:
+        """Whether environments share something that outlives a call."""
+        return type(self).close_environments is not Task.close_environments
 
 
-@runtime_checkable
-class ScoresPairs(Protocol):
-    """A task that may know how good the responses of its pairs are. Optional."""
+class WrappedTask(Task):
+    """The problems of another task, or of several; subclasses change what they know better.
 
-    def pair_scores(self, index: int) -> tuple[float, float] | None:
-        """Scores of the better and the worse response, or None."""
-        ...
+    Not handed on are shares, suites, pass rates, pair scores, answers for rewards, environments and
+    programs.
 
-
-@runtime_checkable
-class Converses(Protocol):
-    """A task whose prompts may be conversations, which the tokenizer's template renders. Optional.
-
-    `prompt_text` stays what verifiers and people read.
+    Args:
+        task: The problems.
+        task_id: Names the task; by default as the other one.
     """
 
+    def __init__(self, task: Task, task_id: str | None = None) -> None:
+        self._task = task
+        self.task_id = task.task_id if task_id is None else task_id
+        self.train, self.held_out, self.report = task.train, task.held_out, task.report
+        self.correct_score = task.correct_score
+
+    def _at(self, index: int) -> tuple[Task, int]:
+        """Return whose problem it is, and its index there."""
+        return self._task, index
+
+    @override
+    def prompt_text(self, index: int) -> str:
+        task, own = self._at(index)
+        return task.prompt_text(own)
+
+    @override
     def messages(self, index: int) -> Sequence[Message] | None:
-        """The conversation to continue; None if the prompt is the text that `prompt_text` gives."""
-        ...
+        task, own = self._at(index)
+        return task.messages(own)
 
+    @override
     def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
-        """JSON schemas of what the model may call, or None."""
-        ...
+        task, own = self._at(index)
+        return task.tools(own)
 
+    @override
+    def answer_text(self, index: int) -> str | None:
+        task, own = self._at(index)
+        return task.answer_text(own)
 
-@runtime_checkable
-class TellsCalls(Protocol):
-    """A task whose prompts or demonstrations tell how its tools are called. Optional.
-
-    Attributes:
-        tells_calls: Whether it does: then a chat template that shows no tools is as good as one
-            that does, and nothing is shown in its place.
-    """
-
-    tells_calls: bool
-
-
-@runtime_checkable
-class HasReplies(Protocol):
-    """A task whose answers and pairs may be messages that follow the prompt's. Optional."""
-
-    def imitates_history(self, index: int) -> bool:
-        """Whether the assistant's turns before the last one are imitated, too."""
-        ...
-
+    @override
     def replies(self, index: int) -> Sequence[Sequence[Message]] | None:
-        """The reply to imitate, or the better and the worse one; None if they are texts."""
-        ...
+        task, own = self._at(index)
+        return task.replies(own)
+
+    @override
+    def imitates_history(self, index: int) -> bool:
+        task, own = self._at(index)
+        return task.imitates_history(own)
+
+    @override
+    def pair_texts(self, index: int) -> tuple[str, str] | None:
+        task, own = self._at(index)
+        return task.pair_texts(own)
+
+    @override
+    def score(self, index: int, response: str) -> float | None:
+        task, own = self._at(index)
+        return task.score(own, response)
+
+    @override
+    def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
+        task, own = self._at(index)
+        return task.verifier_call(own, response)
+
+    @override
+    def where(self, index: int) -> str:
+        task, own = self._at(index)
+        return task.where(own)
 
 
-@runtime_checkable
-class HasTemplate(Protocol):
-    """A task whose conversations suit a tokenizer without a chat template. Optional.
-
-    Attributes:
-        chat_template: A template for such a tokenizer, in Jinja.
-    """
-
-    chat_template: str
-
-    @property
-    def further_characters(self) -> str:
-        """What its template, its policy and its environments may write beyond what it shows."""
-        ...
-
-
-@runtime_checkable
-class HasPassRates(Protocol):
-    """A task that may know how often its problems are solved. Optional."""
-
-    def pass_rate(self, index: int) -> float | None:
-        """From 0 to 1; None if it is not known."""
-        ...
-
-
-@runtime_checkable
-class HasShares(Protocol):
-    """A task of several parts, each with a share of every step. Optional."""
-
-    @property
-    def shares(self) -> Sequence[tuple[float, range]]:
-        """The share and the training problems of each part; shares add up to 1."""
-        ...
-
-
-@runtime_checkable
-class HasSuites(Protocol):
-    """A task whose held-out problems fall into kinds that are evaluated apart. Optional."""
-
-    def suites(self) -> Mapping[str, Sequence[int]]:
-        """Name of a suite -> indices of held-out problems."""
-        ...
-
-
-@runtime_checkable
 class TaskSpec(Protocol):
     """Picklable recipe for a task."""
 
@@ -197,15 +278,51 @@ class TaskSpec(Protocol):
         ...
 
 
+@one_process()
+def build_task(spec: TaskSpec) -> Task:
+    """Build a task, which may be the user's own.
+
+    Raises:
+        ConfigError: If it cannot be built, or its class does not inherit from `Task` or lacks what
+            has no default.
+    """
+    task: Any = spec.build()
+    builds = (
+        f"'task.kind': '{type(spec).__module__}:{type(spec).__qualname__}' builds a "
+        f"{type(task).__name__}"
+    )
+    if not isinstance(task, Task):
+        raise ConfigError(
+            f"{builds}, which does not inherit from Task\n    derive the class from "
+            "penstock.workers.data.task.Task and override what it knows; the rest has defaults"
+        )
+    missing = [name for name in _NEEDED if not hasattr(task, name)]
+    if not hasattr(task, "_prompts") and type(task).prompt_text is Task.prompt_text:
+        missing.append("prompt_text")
+    if not task.converses and type(task).score is Task.score:
+        missing.append("score")
+    if missing:
+        raise ConfigError(
+            f"{builds} without {', '.join(map(repr, missing))}, which every task has\n    see "
+            "penstock.workers.data.task.Task, whose __init__ takes a name and prompts; a task that "
+            "is answered in conversation needs 'environment' and no 'score'"
+        )
+    return task
+
+
+_NEEDED = ("task_id", "train", "held_out", "report")  # attributes without a default
+
+
 def task_alphabet(task: Task) -> str:
     """Every character of the task's prompts, answers and pairs, sorted: the smallest alphabet.
 
-    A policy can only write these characters, which is right where answers share an alphabet. A task
-    that `HasTemplate` says which others there are.
+    A policy can only write these characters, which is right where answers share an alphabet. What
+    an environment may write is not known, unless the task has `further_characters`.
     """
-    found: set[str] = set()
-    if isinstance(task, HasTemplate):
-        found.update(task.further_characters)
+    from ..models.tokenizer import PRINTABLE  # brings torch, which listing tasks does without
+
+    further = task.further_characters
+    found = set(PRINTABLE if further is None and task.converses else further or "")
     for index in (*task.train, *task.held_out):
         with one_process():
             found.update(task.prompt_text(index), task.answer_text(index) or "")
@@ -229,11 +346,11 @@ def fingerprint(task: Task) -> str:
                 task.pair_texts(index),
                 task.verifier_call(index, ""),
             )
-            if isinstance(task, ScoresPairs) and (scores := task.pair_scores(index)) is not None:
+            if (scores := task.pair_scores(index)) is not None:
                 problem = (*problem, scores)
-            if isinstance(task, Converses) and (messages := task.messages(index)) is not None:
+            if (messages := task.messages(index)) is not None:
                 problem = (*problem, messages, task.tools(index))
-            if isinstance(task, HasReplies) and (replies := task.replies(index)) is not None:
+            if (replies := task.replies(index)) is not None:
                 problem = (*problem, replies)
         digest.update(json.dumps(problem).encode() + b"\n")
     digest.update(f"{task.train} {task.held_out}".encode())
@@ -247,8 +364,7 @@ def same_task(spec: TaskSpec, task_fingerprint: str | None, role: str) -> Task:
         ConfigError: If it cannot be built.
         WorkerError: If its fingerprint is another one; None asks for none.
     """
-    with one_process():
-        task = spec.build()
+    task = build_task(spec)
     if task_fingerprint not in (None, fingerprint(task)):
         raise WorkerError(
             f"role '{role}': task '{task.task_id}' has other problems in this process "

@@ -12,10 +12,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from typing_extensions import override
+
 from ...dataflow.option_checks import check_range
 from ..data.row_report import DataReport
-from ..data.task import PATIENCE, TaskSpec
-from ..verifiers.pool import VerifierSpec
+from ..data.task import PATIENCE, Task, TaskSpec
 from .normalization import Normalizer
 from .spec import EnvSpec
 
@@ -47,8 +48,8 @@ class EnvTaskSpec(EnvSpec):
         return EnvTask(self.id, self)
 
 
-class EnvTask:
-    """A `Task` without problems to solve one by one; see this module.
+class EnvTask(Task):
+    """A task without problems to solve one by one; see this module.
 
     Args:
         task_id: Its name.
@@ -57,7 +58,6 @@ class EnvTask:
 
     train = range(1)
     held_out = range(1, 1)
-    verifier: VerifierSpec | None = None
     correct_score = 0.0
 
     def __init__(self, task_id: str, spec: TaskSpec) -> None:
@@ -65,27 +65,22 @@ class EnvTask:
         self.spec = spec
         self.report = DataReport(task_id)
 
+    @override
     def prompt_text(self, index: int) -> str:
-        """The specification as JSON, without what may change while a run is resumed."""
+        """Return the specification as JSON, without what may change while a run is resumed."""
         described: Any = self.spec
         patience = {f.name: f.default for f in dataclasses.fields(described) if f.name in PATIENCE}
         described = dataclasses.replace(described, **patience)
         return json.dumps(dataclasses.asdict(described), sort_keys=True, default=str)
 
-    def answer_text(self, index: int) -> str | None:
-        """There is none."""
-
-    def pair_texts(self, index: int) -> tuple[str, str] | None:
-        """There are none."""
-
+    @override
     def score(self, index: int, response: str) -> float:
-        """Environments reward steps, not responses."""
         raise NotImplementedError("an environment scores no responses; see EnvWorker")
 
+    @override
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        """There is no verifier."""
         return ()
 
+    @override
     def where(self, index: int) -> str:
-        """Its name."""
         return self.task_id

@@ -35,7 +35,7 @@ _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _NEVER = frozenset({401, 403, 404, 405})
 _MOST_ATTEMPTS = 100
 _OWN_FIELDS = frozenset({"messages", "model"})
-"""Fields of a request that `ChatOptions.extra` may not hold."""
+"""Fields of a request that `ChatClientOptions.extra` may not hold."""
 
 
 class ChatError(Exception):
@@ -51,8 +51,8 @@ class ChatRefused(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """Which model to ask, and how patiently."""
+class ChatClientOptions:
+    """The model to ask, and limits of patience."""
 
     url: str = ""
     """The server's base address: `http://127.0.0.1:8000/v1`."""
@@ -108,17 +108,11 @@ class ChatOptions:
 class ChatClient:
     """Asks one model; may be used by several threads.
 
-    Args:
-        options: See `ChatOptions`.
-
-    Raises:
-        ConfigError: If the API key's variable is not set, or holds what no header can.
-
     Attributes:
         num_retries: Attempts after the first, over all requests.
     """
 
-    def __init__(self, options: ChatOptions) -> None:
+    def __init__(self, options: ChatClientOptions) -> None:
         self._options = options
         address = urlsplit(options.url)
         path = address.path.rstrip("/")
@@ -138,16 +132,7 @@ class ChatClient:
             logging.getLogger(name).setLevel(logging.WARNING)
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The model's answer.
-
-        Args:
-            messages: `{"role", "content"}` each.
-
-        Raises:
-            ChatError: If there is none after all attempts.
-            ChatTimeout: If the deadline passed.
-            ChatRefused: If the server refuses all such requests.
-        """
+        """The model's answer."""
         asked = {
             **self._options.extra,
             "model": self._options.model,

@@ -28,17 +28,13 @@ from ..data.task import Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..rollout.missing_scores import LARGEST, MissingScores, check_unscored, filled_in
 from ..rollout.reports import score_metrics
-from .answered_task import reward_answer
-from .chat_client import ChatClient, ChatError, ChatOptions, ChatRefused, ChatTimeout
+from .chat_client import ChatClient, ChatClientOptions, ChatError, ChatRefused, ChatTimeout
 
-_MOST_AT_ONCE = 1024
-"""Requests at once, each of which has a thread."""
-_SHOWN = ("prompt", "response", "answer")
-"""What a template may name."""
+_MOST_AT_ONCE = 1024  # requests at once, each of which has a thread
+_SHOWN = ("prompt", "response", "answer")  # what a template may name
 _NAMED = re.compile(r"(?<![\w}^])\{([^\W\d]\w*)\}")
 """A name in braces, but for those of LaTeX's as in \\boxed{N}."""
-_MOST_READ = 1 << 16
-"""Characters at the end of a judge's text in which a verdict is looked for."""
+_MOST_READ = 1 << 16  # characters at the end of a judge's text in which a verdict is looked for
 
 _TEMPLATE = """Judge the response to a prompt.
 
@@ -55,7 +51,7 @@ How good is the response? Think briefly, then end with one line "Score: N", wher
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeSpec(ChatOptions):
+class JudgeSpec(ChatClientOptions):
     """Recipe for a `Judge`; a `WorkerSpec`."""
 
     task: TaskSpec
@@ -111,19 +107,13 @@ class JudgeSpec(ChatOptions):
             )
 
     def build(self, context: WorkerContext) -> Judge:
-        """Make the judge; nothing is asked yet.
-
-        Raises:
-            ConfigError: If the API key is missing.
-            WorkerError: If the task is not the one the prompts come from.
-        """
         task = same_task(self.task, self.task_fingerprint, context.role)
         return Judge(self, task, self.tokenizer.build())
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of judging one response."""
+    """The result of judging one response."""
 
     score: float | None = None
     """From 0 to 1; None if there is none."""
@@ -134,7 +124,7 @@ class Verdict:
 
 
 class Judge(Reward):
-    """See `JudgeSpec`.
+    """Asks a judge about each response.
 
     Attributes:
         metrics: Metrics of the last call: those of `score_metrics`; shares of rows
@@ -148,28 +138,14 @@ class Judge(Reward):
         self._spec = spec
         self._task = task
         self._tokenizer = tokenizer
-        options = {f.name: getattr(spec, f.name) for f in fields(ChatOptions)}
-        self._client = ChatClient(ChatOptions(**options))
+        options = {f.name: getattr(spec, f.name) for f in fields(ChatClientOptions)}
+        self._client = ChatClient(ChatClientOptions(**options))
         self._missing = MissingScores(
             "the judge", spec.unscored, "see its address, model, template and pattern"
         )
 
     def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
-        """Ask about each row's response, several at a time.
-
-        Args:
-            tokens: i64[rows, T].
-            mask: bool[rows, T].
-            prompt_id: i64[rows], indices into the task.
-
-        Returns:
-            f32[rows], from 0 to 1; nan for a response without a verdict unless a value is named
-            for those.
-
-        Raises:
-            WorkerError: If an index is not one of the task's, or the judge refuses all requests or
-                scores hardly any response.
-        """
+        """Ask about each row's response, several at a time."""
         problems = checked_problems(self._task, prompt_id)
         responses = self._tokenizer.decode_responses(tokens, mask)
         asked = [self._messages(i, text) for i, text in zip(problems, responses, strict=True)]
@@ -187,7 +163,7 @@ class Judge(Reward):
         parts = {
             "prompt": self._task.prompt_text(index),
             "response": response,
-            "answer": reward_answer(self._task, index) or "",
+            "answer": self._task.reward_answer(index) or "",
         }
         content = filled(self._spec.template, parts)
         system = self._spec.system
@@ -208,7 +184,6 @@ class Judge(Reward):
 
 
 def _failure(verdict: Verdict) -> tuple[str, str] | None:
-    """Return why there is no verdict; see `MissingScores.check`."""
     if verdict.score is not None:
         return None
     kinds = {"errors": "failed", "timeouts": "ran out of time", "parse_errors": "said no score"}

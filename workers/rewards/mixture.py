@@ -10,7 +10,7 @@ hold, 1 or 0: a mixture of judges as constrained algorithms ask for.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from ..verifiers.verifiers import blame, import_user_module
 from .registry import PART_KINDS, check_verifiers
 
 _LEARNED = "reward_model"
+_FILLED_IN = ("task", "tokenizer", "task_fingerprint")  # options that the launcher gives
 _MAKES = "it must be a function of the part's options that returns a Reward or its spec"
 
 
@@ -94,11 +95,7 @@ class MixtureSpec:
             raise ValueError("output 'passed' needs a part with at_least, which is a constraint")
 
     def checked(self) -> dict[str, MixturePart]:
-        """The parts as such.
-
-        Raises:
-            ValueError: If a part has an unknown worker or option.
-        """
+        """The parts as such."""
         parts = {name: _part(name, given) for name, given in self.parts.items()}
         for name, part in parts.items():
             if ":" not in part.worker and part.worker != _LEARNED:
@@ -106,11 +103,6 @@ class MixtureSpec:
         return parts
 
     def build(self, context: WorkerContext) -> Mixture:
-        """Make every part.
-
-        Raises:
-            ConfigError: If one cannot be made.
-        """
         parts = self.checked()
         made: dict[str, Reward] = {}
         try:
@@ -138,7 +130,8 @@ class MixtureSpec:
                 )
             return TorchRewardModelSpec(model=ModelSpec(folder=folder), **options).build(context)
         if ":" not in part.worker:
-            return PART_KINDS[part.worker](**options, **self._shared()).build(context)
+            shared = {name: getattr(self, name) for name in _FILLED_IN}
+            return PART_KINDS[part.worker](**options, **shared).build(context)
         what = f"part '{name}' of the mixture"
         make = _factory(name, part)
         try:
@@ -163,9 +156,6 @@ class MixtureSpec:
             if ":" in part.worker:
                 _factory(name, part)
             check_verifiers(part.worker, part.options or {})
-
-    def _shared(self) -> dict[str, Any]:
-        return {f: getattr(self, f) for f in ("task", "tokenizer", "task_fingerprint")}
 
 
 def _part(name: str, given: Any) -> MixturePart:
@@ -192,22 +182,17 @@ def _check(name: str, part: MixturePart) -> None:
     kind = PART_KINDS[part.worker]
     given = part.options or {}
     own = [field.name for field in fields(kind)]
+    settable = [name for name in own if name not in _FILLED_IN]
     for key in given:
         if key not in own:
             raise ValueError(
                 f"part '{name}': a '{part.worker}' reward has no option '{key}'"
-                f"{nearest(str(key), own)}; its options are {', '.join(_options(own))}"
+                f"{nearest(str(key), own)}; its options are {', '.join(settable)}"
             )
     kind(task=None, tokenizer=None, **given)  # refuses values out of range
 
 
-def _options(own: Sequence[str]) -> list[str]:
-    """Return the options that a user may set, without those that the launcher fills in."""
-    return [name for name in own if name not in ("task", "tokenizer", "task_fingerprint")]
-
-
 def _factory(name: str, part: MixturePart) -> Callable[..., Any]:
-    """Load the factory `module:factory`, which takes the part's options."""
     what = f"part '{name}' of the mixture"
     module, _, factory = part.worker.rpartition(":")
     make = getattr(import_user_module(what, module), factory, None)
@@ -227,14 +212,7 @@ def _factory(name: str, part: MixturePart) -> Callable[..., Any]:
 
 
 class Mixture(Reward):
-    """See `MixtureSpec`.
-
-    Args:
-        rewards: The parts' workers; closed with the mixture.
-        parts: What the mixture makes of each.
-        output: See `MixtureSpec`.
-        violation_score: See `MixtureSpec`.
-        unscored: See `MixtureSpec`.
+    """Combines the scores of its parts.
 
     Attributes:
         metrics: Metrics of the last call: those of `score_metrics` of the result, `reward/unscored`
@@ -266,12 +244,7 @@ class Mixture(Reward):
         )
 
     def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
-        """Score by every part and combine: f32[rows].
-
-        Raises:
-            WorkerError: If a part raises it, a score is beyond float32, or hardly any response has
-                a score from every part.
-        """
+        """Score by every part and combine: f32[rows]."""
         scores: dict[str, torch.Tensor] = {}
         rows = float(len(tokens))
         passed = torch.ones(len(tokens), device=tokens.device)
@@ -310,12 +283,10 @@ class Mixture(Reward):
         return result
 
     def close(self) -> None:
-        """Close every part; may be called again."""
         close_workers(self._rewards.values())
 
 
 def _finite(what: str, scores: torch.Tensor) -> torch.Tensor:
-    """Return the scores as f32[rows], where nan stays; refuse infinite ones."""
     found = scores.float()
     if found.isinf().any():
         row = int(found.isinf().nonzero()[0])

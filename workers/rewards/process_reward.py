@@ -37,17 +37,15 @@ class TorchProcessRewardSpec(TorchModel, Recipe):
     """Put scores between 0 and 1; False gives them as the head does."""
 
     def check_options(self) -> None:
-        """See `Recipe.check_options`."""
         if not self.delimiter:
             raise ValueError("delimiter is empty, which every token holds; a line break is usual")
 
     def build(self, context: WorkerContext) -> TorchProcessReward:
-        """Make the model on the context's device."""
         return TorchProcessReward(context, self)
 
 
 class TorchProcessReward(LanguageWorker, ProcessReward):
-    """See `TorchProcessRewardSpec`.
+    """Scores the steps of responses.
 
     Attributes:
         metrics: Metrics of the last call: `step_score/mean` over steps, `steps/mean` over rows.
@@ -61,15 +59,6 @@ class TorchProcessReward(LanguageWorker, ProcessReward):
         self._ends: dict[int, bool] = {}
 
     def score_steps(self, tokens: Tensor, mask: Tensor) -> StepScores:
-        """See `ProcessReward.score_steps`.
-
-        Args:
-            tokens: i64[rows, T].
-            mask: bool[rows, T].
-
-        Returns:
-            f32[rows, T] scores and bool[rows, T] ends.
-        """
         check_columns(tokens, mask)
         ends = step_ends(tokens, mask, self._tokenizer, self._delimiter, self._ends)
         scores = self._evaluate(tokens, ends, self._scores, per_token=True)
@@ -97,18 +86,7 @@ def step_ends(
     delimiter: str = "\n",
     known: dict[int, bool] | None = None,
 ) -> Tensor:
-    """Where steps end: sampled tokens whose text holds the delimiter, and each row's last one.
-
-    Args:
-        tokens: i64[rows, T].
-        mask: bool[rows, T].
-        tokenizer: Turns a token into its text.
-        delimiter: What ends a step.
-        known: Whether a token ends a step, to remember between calls.
-
-    Returns:
-        bool[rows, T].
-    """
+    """Find ends of steps: sampled tokens with the delimiter in their text, and each row's last."""
     known = {} if known is None else known
     sampled = tokens[mask].unique().tolist()
     for token in sampled:

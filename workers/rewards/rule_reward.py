@@ -14,20 +14,54 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
 from ...dataflow.errors import one_process
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.option_checks import check_range
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from ..data.task import Task, TaskSpec, checked_problems, same_task
+from ..data.task import Task, TaskSpec, WrappedTask, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..rollout.missing_scores import LARGEST, WINDOW, MissingScores, check_unscored, filled_in
 from ..rollout.reports import score_metrics
 from ..verifiers.child import verdict
-from ..verifiers.pool import LONGEST_S, MOST_PROCESSES, SHORTEST_S, Outcome, VerifierPool
+from ..verifiers.pool import (
+    LONGEST_S,
+    MOST_PROCESSES,
+    SHORTEST_S,
+    Outcome,
+    VerifierPool,
+    VerifierSpec,
+)
 from ..verifiers.verifiers import load_verifier
-from .answered_task import AnsweredTask
+
+
+class AnsweredTask(WrappedTask):
+    """The problems of another task and a verifier by name.
+
+    Attributes:
+        name: The verifier's.
+    """
+
+    def __init__(self, task: Task, verifier: str, options: Mapping[str, Any]) -> None:
+        super().__init__(task)
+        self.correct_score = 1.0  # what the named verifiers give a right response
+        self.name = verifier
+        self._verify = load_verifier(verifier, options)
+        if verifier != "exact_match":  # which is quick and safe
+            self.verifier = VerifierSpec(
+                factory="penstock.workers.verifiers.verifiers:make_verifier",
+                arguments={"reward": verifier, "options": dict(options)},
+            )
+
+    @override
+    def score(self, index: int, response: str) -> float | None:
+        return self._verify(*self.verifier_call(index, response))
+
+    @override
+    def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
+        return (self.prompt_text(index), response, self._task.reward_answer(index))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +103,6 @@ class RuleRewardSpec:
             load_verifier(self.verifier, self.verifier_options)
 
     def build(self, context: WorkerContext) -> RuleReward:
-        """Build the task again here and wrap it.
-
-        Raises:
-            ConfigError: If the task, the tokenizer or the verifier cannot be made.
-            WorkerError: If the task came out different from the one the prompts come from.
-        """
         task = same_task(self.task, self.task_fingerprint, context.role)
         if self.verifier is not None:
             task = AnsweredTask(task, self.verifier, self.verifier_options)
@@ -121,15 +149,6 @@ class CodeRewardSpec(RuleRewardSpec):
 class RuleReward(Reward):
     """Scores responses with a task's verifier.
 
-    Args:
-        task: The problems; `prompt_id` is a problem's index in it.
-        tokenizer: The policy's.
-        partial_credit: See `RuleRewardSpec`, as for the rest.
-        time_limit_s: Not used by verifiers that run in this process.
-        num_processes: Not used by verifiers that run in this process.
-        scale: Factor on the score.
-        unscored: Score of a response without one.
-
     Attributes:
         metrics: Metrics of the last call, for `drain_metrics`: those of `score_metrics`, and
             shares of all rows: `reward/positive` (above 0), `reward/correct` (at least the task's
@@ -167,20 +186,7 @@ class RuleReward(Reward):
             )
 
     def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
-        """Score each row's response: its masked tokens up to the first end of sequence.
-
-        Args:
-            tokens: i64[rows, T].
-            mask: bool[rows, T].
-            prompt_id: i64[rows], indices into the task.
-
-        Returns:
-            f32[rows], nan for a response without a score unless a value is named for those.
-
-        Raises:
-            WorkerError: If an index is not one of the task's, or the verifier cannot be loaded or
-                scores hardly any response.
-        """
+        """Score each row's response: its masked tokens up to the first end of sequence."""
         problems = checked_problems(self._task, prompt_id)
         responses = self._tokenizer.decode_responses(tokens, mask)
         pairs = list(zip(problems, responses, strict=True))
@@ -202,7 +208,6 @@ class RuleReward(Reward):
         return self._missing.first
 
     def close(self) -> None:
-        """Stop the verifier's processes, if there are any; may be called again."""
         if self._pool is not None:
             self._pool.close()
 
@@ -220,7 +225,6 @@ class RuleReward(Reward):
             return Outcome(**verdict(self._task.score, (index, response)))
 
     def _fitting(self, outcome: Outcome) -> Outcome:
-        """A failure instead of a score that the tensor would hold as infinite."""
         if outcome.score is None or abs(self._scale * outcome.score) <= LARGEST:
             return outcome
         factor = f", which times scale={self._scale:g}" if self._scale != 1 else ", which"
@@ -251,7 +255,6 @@ class RuleReward(Reward):
 
 
 def _failure(outcome: Outcome) -> tuple[str, str] | None:
-    """Return why there is no score; see `MissingScores.check`."""
     if outcome.score is not None:
         return None
     if outcome.timed_out:

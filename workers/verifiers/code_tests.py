@@ -37,24 +37,11 @@ class CodeTests:
 
     @property
     def count(self) -> int:
-        """How many tests there are."""
         return len(self.streams) + len(self.calls) + len(self.asserts)
 
 
 def tests_of(answer: str | Sequence[Any] | Mapping[str, Any], *, run_asserts: bool) -> CodeTests:
-    """Read a problem's tests.
-
-    Args:
-        answer: JSON, or what it holds: a list of assertions; a list of `{"stdin", "stdout"}` or of
-            `{"function", "args", "expected"}`; an object with `asserts`, `streams` and `calls` of
-            those forms and a `setup`; or `{"inputs", "outputs", "fn_name"}`, where `fn_name` is
-            left out for programs that read and write.
-        run_asserts: Take assertions of other forms than `assert f(LITERALS) == LITERAL` too.
-
-    Raises:
-        ValueError: If it is none of these, or holds no test.
-        ConfigError: If an assertion has another form, and `run_asserts` is not set.
-    """
+    """Read a problem's tests."""
     read: Any = json.loads(answer) if isinstance(answer, str) else answer
     if isinstance(read, Mapping):
         read = _from_inputs(read) if "inputs" in read else read
@@ -116,7 +103,6 @@ def _call_of(text: str) -> dict[str, Any] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal; refuse one that JSON cannot hold."""
     value = ast.literal_eval(node)
     json.dumps(typed(value), allow_nan=False)
     if any(isinstance(one, ast.Constant) and type(one.value) in _UNSAID for one in ast.walk(node)):
@@ -134,7 +120,6 @@ def _is_test(item: Any) -> bool:
 
 
 def _from_inputs(read: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Tests given as inputs and outputs side by side."""
     pairs = list(zip(read["inputs"], read["outputs"], strict=True))
     name = read.get("fn_name")
     if name is None:
@@ -165,23 +150,7 @@ def code_tests(
     minimum: str = "landlock",
     run_asserts: bool = False,
 ) -> float:
-    """A verifier: whether the program in a response passes the tests that the answer lists.
-
-    Args:
-        prompt: Not looked at.
-        response: See `program_in`.
-        answer: See `tests_of`.
-        score: 1 only if "all" pass, or the "share" that passes.
-        time_s: Seconds per run; give the reward's `time_limit_s` room for all runs of a problem.
-        memory_mb: Memory of each run.
-        minimum: The weakest kind of sandbox to run programs in; see `run_python`.
-        run_asserts: Run assertions that are not of the form `assert f(LITERALS) == LITERAL` in the
-            sandbox, where a response can forge that they hold.
-
-    Raises:
-        ValueError: If the answer lists no tests.
-        ConfigError: If there is no sandbox as strong here, or assertions could be forged.
-    """
+    """A verifier: whether the program in a response passes the tests that the answer lists."""
     if answer is None:
         raise ValueError("code_tests needs an answer that lists tests as JSON")
     tests = tests_of(answer, run_asserts=run_asserts)
@@ -214,7 +183,6 @@ def code_tests(
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without the white space at their ends, and without empty ones at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 

@@ -48,9 +48,6 @@ def math_verify(prompt: str, response: str, answer: str | None) -> float:
     Both may be plain or LaTeX: "0.5" equals "$\frac{1}{2}$". math-verify's own time limits work
     through signals, in a main thread only, and are off: call this where a limit holds, as in a
     `VerifierPool`.
-
-    Raises:
-        ValueError: If the answer cannot be read as mathematics.
     """
     if answer is None:
         raise ValueError("math_verify needs an answer to compare with")
@@ -96,16 +93,7 @@ def make_verifier(reward: str, options: Mapping[str, Any] | None = None) -> Veri
 
 
 def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> Verifier:
-    """The function that `reference` names.
-
-    Args:
-        reference: A name of `BUILT_IN`, "package.module:function" or "path.py:function".
-        options: Further arguments of the function, by keyword.
-
-    Raises:
-        ConfigError: If there is no such function, its module fails, it does not take
-            (prompt, response, answer) and the options, or it needs a sandbox this machine lacks.
-    """
+    """The function that `reference` names."""
     verifier = _with_options(reference, options)
     # Without options it is loaded where a task is read, which may be another machine.
     if reference == _CODE_TESTS and options is not None:
@@ -129,7 +117,6 @@ def _with_options(reference: str, options: Mapping[str, Any] | None) -> Verifier
 
 
 def _check_values(reference: str, function: Any, options: Mapping[str, Any]) -> None:
-    """Refuse values that are not of their parameters' types, and limits that no sandbox takes."""
     from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
     try:
@@ -173,11 +160,7 @@ def _load(reference: str) -> Verifier:
 
 
 def reference_of(function: Verifier) -> str:
-    """A string by which another process can load `function`.
-
-    Raises:
-        ConfigError: If it is a lambda, a method or an inner function, which have no such name.
-    """
+    """A string by which another process can load `function`."""
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(getattr(function, "__module__", ""))
     if module is None or not name.isidentifier() or getattr(module, name, None) is not function:
@@ -239,16 +222,6 @@ def check_parameters(
     """Refuse a reward whose parameters say that it expects other arguments than it is given.
 
     It is called with (prompt, response, answer) in this order; columns of the data are not passed.
-
-    Args:
-        reference: Name of the reward, for messages.
-        function: The reward.
-        columns: Names of the data's columns.
-        read_as: "prompt" and "answer" -> the column that each is read from, if any.
-
-    Raises:
-        ConfigError: If one stands in another's place, is named like a column, or is not named like
-            what its place is given.
     """
     try:
         parameters = [*inspect.signature(function).parameters.values()]
@@ -278,15 +251,7 @@ def check_parameters(
 
 
 def import_user_module(what: str, place: str) -> ModuleType:
-    """A module of the user's, or a Python file.
-
-    Args:
-        what: Who asks for it, in messages.
-        place: "package.module", installed or in the working folder, or "path.py".
-
-    Raises:
-        ConfigError: If it is not there, fails while it is imported, or would end the program.
-    """
+    """A module of the user's, or a Python file."""
     path = Path(place).expanduser().resolve() if place.endswith(".py") else None
     if path is not None and not path.is_file():
         raise ConfigError(

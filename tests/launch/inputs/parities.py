@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from penstock.workers.data.row_report import DataReport
-from penstock.workers.verifiers.pool import VerifierSpec
+from penstock.workers.data.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,33 +22,16 @@ class ParitySpec:
         return ParityTask(self)
 
 
-class ParityTask:
-    task_id = "parity"
-    correct_score = 1.0
-    verifier: VerifierSpec | None = None
-
+class ParityTask(Task):
     def __init__(self, spec: ParitySpec) -> None:
-        self.train = range(spec.num_train)
-        self.held_out = range(spec.num_train, spec.num_train + spec.num_held_out)
-        self.report = DataReport("parities")
-
-    def prompt_text(self, index: int) -> str:
-        return f"{index}?"
+        prompts = [f"{number}?" for number in range(spec.num_train + spec.num_held_out)]
+        super().__init__("parity", prompts, spec.num_held_out)
 
     def answer_text(self, index: int) -> str:
         return "odd" if index % 2 else "even"
 
-    def pair_texts(self, index: int) -> tuple[str, str] | None:
-        del index
-
     def score(self, index: int, response: str) -> float:
         return float(response == self.answer_text(index))
-
-    def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        return (index, response)
-
-    def where(self, index: int) -> str:
-        return f"parity[{index}]"
 
 
 NO_KIND = 3

@@ -13,7 +13,6 @@ from penstock.dataflow.errors import ConfigError
 from penstock.launch.inputs.data import TASKS, load_data, task_spec_of
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
-from penstock.workers.data.task import TaskSpec
 
 from ...workers.data.chat_tokenizers import CHATML, chat_folder
 from ..conftest import Penstock
@@ -38,7 +37,7 @@ def test_kinds_make_specs() -> None:
 
 @pytest.mark.parametrize("kind", TASKS)
 def test_every_kind_is_one(kind: str) -> None:
-    assert issubclass(TASKS[kind], TaskSpec)
+    assert callable(TASKS[kind].build)
 
 
 def test_what_is_no_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ TASK = '''
 from dataclasses import dataclass
 
 from penstock.workers.agents.environment import TurnResult
-from penstock.workers.agents.tasks.conversation_task import ConversationTask
+from penstock.workers.data.task import Task
 
 class Say:
     async def reset(self, problem, seed):
@@ -24,7 +24,7 @@ class Say:
     async def close(self):
         pass
 
-class Derived(ConversationTask):
+class Derived(Task):
     def environment(self, problem):
         return Say()
 
@@ -32,45 +32,33 @@ class WithTools(Derived):
     def tools(self, index):
         return [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
-class Own:
-    """A task with everything that is required and nothing else."""
-    task_id, correct_score, verifier, deterministic = "own", 1.0, None, True
-
-    def __init__(self):
-        derived = Derived("own", PROMPTS, 2)
-        for name in ("train", "held_out", "report"):
-            setattr(self, name, getattr(derived, name))
-
+class Alike:
+    """A class with all methods that does not inherit."""
+    task_id, train, held_out = "alike", range(6), range(6, 8)
     prompt_text = lambda self, index: PROMPTS[index]
-    answer_text = pair_texts = lambda self, index: None
     score = lambda self, index, response: 0.0
-    verifier_call = lambda self, index, response: (index, response)
-    where = lambda self, index: str(index)
-    environment = Derived.environment
+
+class NoProblems(Task):
+    """A class that neither calls `Task.__init__` nor sets what that sets."""
+    def __init__(self, *given):
+        self.task_id = "none"
+
+class NoOtherSide(Task):
+    score = lambda self, index, response: 0.0
 
 PROMPTS = [f"Number {n}" for n in range(8)]
 
-def without(*names):
-    members = {k: v for k, v in vars(Own).items() if k not in names and not k.startswith("__")}
-    return type("Less", (), {**members, "__init__": Own.__init__})
-
 @dataclass
 class Spec:
-    lacks: str = ""
+    of: str = "Derived"
     prompts: int = 8
     held_out: int = 2
-    derived: bool = False
-    tools: bool = False
-    half: str = ""
 
     def build(self):
-        if self.tools or self.derived:
-            kind = WithTools if self.tools else Derived
-            return kind("derived", PROMPTS[: self.prompts], self.held_out)
-        made = without(self.lacks)
-        if self.half:
-            setattr(made, self.half, lambda self, index: None)
-        return made()
+        kind = globals()[self.of]
+        if kind is Alike:
+            return kind()
+        return kind("derived", PROMPTS[: self.prompts], self.held_out)
 '''
 RUN = (
     *("run", "--dry-run", "algorithm=agent_grpo", "~algorithm.before.sft", "task=own"),
@@ -80,10 +68,9 @@ RUN = (
 LONG = "model.architecture.max_position_embeddings=2048"
 
 
-@pytest.mark.parametrize("words", [("+task.derived=true",), ()])
-def test_an_own_task_needs_no_more(penstock: Penstock, tmp_path: Path, words: tuple[str]) -> None:
+def test_an_own_task_needs_no_more(penstock: Penstock, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
-    said = penstock(*RUN, *words)
+    said = penstock(*RUN)
     assert (said.code, said.err) == (0, "")
     assert "agent_grpo can start" in said.out
 
@@ -91,21 +78,28 @@ def test_an_own_task_needs_no_more(penstock: Penstock, tmp_path: Path, words: tu
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        *(
-            ((f"+task.lacks={name}",), f"builds a Less without '{name}', which every task has")
-            for name in ("answer_text", "pair_texts", "prompt_text", "where")
+        (
+            ("+task.of=Alike",),
+            "'task.kind': 'mine:Spec' builds a Alike, which does not inherit from Task\n    derive "
+            "the class from penstock.workers.data.task.Task and override what it knows; the rest "
+            "has defaults",
         ),
-        (("+task.lacks=deterministic",), "a task with 'environment' has"),
-        (("+task.lacks=environment",), "task 'own' has no environments to talk with"),
-        (("+task.half=messages",), "without 'tools', which a task with 'messages' has"),
-        (("+task.half=replies",), "without 'imitates_history', which a task with 'replies' has"),
-        (("+task.derived=true", "+task.held_out=8"), "8 are held out"),
+        (
+            ("+task.of=NoProblems",),
+            "'task.kind': 'mine:Spec' builds a NoProblems without 'train', 'held_out', 'report', "
+            "'prompt_text', 'score', which every task has\n    see "
+            "penstock.workers.data.task.Task, whose __init__ takes a name and prompts; a task that "
+            "is answered in conversation needs 'environment' and no 'score'",
+        ),
+        (("+task.of=Task",), "builds a Task without 'score', which every task has"),
+        (("+task.of=NoOtherSide",), "task 'derived' has no environments to talk with"),
+        (("+task.held_out=8",), "8 are held out"),
         (("task.max_total_tokens=0",), "max_total_tokens is 0, and a conversation needs an end"),
         (("task.max_total_tokens=8",), "max_total_tokens is 8: none are left for a response"),
         (("algorithm.cfg.max_turns=0",), "max_turns is 0"),
         (("algorithm.cfg.sampling.stop=[x]",), "a turn ends with a token"),
         (
-            ("+task.tools=true", "algorithm.roles.agent.options.calls=brackets"),
+            ("+task.of=WithTools", "algorithm.roles.agent.options.calls=brackets"),
             "shows no tools, so they are written into the prompt",
         ),
     ],
@@ -120,8 +114,17 @@ def test_what_is_missing_is_said_before_the_start(
     assert "does not know" not in said.err
 
 
+def test_a_base_class_that_has_moved_is_named(penstock: Penstock, tmp_path: Path) -> None:
+    old = "from penstock.workers.agents.tasks.conversation_task import ConversationTask\n"
+    (tmp_path / "mine.py").write_text(old)
+    said = penstock(*RUN)
+    assert said.code == 2, said.out
+    assert "'task.kind': module 'mine' cannot be imported" in said.err
+    assert "conversation_task'; it is Task of penstock.workers.data.task now" in said.err
+
+
 def test_tools_that_a_template_does_not_show_are_said(penstock: Penstock, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
-    said = penstock(*RUN, "+task.tools=true", "task.max_total_tokens=1200", LONG)
+    said = penstock(*RUN, "+task.of=WithTools", "task.max_total_tokens=1200", LONG)
     assert (said.code, said.err) == (0, "")
     assert "the chat template of 'derived' shows none" in said.out

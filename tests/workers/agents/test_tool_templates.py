@@ -8,10 +8,9 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import ToolCall
 from penstock.workers.agents.tasks.calculator import CalculatorTaskSpec
-from penstock.workers.agents.tasks.conversation_task import TURNS
 from penstock.workers.agents.tasks.tool_task import ToolTaskSpec
 from penstock.workers.agents.worker import AgentSpec
-from penstock.workers.data.chat import ChatOptions, PromptEncoder
+from penstock.workers.data.chat import TURNS, ChatOptions, PromptEncoder
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
 from penstock.workers.data.task import Task, TaskSpec
 from penstock.workers.models.tokenizer import Tokenizer, TokenizerSpec

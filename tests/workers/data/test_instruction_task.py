@@ -7,17 +7,16 @@ from itertools import product
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.data.instruction_kinds import (
+from penstock.workers.data.instruction_task import (
     HELD_OUT_TOPICS,
     REQUESTS,
     SEEN,
     TRAIN_TOPICS,
     UNSEEN,
-    Kind,
+    InstructionKind,
+    InstructionTaskSpec,
 )
-from penstock.workers.data.instruction_task import InstructionTaskSpec
-from penstock.workers.data.task import HasSuites, Task, fingerprint
-from penstock.workers.rewards.answered_task import HasRewardAnswer
+from penstock.workers.data.task import Task, fingerprint
 from penstock.workers.verifiers.instructions.instructions import Instruction, follows
 
 TASK = InstructionTaskSpec().build()
@@ -42,13 +41,11 @@ ANSWERS = {
     "no full stop": ("Tea is hot", "Tea is hot."),
     "last word": ("Tea is hot {last_word}.", "Tea {last_word} is hot."),
 }
-"""Kind -> an answer that keeps the instruction, and one that breaks it."""
+"""InstructionKind -> an answer that keeps the instruction, and one that breaks it."""
 
 
 def test_the_two_suites_are_all_that_is_held_out() -> None:
     assert isinstance(TASK, Task)
-    assert isinstance(TASK, HasSuites)
-    assert isinstance(TASK, HasRewardAnswer)
     suites = {name: list(indices) for name, indices in TASK.suites().items()}
     assert {name: len(indices) for name, indices in suites.items()} == {
         "seen_kinds": 240,
@@ -83,7 +80,7 @@ def test_kinds_take_turns() -> None:
 
 
 @pytest.mark.parametrize("kind", [*SEEN, *UNSEEN], ids=lambda kind: kind.name)
-def test_every_instruction_can_be_asked_for_kept_and_broken(kind: Kind) -> None:
+def test_every_instruction_can_be_asked_for_kept_and_broken(kind: InstructionKind) -> None:
     assert len(set(kind.phrasings)) >= 3
     kept, broken = ANSWERS[kind.name]
     for values in product(*kind.options.values()):

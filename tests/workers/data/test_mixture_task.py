@@ -14,7 +14,7 @@ from penstock.launch.inputs.data import task_spec_of
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.mixture_task import MixtureTask, MixtureTaskSpec
 from penstock.workers.data.sources import PromptSource
-from penstock.workers.data.task import HasShares, HasSuites, Task, fingerprint
+from penstock.workers.data.task import Task, fingerprint
 from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.verifiers.pool import VerifierPool
 
@@ -38,8 +38,6 @@ def mixture(folder: Path, **weights: float) -> MixtureTask:
 def test_every_problem_is_the_one_of_its_task(tmp_path: Path) -> None:
     task = mixture(tmp_path)
     assert isinstance(task, Task)
-    assert isinstance(task, HasShares)
-    assert isinstance(task, HasSuites)
     assert (len(task.train), len(task.held_out)) == (56, 4)
     assert task.suites() == {"a": range(56, 60)}
     for index in (*task.train, *task.held_out):

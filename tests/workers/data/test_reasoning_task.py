@@ -14,7 +14,7 @@ from penstock.workers.data.reasoning_task import (
     ReasoningTaskSpec,
     reasoning_task_names,
 )
-from penstock.workers.data.task import Task, TaskSpec, fingerprint, task_alphabet
+from penstock.workers.data.task import Task, fingerprint, task_alphabet
 
 SMALL: dict[str, Any] = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 SPEC = ReasoningTaskSpec(name="chain_sum", config=SMALL, num_train=300, num_held_out=100)
@@ -216,7 +216,3 @@ def test_tasks_that_cannot_be_trusted_or_repeated(monkeypatch: pytest.MonkeyPatc
     assert _message(name="list_functions", num_train=20, num_held_out=5).startswith(
         "reasoning-gym's 'list_functions' gives other problems each time for the same seed"
     )
-
-
-def test_a_spec_is_a_task_spec() -> None:
-    assert isinstance(SPEC, TaskSpec)

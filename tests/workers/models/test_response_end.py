@@ -16,8 +16,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.agents.worker import AgentSpec, AgentWorker
-from penstock.workers.data.chat import ChatOptions
-from penstock.workers.data.conversation_tokens import encode_conversation
+from penstock.workers.data.chat import ChatOptions, encode_conversation
 from penstock.workers.data.example_file import ExampleFileSpec
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.sample_log import SampleLogSpec

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.rewards.chat_client import (
     ChatClient,
+    ChatClientOptions,
     ChatError,
-    ChatOptions,
     ChatRefused,
     ChatTimeout,
 )
@@ -79,7 +79,7 @@ def server() -> Iterator[RawServer]:
 
 def client(url: str, **options: Any) -> ChatClient:
     given: dict[str, Any] = {"max_attempts": 1, "pause_s": 0.0, "deadline_s": 5.0, **options}
-    return ChatClient(ChatOptions(url=url, model="m", **given))
+    return ChatClient(ChatClientOptions(url=url, model="m", **given))
 
 
 def reply(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
@@ -342,4 +342,4 @@ def test_what_a_terminal_would_obey_is_not_shown(server: RawServer) -> None:
 )
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"an address and a model, got url={url!r}, ")):
-        ChatOptions(url=url, model="m")
+        ChatClientOptions(url=url, model="m")

@@ -21,7 +21,7 @@ from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, drain_metrics
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
-from penstock.workers.rewards.chat_client import ChatClient, ChatError, ChatOptions
+from penstock.workers.rewards.chat_client import ChatClient, ChatClientOptions, ChatError
 from penstock.workers.rewards.judge import Judge, JudgeSpec, filled, read_score
 
 Reply = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
@@ -305,7 +305,7 @@ def test_what_a_server_says_is_shown_without_the_key(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
-    client = ChatClient(ChatOptions(url=server.url, model="m", api_key_env="JUDGE_KEY"))
+    client = ChatClient(ChatClientOptions(url=server.url, model="m", api_key_env="JUDGE_KEY"))
     for text, shown in {
         "a sk-very-secret": "a ***'",
         "x" * 193 + " sk-very-secret": "x ***'",

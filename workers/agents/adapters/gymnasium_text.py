@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class TextEnvironment(Protocol):
-    """What is used of a `gymnasium.Env`."""
+    """The methods that are used of a `gymnasium.Env`."""
 
     def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """First observation, and further information."""
@@ -44,7 +44,7 @@ class TextEnvironment(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GymnasiumTextTaskSpec(GeneratedSpec):
-    """Which environment, and how many of its seeds to use."""
+    """An environment, and the number of its seeds to use."""
 
     num_train: int = 100
     """Training problems, exactly: seeds whose first observations differ."""
@@ -76,21 +76,11 @@ class GymnasiumTextTaskSpec(GeneratedSpec):
         check_range(self, "step_limit_s", above=0)
 
     def build(self) -> GymnasiumTextTask:
-        """Reset the environment with seed after seed.
-
-        Raises:
-            ConfigError: If there is no such environment, it cannot be reset, an observation is no
-                text, or too few of them differ.
-        """
         return GymnasiumTextTask(self)
 
     @one_process()
     def make(self) -> TextEnvironment:
-        """A new environment.
-
-        Raises:
-            ConfigError: If it cannot be made.
-        """
+        """A new environment."""
         try:
             module, _, name = self.env.rpartition(":")
             found = getattr(import_module(module), name, None) if module else None
@@ -106,12 +96,7 @@ class GymnasiumTextTaskSpec(GeneratedSpec):
 
 @dataclass(frozen=True)
 class Seeded:
-    """One problem.
-
-    Attributes:
-        seed: The environment is reset with it.
-        prompt: Its first observation.
-    """
+    """A seed that the environment is reset with, and its first observation."""
 
     seed: int
     prompt: str
@@ -124,6 +109,7 @@ class GymnasiumTextTask(GeneratedTask[Seeded]):
         self.spec = spec
         self.correct_score, self.unfinished_score = spec.correct_score, spec.unfinished_score
         self.deterministic = spec.deterministic
+        self.further_characters = "\n" + spec.characters
         self._thread = OwnThread(f"prompts of {spec.env}")
         env: TextEnvironment | None = None
         try:
@@ -134,27 +120,18 @@ class GymnasiumTextTask(GeneratedTask[Seeded]):
                 self._thread.submit(env.close)
             self._thread.end()
 
-    @property
-    def further_characters(self) -> str:
-        """The option `characters`, and the line feed that ends an observation."""
-        return "\n" + self.spec.characters
-
     def make(self, number: int, rng: random.Random) -> Seeded:
-        """Reset with a seed of 31 bits, which every environment takes."""
         seed = rng.getrandbits(31)
         prompt = self._limited(self._thread.submit(_first_observation, self._env, seed))
         return Seeded(seed, prompt)
 
     def prompt_of(self, problem: Seeded) -> str:
-        """The first observation."""
         return problem.prompt
 
     def begin(self, index: int) -> PlainEnvironment:
-        """The environment itself, which may raise and hang."""
         return TextEpisode(self.spec, self.problem(index).seed)
 
     def environment(self, problem: int) -> Environment:
-        """The environment in a thread, with a limit on its time."""
         return ThreadedEnvironment(lambda: self.begin(problem), self.spec.step_limit_s)
 
     def _limited(self, future: Future[T]) -> T:
@@ -172,31 +149,19 @@ class GymnasiumTextTask(GeneratedTask[Seeded]):
             ) from error
 
 
-class TextEpisode:
-    """One episode as the other side of a conversation.
-
-    Args:
-        spec: Makes the environment.
-        seed: It is reset with.
-    """
+class TextEpisode(PlainEnvironment):
+    """One episode as the other side of a conversation."""
 
     def __init__(self, spec: GymnasiumTextTaskSpec, seed: int) -> None:
         self._spec, self._seed = spec, seed
         self._env: TextEnvironment | None = None
 
     def reset(self, problem: int, seed: int) -> None:
-        """Begin with the problem's own seed: the prompt is its first observation."""
         self._env = self._spec.make()
         _first_observation(self._env, self._seed)
 
     def step(self, reply: Reply) -> TurnResult:
-        """Take all that the policy said as the action.
-
-        Raises:
-            Exception: What the environment raises.
-            TypeError: If it answers with something else than a text.
-            ValueError: If a reward is not finite.
-        """
+        """Take all that the policy said as the action."""
         if self._env is None:
             raise RuntimeError("step() before reset()")
         if not reply.finished:
@@ -211,7 +176,6 @@ class TextEpisode:
         )
 
     def close(self) -> None:
-        """Close the environment."""
         env, self._env = self._env, None
         if env is not None:
             env.close()

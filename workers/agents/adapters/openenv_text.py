@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class OpenEnvTaskSpec(GeneratedSpec):
-    """Which server, and how texts become actions."""
+    """A server, and how texts become actions."""
 
     num_train: int = 100
     """Training problems, exactly: seeds whose first observations differ."""
@@ -64,12 +64,6 @@ class OpenEnvTaskSpec(GeneratedSpec):
         check_range(self, "step_limit_s", above=0)
 
     def build(self) -> OpenEnvTask:
-        """Reset a session with seed after seed.
-
-        Raises:
-            ConfigError: If the package is missing, the server does not answer, an observation has
-                no such field, or too few of them differ.
-        """
         return OpenEnvTask(self)
 
 
@@ -80,6 +74,7 @@ class OpenEnvTask(GeneratedTask[Seeded]):
         self.spec = spec
         self.correct_score = spec.correct_score
         self.deterministic = spec.deterministic
+        self.further_characters = "\n" + spec.characters
         self._session = _Session(spec)
         # A thread: a loop may be running in this one.
         self._thread = OwnThread(f"prompts of {spec.url}")
@@ -91,33 +86,21 @@ class OpenEnvTask(GeneratedTask[Seeded]):
             self._thread.submit(self._runner.close).result()
             self._thread.end()
 
-    @property
-    def further_characters(self) -> str:
-        """The option `characters`, and the line feed that ends an observation."""
-        return "\n" + self.spec.characters
-
     def make(self, number: int, rng: random.Random) -> Seeded:
-        """Reset with a seed of 31 bits."""
         seed = rng.getrandbits(31)
         return Seeded(seed, self._now(self._session.reset(seed)))
 
     def prompt_of(self, problem: Seeded) -> str:
-        """The first observation."""
         return problem.prompt
 
     def begin(self, index: int) -> NoReturn:
-        """Never: a server is waited for.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Never: a server is waited for."""
         raise ConfigError(
             f"task '{self.task_id}' scores whole conversations only\n"
             "    train it with an algorithm that converses"
         )
 
     def environment(self, problem: int) -> Environment:
-        """A session with the server."""
         return OpenEnvEnvironment(self.spec, self.problem(problem).seed)
 
     def _now(self, call: Coroutine[Any, Any, str]) -> str:
@@ -139,12 +122,7 @@ class OpenEnvTask(GeneratedTask[Seeded]):
 
 
 class OpenEnvEnvironment:
-    """One conversation.
-
-    Args:
-        spec: Which server.
-        seed: It is reset with.
-    """
+    """One conversation."""
 
     def __init__(self, spec: OpenEnvTaskSpec, seed: int) -> None:
         self._spec, self._seed = spec, seed
@@ -152,14 +130,12 @@ class OpenEnvEnvironment:
         self._failed = False
 
     async def reset(self, problem: int, seed: int) -> None:
-        """Begin with the problem's own seed. What goes wrong is told with the first turn."""
         try:
             await self._session.reset(self._seed)
         except Exception as error:  # a server may do anything
             self._fail("reset", error)
 
     async def step(self, reply: Reply) -> TurnResult:
-        """Take all that the policy said as the action."""
         if self._failed:
             return FAILED
         if not reply.finished:
@@ -176,7 +152,6 @@ class OpenEnvEnvironment:
         )
 
     async def close(self) -> None:
-        """End the session."""
         await self._session.close()
 
     def _fail(self, what: str, error: Exception) -> None:
@@ -192,7 +167,6 @@ class _Session:
         self._client: Any = None
 
     async def reset(self, seed: int) -> str:
-        """The first observation."""
         if self._client is None:
             core: Any = import_module("openenv.core")  # an extra
             limit = self._spec.step_limit_s
@@ -203,7 +177,6 @@ class _Session:
         return self._text(await self._client.reset(seed=seed, **self._spec.reset_options))
 
     async def step(self, said: str) -> tuple[str, float, bool]:
-        """Observation, reward, and whether it is over."""
         action = {**self._spec.action, self._spec.action_field: said}
         result = await self._client.step(action)
         reward = float(result.reward or 0.0)
@@ -212,7 +185,6 @@ class _Session:
         return self._text(result), reward, bool(result.done)
 
     async def close(self) -> None:
-        """End; a server that does not answer is not waited for."""
         client, self._client = self._client, None
         if client is None:
             return

@@ -7,7 +7,9 @@ kept once, and not for training if it is held out.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import signal
 import threading
 from collections.abc import Generator, Mapping, Sequence
@@ -19,15 +21,152 @@ from typing import Any
 from ....dataflow.errors import ConfigError, one_process
 from ....dataflow.option_checks import check_range
 from ...data.messages import check_messages, last_user_text
-from ...data.task import Message
-from ..environment import Environment
-from ..tasks.conversation_task import ConversationTask
-from .verifiers_rollout import VerifiersEnvironment, plain_message
+from ...data.task import Message, Task
+from ...verifiers.child import as_score
+from ..environment import BadCall, Environment, Reply, TurnResult
+from .env_thread import FAILED
+
+_log = logging.getLogger(__name__)
+
+
+class _Turns:
+    """A client of the package whose model is the caller of `say`.
+
+    The package calls `get_response` alone, so this is a client by its shape.
+    """
+
+    def __init__(self) -> None:
+        clients: Any = import_module("verifiers.clients")  # an extra
+        clients.Client.register(type(self))
+        self.asked: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self._said: asyncio.Queue[Reply] = asyncio.Queue()
+
+    def say(self, reply: Reply) -> None:
+        self._said.put_nowait(reply)
+
+    async def get_response(self, prompt: list[Any], model: str, **others: Any) -> Any:
+        self.asked.put_nowait(list(prompt))
+        return _response(await self._said.get(), model)
+
+    async def close(self) -> None:
+        """End; nothing is held."""
+
+
+class VerifiersEnvironment:
+    """One conversation."""
+
+    def __init__(self, env: Any, row: Mapping[str, Any], step_limit_s: float) -> None:
+        self._env, self._row, self._step_limit_s = env, row, step_limit_s
+        self._turns = _Turns()
+        self._rollout: asyncio.Task[Any] | None = None
+        self._num_shown = 0
+
+    async def reset(self, problem: int, seed: int) -> None:
+        self._rollout = asyncio.create_task(self._run())
+        asked = await self._next_prompt()
+        self._num_shown = len(asked or ())
+
+    async def step(self, reply: Reply) -> TurnResult:
+        if self._rollout is None or self._rollout.done():
+            return self._end()
+        self._turns.say(reply)
+        asked = await self._next_prompt()
+        if asked is None:
+            return self._end()
+        # The prompt, the policy's own turn, and what the environment answered.
+        new = asked[self._num_shown + 1 :]
+        self._num_shown = len(asked)
+        return TurnResult(messages=[plain_message(message) for message in new])
+
+    async def close(self) -> None:
+        if self._rollout is None:
+            return
+        self._rollout.cancel()
+        await asyncio.wait([self._rollout], timeout=self._step_limit_s)
+        if self._rollout.done() and not self._rollout.cancelled():
+            self._rollout.exception()  # looked at, or asyncio says that nobody did
+
+    async def _run(self) -> Any:
+        state = await self._env.rollout(dict(self._row), self._turns, "policy", {})
+        await self._env.rubric.score_rollout(state)
+        await self._env.rubric.cleanup(state)
+        return state
+
+    async def _next_prompt(self) -> list[Any] | None:
+        assert self._rollout is not None
+        asked = asyncio.create_task(self._turns.asked.get())
+        try:
+            await asyncio.wait(
+                [asked, self._rollout],
+                timeout=self._step_limit_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            return asked.result() if asked.done() else None
+        finally:
+            asked.cancel()
+
+    def _end(self) -> TurnResult:
+        rollout = self._rollout
+        if rollout is None or not rollout.done() or rollout.cancelled():
+            _log.warning("an environment took longer than %g s", self._step_limit_s)
+            return FAILED
+        error = rollout.exception() or rollout.result().get("error")
+        if error is not None:
+            _log.warning("an environment failed: %r", error)
+            return FAILED
+        state = rollout.result()
+        try:
+            reward = as_score(state["reward"])
+        except ValueError as error:
+            _log.warning("an environment failed: its reward is %s", error)
+            return FAILED
+        counts = {
+            name: float(value)
+            for name, value in (state.get("metrics") or {}).items()
+            if isinstance(value, int | float)
+        }
+        return TurnResult(reward=reward, done=True, counts=counts)
+
+
+def plain_message(message: Any) -> Message:
+    """A message of the package, or one of its data sets, as a conversation here has it."""
+    given: dict[str, Any] = message if isinstance(message, dict) else message.model_dump()
+    found = {key: value for key, value in given.items() if value is not None}
+    found["content"] = _text(found.get("content", ""))
+    return found
+
+
+def _text(content: str | Sequence[Any]) -> str:
+    """The texts of a message; pictures and sounds are left out."""
+    if isinstance(content, str):
+        return content
+    parts: list[Any] = [p if isinstance(p, dict) else p.model_dump() for p in content]
+    return "".join(part["text"] for part in parts if part.get("type") == "text")
+
+
+def _response(reply: Reply, model: str) -> Any:
+    """A turn as the package has it. What could not be read as a call is left to its tools."""
+    types: Any = import_module("verifiers.types")  # an extra
+    calls: list[Any] = []
+    for number, call in enumerate(reply.calls):
+        bad = isinstance(call, BadCall)
+        name = "" if bad else call.name
+        arguments = call.text if bad else json.dumps(dict(call.arguments))
+        made = types.ToolCall(id=f"call_{reply.turn}_{number}", name=name, arguments=arguments)
+        calls.append(made)
+    why = "tool_calls" if calls else "stop"
+    message = types.ResponseMessage(
+        content=reply.content if calls else reply.text,
+        tool_calls=calls or None,
+        finish_reason=why if reply.finished else "length",
+        is_truncated=not reply.finished,
+    )
+    return types.Response(id=f"turn_{reply.turn}", created=0, model=model, message=message)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiersTaskSpec:
-    """Which environment, and how many rows of its data sets."""
+    """An environment, and the number of rows of its data sets."""
 
     env: str
     """Its name, as `verifiers.load_environment` takes it."""
@@ -56,23 +195,18 @@ class VerifiersTaskSpec:
         check_range(self, "step_limit_s", above=0)
 
     def build(self) -> VerifiersTask:
-        """Load the environment and read its data sets.
-
-        Raises:
-            ConfigError: If the package or the environment is missing, the environment cannot be
-                used, or there is no row to train on.
-        """
         return VerifiersTask(self)
 
 
-class VerifiersTask(ConversationTask):
-    """Rows of an environment's data sets; see `ConversationTask`."""
+class VerifiersTask(Task):
+    """Rows of an environment's data sets."""
 
     def __init__(self, spec: VerifiersTaskSpec) -> None:
         self.spec = spec
         self.task_id = f"verifiers[{spec.env}]"
         self.correct_score = spec.correct_score
         self.deterministic = spec.deterministic
+        self.further_characters = "\n" + spec.characters
         with one_process():
             self._env = _load(spec)
             train, held_out = self._split()
@@ -82,38 +216,26 @@ class VerifiersTask(ConversationTask):
         super().__init__(self.task_id, prompts, num_held_out=len(held_out))
         self._schemas = [_schema(tool) for tool in self._env.tool_defs or ()]
 
-    @property
-    def further_characters(self) -> str:
-        """The option `characters`, and the line feed that ends a message."""
-        return "\n" + self.spec.characters
-
     def environment(self, problem: int) -> Environment:
-        """A conversation about a row."""
         return VerifiersEnvironment(self._env, self._rows[problem], self.spec.step_limit_s)
 
     def prompt_text(self, index: int) -> str:
-        """What the user said last."""
         return last_user_text(self.messages(index))
 
     def messages(self, index: int) -> Sequence[Message]:
-        """The row's prompt."""
         return check_messages([plain_message(message) for message in self._rows[index]["prompt"]])
 
     def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
-        """The environment's tools, the same for every row."""
         return self._schemas or None
 
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        """The row's number, its answer and the response."""
         row = self._rows[index]
         return (row["example_id"], str(row.get("answer", "")), response)
 
     def where(self, index: int) -> str:
-        """The environment and the row's number."""
         return f"{self.task_id}[{self._rows[index]['example_id']}]"
 
     def _split(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Rows to train on and rows held out, no prompt twice."""
         rows = _distinct(self._env.get_dataset())
         if self._env.build_eval_dataset() is None:
             keys = list(rows)[: self.spec.num_held_out]
@@ -131,7 +253,6 @@ class VerifiersTask(ConversationTask):
 
 
 def _distinct(rows: Any) -> dict[str, dict[str, Any]]:
-    """Prompt -> the first row with it."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         found.setdefault(_key(row), dict(row))
@@ -185,7 +306,6 @@ def _signals_kept() -> Generator[None]:
 
 
 def _schema(tool: Any) -> Mapping[str, Any]:
-    """A tool of the package, as chat templates take it."""
     return {
         "type": "function",
         "function": {

@@ -20,20 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from ....dataflow.errors import ConfigError, WorkerError
 from ..library_logs import tame
-from .chat_request import Refused, read_request
-from .chat_response import completion, error_body, events
-from .sequences import Sequences
+from .chat_api import Refused, completion, error_body, events, read_request
+from .sequences import ProgramSequences
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-_MOST_BYTES = 4 << 20
-"""Of a request's body."""
-_MOST_DIGITS = 18
-"""Most digits of a conversation's number."""
-_SHOWN = 200
-"""Most characters of an address that are shown."""
+_MOST_BYTES = 4 << 20  # of a request's body
+_MOST_DIGITS = 18  # most digits of a conversation's number
+_SHOWN = 200  # most characters of an address that are shown
 _START_LIMIT_S = 30.0
 _CLOSE_LIMIT_S = 2
 
@@ -42,12 +38,12 @@ _CLOSE_LIMIT_S = 2
 class _Open:
     """A conversation that goes on, and the key to it."""
 
-    sequences: Sequences
+    sequences: ProgramSequences
     key: str
 
 
 class Endpoint:
-    """What the server answers.
+    """The handlers of the server.
 
     Attributes:
         refused: Requests that belong to no conversation, by the HTTP status that they got.
@@ -59,16 +55,8 @@ class Endpoint:
         self._open: dict[int, _Open] = {}
 
     @contextmanager
-    def opened(self, number: int, sequences: Sequences) -> Generator[tuple[str, str]]:
-        """Have a conversation served meanwhile.
-
-        Args:
-            number: Of the conversation.
-            sequences: What its requests go to.
-
-        Yields:
-            The address for it, and the key.
-        """
+    def opened(self, number: int, sequences: ProgramSequences) -> Generator[tuple[str, str]]:
+        """Have a conversation served meanwhile."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._open[number] = _Open(sequences, key)
         try:
@@ -109,12 +97,10 @@ class Endpoint:
         return _json({"object": "list", "data": [model]})
 
     async def unknown(self, request: Request, error: Exception) -> Response:
-        """Any other address."""
         self.refused[404] += 1
         return _json(error_body(_not_served(request)), 404)
 
-    def _conversation(self, request: Request) -> Sequences:
-        """Return the conversation whose key a request brings."""
+    def _conversation(self, request: Request) -> ProgramSequences:
         number, given = request.path_params["number"], request.headers.get("authorization", "")
         if not number.isdecimal() or len(number) > _MOST_DIGITS:
             raise _not_served(request)
@@ -152,11 +138,7 @@ async def _body(request: Request) -> bytes:
 
 
 def check_extra() -> ModuleType:
-    """The server's package.
-
-    Raises:
-        ConfigError: If it is not installed.
-    """
+    """Import the server's package."""
     try:
         import_module("starlette")
         return import_module("uvicorn")
@@ -169,11 +151,7 @@ def check_extra() -> ModuleType:
 
 @asynccontextmanager
 async def served(endpoint: Endpoint) -> AsyncGenerator[None]:
-    """Serve on a free port of the loopback device meanwhile.
-
-    Raises:
-        WorkerError: If the server does not begin.
-    """
+    """Serve on a free port of the loopback device meanwhile."""
     uvicorn: Any = check_extra()
     tame("uvicorn")
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:

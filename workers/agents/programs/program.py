@@ -15,22 +15,28 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
-from ...data.task import Message
-from ...verifiers.child import was_killed
+from torch import Tensor
+
+from ....algorithms.roles.language import Sampling
+from ....dataflow.errors import one_process
+from ...data.task import Message, Task
+from ...models.tokenizer import Tokenizer
+from ...verifiers.child import as_score, was_killed
+from ..conversation import Conversation, Exchange, Floor
+from ..rendering import TurnRenderer
 from ..tools.supervised import supervised
+from .endpoint import Endpoint, served
+from .sequences import ProgramSequences
 
-_MOST_BYTES = 1 << 20
-"""Of what a command prints."""
-_END_S = 30.0
-"""For whoever supervises a command to kill what it has started."""
-_SHOWN = 500
-"""Characters of what a command complained of."""
+_MOST_BYTES = 1 << 20  # of what a command prints
+_END_S = 30.0  # for whoever supervises a command to kill what it has started
+_SHOWN = 500  # characters of what a command complained of
 
 
 class ProgramFailed(Exception):
-    """What a program did wrong, in words."""
+    """A fault of a program, in words."""
 
 
 class ProgramKilled(ProgramFailed):
@@ -39,7 +45,7 @@ class ProgramKilled(ProgramFailed):
 
 @dataclass(frozen=True)
 class Access:
-    """What a program needs to ask the policy.
+    """The address and key with which a program asks the policy.
 
     Attributes:
         base_url: Of the server, for this conversation.
@@ -57,7 +63,7 @@ class Access:
 
 
 class Program(Protocol):
-    """What answers problems by asking the policy. It may be cancelled, and has then to end."""
+    """Answers problems by asking the policy. If cancelled, it has to end."""
 
     async def __call__(self, access: Access) -> str:
         """The answer to one problem.
@@ -69,34 +75,8 @@ class Program(Protocol):
         ...
 
 
-@runtime_checkable
-class HasPrograms(Protocol):
-    """A task whose problems a program answers.
-
-    Attributes:
-        deterministic: Whether what the program does is a function of the problem, the seed and the
-            policy's turns alone.
-        time_limit_s: Longest time that it may take for one problem.
-        max_running: Programs that run at once; the others begin when one ends.
-        max_branches: Most sequences of tokens of one conversation.
-    """
-
-    deterministic: bool
-    time_limit_s: float
-    max_running: int
-    max_branches: int
-
-    def program(self, problem: int) -> Program:
-        """What answers a problem."""
-        ...
-
-    def outcome(self, problem: int, answer: str) -> float | None:
-        """Score an answer; None if it cannot be scored."""
-        ...
-
-
 @dataclass(frozen=True)
-class Function:
+class FunctionProgram:
     """A function of Python, plain or a coroutine function, in a thread of its own.
 
     It is given those of its arguments that are fields of `Access`. A thread cannot be ended: one
@@ -111,7 +91,6 @@ class Function:
     arguments: tuple[str, ...]
 
     async def __call__(self, access: Access) -> str:
-        """See `Program`."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
         given = {name: getattr(access, name) for name in self.arguments}
@@ -143,7 +122,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Command:
+class CommandProgram:
     """A command in a process of its own, which is killed with all that it has started.
 
     It reads the prompt from its standard input, and what it prints is the answer. The environment
@@ -157,7 +136,6 @@ class Command:
     command: tuple[str, ...]
 
     async def __call__(self, access: Access) -> str:
-        """See `Program`."""
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *supervised(self.command),
@@ -217,3 +195,116 @@ async def _read(stream: asyncio.StreamReader) -> bytes:
         if len(read) > _MOST_BYTES:
             raise ProgramFailed(f"it printed more than {_MOST_BYTES} bytes")
     return bytes(read)
+
+
+@dataclass(frozen=True)
+class ProgramHolder:
+    """Holds conversations with the programs of a task.
+
+    Attributes:
+        task: Whose programs they are.
+        tokenizer: The policy's.
+        renderer: Renders messages.
+    """
+
+    task: Task
+    tokenizer: Tokenizer
+    renderer: TurnRenderer
+
+    async def hold(
+        self,
+        begun: Sequence[Conversation],
+        floor: Floor,
+        exchange: Exchange,
+        sampling: Sampling,
+        max_turns: int,
+    ) -> list[Conversation]:
+        """Hold all of them at once."""
+        endpoint = Endpoint()
+        made = [self._sequences(one, exchange, sampling, max_turns) for one in begun]
+        room = asyncio.Semaphore(self.task.max_running)
+
+        async def run(number: int, one: Conversation) -> None:
+            async with room:  # the time limit begins with its turn to run
+                try:
+                    await self._run(one, made[number], endpoint, exchange, is_last=False)
+                except ProgramKilled:  # the same is said to the same
+                    _release(floor, made[number])
+                    made[number] = self._sequences(one, exchange, sampling, max_turns)
+                    await self._run(one, made[number], endpoint, exchange, is_last=True)
+            _release(floor, made[number])
+
+        async with served(endpoint):
+            running = {asyncio.create_task(run(*each)) for each in enumerate(begun)}
+            await floor.serve(running, frees=True)
+        rows = [row for sequences in made for row in sequences.rows()]
+        if endpoint.refused:
+            wrong = sum(endpoint.refused.values())
+            rows[0].counts["stray_requests"] = float(wrong)
+        return rows
+
+    def _sequences(
+        self, one: Conversation, exchange: Exchange, sampling: Sampling, max_turns: int
+    ) -> ProgramSequences:
+        most = self.task.max_branches
+
+        def begin(row: int) -> Conversation:
+            return Conversation(row, one.problem, one.sample, [*one.tokens], [*one.messages])
+
+        def spell(token: Tensor) -> tuple[str, ...]:
+            return tuple(self.tokenizer.decode([each]) for each in token.tolist())
+
+        numbers = range(one.row * most, (one.row + 1) * most)
+        return ProgramSequences(begin, numbers, exchange, self.renderer, spell, sampling, max_turns)
+
+    async def _run(
+        self,
+        one: Conversation,
+        sequences: ProgramSequences,
+        endpoint: Endpoint,
+        exchange: Exchange,
+        *,
+        is_last: bool,
+    ) -> None:
+        ending, failure = "done", None
+        earned: float | None = 0.0
+        with endpoint.opened(one.row, sequences) as (url, key):
+            seed = exchange.seed(one.problem, one.sample, -1)
+            access = Access(url, key, one.messages, self.task.prompt_text(one.problem), seed)
+            limit = asyncio.timeout(self.task.time_limit_s)
+            try:
+                with one_process():
+                    program = self.task.program(one.problem)
+                    async with limit:
+                        answer = await program(access)
+                    earned = _earned(self.task.outcome(one.problem, answer))
+            except TimeoutError as error:
+                late = f"no answer in {self.task.time_limit_s:g} s"
+                failure = ProgramFailed(late if limit.expired() else f"TimeoutError: {error}")
+            except Exception as error:  # noqa: BLE001 - it may be anybody's code
+                failure = error
+        if failure is not None:
+            ending = sequences.limit or "failed"
+        await sequences.settled()
+        if isinstance(failure, ProgramKilled) and not is_last:
+            raise failure
+        rows = sequences.rows()
+        for row in rows:
+            row.ending = ending
+            row.scored = ending != "failed" and earned is not None
+            if row.rewards:
+                row.rewards[-1] += earned or 0.0
+        rows[0].error = failure if ending == "failed" else None
+
+
+def _release(floor: Floor, sequences: ProgramSequences) -> None:
+    for row in sequences.rows():
+        floor.release(row.row)
+
+
+def _earned(earned: Any) -> float | None:
+    """Score an answer; None if it cannot be scored."""
+    try:
+        return as_score(earned)
+    except ValueError as error:
+        raise ProgramFailed(f"its answer earned {error}") from None

@@ -1,4 +1,4 @@
-"""What a program had the policy say, as the sequences of tokens that were read and sampled.
+"""The sequences of tokens that the policy read and sampled for a program.
 
 A request whose messages go on from what was said is the next turn of that sequence: the tokens
 before it are those that were sampled, never the client's text of them encoded again. A request that
@@ -24,13 +24,12 @@ from ....algorithms.roles.language import Sampling
 from ...models.tokenizer import ChatTemplateError
 from ..conversation import Conversation, Exchange
 from ..rendering import TurnRenderer
-from .chat_request import ChatRequest, Refused, message_key
-from .chat_response import Answer
+from .chat_api import ChatAnswer, ChatRequest, Refused, message_key
 
 
 @dataclass(frozen=True)
 class _End:
-    """Where a turn ends: so many messages and tokens in, and whether a token ended it."""
+    """The end of a turn: so many messages and tokens in, and whether a token ended it."""
 
     messages: int = 0
     tokens: int = 0
@@ -67,21 +66,11 @@ class _Sequence:
         return found
 
     def goes_on(self, end: _End) -> bool:
-        """Whether a turn may follow this one here."""
         return not self.is_open and self.ends[-1] == end
 
 
-class Sequences:
+class ProgramSequences:
     """One conversation of a program.
-
-    Args:
-        begin: Makes its first row, given the row's number.
-        rows: Numbers of the rows that it may have.
-        exchange: What goes between the policy and whoever answers it.
-        renderer: Renders messages.
-        spell: Tokens to the text of each.
-        sampling: How turns are sampled.
-        max_turns: Most turns of the policy, over all rows.
 
     Attributes:
         limit: Which limit the program has met; None if none. One of `ENDINGS`.
@@ -109,13 +98,8 @@ class Sequences:
         self.limit: str | None = None
         self.counts: Counter[str] = Counter()
 
-    async def answer(self, request: ChatRequest) -> Answer:
-        """Have the turn that a request asks for sampled.
-
-        Raises:
-            Refused: If there are no turns, tokens or rows left, or the chat template has no place
-                for a message.
-        """
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
+        """Have the turn that a request asks for sampled."""
         if self._num_turns == self._max_turns:
             self._end("last turn", f"this conversation has had its {self._max_turns} turns")
         name = self._name(request)
@@ -146,7 +130,7 @@ class Sequences:
         reply = self._exchange.reply_of(len(row.turns), turn.token, turn.finished)
         # The token that ends a turn is no text.
         own = turn.token[: len(turn.token) - turn.finished]
-        answer = Answer(
+        answer = ChatAnswer(
             name,
             reply,
             bool(request.tools),
@@ -160,7 +144,6 @@ class Sequences:
         return answer
 
     async def settled(self) -> None:
-        """Wait for the turns that are still being sampled, which nobody reads any more."""
         self._max_turns = self._num_turns
         async with self._sampled:
             await self._sampled.wait_for(lambda: not any(s.is_open for s in self._sequences))
@@ -178,13 +161,11 @@ class Sequences:
         return rows
 
     def _name(self, request: ChatRequest) -> str:
-        """Tells a request from all others, the same ones before it included."""
         asked = json.dumps([request.keys, request.tools, request.max_tokens], sort_keys=True)
         self._asked[asked] += 1
         return hashlib.sha256(f"{self._asked[asked]}{asked}".encode()).hexdigest()[:24]
 
     def _placed(self, request: ChatRequest, name: str) -> tuple[_Sequence, list[int]]:
-        """The sequence that a request goes on, or a new one, and all tokens before the turn."""
         tools = json.dumps(request.tools, sort_keys=True)
         found = [(one.shared(tools, request.keys), one) for one in self._sequences]
         along = [(end, one) for end, one in found if end.messages]
@@ -209,14 +190,12 @@ class Sequences:
         return _Sequence(made, name, tools, is_open=False)
 
     def _first_tokens(self, request: ChatRequest) -> list[int]:
-        """All of a request's messages, where the policy has said nothing of them here."""
         try:
             return self._renderer.before(request.messages, request.tools or None)
         except ChatTemplateError as error:
             raise Refused(f"the policy's chat template refuses this: {error}") from error
 
     def _shown(self, request: ChatRequest, end: _End) -> list[int]:
-        """What stands between a turn that was sampled and the one that is asked for."""
         before, after = request.messages[: end.messages - 1], request.messages[end.messages :]
         tools = request.tools or None
         try:
@@ -225,7 +204,6 @@ class Sequences:
             raise Refused(f"the policy's chat template refuses this: {error}") from error
 
     def _take(self, sequence: _Sequence, request: ChatRequest, tokens: list[int]) -> None:
-        """Begin the turn: from here on the request counts."""
         if sequence not in self._sequences:
             self._free.pop(0)
             self._sequences.append(sequence)
@@ -237,7 +215,7 @@ class Sequences:
         sequence.row.tokens = tokens
         sequence.row.messages = list(request.messages)
 
-    def _said(self, sequence: _Sequence, turn: Turn, answer: Answer) -> None:
+    def _said(self, sequence: _Sequence, turn: Turn, answer: ChatAnswer) -> None:
         row = sequence.row
         row.turns.append((len(row.tokens), turn))
         row.tokens += turn.token.tolist()

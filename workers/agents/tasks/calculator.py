@@ -7,9 +7,11 @@ number is the value. What the policy writes is data: expressions are read by `ar
 
 from __future__ import annotations
 
+import ast
+import operator
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +19,62 @@ from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
 from ...data.task import Message
 from ..environment import BadCall, Reply, ToolCall, TurnResult
-from .arithmetic import LONGEST_EXPRESSION, BadExpression, evaluate
 from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
+
+LONGEST_EXPRESSION = 64
+"""Characters; nesting and the number of operators are bounded by it."""
+
+_LARGEST = 10**15  # of any value on the way, so that no product grows without bound
+
+_ALLOWED = re.compile(r"[0-9+\-*/() ]+", re.ASCII)
+
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+class BadExpression(ValueError):
+    """An expression without a value; the text tells its author why."""
+
+
+def evaluate(text: str) -> int:
+    """Compute the value of integers joined by `+`, `-`, `*`, `//` and parentheses."""
+    text = text.strip()
+    if not text:
+        raise BadExpression("empty")
+    if len(text) > LONGEST_EXPRESSION:
+        raise BadExpression("too long")
+    if not _ALLOWED.fullmatch(text):
+        raise BadExpression("bad character")
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError as error:
+        raise BadExpression("syntax") from error
+    return _value(tree.body)
+
+
+def _value(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return _bounded(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.FloorDiv) and right == 0:
+            raise BadExpression("division by zero")
+        return _bounded(_OPERATORS[type(node.op)](left, right))
+    raise BadExpression("bad operator")
+
+
+def _bounded(value: int) -> int:
+    if abs(value) > _LARGEST:
+        raise BadExpression("too large")
+    return value
+
 
 _TOOL = "calculator"
 
@@ -40,13 +96,12 @@ _SCHEMA: Mapping[str, Any] = {
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _NUMBER = re.compile(r"-?[0-9]+", re.ASCII)
 
-_MOST_VALUE_DIGITS = 15
-"""Of a value on the way to an answer, as `arithmetic` allows."""
+_MOST_VALUE_DIGITS = 15  # of a value on the way to an answer, as `arithmetic` allows
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalculatorTaskSpec(GeneratedSpec):
-    """How many expressions, and how long they are."""
+    """Number and length of expressions."""
 
     min_terms: int = 2
     """Fewest numbers of an expression."""
@@ -75,13 +130,6 @@ class CalculatorTaskSpec(GeneratedSpec):
         check_range(self, "expert_calls", at_least=0, at_most=1)
 
     def build(self) -> CalculatorTask:
-        """Make the expressions.
-
-        Raises:
-            ConfigError: If expressions would be too long for the calculator, an operator is
-                unknown, the template has no place for the expression, or there are too few
-                expressions.
-        """
         _check(self)
         return CalculatorTask(self)
 
@@ -92,14 +140,10 @@ class CalculatorTask(GeneratedTask[str]):
     def __init__(self, spec: CalculatorTaskSpec) -> None:
         self.spec = spec
         super().__init__("calculator", spec)
-
-    @property
-    def further_characters(self) -> str:
-        """What expressions, calls and errors are written with."""
-        return "0123456789+-*/()[]\n" + "".join(f"error: {text}" for text in _ERRORS)
+        errors = "".join(f"error: {text}" for text in _ERRORS)
+        self.further_characters = f"0123456789+-*/()[]\n{errors}"
 
     def make(self, number: int, rng: random.Random) -> str:
-        """An expression."""
         spec = self.spec
         count = rng.randint(spec.min_terms, spec.max_terms)
         digits = [rng.randint(spec.min_digits, spec.max_digits) for _ in range(count)]
@@ -107,11 +151,9 @@ class CalculatorTask(GeneratedTask[str]):
         return terms[0] + "".join(rng.choice(spec.operators) + term for term in terms[1:])
 
     def prompt_of(self, problem: str) -> str:
-        """The template filled with the expression."""
         return self.spec.prompt_template.replace("{expression}", problem)
 
     def begin(self, index: int) -> PlainEnvironment:
-        """A calculator, which knows the value."""
         return CalculatorEnvironment(evaluate(self.problem(index)), self.spec.max_turns)
 
     def turns(self, problem: str, rng: random.Random) -> list[str] | None:
@@ -121,26 +163,16 @@ class CalculatorTask(GeneratedTask[str]):
         return [f"[{problem}]", str(evaluate(problem))]
 
     def schemas(self) -> Sequence[Mapping[str, Any]] | None:
-        """The calculator."""
         return [_SCHEMA]
 
 
-class CalculatorEnvironment:
-    """Computes what it is asked until it is told an answer.
-
-    Args:
-        value: The right answer.
-        max_turns: Turns that it answers at most.
-    """
+class CalculatorEnvironment(PlainEnvironment):
+    """Computes what it is asked until it is told an answer."""
 
     def __init__(self, value: int, max_turns: int) -> None:
         self._value, self._max_turns = value, max_turns
 
-    def reset(self, problem: int, seed: int) -> None:
-        """Begin; there is nothing to remember."""
-
     def step(self, reply: Reply) -> TurnResult:
-        """The values of what is called, or the end with a reward of 1 or 0."""
         calls = _calls_of(reply)
         if not calls or not reply.finished:
             right = reply.finished and _last_number(reply.text) == self._value
@@ -155,9 +187,6 @@ class CalculatorEnvironment:
         done = reply.turn + 1 >= self._max_turns
         return TurnResult(messages=() if done else messages, done=done, counts=counts)
 
-    def close(self) -> None:
-        """End; nothing is held."""
-
 
 _ERRORS = (
     *("empty", "too long", "bad character", "syntax", "division by zero", "bad operator"),
@@ -167,7 +196,7 @@ _ERRORS = (
 
 
 def _calls_of(reply: Reply) -> tuple[ToolCall | BadCall, ...]:
-    """What the reply calls: as it was parsed, or else in brackets if that is all it says."""
+    """Return the calls of a reply: as parsed, or else in brackets if it says nothing else."""
     if reply.calls:
         return reply.calls
     found = _BRACKETS.findall(reply.text)
@@ -177,7 +206,6 @@ def _calls_of(reply: Reply) -> tuple[ToolCall | BadCall, ...]:
 
 
 def _answer(call: ToolCall | BadCall) -> tuple[str, tuple[str, ...]]:
-    """What the calculator says, and what is counted of it."""
     if isinstance(call, BadCall):
         return f"error: {call.why or 'bad call'}", ("bad_calls",)
     if call.name != _TOOL:

@@ -35,12 +35,7 @@ MOVES: Mapping[str, Cell] = {"u": (0, -1), "d": (0, 1), "l": (-1, 0), "r": (1, 0
 
 
 class Maze:
-    """A square of cells with walls between them, made at random.
-
-    Args:
-        size: Cells in a row, and rows.
-        rng: Source of all randomness.
-    """
+    """A square of cells with walls between them, made at random."""
 
     def __init__(self, size: int, rng: random.Random) -> None:
         self.size = size
@@ -61,7 +56,6 @@ class Maze:
 
     @cached_property
     def cells(self) -> list[Cell]:
-        """Return all cells, row by row."""
         return [(x, y) for y in range(self.size) for x in range(self.size)]
 
     def after(self, cell: Cell, move: str) -> Cell:
@@ -73,7 +67,6 @@ class Maze:
         return "".join(move for move in MOVES if move not in self._open[cell])
 
     def shortest(self, start: Cell, goal: Cell) -> list[str]:
-        """Return the moves of the shortest path."""
         came: dict[Cell, tuple[Cell, str]] = {}
         waiting = deque([start])
         while waiting:
@@ -101,7 +94,7 @@ _WORDS = {"u": "up", "d": "down", "l": "left", "r": "right"}
 
 @dataclass(frozen=True, kw_only=True)
 class MazeTaskSpec(GeneratedSpec):
-    """How large the maze is, and what is told of it."""
+    """Size of the maze, and observations in it."""
 
     num_train: int = 400
     """Training problems: pairs of a start and a goal."""
@@ -126,62 +119,40 @@ class MazeTaskSpec(GeneratedSpec):
         check_range(self, "random_share", at_least=0, at_most=1)
 
     def build(self) -> MazeTask:
-        """Make the maze.
-
-        Raises:
-            ConfigError: If it has too few pairs of a start and a goal.
-        """
         return MazeTask(self)
 
 
 @dataclass(frozen=True)
 class MazeProblem:
-    """From where to where.
-
-    Attributes:
-        start: Where the policy stands first.
-        goal: Another cell.
-    """
+    """The cell where the policy stands first, and another one, the goal."""
 
     start: Cell
     goal: Cell
 
 
 class MazeTask(GeneratedTask[MazeProblem]):
-    """Pairs of a start and a goal; see `GeneratedTask`.
-
-    Attributes:
-        maze: The one that all problems are in.
-    """
+    """Pairs of a start and a goal in one maze."""
 
     def __init__(self, spec: MazeTaskSpec) -> None:
         self.spec = spec
         self.maze = Maze(spec.size, random.Random(f"maze/{spec.seed}/map"))
         self.correct_score = 1.0 - spec.max_steps
         self.unfinished_score = -float(spec.max_steps)
+        shown = [_observation(spec, self.maze, cell, None) for cell in self.maze.cells]
+        self.further_characters = "\n" + "".join([*MOVES, *_WORDS.values(), *shown, _bad(spec)])
         super().__init__("maze", spec)
 
-    @property
-    def further_characters(self) -> str:
-        """What observations and moves are written with."""
-        shown = [_observation(self.spec, self.maze, cell, None) for cell in self.maze.cells]
-        return "\n" + "".join([*MOVES, *_WORDS.values(), *shown, _bad(self.spec)])
-
     def make(self, number: int, rng: random.Random) -> MazeProblem:
-        """Two different cells."""
         start, goal = rng.sample(self.maze.cells, 2)
         return MazeProblem(start, goal)
 
     def prompt_of(self, problem: MazeProblem) -> str:
-        """The goal, the start and the walls around it."""
         return _observation(self.spec, self.maze, problem.start, problem.goal)
 
     def begin(self, index: int) -> PlainEnvironment:
-        """A walk from the start."""
         return MazeEnvironment(self.spec, self.maze, self.problem(index))
 
     def turns(self, problem: MazeProblem, rng: random.Random) -> list[str] | None:
-        """The shortest path, with random moves between."""
         cell = problem.start
         moves: list[str] = []
         while cell != problem.goal and len(moves) < self.spec.max_steps:
@@ -192,14 +163,8 @@ class MazeTask(GeneratedTask[MazeProblem]):
         return [_WORDS[move] for move in moves] if self.spec.words else moves
 
 
-class MazeEnvironment:
-    """One walk.
-
-    Args:
-        spec: What is told.
-        maze: Where the walls are.
-        problem: Start and goal.
-    """
+class MazeEnvironment(PlainEnvironment):
+    """One walk."""
 
     def __init__(self, spec: MazeTaskSpec, maze: Maze, problem: MazeProblem) -> None:
         self._spec, self._maze, self._problem = spec, maze, problem
@@ -207,11 +172,9 @@ class MazeEnvironment:
         self._steps = 0
 
     def reset(self, problem: int, seed: int) -> None:
-        """Stand at the start."""
         self._cell, self._steps = self._problem.start, 0
 
     def step(self, reply: Reply) -> TurnResult:
-        """Move. A reply that is no move costs a step; one that was cut off, all that are left."""
         move = _move_of(reply.text)
         if not reply.finished:
             return TurnResult(
@@ -231,12 +194,8 @@ class MazeEnvironment:
         said: Message = {"role": "user", "content": told if move else _bad(self._spec)}
         return TurnResult(messages=[said], reward=-1.0, counts=counts)
 
-    def close(self) -> None:
-        """End; nothing is held."""
-
 
 def _move_of(text: str) -> str | None:
-    """The letter of the move that is meant; None if none is."""
     word = text.strip().lower().removeprefix("move ").strip()
     if word in MOVES:
         return word
@@ -244,7 +203,7 @@ def _move_of(text: str) -> str | None:
 
 
 def _observation(spec: MazeTaskSpec, maze: Maze, cell: Cell, goal: Cell | None) -> str:
-    """What is told at a cell; with the goal it is the prompt."""
+    """Describe a cell; with the goal it is the prompt."""
     walls = maze.walls(cell)
     where = goal is not None or spec.observed
     if not spec.words:

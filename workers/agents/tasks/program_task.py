@@ -12,20 +12,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from typing_extensions import override
+
 from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
-from ...data.task import Task, TaskSpec
+from ...data.task import Task, TaskSpec, build_task
 from ..programs.endpoint import check_extra
-from ..programs.program import Access, Command, Function, Program
+from ..programs.program import Access, CommandProgram, FunctionProgram, Program
 from ..tools.functions import imported
-from .answered_otherwise import AnsweredOtherwise
+from .tool_task import AnsweredOtherwise
 
 _GIVEN = tuple(field.name for field in fields(Access))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramTaskSpec:
-    """Which problems, and what answers them: a function or a command."""
+    """Problems, and what answers them: a function or a command."""
 
     task: Any
     """The problems: an option of `task=`, or its keys, such as `{kind: file, path: p.jsonl}`."""
@@ -58,21 +60,11 @@ class ProgramTaskSpec:
         return replace(self, task=spec_of("'task.task'", self.task))
 
     def build(self) -> ProgramTask:
-        """Build the task, and look for the program.
-
-        Raises:
-            ConfigError: If there is no such program, or the task runs responses as programs.
-        """
-        return ProgramTask(self, self.task.build())
+        return ProgramTask(self, build_task(self.task))
 
 
 class ProgramTask(AnsweredOtherwise):
-    """See `ProgramTaskSpec`; a task that `HasPrograms`.
-
-    Args:
-        spec: What answers the problems.
-        task: The problems.
-    """
+    """Problems of a task, answered by one program."""
 
     def __init__(self, spec: ProgramTaskSpec, task: Task) -> None:
         super().__init__(task, "by a program")
@@ -83,22 +75,19 @@ class ProgramTask(AnsweredOtherwise):
                 f"'task.command': there is no program '{spec.command[0]}'\n    give the path of "
                 "one that may be run here"
             )
-        self._program = Command(spec.command) if spec.function is None else _function(spec.function)
+        self._program = (
+            CommandProgram(spec.command) if spec.function is None else _function(spec.function)
+        )
         self.deterministic = spec.deterministic
         self.time_limit_s, self.max_running = spec.time_limit_s, spec.max_running
         self.max_branches = spec.max_branches
 
+    @override
     def program(self, problem: int) -> Program:
-        """The same for every problem."""
         return self._program
 
-    def outcome(self, problem: int, answer: str) -> float | None:
-        """The other task's score."""
-        return self._task.score(problem, answer)
 
-
-def _function(place: str) -> Function:
-    """Return the function at `module:function`."""
+def _function(place: str) -> FunctionProgram:
     found = imported(place)
     try:
         parameters = inspect.signature(found).parameters.values()
@@ -111,4 +100,4 @@ def _function(place: str) -> Function:
                 f"'task.function': '{place}' has an argument '{parameter.name}'\n    a program is "
                 f"given those of {', '.join(_GIVEN)} that it has"
             )
-    return Function(found, tuple(named))
+    return FunctionProgram(found, tuple(named))

@@ -17,9 +17,8 @@ from itertools import product
 from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
 from ..environment import ToolCall
-from ..tools.bm25 import words_of
-from ..tools.search_tool import SearchTool, SearchTools
-from .tool_questions import ToolQuestions, ToolQuestionsSpec, check_template
+from ..tools.search_tool import SearchTool, SearchTools, words_of
+from .generated_task import ToolQuestions, ToolQuestionsSpec, check_template
 
 _BEGIN = (
     *("B", "Br", "D", "Dr", "F", "G", "Gl", "H", "K", "Kl", "L", "M", "N", "P", "R", "S", "St"),
@@ -45,16 +44,7 @@ MOST_TOWNS = 2000
 
 @dataclass(frozen=True)
 class Town:
-    """Facts about a town and its mayor.
-
-    Attributes:
-        name: Name of the town.
-        river: The river that runs through it.
-        founded: Year in which it was founded.
-        mayor: First and last name of the mayor.
-        born: Year in which the mayor was born.
-        home: The town where the mayor was born.
-    """
+    """A town, its river and year, and its mayor, born in some year and town (`home`)."""
 
     name: str
     river: str
@@ -65,15 +55,7 @@ class Town:
 
 
 def make_towns(num_towns: int, seed: int) -> Sequence[Town]:
-    """Return the first towns of a seed's world.
-
-    Args:
-        num_towns: Number of towns.
-        seed: Seed of all names and years.
-
-    Raises:
-        ConfigError: If there are not so many names.
-    """
+    """Return the first towns of a seed's world."""
     if num_towns > MOST_TOWNS:
         raise ConfigError(
             f"a world of {num_towns} towns has not enough names\n"
@@ -125,7 +107,7 @@ _TWO_HOPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SearchTaskSpec(ToolQuestionsSpec):
-    """How large the world is, and how its questions are answered."""
+    """Size of the world, and how its questions are answered."""
 
     num_towns: int = 2000
     """Towns of the world, five sentences each; the questions are about some of them."""
@@ -142,12 +124,6 @@ class SearchTaskSpec(ToolQuestionsSpec):
         check_range(self, "two_hops", at_least=0, at_most=1)
 
     def build(self) -> SearchTask:
-        """Make the world.
-
-        Raises:
-            ConfigError: If there are more questions than towns, more towns than names, or the
-                template has no place for the question.
-        """
         check_template(self)
         asked = self.num_train + self.num_held_out
         if asked > self.num_towns:
@@ -161,13 +137,7 @@ class SearchTaskSpec(ToolQuestionsSpec):
 
 @dataclass(frozen=True)
 class SearchQuestion:
-    """One problem.
-
-    Attributes:
-        question: What is asked.
-        queries: What the expert searches for, in order.
-        answer: The right one.
-    """
+    """A question, the expert's queries in order, and the right answer."""
 
     question: str
     queries: tuple[str, ...]
@@ -175,11 +145,7 @@ class SearchQuestion:
 
 
 class SearchTask(ToolQuestions[SearchQuestion]):
-    """Questions to search for; see `GeneratedTask`.
-
-    Attributes:
-        towns: The world.
-    """
+    """Questions about towns, to search for."""
 
     def __init__(self, spec: SearchTaskSpec) -> None:
         self.spec = spec
@@ -192,7 +158,6 @@ class SearchTask(ToolQuestions[SearchQuestion]):
         super().__init__("search", spec, self._search)
 
     def make(self, number: int, rng: random.Random) -> SearchQuestion:
-        """A question about the town of this number."""
         town = vars(self.towns[number])
         two = rng.random() < self.spec.two_hops
         question, query, answer = rng.choice(_TWO_HOPS if two else _ONE_HOP)
@@ -204,7 +169,6 @@ class SearchTask(ToolQuestions[SearchQuestion]):
         )
 
     def question(self, problem: SearchQuestion) -> str:
-        """What is asked."""
         return problem.question
 
     def read(self, text: str) -> ToolCall | None:
@@ -213,18 +177,14 @@ class SearchTask(ToolQuestions[SearchQuestion]):
         return None if found is None else ToolCall(_TOOL, {"query": found[1]})
 
     def calls(self, problem: SearchQuestion) -> Sequence[str]:
-        """A search for each hop."""
         return [f"[{query}]" for query in problem.queries]
 
     def result(self, problem: SearchQuestion, call: ToolCall) -> str:
-        """What is found."""
         return self._search.search(call.arguments["query"])
 
     def answer(self, problem: SearchQuestion) -> str:
-        """The answer and nothing else."""
         return problem.answer
 
     def is_right(self, problem: SearchQuestion, said: str) -> bool:
-        """Whether the last words are the answer, whatever their case and what stands between."""
         right = words_of(problem.answer)
         return words_of(said)[-len(right) :] == right

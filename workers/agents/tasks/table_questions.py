@@ -18,13 +18,12 @@ from ....dataflow.errors import ConfigError, nearest
 from ....dataflow.option_checks import check_range
 from ..environment import ToolCall
 from ..tools.python_tool import PythonTools
-from .tool_questions import ToolQuestions, ToolQuestionsSpec, check_template
+from .generated_task import ToolQuestions, ToolQuestionsSpec, check_template
 
 _TOOL = "python"
 _MARK = ">>>"
 _NUMBER = re.compile(r"-?[0-9]+", re.ASCII)
-_MOST_DIGITS = 18
-"""Of a number that is read as an answer; Python refuses to read very long ones."""
+_MOST_DIGITS = 18  # of a number that is read as an answer; Python refuses to read very long ones
 
 _ITEMS = (
     *("apple", "bag", "bell", "book", "box", "bread", "cake", "chair", "coat", "cup", "door"),
@@ -85,7 +84,7 @@ KINDS: Mapping[str, _Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TableQuestionsSpec(ToolQuestionsSpec):
-    """How large tables are, and what is asked."""
+    """Sizes of tables and kinds of questions."""
 
     num_rows: int = 5
     """Rows of a table, below its header."""
@@ -102,12 +101,6 @@ class TableQuestionsSpec(ToolQuestionsSpec):
         check_range(self, "num_rows", at_least=2, at_most=len(_ITEMS))
 
     def build(self) -> TableQuestionsTask:
-        """Make the tables, and find the sandbox.
-
-        Raises:
-            ConfigError: If a kind of question is unknown, the template has no place for the
-                question, or the machine has no sandbox.
-        """
         check_template(self)
         for kind in self.kinds or ("",):
             if kind not in KINDS:
@@ -120,13 +113,7 @@ class TableQuestionsSpec(ToolQuestionsSpec):
 
 @dataclass(frozen=True)
 class TableQuestion:
-    """One problem.
-
-    Attributes:
-        text: The table and the question.
-        code: What the expert runs.
-        value: What it comes to, the right answer.
-    """
+    """A table with a question, the code that the expert runs, and its value: the right answer."""
 
     text: str
     code: str
@@ -141,7 +128,6 @@ class TableQuestionsTask(ToolQuestions[TableQuestion]):
         super().__init__("table_questions", spec, spec.python.build())
 
     def make(self, number: int, rng: random.Random) -> TableQuestion:
-        """A table, and a question about a column of it."""
         names, columns = rng.sample(_ITEMS, self.spec.num_rows), rng.choice(_COLUMNS)
         rows = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in names]
         lines = [f"{name} {a} {b}" for name, (a, b) in zip(names, rows, strict=True)]
@@ -159,29 +145,24 @@ class TableQuestionsTask(ToolQuestions[TableQuestion]):
         return TableQuestion(f"{table}\n{question}", code, kind.value(asked, limit))
 
     def question(self, problem: TableQuestion) -> str:
-        """The table and the question."""
         return problem.text
 
     def read(self, text: str) -> ToolCall | None:
-        """Code behind the mark that a turn begins with."""
         text = text.strip()
         code = text.removeprefix(_MARK).strip()
         return ToolCall(_TOOL, {"code": code}) if text.startswith(_MARK) else None
 
     def calls(self, problem: TableQuestion) -> Sequence[str]:
-        """One expression with the whole table."""
         return [f"{_MARK} {problem.code}"]
 
     def result(self, problem: TableQuestion, call: ToolCall) -> str:
-        """What the expert's code prints; other code does not run here."""
+        """Return what the expert's code prints; other code does not run here."""
         known = call.arguments["code"] == problem.code
         return f"{problem.value}\n" if known else "Error: this code is not run\n"
 
     def answer(self, problem: TableQuestion) -> str:
-        """The number."""
         return str(problem.value)
 
     def is_right(self, problem: TableQuestion, said: str) -> bool:
-        """Whether the last number is the answer."""
         found = _NUMBER.findall(said)
         return bool(found) and len(found[-1]) <= _MOST_DIGITS and int(found[-1]) == problem.value

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from typing_extensions import override
+
 from ....dataflow.errors import ConfigError, nearest
-from ...data.task import Task, TaskSpec
+from ...data.task import Message, Task, TaskSpec, WrappedTask, build_task
 from ..environment import Environment
 from ..tools.functions import FunctionTools
 from ..tools.mcp_tools import McpTools
@@ -19,7 +21,25 @@ from ..tools.python_tool import PythonTools
 from ..tools.search_tool import SearchTools
 from ..tools.tool import Tool, Toolbox
 from ..tools.tool_environment import ToolEnvironment, ToolLimits, check_names, schemas_of
-from .answered_otherwise import AnsweredOtherwise
+
+
+class AnsweredOtherwise(WrappedTask):
+    """All but the way in which they are answered is the other task's."""
+
+    def __init__(self, task: Task, way: str) -> None:
+        if task.verifier is not None:
+            raise ConfigError(
+                f"'task.task': task '{task.task_id}' scores in processes of its own, and an answer "
+                "in a conversation is scored where it is held\n    if the score is quick and safe, "
+                "set task.task.reward_in_process=true; otherwise choose another task"
+            )
+        super().__init__(task, f"{task.task_id} {way}")
+
+    @override
+    def messages(self, index: int) -> Sequence[Message]:
+        found = super().messages(index)
+        return found or [{"role": "user", "content": self.prompt_text(index)}]
+
 
 TOOLBOXES: Mapping[str, type[Toolbox]] = {
     "functions": FunctionTools,
@@ -32,7 +52,7 @@ TOOLBOXES: Mapping[str, type[Toolbox]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ToolTaskSpec:
-    """Which problems, and which tools."""
+    """Problems and tools."""
 
     task: Any
     """The problems: an option of `task=`, or its keys, such as `{kind: file, path: p.jsonl}`."""
@@ -51,12 +71,7 @@ class ToolTaskSpec:
         return replace(self, task=spec_of("'task.task'", self.task))
 
     def build(self) -> ToolTask:
-        """Build the task and the tools.
-
-        Raises:
-            ConfigError: If one cannot be built, or the task runs responses as programs.
-        """
-        return ToolTask(self, self.task.build(), [_toolbox(*one) for one in self.tools.items()])
+        return ToolTask(self, build_task(self.task), [_toolbox(*one) for one in self.tools.items()])
 
 
 def _toolbox(name: str, given: Any) -> Tool:
@@ -68,7 +83,11 @@ def _toolbox(name: str, given: Any) -> Tool:
             f"{at} is of kind '{kind}'{nearest(kind, TOOLBOXES)}\n"
             f"    give one of {', '.join(TOOLBOXES)}, such as {{kind: python}}"
         )
-    options = {key: _frozen(value) for key, value in section.items() if key != "kind"}
+    options = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in section.items()
+        if key != "kind"
+    }
     known = TOOLBOXES[kind].__dataclass_fields__  # pyright: ignore[reportAttributeAccessIssue]
     for key in options:
         if key not in known:
@@ -81,21 +100,8 @@ def _toolbox(name: str, given: Any) -> Tool:
         raise ConfigError(f"{at}: {error}") from error
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 class ToolTask(AnsweredOtherwise):
-    """See `ToolTaskSpec`; a task that `HasEnvironments`.
-
-    Args:
-        spec: How much a conversation may do.
-        task: The problems.
-        tools: What may be called.
-
-    Attributes:
-        why_not_deterministic: Describes what conversations were seen to share; "" if nothing.
-    """
+    """Problems of a task with tools at hand."""
 
     def __init__(self, spec: ToolTaskSpec, task: Task, tools: Sequence[Tool]) -> None:
         super().__init__(task, "with tools")
@@ -103,20 +109,20 @@ class ToolTask(AnsweredOtherwise):
         self._tools, self._limits = tuple(tools), spec.limits
         self.tells_calls = spec.tells_calls
         self.deterministic = all(tool.deterministic for tool in tools)
-        seen = (getattr(tool, "why_not_deterministic", "") for tool in tools)
+        seen = (tool.why_not_deterministic for tool in tools)
         self.why_not_deterministic = next(filter(None, seen), "")
 
+    @override
     def environment(self, problem: int) -> Environment:
-        """The tools, and the task's score of the answer."""
         return ToolEnvironment(
             self._tools, lambda answer: self._task.score(problem, answer), self._limits
         )
 
+    @override
     async def close_environments(self) -> None:
-        """End what the tools have started."""
         for tool in self._tools:
             await tool.close()
 
+    @override
     def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
-        """Schemas of all tools."""
         return schemas_of(self._tools)

@@ -35,7 +35,7 @@ _GUESS = re.compile(r"=([0-9]{1,6})", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class TwentyQuestionsTaskSpec(GeneratedSpec):
-    """How large the world is, and how many objects are candidates."""
+    """Size of the world, and number of candidates."""
 
     num_objects: int = 32
     """Objects of the world."""
@@ -60,12 +60,6 @@ class TwentyQuestionsTaskSpec(GeneratedSpec):
         check_range(self, "random_share", at_least=0, at_most=1)
 
     def build(self) -> TwentyQuestionsTask:
-        """Make the world.
-
-        Raises:
-            ConfigError: If there are too few attributes to tell all objects apart, too few sets of
-                candidates, or the template has no place for them.
-        """
         if "{objects}" not in self.prompt_template:
             raise ConfigError(
                 f"'task.prompt_template' is {self.prompt_template!r}, which has no place for the "
@@ -76,23 +70,14 @@ class TwentyQuestionsTaskSpec(GeneratedSpec):
 
 @dataclass(frozen=True)
 class HiddenObject:
-    """One problem.
-
-    Attributes:
-        candidates: Numbers of objects, rising.
-        hidden: One of them.
-    """
+    """Numbers of the candidates, rising, and the one that is hidden."""
 
     candidates: tuple[int, ...]
     hidden: int
 
 
 def make_world(num_objects: int, num_attributes: int, rng: random.Random) -> World:
-    """A table in which no two objects have the same attributes.
-
-    Raises:
-        ConfigError: If there are not enough attributes for that.
-    """
+    """A table in which no two objects have the same attributes."""
     needed = (num_objects - 1).bit_length()
     if num_attributes < needed:
         raise ConfigError(
@@ -107,11 +92,9 @@ def make_world(num_objects: int, num_attributes: int, rng: random.Random) -> Wor
 
 
 class TwentyQuestionsTask(GeneratedTask[HiddenObject]):
-    """Sets of candidates, with one hidden; see `GeneratedTask`.
+    """Sets of candidates, with one hidden."""
 
-    Attributes:
-        world: Which object has which attributes.
-    """
+    further_characters = "0123456789a?=yn\n"
 
     def __init__(self, spec: TwentyQuestionsTaskSpec) -> None:
         self.spec = spec
@@ -122,30 +105,21 @@ class TwentyQuestionsTask(GeneratedTask[HiddenObject]):
         self._width = len(str(spec.num_objects - 1))
         super().__init__("twenty_questions", spec)
 
-    @property
-    def further_characters(self) -> str:
-        """What questions, guesses and answers are written with."""
-        return "0123456789a?=yn\n"
-
     def make(self, number: int, rng: random.Random) -> HiddenObject:
-        """Some objects, and one of them."""
         candidates = sorted(rng.sample(range(self.spec.num_objects), self.spec.num_candidates))
         return HiddenObject(tuple(candidates), rng.choice(candidates))
 
     def prompt_of(self, problem: HiddenObject) -> str:
-        """The template filled with the numbers of the candidates."""
         listed = " ".join(self._name(number) for number in problem.candidates)
         return self.spec.prompt_template.replace("{objects}", listed)
 
     def begin(self, index: int) -> PlainEnvironment:
-        """Somebody who knows the hidden object."""
         problem = self.problem(index)
         return TwentyQuestionsEnvironment(
             self.world[problem.hidden], problem.hidden, self.spec.max_turns
         )
 
     def turns(self, problem: HiddenObject, rng: random.Random) -> list[str] | None:
-        """Questions until one candidate is left, and the guess."""
         left = list(problem.candidates)
         said: list[str] = []
         while len(left) > 1 and len(said) + 1 < self.spec.max_turns:
@@ -157,8 +131,6 @@ class TwentyQuestionsTask(GeneratedTask[HiddenObject]):
         return [*said, f"={self._name(rng.choice(left))}"]
 
     def _best(self, left: Collection[int]) -> int:
-        """The attribute that splits these objects most evenly, the first of several."""
-
         def uneven(attribute: int) -> int:
             return abs(2 * sum(self.world[number][attribute] for number in left) - len(left))
 
@@ -168,21 +140,14 @@ class TwentyQuestionsTask(GeneratedTask[HiddenObject]):
         return f"{number:0{self._width}d}"
 
 
-class TwentyQuestionsEnvironment:
-    """Answers truthfully.
-
-    Args:
-        attributes: Of the hidden object.
-        hidden: Its number.
-        max_turns: Questions and guesses together.
-    """
+class TwentyQuestionsEnvironment(PlainEnvironment):
+    """Answers truthfully."""
 
     def __init__(self, attributes: Sequence[bool], hidden: int, max_turns: int) -> None:
         self._attributes, self._hidden, self._max_turns = attributes, hidden, max_turns
         self._turns = 0
 
     def reset(self, problem: int, seed: int) -> None:
-        """Begin; nothing has been asked."""
         self._turns = 0
 
     def step(self, reply: Reply) -> TurnResult:
@@ -207,6 +172,3 @@ class TwentyQuestionsEnvironment:
         said: Message = {"role": "user", "content": answer}
         done = self._turns >= self._max_turns
         return TurnResult(messages=() if done else [said], reward=-1.0, done=done, counts=counts)
-
-    def close(self) -> None:
-        """End; nothing is held."""

@@ -1,4 +1,4 @@
-"""What a model may call in a conversation, and how a call is read out of what it says.
+"""Tools that a model may call in a conversation, and readers of the calls that it writes.
 
 Environments that answer by themselves, without tools, are in `tasks` and `adapters`.
 """

@@ -21,6 +21,8 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from typing_extensions import override
+
 from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
 from ...verifiers.child import USER_ERRORS
@@ -40,8 +42,7 @@ _CHANGES = frozenset(
 )
 """Methods that change a container."""
 _CONTAINERS = (list, dict, set, bytearray)
-_SHOWN = 80
-"""Characters of a wrong argument that are shown."""
+_SHOWN = 80  # characters of a wrong argument that are shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,6 @@ class FunctionTools:
 
     Example:
         `FunctionTools(functions=("tools.calendar:events", "tools.calendar:Notes"))`
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     functions: tuple[str, ...]
@@ -80,11 +78,6 @@ class FunctionTools:
         check_range(self, "max_bytes", at_least=1, at_most=1 << 26)
 
     def build(self) -> Tool:
-        """Import the functions and describe them.
-
-        Raises:
-            ConfigError: If one cannot be imported, or its schema cannot be made.
-        """
         if not self.functions:
             raise ConfigError("no functions are given\n    name some, as module:function")
         found = [made for place in self.functions for made in _functions_at(place)]
@@ -117,23 +110,10 @@ class FunctionTools:
 
 
 class Function:
-    """One function, its schema, and the check of what it is called with.
-
-    Args:
-        function: With type hints, a docstring, and arguments that can be named.
-        place: Where it is: `module:function`, or `module:Class.method`.
-        owner: The class, if it is a method.
+    """One function or method of `owner`, its schema, and the check of its arguments.
 
     Attributes:
-        function: The same.
-        place: The same.
-        owner: The same.
-        name: Of the tool.
-        schema: As `Tool.schemas` has them.
         changes: Names of its module that it changes, as far as its source shows.
-
-    Raises:
-        ConfigError: If no schema can be made of it.
     """
 
     def __init__(
@@ -151,7 +131,8 @@ class Function:
                 raise ValueError("it is a coroutine function")
             if any(p.kind not in _BY_NAME for p in parameters.values()):
                 raise ValueError("it has arguments that cannot be named")
-            self.schema = _without_result(get_json_schema(function))
+            self.schema = get_json_schema(function)
+            self.schema["function"].pop("return", None)  # chat templates do not show it
             hints = get_type_hints(function)
             self._adapters: dict[str, TypeAdapter[Any]] = {
                 name: TypeAdapter(hints[name]) for name in parameters
@@ -174,7 +155,7 @@ class Function:
         return getattr(made[self.owner], self.name)
 
     def wrong(self, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with some arguments, or None."""
+        """Return what is wrong with some arguments, or None."""
         from pydantic import ValidationError
 
         for name in arguments:
@@ -200,18 +181,19 @@ class Function:
         return None
 
 
-class QuickFunctions:
-    """Functions that run where they are called, in no time.
+class _Functions(Tool):
+    """Functions by name; subclasses say where they run."""
 
-    Args:
-        functions: What may be called.
-        max_bytes: Of a result.
-        deterministic: See `Tool`.
-        why_not: Why it is not, if that was seen.
+    def __init__(
+        self, functions: Sequence[Function], deterministic: bool = True, why_not: str = ""
+    ) -> None:
+        self._functions = _by_name(functions)
+        self.deterministic, self.why_not_deterministic = deterministic, why_not
+        self.schemas = tuple(one.schema for one in self._functions.values())
 
-    Raises:
-        ConfigError: If two have one name.
-    """
+
+class QuickFunctions(_Functions):
+    """Functions that run where they are called, in no time."""
 
     def __init__(
         self,
@@ -222,21 +204,12 @@ class QuickFunctions:
         why_not: str = "",
     ) -> None:
         made = [one if isinstance(one, Function) else Function(one) for one in functions]
-        self._functions = _by_name(made)
+        super().__init__(made, deterministic, why_not)
         self._max_bytes = max_bytes
-        self.deterministic, self.why_not_deterministic = deterministic, why_not
 
-    @property
-    def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """Of each function."""
-        return tuple(one.schema for one in self._functions.values())
-
+    @override
     def open(self, seed: int) -> ToolSession:
-        """Begin a conversation, for which objects of classes are made with their first call."""
         return _Calls(self._functions, partial(self._call, {}))
-
-    async def close(self) -> None:
-        """Nothing is shared."""
 
     async def _call(
         self, made: dict[type, Any], name: str, arguments: Mapping[str, Any]
@@ -248,19 +221,8 @@ class QuickFunctions:
         return ToolText(text, error=error)
 
 
-class PooledFunctions:
-    """Functions that run in processes of their own, which all conversations share.
-
-    Args:
-        functions: What may be called.
-        pool: What runs them.
-        apart: Makes what runs them for one conversation; None if they share the pool.
-        deterministic: See `Tool`.
-        why_not: Why it is not, if that was seen.
-
-    Raises:
-        ConfigError: If two have one name.
-    """
+class PooledFunctions(_Functions):
+    """Functions that run in processes of their own, which all conversations share."""
 
     def __init__(
         self,
@@ -271,15 +233,10 @@ class PooledFunctions:
         deterministic: bool = True,
         why_not: str = "",
     ) -> None:
-        self._functions = _by_name(functions)
+        super().__init__(functions, deterministic, why_not)
         self._pool, self._apart = pool, apart
-        self.deterministic, self.why_not_deterministic = deterministic, why_not
 
-    @property
-    def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """Of each function."""
-        return tuple(one.schema for one in self._functions.values())
-
+    @override
     def open(self, seed: int) -> ToolSession:
         """Begin a conversation, in a process of its own if there are classes."""
         if self._apart is None:
@@ -287,12 +244,12 @@ class PooledFunctions:
         pool = self._apart()
         return _Calls(self._functions, pool.call, pool.close)
 
+    @override
     async def close(self) -> None:
-        """Kill the processes."""
         await self._pool.close()
 
 
-class _Calls:
+class _Calls(ToolSession):
     """The calls of one conversation, checked before they are made."""
 
     def __init__(
@@ -304,6 +261,7 @@ class _Calls:
         self._functions = functions
         self._call, self._close = call, close
 
+    @override
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
         function = self._functions.get(name)
         if function is None:
@@ -312,18 +270,14 @@ class _Calls:
             return ToolText(wrong, error=True)
         return await self._call(name, arguments)
 
+    @override
     async def close(self) -> None:
-        """End what the conversation had for itself."""
         if self._close is not None:
             await self._close()
 
 
 def imported(place: str) -> Callable[..., Any]:
-    """The function at `module:function`.
-
-    Raises:
-        ConfigError: If there is none.
-    """
+    """Import the function at `module:function`."""
     module, _, name = place.partition(":")
     try:
         return getattr(import_module(module), name)
@@ -335,7 +289,6 @@ def imported(place: str) -> Callable[..., Any]:
 
 
 def _functions_at(place: str) -> list[Function]:
-    """Return the function of a place, or the public methods of its class."""
     found = imported(place)
     if not inspect.isclass(found):
         return [Function(found, place)]
@@ -358,19 +311,10 @@ def _by_name(functions: Sequence[Function]) -> dict[str, Function]:
     return found
 
 
-def _without_result(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema without what is returned, which chat templates do not show."""
-    schema["function"].pop("return", None)
-    return schema
-
-
 def changed_names(function: Callable[..., Any]) -> list[str]:
     """Return names of its module that a function assigns to, or whose contents it changes; sorted.
 
     Functions that it calls are not looked at, so an empty list promises nothing.
-
-    Args:
-        function: One with source, or nothing is found.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -384,7 +328,6 @@ def changed_names(function: Callable[..., Any]) -> list[str]:
 
 
 def _assigned(tree: ast.AST) -> set[str]:
-    """Return the names that are declared global and assigned to."""
     nodes = list(ast.walk(tree))
     declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
     stored = (ast.Store, ast.Del)
@@ -393,7 +336,6 @@ def _assigned(tree: ast.AST) -> set[str]:
 
 
 def _filled(tree: ast.AST) -> Iterator[str]:
-    """Yield the names of objects that items are put into or taken out of."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if (

@@ -10,24 +10,232 @@ had been told of the conversation, and called again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
+import math
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+from typing_extensions import override
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
+from ..library_logs import SPEAKER, tame
 from .function_child import cut
-from .mcp_server import McpAddress, McpServer, ServerLost, connected, why_not
+from .supervised import supervised
 from .tool import Tool, ToolSession, ToolText
 
-_ENDED = "the tool's server ended between two calls"
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import CallToolResult
+
+
+_CLOSE_S = 15.0
+"""Seconds for a connection to close, which takes some 7 at most if a server does not want to."""
+ANSWER_S = 5.0
+"""Seconds in which a server that lives lists its tools."""
+_ENDED = "the tool's server ended during the call"
+_LOG = logging.getLogger("penstock.tools")
+
+
+_T = TypeVar("_T")
+
+
+class ServerLost(Exception):
+    """There is no server to call; its text is told to the model."""
+
+
+@contextlib.asynccontextmanager
+async def connected(options: McpTools, log: IO[str]) -> AsyncGenerator[Client]:
+    """A client of a server that has answered."""
+    import anyio
+    from mcp import Client, StdioServerParameters, stdio_client
+
+    tame("mcp", "client")
+    SPEAKER.set(f"MCP server {options.where}")
+    if options.url is not None:
+        client = Client(options.url, cache=None)
+    else:
+        first, *rest = supervised(options.command)
+        parameters = StdioServerParameters(
+            command=first, args=rest, env=dict(options.env), encoding_error_handler="replace"
+        )
+        client = Client(stdio_client(parameters, errlog=log), cache=None)  # pyright: ignore[reportArgumentType]
+    # The deadline is around all of it, as what is inside may not outlive it, and lifted then.
+    with anyio.move_on_after(options.start_limit_s) as limit:
+        async with client:
+            limit.deadline = math.inf
+            yield client
+    if limit.cancelled_caught:
+        raise TimeoutError
+
+
+class McpServer:
+    """A server that is connected to when it is called, and again when it is lost.
+
+    Attributes:
+        num_made: Connections so far.
+    """
+
+    def __init__(self, options: McpTools) -> None:
+        self._options, self._max_restarts = options, options.max_restarts
+        self._num_restarts = self.num_made = 0
+        self._connection: _Connection | None = None
+        self._closing: set[_Connection] = set()
+
+    def which(self) -> int:
+        """Number of the server that is called next; it has seen only calls made to itself."""
+        self._connected()
+        return self.num_made
+
+    async def call(self, name: str, arguments: Mapping[str, Any], limit_s: float) -> CallToolResult:
+        """Call a tool."""
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        connection = self._connected()
+        client = await self._client(connection)
+        try:
+            return await connection.within(client.call_tool(name, dict(arguments)), limit_s)
+        except TimeoutError:
+            await self._look_after(connection, client)
+            raise
+        except ServerLost:
+            self._lose(connection)
+            raise
+        except MCPError as error:
+            if error.error.code == CONNECTION_CLOSED:
+                self._lose(connection)
+                raise ServerLost(_ENDED) from error
+            raise
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            self._lose(self._connection)
+        for connection in tuple(self._closing):
+            await connection.closed()
+        self._closing.clear()
+
+    def _connected(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        if self._connection is not None and self._connection.loop is not loop:
+            self._connection = None  # it ended with its event loop; nobody is to blame
+        if self._connection is not None and self._connection.is_closed:
+            self._lose(self._connection)
+        if self._connection is None:
+            if self._num_restarts > self._max_restarts:
+                raise ServerLost(
+                    f"the tool's server is gone, after {self._max_restarts} restarts of it"
+                )
+            self._connection = _Connection(self._options)
+            self.num_made += 1
+        return self._connection
+
+    async def _client(self, connection: _Connection) -> Client:
+        try:
+            return await connection.client()
+        except Exception as error:
+            self._lose(connection)
+            raise ServerLost(f"the tool's server cannot be reached: {why_not(error)}") from error
+
+    async def _look_after(self, connection: _Connection, client: Client) -> None:
+        try:
+            await connection.within(client.list_tools(), ANSWER_S)
+        except Exception:  # whatever is wrong with it
+            self._lose(connection)
+
+    def _lose(self, connection: _Connection) -> None:
+        connection.stop()
+        self._closing = {one for one in self._closing if not one.is_closed}
+        self._closing.add(connection)
+        if connection is self._connection:
+            self._connection = None
+            self._num_restarts += 1
+
+
+class _Connection:
+    """One connection and the task that has it.
+
+    Attributes:
+        loop: The event loop it belongs to.
+    """
+
+    def __init__(self, options: McpTools) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._options = options
+        self._stop = asyncio.Event()
+        self._made: asyncio.Future[Client] = self.loop.create_future()
+        self._task = self.loop.create_task(self._serve())
+
+    async def client(self) -> Client:
+        """The client, as soon as the server has answered."""
+        return await asyncio.shield(self._made)
+
+    async def within(self, awaitable: Awaitable[_T], limit_s: float) -> _T:
+        """A result of the client's."""
+        asked = asyncio.ensure_future(awaitable)
+        try:
+            await asyncio.wait(
+                {asked, self._task}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if asked.done():
+                return asked.result()
+            if self._task.done():
+                raise ServerLost(_ENDED)
+            raise TimeoutError
+        finally:
+            asked.cancel()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._task.done()
+
+    def stop(self) -> None:
+        if not self.loop.is_closed():
+            self._stop.set()
+
+    async def closed(self) -> None:
+        if self.loop is not asyncio.get_running_loop():
+            return
+        _, left = await asyncio.wait({self._task}, timeout=_CLOSE_S)
+        if left:
+            self._task.cancel()
+            _LOG.warning("an MCP server did not let go of its connection in %g s", _CLOSE_S)
+
+    async def _serve(self) -> None:
+        try:
+            with open(os.devnull, "w") as nowhere:
+                async with connected(self._options, nowhere) as client:
+                    self._made.set_result(client)
+                    await self._stop.wait()
+        except Exception as error:
+            if not self._made.done():
+                self._made.set_exception(error)
+                self._made.exception()  # seen, should nobody wait for it any more
+        finally:
+            if not self._made.done():
+                self._made.set_exception(ServerLost("its connection was closed"))
+                self._made.exception()
+
+
+def why_not(error: BaseException) -> str:
+    """Describe an error; of a group of them the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time"
+    return f"{str(error)[:500] or type(error).__name__}"
+
+
+_ENDED_BETWEEN = "the tool's server ended between two calls"
 _OTHERWISE = "the tool's server was started again, and answers otherwise than before"
-_MOST_PAGES = 100
-"""Of a list of tools."""
+_MOST_PAGES = 100  # of a list of tools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +244,6 @@ class McpTools:
 
     Example:
         `McpTools(command=("python", "-m", "my_server"), allowed=("search",))`
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     command: tuple[str, ...] = ()
@@ -70,11 +275,6 @@ class McpTools:
         check_range(self, "max_bytes", at_least=1, at_most=1 << 26)
 
     def build(self) -> Tool:
-        """Ask the server for its tools.
-
-        Raises:
-            ConfigError: If the package is missing, the server does not answer, or it lacks a tool.
-        """
         if bool(self.command) == (self.url is not None):
             raise ConfigError("an MCP server has either a command or a url\n    give one of them")
         if find_spec("mcp") is None:
@@ -94,23 +294,16 @@ class McpTools:
 
     @property
     def where(self) -> str:
-        """The server, for messages."""
         return f"'{self.url or ' '.join(self.command)}'"
 
-    @property
-    def address(self) -> McpAddress:
-        """How to reach the server."""
-        return McpAddress(self.command, self.url, self.env, self.start_limit_s)
-
     def _listed(self) -> Sequence[Mapping[str, Any]]:
-        """Return the schemas of all tools, asked for by a connection of its own."""
         with tempfile.TemporaryFile("w+", errors="replace") as log:
 
             async def listed() -> Sequence[Mapping[str, Any]]:
                 import anyio
 
                 # Not asyncio.timeout(), which would break into the closing of the connection.
-                async with connected(self.address, log) as client:
+                async with connected(self, log) as client:
                     with anyio.fail_after(self.start_limit_s):
                         return await _schemas(client)
 
@@ -126,45 +319,33 @@ class McpTools:
                 ) from error
 
 
-class McpTool:
-    """The tools of a server.
-
-    Args:
-        options: How to reach it, and limits.
-        schemas: Of the tools that may be called.
-    """
+class McpTool(Tool):
+    """The tools of a server."""
 
     def __init__(self, options: McpTools, schemas: Sequence[Mapping[str, Any]]) -> None:
         self.deterministic = options.deterministic
-        self._options, self._schemas = options, tuple(schemas)
-        self._shared = None if options.per_conversation else self._server()
+        self._options, self.schemas = options, tuple(schemas)
+        self._shared = None if options.per_conversation else McpServer(options)
         self._own: set[McpServer] = set()
 
-    @property
-    def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """As the server told them."""
-        return self._schemas
-
+    @override
     def open(self, seed: int) -> ToolSession:
         """Begin a conversation; a server is connected to with the first call."""
-        names = frozenset(schema["function"]["name"] for schema in self._schemas)
+        names = frozenset(schema["function"]["name"] for schema in self.schemas)
         if self._shared is not None:
             return _Session(self._options, names, self._shared, None)
-        server = self._server()
+        server = McpServer(self._options)
         self._own.add(server)
         return _Session(self._options, names, server, self._own)
 
+    @override
     async def close(self) -> None:
-        """Close all connections."""
         for server in (*self._own, *([self._shared] if self._shared else [])):
             await server.close()
         self._own.clear()
 
-    def _server(self) -> McpServer:
-        return McpServer(self._options.address, self._options.max_restarts)
 
-
-class _Session:
+class _Session(ToolSession):
     """The calls of one conversation; it closes the server if that is among its own."""
 
     def __init__(
@@ -178,8 +359,8 @@ class _Session:
         self._made: list[tuple[str, Mapping[str, Any], ToolText]] = []
         self._which = 0
 
+    @override
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
-        """Call a tool of the server."""
         if name not in self._names:
             return ToolText(f"there is no tool {name!r}", error=True)
         try:
@@ -204,7 +385,6 @@ class _Session:
         return told
 
     async def _told_again(self, which: int) -> list[tuple[str, Mapping[str, Any], ToolText]]:
-        """Make all calls again of a server that knows nothing of them."""
         for name, arguments, told in self._made:
             if await self._noted(which, name, arguments) != told:
                 raise ServerLost(_OTHERWISE)
@@ -213,7 +393,7 @@ class _Session:
     async def _noted(self, which: int, name: str, arguments: Mapping[str, Any]) -> ToolText:
         told = await self._answer(name, arguments)
         if self._server.num_made != which:
-            raise ServerLost(_ENDED)
+            raise ServerLost(_ENDED_BETWEEN)
         return told
 
     async def _answer(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
@@ -228,15 +408,14 @@ class _Session:
         except Exception as error:  # the server's answer, or the library's opinion of it
             return ToolText(cut(f"{name} failed: {why_not(error)}", most), error=True)
 
+    @override
     async def close(self) -> None:
-        """Close the connection that is this conversation's own."""
         if self._own is not None and self._server in self._own:
             self._own.remove(self._server)
             await self._server.close()
 
 
 async def _schemas(client: Any) -> list[Mapping[str, Any]]:
-    """Of all tools, page by page."""
     found: list[Mapping[str, Any]] = []
     cursor: str | None = None
     for _ in range(_MOST_PAGES):

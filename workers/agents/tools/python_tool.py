@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from ....dataflow.errors import ConfigError, WorkerError
 from ....dataflow.option_checks import check_range
 from ...verifiers.sandbox.interpreter import Interpreter
@@ -32,11 +34,10 @@ from ...verifiers.sandbox.process import START_S, Limits
 from ...verifiers.sandbox.sandbox import check_sandbox
 from .function_child import cut
 from .lines import Lines, NotSaid, ready
-from .tool import Tool, ToolSession, ToolText
+from .tool import TextFunction, Tool, ToolSession, ToolText
 
 _LOG = logging.getLogger("penstock.tools")
-_LOOK_S = 0.05
-"""Between two looks at how many threads there are."""
+_LOOK_S = 0.05  # between two looks at how many threads there are
 _END_S = 0.5
 """Between an interpreter's closing its end and its own, so that how it ended can be told."""
 _GONE = "the interpreter was ended, and all that it had defined is gone"
@@ -48,11 +49,7 @@ _DESCRIPTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class PythonTools:
-    """The tool `python(code)`.
-
-    Raises:
-        ValueError: If a number is out of range.
-    """
+    """The tool `python(code)`."""
 
     name: str = "python"
     """What the model calls."""
@@ -78,23 +75,13 @@ class PythonTools:
         check_range(self, "memory_mb", at_least=64)
 
     def build(self) -> Tool:
-        """Find the sandbox.
-
-        Raises:
-            ConfigError: If the name is no identifier, or the machine has no sandbox as strong.
-        """
         if not self.name.isidentifier():
             raise ConfigError(f"name '{self.name}' is no name\n    use letters, digits and _")
         return PythonTool(self, check_sandbox(self.minimum))
 
 
-class PythonTool:
-    """Interpreters of conversations, and who of them may run.
-
-    Args:
-        options: Limits.
-        kind: The sandbox.
-    """
+class PythonTool(Tool):
+    """Interpreters of conversations, and who of them may run."""
 
     def __init__(self, options: PythonTools, kind: SandboxKind) -> None:
         self.deterministic = options.deterministic
@@ -102,32 +89,22 @@ class PythonTool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turns = asyncio.Semaphore(options.num_processes)
         self._sessions: weakref.WeakSet[_Session] = weakref.WeakSet()
+        self.function = TextFunction(options.name, _DESCRIPTION, "code", "The code.")
+        self.schemas = self.function.schemas
 
-    @property
-    def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """Of the one function."""
-        code = {"type": "string", "description": "The code."}
-        parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
-        function = {
-            "name": self._options.name,
-            "description": _DESCRIPTION,
-            "parameters": parameters,
-        }
-        return ({"type": "function", "function": function},)
-
+    @override
     def open(self, seed: int) -> ToolSession:
         """Begin a conversation; its interpreter starts with the first call."""
         session = _Session(self, self._options, self._kind, seed)
         self._sessions.add(session)
         return session
 
+    @override
     async def close(self) -> None:
-        """End the interpreters of all conversations."""
         for session in tuple(self._sessions):
             await session.close()
 
     def turn(self) -> asyncio.Semaphore:
-        """What to hold while a piece runs."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # a semaphore belongs to the loop that waits for it
             self._loop = loop
@@ -135,7 +112,7 @@ class PythonTool:
         return self._turns
 
 
-class _Session:
+class _Session(ToolSession):
     """The interpreter of one conversation."""
 
     def __init__(
@@ -146,14 +123,11 @@ class _Session:
         self._finalizer: Any = None
         self._done: list[tuple[str, ToolText]] = []
 
+    @override
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
-        """Run a piece of code."""
-        if name != self._options.name:
-            return ToolText(f"there is no tool {name!r}", error=True)
-        code = arguments.get("code")
-        if len(arguments) != 1 or not isinstance(code, str):
-            text = f"{name} needs one argument, 'code', which is a text"
-            return ToolText(text, error=True)
+        code = self._tool.function.text(name, arguments)
+        if isinstance(code, ToolText):
+            return code
         async with self._tool.turn():
             try:
                 interpreter, lines = self._running or await self._start()
@@ -170,12 +144,11 @@ class _Session:
             self._done.append((code, result))
             return result
 
+    @override
     async def close(self) -> None:
-        """End the interpreter, if there is one."""
         self._end()
 
     async def _start(self) -> tuple[Interpreter, Lines]:
-        """Start a confined interpreter."""
         options = self._options
         limits = Limits(time_s=options.cpu_limit_s, memory_mb=options.memory_mb)
         interpreter = Interpreter(self._kind, self._seed, limits)
@@ -193,7 +166,6 @@ class _Session:
         return self._running
 
     async def _ask(self, interpreter: Interpreter, lines: Lines, code: str) -> ToolText:
-        """Run a piece, with an eye on its threads."""
         nonce, most = secrets.token_hex(8), self._options.max_bytes
         if not lines.quiet:
             raise NotSaid("it ended or spoke between two calls", ended=True)
@@ -215,7 +187,7 @@ class _Session:
         return ToolText(cut(text, most + 100), error=answer.get("error") is not False)
 
     async def _lost(self, interpreter: Interpreter, error: NotSaid, code: str) -> ToolText:
-        """What to tell instead of an answer that an interpreter has not given."""
+        """Describe the loss of an interpreter in place of its answer."""
         exit_code = self._end(_END_S if error.ended else 0.0)
         done, self._done = self._done, []
         if interpreter.was_killed:
@@ -231,11 +203,7 @@ class _Session:
         return ToolText(f"{error}; {_GONE}", error=True)
 
     async def _again(self, done: Sequence[tuple[str, ToolText]], code: str) -> ToolText | None:
-        """A piece in another interpreter, which has done all that the killed one had.
-
-        Returns:
-            What it says; None if that one has ended as well, or is not as the other was.
-        """
+        """A piece in another interpreter, which has done all that the killed one had."""
         told: list[tuple[str, ToolText]] = []
         try:
             interpreter, lines = await self._start()
@@ -254,7 +222,6 @@ class _Session:
         return told[-1][1]
 
     def _end(self, wait_s: float = 0.0) -> int | None:
-        """Kill the interpreter, unless it ends by itself within this time; its exit code."""
         if self._running is None:
             return None
         interpreter, _ = self._running
@@ -268,7 +235,6 @@ class _Session:
 
 
 async def _confined(interpreter: Interpreter) -> None:
-    """Wait until an interpreter is confined; kill it if it is not."""
     try:
         deadline = asyncio.get_running_loop().time() + START_S
         await ready(interpreter.verdict, deadline)

@@ -6,32 +6,88 @@ each call is answered where it is made, in about as much time as the query's wor
 
 from __future__ import annotations
 
+import heapq
+import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+
+from typing_extensions import override
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
 from ...data.file_task import file_rows
 from ...data.row_parts import BadPart
-from .bm25 import Bm25
-from .tool import Tool, ToolSession, ToolText
+from .tool import TextFunction, Tool, ToolSession, ToolText
+
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class SearchHit:
+    """The index of a text that fits, and how well it does, above 0."""
+
+    place: int
+    score: float
+
+
+def words_of(text: str) -> list[str]:
+    """Split a text into words."""
+    return _WORD.findall(text.casefold())
+
+
+class Bm25:
+    """An index of texts.
+
+    The score of a text d for a query q is that of Robertson and Zaragoza, The Probabilistic
+    Relevance Framework: BM25 and Beyond (2009), equation 3.15, summed over the different words t of
+    the query:
+
+        sum_t idf(t) * tf(t, d) / (tf(t, d) + k1 * (1 - b + b * |d| / mean |d|))
+
+    where tf(t, d) is how often t stands in d and |d| the number of words of d. As in Lucene,
+    idf(t) = ln(1 + (N - n(t) + 0.5) / (n(t) + 0.5)), with n(t) of N texts having t, which is above
+    0 also for a word that most texts have.
+    """
+
+    def __init__(self, texts: Sequence[str], *, k1: float = 1.2, b: float = 0.75) -> None:
+        self.k1, self.b = k1, b
+        check_range(self, "k1", at_least=0)
+        check_range(self, "b", at_least=0, at_most=1)
+        self._weights: dict[str, list[tuple[int, float]]] = {}
+        lengths = [len(words_of(text)) for text in texts]
+        mean = sum(lengths) / len(lengths) if sum(lengths) else 1.0
+        for place, text in enumerate(texts):
+            norm = k1 * (1 - b + b * lengths[place] / mean)
+            for word, count in Counter(words_of(text)).items():
+                self._weights.setdefault(word, []).append((place, count / (count + norm)))
+        self._num_texts = len(texts)
+
+    def find(self, query: str, most: int) -> list[SearchHit]:
+        """Return the texts that fit best, the best first; none without a word of the query."""
+        scores: dict[int, float] = {}
+        for word in dict.fromkeys(words_of(query)):
+            having = self._weights.get(word, ())
+            rest = self._num_texts - len(having)
+            idf = math.log(1 + (rest + 0.5) / (len(having) + 0.5))
+            for place, weight in having:
+                scores[place] = scores.get(place, 0.0) + idf * weight
+        best = heapq.nsmallest(most, scores.items(), key=lambda one: (-one[1], one[0]))
+        return [SearchHit(place, score) for place, score in best]
+
 
 NOTHING = "nothing was found"
-"""What a search without a result says."""
+"""The result of a search that finds nothing."""
 
-_LONGEST_QUERY = 1000
-"""Characters; who asks for more has not understood what a query is."""
+_LONGEST_QUERY = 1000  # characters; who asks for more has not understood what a query is
 _DESCRIPTION = "Search a collection of texts and read those that fit the query best."
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchTools:
-    """The tool `search(query)`.
-
-    Raises:
-        ValueError: If a number is out of range.
-    """
+    """The tool `search(query)`."""
 
     path: str | None = None
     """JSONL with a `text` in each row, and a `title` that is searched and shown before it if there
@@ -55,12 +111,6 @@ class SearchTools:
         check_range(self, "b", at_least=0, at_most=1)
 
     def build(self) -> Tool:
-        """Read and index the texts.
-
-        Raises:
-            ConfigError: If the name is no identifier, there are no texts or two places of them, or
-                the file cannot be read or has a row without a text.
-        """
         if not self.name.isidentifier():
             raise ConfigError(f"name '{self.name}' is no name\n    use letters, digits and _")
         if (self.path is None) == (not self.texts):
@@ -75,7 +125,6 @@ class SearchTools:
 
 
 def _texts_of(path: str) -> Iterator[str]:
-    """What stands in each row: its title, a colon, and its text."""
     for where, row in file_rows(path):
         fields = cast("Mapping[str, object]", row if isinstance(row, Mapping) else {})
         title, text = fields.get("title") or "", fields.get("text")
@@ -88,62 +137,33 @@ def _texts_of(path: str) -> Iterator[str]:
         yield f"{title}: {text}" if title else text
 
 
-class SearchTool:
-    """An index of texts; a `Tool`, and the session of every conversation, which is not remembered.
-
-    Args:
-        options: Limits.
-        texts: What is searched.
-
-    Attributes:
-        deterministic: True.
-    """
-
-    deterministic = True
+class SearchTool(Tool, ToolSession):
+    """An index of texts, and the session of every conversation, which is not remembered."""
 
     def __init__(self, options: SearchTools, texts: Sequence[str]) -> None:
         self._options, self._texts = options, tuple(texts)
         self._index = Bm25(self._texts, k1=options.k1, b=options.b)
-
-    @property
-    def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """Of the one function."""
-        query = {"type": "string", "description": "A few words."}
-        parameters = {"type": "object", "properties": {"query": query}, "required": ["query"]}
-        function = {
-            "name": self._options.name,
-            "description": _DESCRIPTION,
-            "parameters": parameters,
-        }
-        return ({"type": "function", "function": function},)
+        self._function = TextFunction(options.name, _DESCRIPTION, "query", "A few words.")
+        self.schemas = self._function.schemas
 
     def search(self, query: str) -> str:
-        """The texts that fit best, one below the other, or that there are none."""
         found = self._index.find(query, self._options.num_results)
-        shown = [self._shown(self._texts[one.place]) for one in found]
+        most, texts = self._options.max_chars, [self._texts[one.place] for one in found]
+        shown = [text if len(text) <= most else f"{text[:most]}..." for text in texts]
         return "\n".join(shown) or NOTHING
 
+    @override
     def open(self, seed: int) -> ToolSession:
-        """Begin a conversation."""
         return self
 
+    @override
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
-        """Search, or say what is wrong with the call."""
-        if name != self._options.name:
-            return ToolText(f"there is no tool {name!r}", error=True)
-        query = arguments.get("query")
-        if len(arguments) != 1 or not isinstance(query, str):
-            return ToolText(f"{name} needs one argument, 'query', which is a text", error=True)
+        query = self._function.text(name, arguments)
+        if isinstance(query, ToolText):
+            return query
         if not query.strip():
             return ToolText("the query is empty", error=True)
         if len(query) > _LONGEST_QUERY:
             text = f"a query has at most {_LONGEST_QUERY} characters, and this one {len(query)}"
             return ToolText(text, error=True)
         return ToolText(self.search(query))
-
-    async def close(self) -> None:
-        """Nothing is open."""
-
-    def _shown(self, text: str) -> str:
-        most = self._options.max_chars
-        return text if len(text) <= most else f"{text[:most]}..."

@@ -27,17 +27,12 @@ Score = Callable[[str], Awaitable[float | None] | float | None]
 """From what a model answered to its reward; it may wait for something."""
 
 _LOG = logging.getLogger("penstock.tools")
-_CLOSE_S = 30.0
-"""Seconds that a tool may take to end a conversation."""
+_CLOSE_S = 30.0  # seconds that a tool may take to end a conversation
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolLimits:
-    """How much a conversation may do.
-
-    Raises:
-        ValueError: If a number is out of range.
-    """
+    """Limits of a conversation."""
 
     max_turns: int = 8
     """The last of them must be the answer: what it calls is not called."""
@@ -62,14 +57,6 @@ class ToolEnvironment:
     A turn counts `tool_calls`, the calls that were made, `tool_errors`, those of them that went
     wrong, `tool_timeouts`, those of these that took too long, `unknown_tools`, `bad_calls`,
     `refused_calls`, those beyond a limit, and `turn_limit`, 1 where the last turn still made calls.
-
-    Args:
-        tools: What may be called.
-        score: Of the answer, which is what the last reply says besides calls.
-        limits: How much may be done; the default ones if not given.
-
-    Raises:
-        ConfigError: If two tools have one name.
     """
 
     def __init__(
@@ -81,7 +68,6 @@ class ToolEnvironment:
         self._num_calls = 0
 
     def reset(self, problem: int, seed: int) -> None:
-        """Begin; tools start what is expensive with their first call."""
         self._num_calls = 0
         for number, tool in enumerate(self._tools):
             try:
@@ -90,9 +76,10 @@ class ToolEnvironment:
                 _LOG.warning("a tool could not begin a conversation: %s", _described(error))
 
     async def step(self, reply: Reply) -> TurnResult:
-        """Make the calls of a turn, or score an answer."""
         if not reply.calls:
-            return TurnResult(reward=await self._scored(reply.content), done=True)
+            score = self._score(reply.content)
+            reward = await score if inspect.isawaitable(score) else score
+            return TurnResult(reward=reward, done=True)
         counts: Counter[str] = Counter()
         last = reply.turn + 1 >= self._limits.max_turns
         messages = [
@@ -109,7 +96,6 @@ class ToolEnvironment:
         )
 
     async def close(self) -> None:
-        """End the conversation in every tool, whatever becomes of it in one."""
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
             try:
@@ -118,14 +104,9 @@ class ToolEnvironment:
             except USER_ERRORS as error:
                 _LOG.warning("a tool could not end a conversation: %s", _described(error))
 
-    async def _scored(self, answer: str) -> float | None:
-        score = self._score(answer)
-        return await score if inspect.isawaitable(score) else score
-
     async def _answer(
         self, number: int, call: ToolCall | BadCall, counts: Counter[str], *, last: bool
     ) -> Message:
-        """What the model is told of a call, which is made if it can be, and counted."""
         if isinstance(call, BadCall):
             counts["bad_calls"] += 1
             return _message("tool", f"Error: this call cannot be read: {call.why}")
@@ -144,7 +125,6 @@ class ToolEnvironment:
         return _message(call.name, f"Error: {result.text}" if result.error else result.text)
 
     def _refusal(self, number: int, *, last: bool) -> str | None:
-        """Which limit a call is beyond, or None."""
         limits = self._limits
         if last:
             return f"a conversation has at most {limits.max_turns} turns"
@@ -180,17 +160,7 @@ class ToolEnvironment:
 
 
 def check_names(tools: Sequence[Tool]) -> dict[str, int]:
-    """Which tool has which name.
-
-    Args:
-        tools: With schemas.
-
-    Returns:
-        Name of a function -> index of the tool that has it.
-
-    Raises:
-        ConfigError: If two have one name.
-    """
+    """Return name -> place of its tool; refuse a name that two tools have."""
     owners: dict[str, int] = {}
     for number, tool in enumerate(tools):
         for schema in tool.schemas:

@@ -10,8 +10,7 @@ import io
 import re
 import unicodedata
 
-from .english import is_emoji
-from .text import bare, instruction, no_punctuation, sentences, tokens
+from .text import bare, instruction, is_emoji, no_punctuation, sentences, tokens
 
 _CLOSING = {")": "(", "]": "[", "}": "{"}
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from .english import CONJUNCTIONS, PRONOUNS, STOP_WORDS, is_verb, syllables
 from .text import (
+    CONJUNCTIONS,
+    PRONOUNS,
+    STOP_WORDS,
     bare,
     count_keyword,
     count_words,
     instruction,
+    is_verb,
     no_punctuation,
     punctuation,
     sentences,
+    syllables,
     tokens,
     words,
 )

@@ -97,11 +97,7 @@ def language_of(text: str) -> str | None:
 
 
 def may_be(text: str, language: str) -> bool:
-    """Whether a text is in a language, as far as can be told: short ones get the benefit of doubt.
-
-    Raises:
-        ValueError: If the language is none of `LANGUAGES`.
-    """
+    """Whether a text is in a language; short ones get the benefit of doubt."""
     code = language.lower().partition("-")[0]
     if code not in LANGUAGES:
         raise ValueError(f"language {language!r} is unknown; known are {', '.join(LANGUAGES)}")

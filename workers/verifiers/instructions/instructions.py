@@ -45,17 +45,7 @@ def known_instructions() -> tuple[str, ...]:
 def follows(
     response: str, instruction: Instruction, *, mode: Mode = "strict", compat: bool = False
 ) -> bool:
-    """Whether a response keeps an instruction; an empty one keeps none.
-
-    Args:
-        response: The text.
-        instruction: What was asked for.
-        mode: See `Mode`.
-        compat: Count keywords as published, as regular expressions that match inside words.
-
-    Raises:
-        ValueError: As `bound_options`.
-    """
+    """Whether a response keeps an instruction; an empty one keeps none."""
     options = bound_options(instruction)
     check = CHECKS[instruction.name]
     if compat and COMPAT in inspect.signature(check).parameters:
@@ -65,11 +55,7 @@ def follows(
 
 
 def bound_options(instruction: Instruction) -> dict[str, Any]:
-    """Return the options as the instruction's check takes them.
-
-    Raises:
-        ValueError: If there is no such instruction, or its options are not the ones it takes.
-    """
+    """Return the options as the instruction's check takes them."""
     if instruction.name not in CHECKS:
         raise ValueError(
             f"there is no instruction '{instruction.name}'"
@@ -123,16 +109,7 @@ def instruction_reward(
 
 
 def instructions_of(answer: str | Mapping[str, Any] | Sequence[Any]) -> list[Instruction]:
-    """Read a problem's instructions.
-
-    Args:
-        answer: JSON, or what it holds: a list of `{"id", "kwargs", "weight", "multiplier"}`, of
-            which only the id is needed, or IFEval's `{"instruction_id_list", "kwargs"}`, where
-            kwargs is a list of the same length.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """Read a problem's instructions."""
     read: Any = json.loads(answer) if isinstance(answer, str) else answer
     if isinstance(read, list) and len(read) == 1 and "instruction_id_list" in read[0]:
         read = read[0]
@@ -167,20 +144,7 @@ def instruction_score(
     compat: bool = False,
     score: Literal["share", "sum", "all"] = "share",
 ) -> float:
-    """A verifier: how far a response keeps the instructions that the answer lists.
-
-    Args:
-        prompt: Not looked at.
-        response: The text.
-        answer: See `instructions_of`.
-        mode: See `Mode`.
-        compat: See `follows`.
-        score: "share" of the weights kept, so that 1 is all of them; their "sum"; or 1 only if
-            "all" are kept.
-
-    Raises:
-        ValueError: If the answer lists no instructions, or one that cannot be checked.
-    """
+    """A verifier: how far a response keeps the instructions that the answer lists."""
     if answer is None:
         raise ValueError("instructions need an answer that lists them as JSON")
     listed = instructions_of(answer)

@@ -16,8 +16,8 @@ from penstock.workers.agents.adapters.gymnasium_text import (
     GymnasiumTextTask,
     GymnasiumTextTaskSpec,
 )
-from penstock.workers.agents.environment import Environment, HasEnvironments, Reply, TurnResult
-from penstock.workers.data.task import Converses, Task, fingerprint, task_alphabet
+from penstock.workers.agents.environment import Environment, Reply, TurnResult
+from penstock.workers.data.task import Task, fingerprint, task_alphabet
 
 LETTERS = "abcdefgh"
 RELEASE = threading.Event()
@@ -107,8 +107,6 @@ def test_the_first_observation_is_the_prompt() -> None:
     task = spec().build()
     assert isinstance(task, GymnasiumTextTask)
     assert isinstance(task, Task)
-    assert isinstance(task, Converses)
-    assert isinstance(task, HasEnvironments)
     prompts = [task.prompt_text(index) for index in (*task.train, *task.held_out)]
     assert len(set(prompts)) == 11
     assert all(len(prompt) == 4 for prompt in prompts)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.adapters.openenv_text import OpenEnvTask, OpenEnvTaskSpec
-from penstock.workers.agents.environment import HasEnvironments, Reply, TurnResult
-from penstock.workers.data.task import Converses, Task, fingerprint
+from penstock.workers.agents.environment import Reply, TurnResult
+from penstock.workers.data.task import Task, fingerprint
 
 pytest.importorskip("openenv.core", reason="an extra: penstock-rl[openenv]")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -97,8 +97,6 @@ def converse(task: OpenEnvTask, index: int, *said: str) -> list[TurnResult]:
 def test_the_first_observation_is_the_prompt(url: str) -> None:
     task = spec(url).build()
     assert isinstance(task, Task)
-    assert isinstance(task, Converses)
-    assert isinstance(task, HasEnvironments)
     prompts = {task.prompt_text(index) for index in (*task.train, *task.held_out)}
     assert len(prompts) == 6
     assert all(len(prompt) == 4 for prompt in prompts)

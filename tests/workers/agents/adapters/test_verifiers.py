@@ -13,12 +13,11 @@ from penstock.workers.agents.adapters.verifiers_task import VerifiersTaskSpec
 from penstock.workers.agents.environment import (
     BadCall,
     Environment,
-    HasEnvironments,
     Reply,
     ToolCall,
     TurnResult,
 )
-from penstock.workers.data.task import Converses, Task, fingerprint
+from penstock.workers.data.task import Task, fingerprint
 
 # Not "verifiers": pytest takes the folder of tests of that name for it.
 pytest.importorskip("verifiers.envs", reason="an extra: penstock-rl[verifiers]")
@@ -113,8 +112,6 @@ def converse(environment: Environment, *replies: Reply | str) -> list[TurnResult
 def test_rows_become_problems() -> None:
     task = spec().build()
     assert isinstance(task, Task)
-    assert isinstance(task, Converses)
-    assert isinstance(task, HasEnvironments)
     train = [task.prompt_text(index) for index in task.train]
     held_out = [task.prompt_text(index) for index in task.held_out]
     assert held_out == ["a0?", "b0?", "a1?", "b1?"]

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from penstock.workers.agents.programs.chat_request import Refused, message_key, read_request
+from penstock.workers.agents.programs.chat_api import Refused, message_key, read_request
 
 HELLO = {"role": "user", "content": "hello"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

@@ -232,7 +232,7 @@ def test_a_score_that_is_no_number_costs_its_conversation(
     def outcome(problem: int, answer: str) -> Any:
         return next(scores)
 
-    monkeypatch.setattr(talk.agent._other_side, "outcome", outcome)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(talk.agent._task, "outcome", outcome)  # pyright: ignore[reportPrivateUsage]
     held = talk.hold()
     assert [ENDINGS[ending] for ending in held.ending.tolist()].count("failed") == 1
     assert int(held.score.isnan().sum()) == 2  # nan says that there is none, "much" says nothing

@@ -15,10 +15,10 @@ from penstock.algorithms.roles import Sampling
 from penstock.algorithms.roles.agents import Turn, TurnRequest
 from penstock.workers.agents.conversation import Conversation, Exchange, as_table
 from penstock.workers.agents.environment import Reply
-from penstock.workers.agents.programs.chat_request import Refused, read_request
-from penstock.workers.agents.programs.sequences import Sequences
+from penstock.workers.agents.programs.chat_api import Refused, read_request
+from penstock.workers.agents.programs.sequences import ProgramSequences
 from penstock.workers.agents.rendering import TurnRenderer
-from penstock.workers.agents.tasks.conversation_task import TURNS
+from penstock.workers.data.chat import TURNS
 from penstock.workers.models.tokenizer import PRINTABLE, Tokenizer, TokenizerSpec
 
 CHATML = (
@@ -60,7 +60,7 @@ def tokenizer_of(template: str) -> Tokenizer:
 
 def sequences_of(
     tokenizer: Tokenizer, sampler: Sampler, *, rows: int = 40, max_turns: int = 40
-) -> Sequences:
+) -> ProgramSequences:
     def reply(number: int, token: torch.Tensor, finished: bool) -> Reply:
         ids = [one for one in token.tolist() if one != tokenizer.eos_id]
         text = tokenizer.decode(ids)
@@ -74,7 +74,7 @@ def sequences_of(
         seed=lambda problem, sample, turn: turn,
         limit_s=1.0,
     )
-    return Sequences(
+    return ProgramSequences(
         lambda row: Conversation(row, 0, 0, [], []),
         range(rows),
         exchange,
@@ -85,7 +85,7 @@ def sequences_of(
     )
 
 
-async def wander(sequences: Sequences, seed: int, num_requests: int) -> None:
+async def wander(sequences: ProgramSequences, seed: int, num_requests: int) -> None:
     """Ask again and again: to go on, to part from what was said, anew, and several at once."""
     rng = random.Random(seed)
     known: list[list[dict[str, str]]] = [[]]
@@ -138,7 +138,7 @@ def test_what_was_sampled_is_trained_once(template: str, seed: int, num_requests
         assert bool(held.mask[place, own].all())
 
 
-def ask(sequences: Sequences, *messages: tuple[str, str], **fields: Any) -> Any:
+def ask(sequences: ProgramSequences, *messages: tuple[str, str], **fields: Any) -> Any:
     said = [{"role": role, "content": content} for role, content in messages]
     return asyncio.run(
         sequences.answer(read_request(json.dumps({"messages": said, **fields}).encode()))

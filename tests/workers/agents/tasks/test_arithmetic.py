@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.workers.agents.tasks.arithmetic import BadExpression, evaluate
+from penstock.workers.agents.tasks.calculator import BadExpression, evaluate
 
 
 @pytest.mark.parametrize(

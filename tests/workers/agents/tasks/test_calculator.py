@@ -7,9 +7,13 @@ import re
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import BadCall, Reply, ToolCall
-from penstock.workers.agents.tasks.arithmetic import evaluate
-from penstock.workers.agents.tasks.calculator import CalculatorEnvironment, CalculatorTaskSpec
+from penstock.workers.agents.tasks.calculator import (
+    CalculatorEnvironment,
+    CalculatorTaskSpec,
+    evaluate,
+)
 from penstock.workers.agents.tasks.generated_task import play
+from penstock.workers.data.chat import TURNS
 from penstock.workers.data.sources import DemonstrationSource
 from penstock.workers.data.task import task_alphabet
 from penstock.workers.models.tokenizer import TokenizerSpec
@@ -118,9 +122,7 @@ def test_specs_that_are_refused(spec: CalculatorTaskSpec, message: str) -> None:
 
 def test_rows_to_imitate_train_the_turns_of_the_assistant_with_their_ends() -> None:
     task = CalculatorTaskSpec(num_train=16, num_held_out=4).build()
-    tokenizer = TokenizerSpec(
-        alphabet=task_alphabet(task), chat_template=task.chat_template
-    ).build()
+    tokenizer = TokenizerSpec(alphabet=task_alphabet(task), chat_template=TURNS).build()
     source = DemonstrationSource(task, tokenizer, batch_size=16, seed=0)
     batch = source.batch(0)
     seen: set[str] = set()

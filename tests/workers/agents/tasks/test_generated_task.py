@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import (
     BadCall,
-    HasEnvironments,
     Reply,
     ToolCall,
     TurnResult,
@@ -24,10 +23,8 @@ from penstock.workers.agents.tasks.search_task import SearchTaskSpec
 from penstock.workers.agents.tasks.table_questions import TableQuestionsSpec
 from penstock.workers.agents.tasks.twenty_questions import TwentyQuestionsTaskSpec
 from penstock.workers.agents.tools.python_tool import PythonTools
+from penstock.workers.data.chat import TURNS
 from penstock.workers.data.task import (
-    Converses,
-    HasReplies,
-    HasTemplate,
     Task,
     fingerprint,
     task_alphabet,
@@ -80,11 +77,7 @@ names = pytest.mark.parametrize("name", list(TASKS))
 def test_is_all_that_a_conversation_task_is(name: str) -> None:
     task = TASKS[name]
     assert isinstance(task, Task)
-    assert isinstance(task, Converses)
-    assert isinstance(task, HasReplies)
-    assert isinstance(task, HasEnvironments)
-    assert isinstance(task, HasTemplate)
-    assert task.deterministic
+    assert (task.converses, task.deterministic) == (True, True)
 
 
 @names
@@ -213,7 +206,7 @@ def test_every_character_of_a_conversation_is_in_the_alphabet(name: str) -> None
 @names
 def test_a_conversation_is_rendered_with_an_end_for_every_turn(name: str) -> None:
     task = TASKS[name]
-    spec = TokenizerSpec(alphabet=task_alphabet(task), chat_template=task.chat_template)
+    spec = TokenizerSpec(alphabet=task_alphabet(task), chat_template=TURNS)
     tokenizer = spec.build()
     (replies,) = task.replies(3) or [[]]
     messages = [*(task.messages(3) or []), *replies]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.workers.agents.tools.bm25 import Bm25, Found, words_of
+from penstock.workers.agents.tools.search_tool import Bm25, SearchHit, words_of
 
 TEXTS = ["a b", "a a c", "d"]
 """Three texts of 2, 3 and 1 words, so of 2 in the mean."""
@@ -84,4 +84,4 @@ def test_scores_fall_and_are_above_zero(texts: list[str], query: str) -> None:
 
 def test_what_is_found_is_a_value() -> None:
     assert Bm25(["a"]).find("a", 1) == Bm25(["a"]).find("a", 1)
-    assert isinstance(Bm25(["a"]).find("a", 1)[0], Found)
+    assert isinstance(Bm25(["a"]).find("a", 1)[0], SearchHit)

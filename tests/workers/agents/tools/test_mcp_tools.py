@@ -146,9 +146,9 @@ def test_a_call_that_takes_long_is_given_up_and_the_server_kept() -> None:
 
 
 def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.workers.agents.tools import mcp_server
+    from penstock.workers.agents.tools import mcp_tools
 
-    monkeypatch.setattr(mcp_server, "ANSWER_S", 0.2)
+    monkeypatch.setattr(mcp_tools, "ANSWER_S", 0.2)
     server = Server(McpTools(command=BAD, time_limit_s=1, max_restarts=1))
 
     assert server.call("hang").timed_out

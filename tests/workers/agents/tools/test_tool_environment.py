@@ -11,7 +11,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import BadCall, Environment, Reply, ToolCall, TurnResult
 from penstock.workers.agents.tools.functions import QuickFunctions
 from penstock.workers.agents.tools.parsing import parse_calls
-from penstock.workers.agents.tools.tool import ToolSession, ToolText
+from penstock.workers.agents.tools.tool import Tool, ToolSession, ToolText
 from penstock.workers.agents.tools.tool_environment import (
     ToolEnvironment,
     ToolLimits,
@@ -39,36 +39,28 @@ def _talk(environment: ToolEnvironment, *replies: Reply) -> list[TurnResult]:
     return asyncio.run(talk())
 
 
-class Bad:
+class Bad(Tool):
     """A tool whose functions are given, and may do anything."""
-
-    deterministic = True
 
     def __init__(self, **functions: Callable[[], Awaitable[Any]]) -> None:
         self._functions = functions
         self.closed: list[int] = []
-
-    @property
-    def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        return tuple({"type": "function", "function": {"name": one}} for one in self._functions)
+        self.schemas = tuple({"type": "function", "function": {"name": one}} for one in functions)
 
     def open(self, seed: int) -> ToolSession:
         if "unopened" in self._functions:
             raise RuntimeError("not today")
         return BadSession(self._functions, self.closed, seed)
 
-    async def close(self) -> None:
-        pass
 
-
-class BadSession:
+class BadSession(ToolSession):
     def __init__(
         self, functions: Mapping[str, Callable[[], Awaitable[Any]]], closed: list[int], seed: int
     ) -> None:
         self._functions, self._closed, self._seed = functions, closed, seed
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Awaitable[ToolText]:
-        return self._functions[name]()
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
+        return await self._functions[name]()
 
     async def close(self) -> None:
         self._closed.append(self._seed)

@@ -1,26 +1,22 @@
-"""What a client of the chat completions API asks for, checked, as chat templates take it.
-
-Fields that say how to sample are the run's to decide: a policy is trained on what it samples, so
-those are noted and left aside. Whatever else would change the answer and cannot be done is refused.
-"""
+"""Chat completions in OpenAI's format: reading requests, and writing replies."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 from ...data.task import Message
-from ..environment import BadCall
-from ..tools.call_values import call_of, read_json
+from ..environment import BadCall, Reply, ToolCall
+from ..tools.parsing import call_of, read_json
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "logit_bias"),
 )
-"""How tokens are drawn: the run's to say."""
+"""Options of sampling, which the run decides."""
 _WITHOUT_EFFECT = frozenset(
     (
         *("model", "messages", "tools", "stream", "stream_options", "logprobs", "max_tokens"),
@@ -42,7 +38,7 @@ _ONE_VALUE: Mapping[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """Why a request is not answered.
+    """A request that is not answered.
 
     Attributes:
         status: Of the HTTP response.
@@ -82,11 +78,7 @@ class ChatRequest:
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """The request in a body.
-
-    Raises:
-        Refused: If there is none, or one that cannot be answered as it says.
-    """
+    """Read the request in a body."""
     given = _object(body)
     for name, allowed in _ONE_VALUE.items():
         if given.get(name) not in allowed:
@@ -120,7 +112,7 @@ def read_request(body: bytes) -> ChatRequest:
 
 
 def message_key(message: Message) -> str:
-    """What tells a message from others; clients may number calls anew, and strip texts."""
+    """Identify a message; clients may number calls anew, and strip texts."""
     calls = [
         (call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls", ())
@@ -146,7 +138,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _message(given: Any, at: str) -> Message:
-    """A message as chat templates take it."""
+    """Read a message as chat templates take it."""
     role = given.get("role") if isinstance(given, dict) else None
     if role not in _ROLES:
         _refuse(f"'{at}.role' is {_shown(role)}; one of {', '.join(_ROLES)} is expected")
@@ -169,7 +161,7 @@ def _message(given: Any, at: str) -> Message:
 
 
 def _text(content: Any, at: str) -> str:
-    """A content, which may be in parts."""
+    """Join a content, which may be in parts."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -228,3 +220,131 @@ def _shown(value: Any) -> str:
 
 def _refuse(why: str) -> NoReturn:
     raise Refused(why)
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """A turn of the policy.
+
+    Attributes:
+        name: Tells it from all others of the run.
+        reply: What it said.
+        with_calls: Whether calls are read as such.
+        pieces: Text of each sampled token.
+        logprobs: And its log-probability.
+        num_prompt_tokens: What it had read before.
+    """
+
+    name: str
+    reply: Reply
+    with_calls: bool
+    pieces: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    num_prompt_tokens: int
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """Its calls; what looks like a call and is none stays in the text."""
+        calls = tuple(call for call in self.reply.calls if isinstance(call, ToolCall))
+        return calls if self.with_calls and len(calls) == len(self.reply.calls) else ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        if not self.calls:
+            return {"role": "assistant", "content": self.reply.text}
+        made = [{"name": call.name, "arguments": dict(call.arguments)} for call in self.calls]
+        return {
+            "role": "assistant",
+            "content": self.reply.content,
+            "tool_calls": [{"type": "function", "function": one} for one in made],
+        }
+
+    @property
+    def finish_reason(self) -> str:
+        if self.calls:
+            return "tool_calls"
+        return "stop" if self.reply.finished else "length"
+
+
+def completion(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
+    """Write the answer as one object."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.message["content"]}
+    message["refusal"] = None
+    if answer.calls:
+        message["tool_calls"] = _tool_calls(answer)
+    choice = {
+        "index": 0,
+        "message": message,
+        "logprobs": _logprobs(answer) if request.logprobs else None,
+        "finish_reason": answer.finish_reason,
+    }
+    return {
+        **_head(answer, request, "chat.completion"),
+        "choices": [choice],
+        "usage": _usage(answer),
+    }
+
+
+def events(answer: ChatAnswer, request: ChatRequest) -> Iterator[str]:
+    """Write the answer as server-sent events."""
+    head = _head(answer, request, "chat.completion.chunk")
+
+    def event(delta: Mapping[str, Any], reason: str | None = None, own: slice = slice(0)) -> str:
+        shown = _logprobs(answer, own) if request.logprobs and own != slice(0) else None
+        choice = {"index": 0, "delta": delta, "logprobs": shown, "finish_reason": reason}
+        return f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
+
+    yield event({"role": "assistant", "content": ""})
+    if answer.calls:
+        calls = [{"index": n, **call} for n, call in enumerate(_tool_calls(answer))]
+        delta = {"content": answer.message["content"], "tool_calls": calls}
+        yield event(delta, own=slice(None))
+    elif "".join(answer.pieces) == answer.reply.text:
+        for number, text in enumerate(answer.pieces):
+            yield event({"content": text}, own=slice(number, number + 1))
+    else:  # a character of several tokens: they spell it together alone
+        yield event({"content": answer.reply.text}, own=slice(None))
+    yield event({}, answer.finish_reason)
+    if request.include_usage:
+        yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(answer)})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def error_body(refused: Refused) -> dict[str, Any]:
+    """Describe a refusal as clients of the API read it."""
+    kind = "authentication_error" if refused.status == 401 else "invalid_request_error"
+    return {"error": {"message": str(refused), "type": kind, "param": None, "code": refused.code}}
+
+
+def _head(answer: ChatAnswer, request: ChatRequest, kind: str) -> dict[str, Any]:
+    # No time: the same turn is the same answer.
+    name = request.model or "policy"
+    return {"id": f"chatcmpl-{answer.name}", "object": kind, "created": 0, "model": name}
+
+
+def _tool_calls(answer: ChatAnswer) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"call_{answer.name}_{n}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+        }
+        for n, call in enumerate(answer.calls)
+    ]
+
+
+def _logprobs(answer: ChatAnswer, own: slice = slice(None)) -> dict[str, Any]:
+    """Describe all sampled tokens, or some."""
+    found = zip(answer.pieces[own], answer.logprobs[own], strict=True)
+    return {
+        "content": [
+            {"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []}
+            for text, logprob in found
+        ],
+        "refusal": None,
+    }
+
+
+def _usage(answer: ChatAnswer) -> dict[str, int]:
+    read, said = answer.num_prompt_tokens, len(answer.logprobs)
+    return {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said}

@@ -203,7 +203,6 @@ def _checked(result: Any) -> TurnResult:
 
 
 def as_table(held: Sequence[Conversation]) -> Conversations:
-    """Conversations that have ended as rows, in their order."""
     width = max((len(one.tokens) for one in held), default=0)
     shape = (len(held), width)
     tokens = torch.full(shape, -1, dtype=torch.int64)

@@ -128,7 +128,6 @@ class AgentWorker(Agent):
         max_turns: int,
         branch: bool,
     ) -> Conversations:
-        """See `Agent.hold`."""
         if branch:
             self._check_branches()
         problems = checked_problems(self._task, prompt_id)

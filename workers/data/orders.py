@@ -42,7 +42,6 @@ class Order:
 
     @property
     def reads_rates(self) -> bool:
-        """Whether it needs pass rates."""
         return self.kind != "shuffled" or self.pass_rates != (0.0, 1.0)
 
 
@@ -88,7 +87,6 @@ def step_rows(
     order: Order = SHUFFLED,
     report: DataReport | None = None,
 ) -> StepRows:
-    """Build the rows of a source."""
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}\n    use at least 1 {what} per step")
     rates = _rates(problems, task) if order.reads_rates else {}

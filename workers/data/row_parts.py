@@ -159,7 +159,6 @@ class _Exchange:
             self._prompt = self._in_common(written["chosen"], written["rejected"])
 
     def parts(self) -> dict[str, str]:
-        """The columns; see `good_rows`."""
         if isinstance(self._prompt, str):
             return {"messages": "", "replies": "", "prompt": self._prompt, **self._texts()}
         field = self._columns.messages or self._columns.prompt or self._columns.chosen or ""

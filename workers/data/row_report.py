@@ -60,7 +60,6 @@ class DataReport:
         return self.num_kept + self.num_bad
 
     def keep(self, count: int = 1) -> None:
-        """Count `count` more rows as kept."""
         self.num_kept += count
 
     def reject(self, where: str, reason: str, detail: str = "") -> None:
@@ -81,7 +80,6 @@ class DataReport:
         return both
 
     def check(self, max_bad_fraction: float) -> None:
-        """Refuse data of which too much is bad."""
         if self.num_rows == 0:
             raise ConfigError(f"{self.source} has no rows\n    give a file with at least one row")
         if self.num_kept == 0:
@@ -96,7 +94,6 @@ class DataReport:
             )
 
     def with_lengths(self, lengths: Mapping[str, Sequence[int]], num_held_out: int) -> str:
-        """One line: rows that are used, and how long they are."""
         share = self.num_bad / max(self.num_rows, 1)
         held_out = f" ({num_held_out} held out)" if num_held_out else ""
         parts = [f"{self.source}: {self.num_kept} rows{held_out}, {share:.1%} left out"]

@@ -72,7 +72,17 @@ class SampleLog(Role):
         self._has_warned = False
 
     def record(self, tokens: Tensor, mask: Tensor, **columns: Tensor) -> None:
-        """Keep the first rows of a step."""
+        """Keep the first rows of a step.
+
+        Args:
+            tokens: i64[rows, T], prompt and response, padded on the right with -1.
+            mask: bool[rows, T], True on the response.
+            **columns: More of these rows, by the name they get; per token, their mean is kept, and
+                of "version" (i64[rows, T], which weights sampled each token) the ends. Of
+                conversations "turn" (i64[rows, T], -1 outside turns) and "turn_reward" (f32[rows,
+                T]) tell the turns, and "piece" (i64[rows]) which of its conversation's rows each
+                is, if one has several.
+        """
         if not self._writes:
             return
         count = self._spec.max_rows

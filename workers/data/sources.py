@@ -317,7 +317,6 @@ class PromptSource(TaskSource):
         return [index for index in problems if index in self._rows_of]
 
     def asked(self, problems: Sequence[int]) -> Prompts:
-        """Return the prompts of some usable problems."""
         return Prompts(
             prompt=pad_rows(self._rows_of[index][0].ids for index in problems),
             prompt_id=torch.tensor(problems, dtype=torch.int64),
@@ -340,7 +339,6 @@ class DemonstrationSource(TaskSource):
         return self._table(self._rows.at(step))
 
     def held_out(self) -> Demonstrations | None:
-        """Return all held-out demonstrations; None if there are none."""
         return self._table(self._held_out) if self._held_out else None
 
     def _table(self, problems: Sequence[int]) -> Demonstrations:

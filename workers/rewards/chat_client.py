@@ -132,7 +132,6 @@ class ChatClient:
             logging.getLogger(name).setLevel(logging.WARNING)
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The model's answer."""
         asked = {
             **self._options.extra,
             "model": self._options.model,

@@ -145,7 +145,6 @@ class Judge(Reward):
         )
 
     def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
-        """Ask about each row's response, several at a time."""
         problems = checked_problems(self._task, prompt_id)
         responses = self._tokenizer.decode_responses(tokens, mask)
         asked = [self._messages(i, text) for i, text in zip(problems, responses, strict=True)]

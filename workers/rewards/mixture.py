@@ -95,7 +95,6 @@ class MixtureSpec:
             raise ValueError("output 'passed' needs a part with at_least, which is a constraint")
 
     def checked(self) -> dict[str, MixturePart]:
-        """The parts as such."""
         parts = {name: _part(name, given) for name, given in self.parts.items()}
         for name, part in parts.items():
             if ":" not in part.worker and part.worker != _LEARNED:
@@ -244,7 +243,6 @@ class Mixture(Reward):
         )
 
     def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
-        """Score by every part and combine: f32[rows]."""
         scores: dict[str, torch.Tensor] = {}
         rows = float(len(tokens))
         passed = torch.ones(len(tokens), device=tokens.device)

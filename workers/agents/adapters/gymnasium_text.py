@@ -80,7 +80,6 @@ class GymnasiumTextTaskSpec(GeneratedSpec):
 
     @one_process()
     def make(self) -> TextEnvironment:
-        """A new environment."""
         try:
             module, _, name = self.env.rpartition(":")
             found = getattr(import_module(module), name, None) if module else None
@@ -161,7 +160,6 @@ class TextEpisode(PlainEnvironment):
         _first_observation(self._env, self._seed)
 
     def step(self, reply: Reply) -> TurnResult:
-        """Take all that the policy said as the action."""
         if self._env is None:
             raise RuntimeError("step() before reset()")
         if not reply.finished:

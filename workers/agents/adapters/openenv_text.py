@@ -94,7 +94,6 @@ class OpenEnvTask(GeneratedTask[Seeded]):
         return problem.prompt
 
     def begin(self, index: int) -> NoReturn:
-        """Never: a server is waited for."""
         raise ConfigError(
             f"task '{self.task_id}' scores whole conversations only\n"
             "    train it with an algorithm that converses"

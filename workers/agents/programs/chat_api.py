@@ -78,7 +78,6 @@ class ChatRequest:
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Read the request in a body."""
     given = _object(body)
     for name, allowed in _ONE_VALUE.items():
         if given.get(name) not in allowed:
@@ -138,7 +137,6 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _message(given: Any, at: str) -> Message:
-    """Read a message as chat templates take it."""
     role = given.get("role") if isinstance(given, dict) else None
     if role not in _ROLES:
         _refuse(f"'{at}.role' is {_shown(role)}; one of {', '.join(_ROLES)} is expected")
@@ -267,7 +265,6 @@ class ChatAnswer:
 
 
 def completion(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
-    """Write the answer as one object."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.message["content"]}
     message["refusal"] = None
     if answer.calls:
@@ -286,7 +283,6 @@ def completion(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
 
 
 def events(answer: ChatAnswer, request: ChatRequest) -> Iterator[str]:
-    """Write the answer as server-sent events."""
     head = _head(answer, request, "chat.completion.chunk")
 
     def event(delta: Mapping[str, Any], reason: str | None = None, own: slice = slice(0)) -> str:
@@ -311,7 +307,6 @@ def events(answer: ChatAnswer, request: ChatRequest) -> Iterator[str]:
 
 
 def error_body(refused: Refused) -> dict[str, Any]:
-    """Describe a refusal as clients of the API read it."""
     kind = "authentication_error" if refused.status == 401 else "invalid_request_error"
     return {"error": {"message": str(refused), "type": kind, "param": None, "code": refused.code}}
 
@@ -334,7 +329,6 @@ def _tool_calls(answer: ChatAnswer) -> list[dict[str, Any]]:
 
 
 def _logprobs(answer: ChatAnswer, own: slice = slice(None)) -> dict[str, Any]:
-    """Describe all sampled tokens, or some."""
     found = zip(answer.pieces[own], answer.logprobs[own], strict=True)
     return {
         "content": [

@@ -138,7 +138,6 @@ async def _body(request: Request) -> bytes:
 
 
 def check_extra() -> ModuleType:
-    """Import the server's package."""
     try:
         import_module("starlette")
         return import_module("uvicorn")

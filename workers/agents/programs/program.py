@@ -219,7 +219,6 @@ class ProgramHolder:
         sampling: Sampling,
         max_turns: int,
     ) -> list[Conversation]:
-        """Hold all of them at once."""
         endpoint = Endpoint()
         made = [self._sequences(one, exchange, sampling, max_turns) for one in begun]
         room = asyncio.Semaphore(self.task.max_running)
@@ -303,7 +302,6 @@ def _release(floor: Floor, sequences: ProgramSequences) -> None:
 
 
 def _earned(earned: Any) -> float | None:
-    """Score an answer; None if it cannot be scored."""
     try:
         return as_score(earned)
     except ValueError as error:

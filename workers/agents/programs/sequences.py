@@ -99,7 +99,6 @@ class ProgramSequences:
         self.counts: Counter[str] = Counter()
 
     async def answer(self, request: ChatRequest) -> ChatAnswer:
-        """Have the turn that a request asks for sampled."""
         if self._num_turns == self._max_turns:
             self._end("last turn", f"this conversation has had its {self._max_turns} turns")
         name = self._name(request)

@@ -157,7 +157,6 @@ class CalculatorTask(GeneratedTask[str]):
         return CalculatorEnvironment(evaluate(self.problem(index)), self.spec.max_turns)
 
     def turns(self, problem: str, rng: random.Random) -> list[str] | None:
-        """Call the calculator with the whole expression, and copy what it says; or know it."""
         if rng.random() >= self.spec.expert_calls:
             return [str(evaluate(problem))]
         return [f"[{problem}]", str(evaluate(problem))]

@@ -221,7 +221,6 @@ class ToolQuestionsSpec(GeneratedSpec):
 
 
 def check_template(spec: ToolQuestionsSpec) -> None:
-    """Require a place for the question in the prompt."""
     if "{question}" not in spec.prompt_template:
         raise ConfigError(
             f"'task.prompt_template' is {spec.prompt_template!r}, which has no place for the "
@@ -266,7 +265,6 @@ class ToolQuestions(GeneratedTask[P]):
         return self._options.prompt_template.replace("{question}", self.question(problem))
 
     def turns(self, problem: P, rng: random.Random) -> list[str] | None:
-        """Call the tool and say what follows from its results; or know the answer."""
         known = rng.random() >= self._options.expert_calls
         return [*(() if known else self.calls(problem)), self.answer(problem)]
 

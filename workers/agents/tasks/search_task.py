@@ -55,7 +55,6 @@ class Town:
 
 
 def make_towns(num_towns: int, seed: int) -> Sequence[Town]:
-    """Return the first towns of a seed's world."""
     if num_towns > MOST_TOWNS:
         raise ConfigError(
             f"a world of {num_towns} towns has not enough names\n"
@@ -75,7 +74,6 @@ def make_towns(num_towns: int, seed: int) -> Sequence[Town]:
 
 
 def facts_of(town: Town) -> Sequence[str]:
-    """Return all facts about a town and its mayor, a sentence for each."""
     return (
         f"The mayor of {town.name} is {town.mayor}.",
         f"The river of {town.name} is the {town.river}.",

@@ -155,7 +155,6 @@ class Function:
         return getattr(made[self.owner], self.name)
 
     def wrong(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return what is wrong with some arguments, or None."""
         from pydantic import ValidationError
 
         for name in arguments:
@@ -277,7 +276,6 @@ class _Calls(ToolSession):
 
 
 def imported(place: str) -> Callable[..., Any]:
-    """Import the function at `module:function`."""
     module, _, name = place.partition(":")
     try:
         return getattr(import_module(module), name)

@@ -53,7 +53,6 @@ class ServerLost(Exception):
 
 @contextlib.asynccontextmanager
 async def connected(options: McpTools, log: IO[str]) -> AsyncGenerator[Client]:
-    """A client of a server that has answered."""
     import anyio
     from mcp import Client, StdioServerParameters, stdio_client
 
@@ -95,7 +94,6 @@ class McpServer:
         return self.num_made
 
     async def call(self, name: str, arguments: Mapping[str, Any], limit_s: float) -> CallToolResult:
-        """Call a tool."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -174,11 +172,9 @@ class _Connection:
         self._task = self.loop.create_task(self._serve())
 
     async def client(self) -> Client:
-        """The client, as soon as the server has answered."""
         return await asyncio.shield(self._made)
 
     async def within(self, awaitable: Awaitable[_T], limit_s: float) -> _T:
-        """A result of the client's."""
         asked = asyncio.ensure_future(awaitable)
         try:
             await asyncio.wait(

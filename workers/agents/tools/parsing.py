@@ -125,7 +125,6 @@ def _constant(name: str) -> NoReturn:
 
 
 def distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object with these members."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
@@ -330,7 +329,6 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _value(node: ast.expr) -> Any:
-    """The JSON value that a literal stands for."""
     match node:
         case ast.Constant(value=str() | int() | float() | None as value):
             return value
@@ -400,7 +398,6 @@ class CallFormat:
 
 
 def parse_calls(text: str, format: FormatName) -> tuple[str, tuple[ToolCall | BadCall, ...]]:
-    """Split a turn into what is no call, and the calls in order."""
     return CallFormat(format=format).build()(text)
 
 

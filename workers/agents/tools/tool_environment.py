@@ -174,7 +174,6 @@ def check_names(tools: Sequence[Tool]) -> dict[str, int]:
 
 
 def schemas_of(tools: Sequence[Tool]) -> tuple[Mapping[str, Any], ...]:
-    """JSON schemas of all tools, for the prompt."""
     return tuple(schema for tool in tools for schema in tool.schemas)
 
 

@@ -8,9 +8,7 @@ advantage, without chance.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import PositiveInt, option_class
 from .losses import ALoLLoss, ClippedValueLoss
 from .ops.advantages import broadcast_over_tokens
 from .ops.groups import scored_tokens
@@ -26,7 +24,7 @@ from .roles import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ALoL:
     """Options of A-LoL."""
 
@@ -36,13 +34,10 @@ class ALoL:
     """The critic's loss, on the state before a response's first token."""
     prioritized: bool = True
     """Repeat responses in proportion to their advantage; False trains on each once."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's responses."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "epochs", "num_minibatches", at_least=1)
 
 
 def a_lol_step(

@@ -7,8 +7,7 @@ lowers it while they are closer. All else is PPO's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..dataflow.options import NonNegativeFloat, option_class
 from .controllers.kl_controller import KLController, KLTarget
 from .ops.kl import kl_penalized_reward, response_kl
 from .options.policy_updates import train_policy
@@ -24,11 +23,11 @@ from .ppo import (
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class AdaptivePPO(PPO):
     """Options of PPO with an adaptive KL coefficient."""
 
-    kl_coef: float = 0.15
+    kl_coef: NonNegativeFloat = 0.15
     """Reward taken per nat of KL to the reference, in the first step."""
     kl_target: KLTarget = KLTarget()
     """How the coefficient is adapted."""

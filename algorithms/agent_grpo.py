@@ -7,8 +7,7 @@ not trained on. Each turn's tokens get the advantage of the whole conversation, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..dataflow.options import option_class
 from .grpo import GRPO
 from .ops.advantages import broadcast_over_tokens
 from .ops.turns import conversation_advantage
@@ -16,7 +15,7 @@ from .options.policy_updates import train_policy
 from .roles import Agent, Policy, Prompts, Sampling, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class AgentGRPO(GRPO):
     """Options of GRPO on conversations."""
 

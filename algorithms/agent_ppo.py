@@ -7,9 +7,9 @@ per turn as well.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from ..dataflow.options import option_class
 from .ops.advantages import gae
 from .ops.final_state import bootstrap_of, with_next_turn
 from .ops.macro_actions import macro_gae
@@ -30,7 +30,7 @@ from .roles import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class AgentPPO(PPO):
     """Options of PPO on conversations."""
 

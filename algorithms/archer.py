@@ -14,9 +14,7 @@ advantage takes the target of Q for Q. However a conversation ends, nothing come
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import Fraction, PositiveFraction, PositiveInt, option_class
 from .losses import ClippedPolicyLoss, ClippedValueLoss
 from .ops.advantages import whiten
 from .ops.rollout_correction import RolloutCorrection
@@ -27,31 +25,31 @@ from .ops.utterances import (
     utterance_advantage,
     utterances,
 )
-from .options.policy_updates import check_updates, train_policy
+from .options.policy_updates import train_policy
 from .roles import Agent, Policy, Prompts, Sampling, TrainMetrics, ValueBatch, ValueModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ArCHer:
     """Options of ArCHer."""
 
     sampling: Sampling = Sampling(max_new_tokens=256, max_total_tokens=2048)
     """How turns are sampled; see `Policy.converse` for its lengths."""
-    max_turns: int = 8
+    max_turns: PositiveInt = 8
     """Most turns of the policy in a conversation."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes of the policy over each step's conversations; one update is REINFORCE, more PPO."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass, of the policy and of the critic."""
-    discount: float = 0.9
+    discount: Fraction = 0.9
     """gamma, per turn."""
-    critic_rounds: int = 4
+    critic_rounds: PositiveInt = 4
     """How often in a step targets are computed, the critic is trained and the slower copy moves."""
-    critic_epochs: int = 1
+    critic_epochs: PositiveInt = 1
     """Passes of the critic over the conversations in each round."""
-    target_share: float = 0.5
+    target_share: PositiveFraction = 0.5
     """How far the slower copy moves towards the critic in each round."""
     action_value: ActionValue = "critic"
     """What Q(s, a) is in advantages: the critic's, as in the paper, or the "backup" that it learns
@@ -64,10 +62,7 @@ class ArCHer:
     """The critic's squared error; its mean is over values, two to a turn."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
-        check_range(self, "max_turns", "critic_rounds", "critic_epochs", at_least=1)
-        check_range(self, "discount", at_least=0, at_most=1)
-        check_range(self, "target_share", above=0, at_most=1)
+        self.sampling.check_explores()
         if self.value_loss.eps is not None:
             raise ValueError(
                 f"value_loss.eps is {self.value_loss.eps}, which bounds how far values move in a "

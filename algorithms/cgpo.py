@@ -9,8 +9,7 @@ several runs of these steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..dataflow.options import option_class
 from .losses import ReinforceLoss
 from .ops.advantages import broadcast_over_tokens
 from .ops.constrained import MeanOver, constrained_reward, kl_allowance, less_mean
@@ -20,7 +19,7 @@ from .options.policy_updates import train_policy
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class CGPO(Constrained):
     """Options of CGPO."""
 

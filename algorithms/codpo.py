@@ -6,15 +6,14 @@ CODPO. A prompt of which no response passes is left out; where all pass, the wor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..dataflow.options import option_class
 from .losses import DPOLoss
 from .ops.constrained import passing_and_failing
 from .options.constrained_updates import Constrained, sample_and_judge
 from .roles import PerSample, Policy, Prompts, ReferencePairBatch, Reward, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class CODPO(Constrained):
     """Options of constrained online DPO; `kl_max` is not read."""
 

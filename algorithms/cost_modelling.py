@@ -5,26 +5,21 @@ Dai et al., "Safe RLHF: Safe Reinforcement Learning from Human Feedback", 2023, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import PositiveInt, option_class
 from .losses import CostModelLoss
 from .roles import RewardModel, ScoredPairBatch, ScoredPairs, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class CostModelling:
     """Options of cost modelling."""
 
     loss: CostModelLoss = CostModelLoss()
     """Which responses count as safe."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's pairs."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "epochs", "num_minibatches", at_least=1)
 
 
 def cost_modelling_step(pairs: ScoredPairs, cost: RewardModel, cfg: CostModelling) -> TrainMetrics:

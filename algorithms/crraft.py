@@ -7,8 +7,7 @@ where no response passes near enough to the reference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..dataflow.options import option_class
 from .losses import ReinforceLoss
 from .ops.advantages import broadcast_over_tokens
 from .ops.constrained import best_passing
@@ -16,7 +15,7 @@ from .options.constrained_updates import Constrained, sample_and_judge
 from .roles import PerSample, Policy, PolicyBatch, Prompts, Reward, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class CRRAFT(Constrained):
     """Options of constrained reward-ranked fine-tuning."""
 

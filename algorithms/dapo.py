@@ -7,10 +7,9 @@ see `dynamic_sampling`. The filter looks at correctness, the advantage at the sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import Int, PositiveInt, option_class
 from .grpo import GRPO
 from .losses import ClippedPolicyLoss
 from .ops.advantages import broadcast_over_tokens, group_advantage
@@ -20,7 +19,7 @@ from .options.policy_updates import train_policy
 from .roles import PerSample, Policy, Prompts, Reward, Rollout, Sampling, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class DAPO(GRPO):
     """Options of DAPO."""
 
@@ -33,16 +32,20 @@ class DAPO(GRPO):
     overlong: Literal["piecewise", "linear", "none"] = "piecewise"
     """Penalty for a response in its last `overlong_cache` tokens, capped at 1 or not. To leave
     responses that were cut off out of the loss, use "none" and `filling.finished_only`."""
-    overlong_cache: int = 4096
+    overlong_cache: Int = 4096
     """Tokens over which the penalty grows."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(eps_high=0.28, report_entropy=True)
     """Clipping, wider upwards; the mean is over tokens."""
-    num_minibatches: int = 16
+    num_minibatches: PositiveInt = 16
     """Optimizer steps per pass."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "overlong_cache", at_least=1, at_most=self.sampling.max_new_tokens)
+        if not 1 <= self.overlong_cache <= self.sampling.max_new_tokens:
+            raise ValueError(
+                f"overlong_cache is {self.overlong_cache}; expected at least 1 and at most "
+                f"{self.sampling.max_new_tokens:g}"
+            )
 
 
 def dapo_step(

@@ -8,8 +8,7 @@ differ from the weights that sampled is a bounded factor on every token's loss. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..dataflow.options import option_class
 from .ops.rollout_correction import RolloutCorrection, corrected_batch
 from .options.reference_kl import reference_logprob, reported_kl
 from .ppo import (
@@ -24,7 +23,7 @@ from .ppo import (
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class DecoupledPPO(PPO):
     """Options of decoupled PPO."""
 

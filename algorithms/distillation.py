@@ -9,16 +9,13 @@ says `DistillationLoss`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..dataflow.graph.tracer import op
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import PositiveInt, option_class
 from .losses.distillation import DistillationLoss
-from .options.policy_updates import check_updates
 from .roles import (
     Demonstrations,
     DistillationBatch,
@@ -31,25 +28,24 @@ from .roles import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Distillation:
     """Options of distillation."""
 
     sampling: Sampling = Sampling(max_new_tokens=1024)
     """How the student's responses are sampled; the divergence is at the same temperature."""
-    num_words: int = 64
+    num_words: PositiveInt = 64
     """Words that the teacher names in the place of each token; from the vocabulary's size on the
     divergence is exact."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's responses."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     loss: DistillationLoss = DistillationLoss()
     """Which divergence, and how tokens and rows are weighed."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
-        check_range(self, "num_words", at_least=1)
+        self.sampling.check_explores()
 
 
 def distillation_step(

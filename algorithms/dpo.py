@@ -6,26 +6,21 @@ Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import PositiveInt, option_class
 from .losses import DPOLoss
 from .roles import Policy, PreferencePairs, ReferencePairBatch, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class DPO:
     """Options of direct preference optimization."""
 
     loss: DPOLoss = DPOLoss()
     """Which function of the two log-ratios, and its beta."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's pairs."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "epochs", "num_minibatches", at_least=1)
 
 
 def dpo_step(pairs: PreferencePairs, actor: Policy, ref: Policy, cfg: DPO) -> TrainMetrics:

@@ -8,7 +8,6 @@ them follow `horizon` steps of all environments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ..dataflow.graph.role import Loss, LossSum
 from ..dataflow.graph.tracer import op
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import Fraction, PositiveFraction, PositiveInt, option_class
 from .losses.base import TokenAggregation, token_metric
 from .losses.token_formulas import clipped_value_loss
 from .ops.reductions import aggregation_totals, zero_where_masked_out
@@ -28,7 +27,7 @@ ErrorNorm = Literal["squared", "huber"]
 """How an error counts: half its square, or that up to 1 and linearly beyond."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class TemporalDifferenceLoss(TokenAggregation, Loss[QBatch, ValueOutput]):
     """The error of a Q-network against fixed targets.
 
@@ -80,34 +79,28 @@ def bellman_target(
     return reward + discount * zero_where_masked_out(next_value, ~terminated)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class DQN:
     """Options of DQN."""
 
-    horizon: int = 10
+    horizon: PositiveInt = 10
     """Steps of every environment from one training to the next."""
-    discount: float = 0.99
+    discount: Fraction = 0.99
     """gamma, per step."""
     double: bool = False
     """Let the network being trained choose the next action, whose value the slower copy says."""
-    batch_size: int = 128
+    batch_size: PositiveInt = 128
     """Sampled steps per optimizer step."""
-    num_updates: int = 1
+    num_updates: PositiveInt = 1
     """Optimizer steps per step."""
-    min_stored: int = 1000
+    min_stored: PositiveInt = 1000
     """Train only once the replay holds so many steps."""
-    target_share: float = 1.0
+    target_share: PositiveFraction = 1.0
     """How far the slower copy moves: 1 copies the network, 0.005 follows it slowly."""
-    target_every: int = 1
+    target_every: PositiveInt = 1
     """Steps from one such move to the next."""
     loss: TemporalDifferenceLoss = TemporalDifferenceLoss()
     """The network's loss."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "horizon", "batch_size", "num_updates", "target_every", at_least=1)
-        check_range(self, "min_stored", at_least=1)
-        check_range(self, "discount", at_least=0, at_most=1)
-        check_range(self, "target_share", above=0, at_most=1)
 
 
 def dqn_step(

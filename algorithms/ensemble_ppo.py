@@ -6,14 +6,13 @@ different seeds; their heads and the order of their data differ.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..dataflow.options import option_class
 from .ops.ensembles import Ensemble, EnsembleRule
 from .ppo import PPO, ppo_step
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class EnsemblePPO(PPO):
     """Options of PPO, and how the members' scores become one."""
 

@@ -6,23 +6,18 @@ same workers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import PositiveInt, option_class
 from .roles.environment import Actor, Env, EnvRows, PerEnv
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class EnvEvaluation:
     """Options of evaluation in environments."""
 
-    num_episodes: int = 1
+    num_episodes: PositiveInt = 1
     """Episodes of every environment."""
-    max_episode_steps: int = 10_000
+    max_episode_steps: PositiveInt = 10_000
     """An episode that is longer counts with what was earned by then."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "num_episodes", "max_episode_steps", at_least=1)
 
 
 def env_evaluate_step(rows: EnvRows, env: Env, actor: Actor, cfg: EnvEvaluation) -> PerEnv:

@@ -11,9 +11,7 @@ With `epochs` 1, `num_minibatches` 1 and advantages as they are it is A2C (Huang
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import Fraction, PositiveInt, option_class
 from .losses.actor_critic import ActorCriticLoss
 from .ops.value_transforms import percentile_scaled
 from .options.env_updates import gae_of, train_actor_critic
@@ -21,29 +19,27 @@ from .roles import TrainMetrics
 from .roles.environment import ActorCritic, Env, EnvRows, Trajectories
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class EnvPPO:
     """Options of PPO in environments."""
 
-    horizon: int = 128
+    horizon: PositiveInt = 128
     """Steps that every environment takes between updates."""
-    discount: float = 0.99
+    discount: Fraction = 0.99
     """gamma, per step."""
-    gae_lambda: float = 0.95
+    gae_lambda: Fraction = 0.95
     """lambda of the advantage estimate; 0 trusts the critic fully, 1 not at all."""
     percentile_scaling: bool = False
     """Divide advantages by the distance between the 5th and the 95th percentile of the batch's
     value targets, where it is above 1. Instead of `loss.normalize_advantages`."""
     loss: ActorCriticLoss = ActorCriticLoss()
     """The actor's and the critic's."""
-    epochs: int = 4
+    epochs: PositiveInt = 4
     """Passes over the steps taken."""
-    num_minibatches: int = 4
+    num_minibatches: PositiveInt = 4
     """Optimizer steps in a pass, each on as many steps sampled at random."""
 
     def __post_init__(self) -> None:
-        check_range(self, "horizon", "epochs", "num_minibatches", at_least=1)
-        check_range(self, "discount", "gae_lambda", at_least=0, at_most=1)
         if self.percentile_scaling and self.loss.normalize_advantages:
             raise ValueError(
                 "percentile_scaling and loss.normalize_advantages both scale advantages; turn one "

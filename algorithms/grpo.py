@@ -7,18 +7,16 @@ is `divide_by_std=False` with the aggregation "constant".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import NonNegativeFloat, PositiveInt, option_class
 from .losses import ClippedPolicyLoss
 from .ops.advantages import broadcast_over_tokens, group_advantage
 from .ops.reductions import Variance
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_groups, check_updates, train_policy
+from .options.policy_updates import check_groups, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class GRPO:
     """Options of GRPO."""
 
@@ -26,15 +24,15 @@ class GRPO:
     """How responses are sampled; `num_samples` is the size of a group."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     divide_by_std: bool = True
     """Divide by the group's standard deviation; False is Dr. GRPO's advantage."""
     std_variance: Variance = "unbiased"
     """Whether that deviation divides by n - 1 ("unbiased") or n ("biased")."""
-    std_eps: float = 1e-6
+    std_eps: NonNegativeFloat = 1e-6
     """Added to the standard deviation."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(
         aggregation="seq-mean-token-mean", report_entropy=True
@@ -42,9 +40,8 @@ class GRPO:
     """Clipping of the probability ratio, and how tokens and rows are weighed."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
+        self.sampling.check_explores()
         check_groups(self)
-        check_range(self, "std_eps", at_least=0)
 
 
 def grpo_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: GRPO) -> TrainMetrics:

@@ -7,14 +7,13 @@ all tokens of a response. GSPO-token is `loss.ratio_level="sequence_mean_token"`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..dataflow.options import PositiveInt, option_class
 from .grpo import GRPO, grpo_step
 from .losses import ClippedPolicyLoss
 from .roles import Policy, Prompts, Reward, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class GSPO(GRPO):
     """Options of GSPO."""
 
@@ -26,7 +25,7 @@ class GSPO(GRPO):
         report_entropy=True,
     )
     """Clipping of whole responses; the mean is over responses."""
-    num_minibatches: int = 4
+    num_minibatches: PositiveInt = 4
     """Optimizer steps per pass."""
 
 

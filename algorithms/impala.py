@@ -9,9 +9,7 @@ Adam's epsilon, do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import Fraction, PositiveFloat, PositiveInt, option_class
 from .losses import ClippedValueLoss, ReinforceLoss
 from .losses.actor_critic import ActorCriticLoss
 from .ops.returns import vtrace
@@ -20,29 +18,24 @@ from .roles import TrainMetrics
 from .roles.environment import ActorCritic, Env, EnvRows
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Impala:
     """Options of IMPALA."""
 
-    horizon: int = 20
+    horizon: PositiveInt = 20
     """Steps that every environment takes between updates."""
-    discount: float = 0.99
+    discount: Fraction = 0.99
     """gamma, per step."""
-    trace_lambda: float = 1.0
+    trace_lambda: Fraction = 1.0
     """lambda: how far later errors are carried back, besides the bounded ratios."""
-    rho_bar: float = 1.0
+    rho_bar: PositiveFloat = 1.0
     """Bound on the ratio of a step's own error, and of its advantage."""
-    c_bar: float = 1.0
+    c_bar: PositiveFloat = 1.0
     """Bound on the ratio by which later errors are carried back."""
     policy_loss: ReinforceLoss = ReinforceLoss(entropy_coef=0.01)
     """The actor's, with the entropy bonus."""
     value_loss: ClippedValueLoss = ClippedValueLoss(eps=None, coef=0.5)
     """The critic's, half a squared error times its `coef`."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "horizon", at_least=1)
-        check_range(self, "discount", "trace_lambda", at_least=0, at_most=1)
-        check_range(self, "rho_bar", "c_bar", above=0)
 
     @property
     def loss(self) -> ActorCriticLoss:

@@ -8,41 +8,38 @@ loss's pull to the policy that sampled is no multiple of the advantage that weig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import FiniteFloat, NonNegativeFloat, PositiveInt, option_class
 from .losses import MirrorDescentLoss
 from .ops.advantages import broadcast_over_tokens, group_advantage, log_partition_advantage
 from .ops.rewards import is_correct, length_reward, response_length, weighted_score
-from .options.policy_updates import check_groups, check_updates
+from .options.policy_updates import check_groups
 from .roles import Policy, PolicyBatch, Prompts, Reward, Sampling, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Kimi:
     """Options of Kimi k1.5's policy optimization."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
     """How responses are sampled; `num_samples` is the size of a group."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     baseline: Literal["mean", "log_partition"] = "mean"
     """What is taken off a score: the group's mean, or the exact `tau log mean exp(score / tau)`."""
-    length_weight: float = 0.0
+    length_weight: NonNegativeFloat = 0.0
     """Weight of the reward for brevity; 0 while warming up."""
-    correct_score: float = 1.0
+    correct_score: FiniteFloat = 1.0
     """From which score on a response counts as correct; wrong ones gain nothing by brevity."""
     loss: MirrorDescentLoss = MirrorDescentLoss(report_entropy=True)
     """Mirror descent: `tau` is the weight of the KL to the policy that sampled."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
+        self.sampling.check_explores()
         check_groups(self)
-        check_range(self, "length_weight", at_least=0)
-        check_range(self, "correct_score")
 
 
 def kimi_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: Kimi) -> TrainMetrics:

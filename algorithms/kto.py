@@ -7,12 +7,10 @@ reference, is taken from prompts with other prompts' responses, once per step an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from ..dataflow.graph.tracer import op
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import PositiveInt, option_class
 from .losses import KTOLoss
 from .losses.preference_formulas import kto_kl
 from .ops.pairs import mismatched
@@ -28,19 +26,16 @@ from .roles import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class KTO:
     """Options of KTO."""
 
     loss: KTOLoss = KTOLoss()
     """beta, and the weights of the two kinds of responses."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's responses."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "epochs", "num_minibatches", at_least=1)
 
 
 @op(scope="batch")

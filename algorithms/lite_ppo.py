@@ -6,18 +6,16 @@ these two suffice. It has no critic, no KL and no filter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import NonNegativeFloat, PositiveInt, option_class
 from .losses import ClippedPolicyLoss
 from .ops.advantages import StdScores, batch_std_advantage, broadcast_over_tokens
 from .ops.reductions import Variance
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_groups, check_updates, train_policy
+from .options.policy_updates import check_groups, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class LitePPO:
     """Options of Lite PPO."""
 
@@ -25,23 +23,22 @@ class LitePPO:
     """How responses are sampled; `num_samples` is the size of a group."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     std_of: StdScores = "raw"
     """Whose deviation divides: scores as they came, or less their group's mean ("centered")."""
     std_variance: Variance = "unbiased"
     """Whether that deviation divides by n - 1 ("unbiased") or n ("biased")."""
-    std_eps: float = 1e-4
+    std_eps: NonNegativeFloat = 1e-4
     """Added to the standard deviation."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
     """Clipping; the mean is over tokens."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
+        self.sampling.check_explores()
         check_groups(self)
-        check_range(self, "std_eps", at_least=0)
 
 
 def lite_ppo_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: LitePPO) -> TrainMetrics:

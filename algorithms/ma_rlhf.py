@@ -6,9 +6,9 @@ Advantages are estimated from macro action to macro action and given to every to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from ..dataflow.options import PositiveFloat, option_class
 from .losses.macro import MacroPolicyBatch, MacroPolicyLoss
 from .ops.macro_actions import (
     MacroId,
@@ -24,7 +24,7 @@ from .ppo import PPO, token_rewards, train_critic, whitened_advantage
 from .roles import PerSample, PerToken, Policy, Prompts, Reward, Rollout, TrainMetrics, ValueModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MARLHF(PPO):
     """Options of MA-RLHF."""
 
@@ -41,7 +41,7 @@ class MARLHF(PPO):
     """Whether tokens' rewards add up, or are averaged as values are ("mean")."""
     macro_ratio: Literal["token", "joint"] = "token"
     """Ratios per token with a shared advantage, or one product per macro action ("joint")."""
-    score_clip: float | None = 2.5
+    score_clip: PositiveFloat | None = 2.5
     """Bound on the size of a score."""
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..dataflow.graph.tracer import op
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import Fraction, PositiveInt, option_class
 from .losses.actor_critic import ActorLoss, CriticLoss
 from .options.env_updates import actor_critic_batch, gae_of
 from .roles import TrainMetrics
@@ -72,30 +72,26 @@ def joint(env: EnvId, *, obs: Observations, last_obs: LastObservation, num_agent
     return Joint(obs=side_by_side(obs), last_obs=side_by_side(last_obs))
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MAPPO:
     """Options of MAPPO."""
 
-    num_agents: int = 3
+    num_agents: PositiveInt = 3
     """Agents of an environment; `task.num_agents` says the same."""
-    horizon: int = 128
+    horizon: PositiveInt = 128
     """Steps that every environment takes between updates."""
-    discount: float = 0.99
+    discount: Fraction = 0.99
     """gamma, per step."""
-    gae_lambda: float = 0.95
+    gae_lambda: Fraction = 0.95
     """lambda of the advantage estimate; 0 trusts the critic fully, 1 not at all."""
     policy_loss: ActorLoss = ActorLoss()
     """The policy's."""
     value_loss: CriticLoss = CriticLoss()
     """The critic's."""
-    epochs: int = 4
+    epochs: PositiveInt = 4
     """Passes over the steps taken."""
-    num_minibatches: int = 4
+    num_minibatches: PositiveInt = 4
     """Optimizer steps in a pass, each on as many steps sampled at random."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "num_agents", "horizon", "epochs", "num_minibatches", at_least=1)
-        check_range(self, "discount", "gae_lambda", at_least=0, at_most=1)
 
 
 def mappo_step(

@@ -5,26 +5,21 @@ Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, sec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import PositiveInt, option_class
 from .losses import MarginLoss
 from .roles import RewardModel, ScoredPairBatch, ScoredPairs, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MarginModelling:
     """Options of reward modeling with margins."""
 
     loss: MarginLoss = MarginLoss()
     """Margin per unit of score, and centering."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's pairs."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "epochs", "num_minibatches", at_least=1)
 
 
 def margin_modelling_step(

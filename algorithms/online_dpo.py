@@ -7,13 +7,10 @@ found it to lose less with old rollouts than PPO.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import FiniteFloat, PositiveInt, option_class
 from .losses import DPOLoss
 from .ops.kl import NoEos, finished_score
 from .ops.pairs import Ties, best_and_worst
-from .options.policy_updates import check_updates
 from .roles import (
     PerSample,
     Policy,
@@ -25,15 +22,15 @@ from .roles import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class OnlineDPO:
     """Options of online DPO."""
 
     sampling: Sampling = Sampling(num_samples=2, temperature=0.7, max_new_tokens=53)
     """How responses are sampled; of more than two the best and the worst make the pair."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     loss: DPOLoss = DPOLoss()
     """Which function of the two log-ratios, and its beta."""
@@ -42,14 +39,13 @@ class OnlineDPO:
     no_eos: NoEos = "replace"
     """What happens to the score of a response that was cut off: "replace" it, "subtract" from it,
     set it to "zero", or "none"."""
-    no_eos_score: float = -1.0
+    no_eos_score: FiniteFloat = -1.0
     """The score that "replace" gives such a response."""
-    no_eos_penalty: float = 1.0
+    no_eos_penalty: FiniteFloat = 1.0
     """What "subtract" takes from its score."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
-        check_range(self, "no_eos_score", "no_eos_penalty")
+        self.sampling.check_explores()
         if self.sampling.num_samples < 2:
             raise ValueError(
                 f"sampling.num_samples is {self.sampling.num_samples}, but a pair needs two "

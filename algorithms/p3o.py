@@ -7,15 +7,14 @@ as a reward model's offset, cancels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..dataflow.options import option_class
 from .losses import P3OLoss
 from .options.pair_updates import PairUpdates, train_on_pairs
 from .options.reference_kl import score_less_kl
 from .roles import Policy, Prompts, Reward, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class P3O(PairUpdates):
     """Options of P3O."""
 

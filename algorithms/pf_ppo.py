@@ -6,10 +6,9 @@ critic both train on the responses that are kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import NonNegativeFloat, PositiveInt, option_class
 from .ops.filtration import Strategy, filtered_batch, filtered_groups
 from .options.policy_updates import check_groups, train_policy
 from .options.reference_kl import reference_logprob, reported_kl
@@ -25,7 +24,7 @@ from .ppo import (
 from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class PFPPO(PPO):
     """Options of PF-PPO."""
 
@@ -33,9 +32,9 @@ class PFPPO(PPO):
     """How responses are sampled, before they are filtered."""
     strategy: Strategy = "best_worst"
     """Which responses are kept."""
-    num_kept: int = 2
+    num_kept: PositiveInt = 2
     """Responses kept per prompt; of "best" one says all."""
-    power: float = 2.0
+    power: NonNegativeFloat = 2.0
     """How strategy "power" prefers large scores."""
     filter_scope: Literal["prompt", "batch"] = "prompt"
     """Whether responses compete with those to the same prompt, or with the whole batch."""
@@ -43,8 +42,6 @@ class PFPPO(PPO):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_groups(self)
-        check_range(self, "num_kept", at_least=1)
-        check_range(self, "power", at_least=0)
 
 
 def pf_ppo_step(

@@ -11,32 +11,26 @@ could not be compared with those of another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from ..dataflow.graph.tracer import op
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import NonNegativeFloat, PositiveInt, option_class
 from .env_ppo import EnvPPO, learn
 from .ops.groups import floating
 from .roles import TrainMetrics
 from .roles.environment import ActorCritic, Env, EnvMask, EnvRows, PerEnv, PerEnvStep
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Population:
     """Options of a population of four."""
 
     learning: EnvPPO = EnvPPO()
     """How every member learns."""
-    select_every: int = 10
+    select_every: PositiveInt = 10
     """Steps from one comparison to the next."""
-    mutation: float = 0.02
+    mutation: NonNegativeFloat = 0.02
     """How much an inherited weight changes on average, as a share of it."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "select_every", at_least=1)
-        check_range(self, "mutation", at_least=0)
 
 
 @op(scope="group", makes_rows=True)

@@ -14,9 +14,14 @@ value of its final state, after the last token, stands for what would have follo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import (
+    FiniteFloat,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    option_class,
+)
 from .losses import ClippedPolicyLoss, ClippedValueLoss
 from .ops.advantages import GaeTargets, Masking, gae, whiten
 from .ops.final_state import bootstrap_of, with_final_state
@@ -24,7 +29,7 @@ from .ops.groups import scored_tokens
 from .ops.kl import KLEstimator, NoEos, ScoreSlot, kl_shaped_reward
 from .ops.reductions import Variance, WeightedBy
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_updates, scored_rows, train_policy
+from .options.policy_updates import scored_rows, train_policy
 from .options.reference_kl import reference_logprob, reported_kl
 from .roles import (
     PerSample,
@@ -41,7 +46,7 @@ from .roles import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class PPO:
     """Options of PPO."""
 
@@ -49,9 +54,9 @@ class PPO:
     """How responses are sampled."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: int = 4
+    epochs: PositiveInt = 4
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     whiten_rewards: bool = False
     """Scale token rewards to variance 1 over the batch, keeping their mean."""
@@ -59,31 +64,31 @@ class PPO:
     """Shift advantages to mean 0 and scale them to variance 1 over the batch."""
     whitening_variance: Variance = "biased"
     """Whether whitening divides by n ("biased") or n - 1 ("unbiased")."""
-    whitening_eps: float = 1e-8
+    whitening_eps: NonNegativeFloat = 1e-8
     """Added to the variance."""
     whitening_weighted_by: WeightedBy = "token"
     """Whether every token weighs the same in these statistics, or every response ("row")."""
-    discount: float = 1.0
+    discount: Fraction = 1.0
     """gamma, per token."""
-    gae_lambda: float = 0.95
+    gae_lambda: Fraction = 0.95
     """lambda of the advantage estimate; 0 trusts the critic fully, 1 not at all."""
     gae_masking: Masking = "transparent"
     """What tokens inside a response that the policy did not sample do: nothing ("transparent"), or
     count as steps without reward ("zeroed")."""
-    kl_coef: float = 0.05
+    kl_coef: NonNegativeFloat = 0.05
     """Reward taken per nat of KL to the reference; with 0 there is no reference."""
     kl_estimator: KLEstimator = "k1"
     """Which estimate of the KL."""
-    score_clip: float | None = None
+    score_clip: PositiveFloat | None = None
     """Bound on the size of a score."""
     score_slot: ScoreSlot = "last_token"
     """Where the score is added: on the "last_token", or "after_last", on the state after it."""
     no_eos: NoEos = "replace"
     """What happens to the score of a response that was cut off: "replace" it, "subtract" from it,
     set it to "zero" and bootstrap from the value of the final state, or "none"."""
-    no_eos_score: float = -1.0
+    no_eos_score: FiniteFloat = -1.0
     """The score that "replace" gives such a response."""
-    no_eos_penalty: float = 1.0
+    no_eos_penalty: NonNegativeFloat = 1.0
     """What "subtract" takes from its score."""
     policy_loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
     """The actor's loss, which clips the probability ratio."""
@@ -91,11 +96,7 @@ class PPO:
     """The critic's loss, which clips the change of a value."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
-        check_range(self, "discount", "gae_lambda", at_least=0, at_most=1)
-        check_range(self, "whitening_eps", "kl_coef", "no_eos_penalty", at_least=0)
-        check_range(self, "no_eos_score")
-        check_range(self, "score_clip", above=0)
+        self.sampling.check_explores()
         if self.no_eos == "zero" and self.score_slot == "after_last":
             raise ValueError(
                 "no_eos 'zero' expects what the critic says after the last token, and score_slot "

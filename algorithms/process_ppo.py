@@ -6,9 +6,7 @@ go through Clip and Delta, so that a policy gains nothing by more steps; see `pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import FiniteFloat, option_class
 from .ops.rewards import known_throughout, process_shaped_reward
 from .options.policy_updates import scored_rows, train_policy
 from .options.reference_kl import reference_logprob, reported_kl
@@ -16,20 +14,19 @@ from .ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advanta
 from .roles import PerSample, Policy, ProcessReward, Prompts, Reward, TrainMetrics, ValueModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ProcessPPO(PPO):
     """Options of PPO, and how steps are rewarded."""
 
-    step_coef: float = 0.02
+    step_coef: FiniteFloat = 0.02
     """Weight of the step rewards (alpha)."""
-    step_clip: float | None = 0.5
+    step_clip: FiniteFloat | None = 0.5
     """What a step must score to lose nothing, near the model's mean; None goes without Clip."""
     step_delta: bool = True
     """Reward a step with its score less the next step's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "step_coef", "step_clip")
         if self.no_eos == "zero" or self.score_slot == "after_last":
             raise ValueError(
                 "steps end with the last token, so no reward can follow it; "

@@ -6,15 +6,14 @@ the policy the step begins with, which sampled; the KL to the reference is in th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..dataflow.options import PositiveInt, option_class
 from .losses import RebelLoss
 from .options.pair_updates import PairUpdates, train_on_pairs
 from .options.reference_kl import score_less_kl
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Rebel(PairUpdates):
     """Options of REBEL."""
 
@@ -22,7 +21,7 @@ class Rebel(PairUpdates):
     """How responses are sampled, two per prompt."""
     loss: RebelLoss = RebelLoss(report_entropy=True)
     """The regression and its step size."""
-    epochs: int = 4
+    epochs: PositiveInt = 4
     """Passes over each step's rollouts; with one update nothing but its gradient is regressed."""
 
 

@@ -6,8 +6,7 @@ only here is there a reference model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..dataflow.options import FiniteFloat, option_class
 from .grpo import GRPO
 from .losses import KLGradient, ReferenceKLPolicyLoss
 from .ops.advantages import broadcast_over_tokens, group_advantage
@@ -16,11 +15,11 @@ from .options.policy_updates import train_policy
 from .roles import Policy, Prompts, Reward, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ReferenceGRPO(GRPO):
     """Options of GRPO, and of its KL term."""
 
-    kl_coef: float = 0.04
+    kl_coef: FiniteFloat = 0.04
     """Weight of the KL term; to go without one, use `grpo_step`."""
     kl_estimator: KLEstimator = "k3"
     """Which estimate of the KL."""

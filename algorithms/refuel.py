@@ -10,34 +10,30 @@ nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import PositiveInt, option_class
 from .losses import RebelLoss
 from .losses.sequence import ComparedPairBatch
 from .ops.turns import branch_turn
-from .options.policy_updates import check_updates
 from .roles import Agent, Policy, Prompts, Sampling, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Refuel:
     """Options of REFUEL."""
 
     sampling: Sampling = Sampling(num_samples=2, max_new_tokens=256, max_total_tokens=2048)
     """How turns are sampled; two conversations make a pair."""
-    max_turns: int = 8
+    max_turns: PositiveInt = 8
     """Most turns of the policy in a conversation; the one in which a pair parts is below it."""
     loss: RebelLoss = RebelLoss(report_entropy=True)
     """The regression and its step size."""
-    epochs: int = 4
+    epochs: PositiveInt = 4
     """Passes over each step's pairs; with one update nothing but its gradient is regressed."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
-        check_range(self, "max_turns", at_least=1)
+        self.sampling.check_explores()
         if self.sampling.num_samples != 2:
             raise ValueError(
                 f"sampling.num_samples is {self.sampling.num_samples}, but Refuel compares exactly "

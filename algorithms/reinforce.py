@@ -6,17 +6,17 @@ Learning", 1992. There is no ratio and no clip, so a step is one optimizer step 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from ..dataflow.options import PositiveInt, option_class
 from .losses import ReinforceLoss
 from .ops.advantages import batch_centered, broadcast_over_tokens
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_updates, scored_rows, train_policy
+from .options.policy_updates import scored_rows, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Reinforce:
     """Options of REINFORCE."""
 
@@ -24,9 +24,9 @@ class Reinforce:
     """How responses are sampled."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     baseline: Literal["batch_mean", "none"] = "batch_mean"
     """What is taken off every score."""
@@ -34,7 +34,7 @@ class Reinforce:
     """How tokens and rows are weighed; the sum over tokens is the response's log-probability."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
+        self.sampling.check_explores()
         if self.epochs > 1 or self.num_minibatches > 1:
             raise ValueError(
                 f"epochs is {self.epochs} and num_minibatches {self.num_minibatches}, but the loss "

@@ -7,20 +7,25 @@ first, and the KL is a k2 term of the loss. Both normalize over all sampled toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import (
+    FiniteFloat,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    option_class,
+)
 from .losses import ClippedPolicyLoss, ReferenceKLPolicyLoss
 from .ops.advantages import broadcast_over_tokens, group_advantage, return_to_go, whiten
 from .ops.kl import KLEstimator, NoEos, kl_shaped_reward
 from .ops.reductions import Variance
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_groups, check_updates, scored_rows, train_policy
+from .options.policy_updates import check_groups, scored_rows, train_policy
 from .options.reference_kl import reference_logprob
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ReinforcePP:
     """Options of REINFORCE++."""
 
@@ -28,24 +33,24 @@ class ReinforcePP:
     """How responses are sampled."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
-    kl_coef: float = 0.01
+    kl_coef: NonNegativeFloat = 0.01
     """Reward taken per nat of KL to the reference; with 0 there is no reference."""
     kl_estimator: KLEstimator = "k1"
     """Which estimate of the KL."""
-    score_clip: float | None = None
+    score_clip: PositiveFloat | None = None
     """Bound on the size of a score."""
     no_eos: NoEos = "replace"
     """What happens to the score of a response that was cut off: "replace" it, "subtract" from it,
     or "none"."""
-    no_eos_score: float = -1.0
+    no_eos_score: FiniteFloat = -1.0
     """The score that "replace" gives such a response."""
-    no_eos_penalty: float = 1.0
+    no_eos_penalty: NonNegativeFloat = 1.0
     """What "subtract" takes from its score."""
-    discount: float = 1.0
+    discount: Fraction = 1.0
     """gamma, per token."""
     whitening_variance: Variance = "unbiased"
     """Whether normalizing divides by n - 1 ("unbiased") or n ("biased")."""
@@ -53,11 +58,7 @@ class ReinforcePP:
     """Clipping; the mean is over tokens."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
-        check_range(self, "discount", at_least=0, at_most=1)
-        check_range(self, "kl_coef", "no_eos_penalty", at_least=0)
-        check_range(self, "no_eos_score")
-        check_range(self, "score_clip", above=0)
+        self.sampling.check_explores()
         if self.no_eos == "zero":
             raise ValueError("no_eos 'zero' needs a critic; use PPO")
 
@@ -88,7 +89,7 @@ def reinforce_pp_step(
     return train_policy(actor, roll, advantage, cfg.loss, cfg)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ReinforcePPBaseline:
     """Options of REINFORCE++ with a baseline."""
 
@@ -96,9 +97,9 @@ class ReinforcePPBaseline:
     """How responses are sampled; `num_samples` is the size of a group."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     whitening_variance: Variance = "unbiased"
     """Whether normalizing divides by n - 1 ("unbiased") or n ("biased")."""
@@ -108,7 +109,7 @@ class ReinforcePPBaseline:
     """Clipping, and the KL term; the mean is over tokens."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
+        self.sampling.check_explores()
         check_groups(self)
 
 

@@ -7,14 +7,14 @@ trained on nor part of any statistic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, option_class
 from .losses import ClippedPolicyLoss
 from .ops.advantages import KLPlacement, paired_baseline, remax_advantage
 from .ops.kl import kl_estimate
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_updates, train_policy
+from .options.policy_updates import train_policy
 from .options.reference_kl import reference_logprob, reported_kl
 from .roles import (
     PerSample,
@@ -28,7 +28,7 @@ from .roles import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ReMax:
     """Options of ReMax."""
 
@@ -36,26 +36,23 @@ class ReMax:
     """How responses are sampled."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
-    kl_coef: float = 0.05
+    kl_coef: NonNegativeFloat = 0.05
     """Reward taken per nat of KL to the reference; with 0 there is no reference."""
     kl_placement: KLPlacement = "own_token"
     """KL subtracted from an advantage: the token's, or also that of all after it (return-to-go)."""
-    difference_clip: float | None = 5.0
+    difference_clip: PositiveFloat | None = 5.0
     """Bound on the size of the score's difference to the greedy one."""
-    discount: float = 1.0
+    discount: Fraction = 1.0
     """gamma, per token."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
     """The policy's loss; for one update on fresh rollouts its gradient is REINFORCE's."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
-        check_range(self, "kl_coef", at_least=0)
-        check_range(self, "difference_clip", above=0)
-        check_range(self, "discount", at_least=0, at_most=1)
+        self.sampling.check_explores()
 
     @property
     def greedy(self) -> Sampling:

@@ -6,26 +6,21 @@ models overfit fast: one pass over the pairs is usual.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import PositiveInt, option_class
 from .losses import BradleyTerryLoss
 from .roles import PairBatch, PreferencePairs, RewardModel, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class RewardModelling:
     """Options of reward modelling."""
 
     loss: BradleyTerryLoss = BradleyTerryLoss()
     """Margin and centering of the pairwise loss."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's pairs."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "epochs", "num_minibatches", at_least=1)
 
 
 def reward_modelling_step(

@@ -8,18 +8,16 @@ one update on fresh rollouts its gradient is REINFORCE's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import NonNegativeFloat, PositiveInt, option_class
 from .losses import ClippedPolicyLoss
 from .ops.advantages import broadcast_over_tokens, leave_one_out
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_groups, check_updates, train_policy
+from .options.policy_updates import check_groups, train_policy
 from .options.reference_kl import score_less_kl
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class RLOO:
     """Options of RLOO."""
 
@@ -27,11 +25,11 @@ class RLOO:
     """How responses are sampled; 2 or 4 samples per prompt are usual."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
-    kl_coef: float = 0.05
+    kl_coef: NonNegativeFloat = 0.05
     """Score taken per nat of a response's KL to the reference; with 0 there is no reference."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(
         ratio_level="sequence_product", aggregation="seq-mean-token-mean", report_entropy=True
@@ -39,9 +37,8 @@ class RLOO:
     """Clipping of whole responses; the mean is over responses."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
+        self.sampling.check_explores()
         check_groups(self)
-        check_range(self, "kl_coef", at_least=0)
 
 
 def rloo_step(

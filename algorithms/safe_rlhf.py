@@ -7,9 +7,9 @@ than is allowed. A cost above 0 means unsafe; `cost_modelling_step` trains a mod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from ..dataflow.options import NonNegativeFloat, PositiveFloat, PositiveInt, option_class
 from .controllers.multiplier import Ascent, Multiplier
 from .losses import ClippedValueLoss
 from .ops.lagrangian import mixed_advantage
@@ -19,7 +19,7 @@ from .ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advanta
 from .roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class SafeRLHF(PPO):
     """Options of Safe RLHF."""
 
@@ -29,15 +29,15 @@ class SafeRLHF(PPO):
     """The constraint, and how the multiplier follows it."""
     kl_split: Literal["full", "half"] = "full"
     """Whether reward and cost each account for all of the KL, or for half of it."""
-    kl_coef: float = 0.02
+    kl_coef: NonNegativeFloat = 0.02
     """Reward taken, and cost added, per nat of KL to the reference."""
-    score_clip: float | None = 50.0
+    score_clip: PositiveFloat | None = 50.0
     """Bound on the size of scores and costs."""
     whiten_advantages: bool = False
     """Shift the mixed advantages to mean 0 and scale them to variance 1 over the batch."""
     value_loss: ClippedValueLoss = ClippedValueLoss(eps=5.0)
     """The loss of both critics."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
 
     def __post_init__(self) -> None:

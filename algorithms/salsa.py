@@ -7,13 +7,12 @@ where `ref` starts, a mean of two earlier stages or folders (`algorithm.roles.re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..dataflow.options import option_class
 from .ppo import PPO, ppo_step
 from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class SALSA(PPO):
     """Options of PPO; the mean's weights are where `ref` starts."""
 

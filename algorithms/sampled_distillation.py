@@ -8,16 +8,15 @@ learns more from each response, by what else the teacher might have said.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..dataflow.options import PositiveInt, option_class
 from .losses import ClippedPolicyLoss
 from .ops.kl import kl_estimate, response_kl
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_updates, train_policy
+from .options.policy_updates import train_policy
 from .roles import PerSample, Policy, Prompts, Sampling, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class SampledDistillation:
     """Options of distillation by policy gradient."""
 
@@ -25,15 +24,15 @@ class SampledDistillation:
     """How the student's responses are sampled."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
     """Clipping of the probability ratio, and how tokens and rows are weighed."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
+        self.sampling.check_explores()
 
 
 def sampled_distillation_step(

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import PositiveInt, option_class
 from .losses import CrossEntropyLoss
 from .roles import DemonstrationBatch, Demonstrations, Policy, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class SFT:
     """Options of supervised fine-tuning."""
 
     loss: CrossEntropyLoss = CrossEntropyLoss()
     """How tokens of the responses are weighed."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's demonstrations."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "epochs", "num_minibatches", at_least=1)
 
 
 def sft_step(demos: Demonstrations, actor: Policy, cfg: SFT) -> TrainMetrics:

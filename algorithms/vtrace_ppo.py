@@ -9,10 +9,8 @@ today's weights, before the update. Run it with `schedule=one_step_off` or a lar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..dataflow.graph.tracer import op
-from ..dataflow.option_checks import check_range
+from ..dataflow.options import PositiveFloat, option_class
 from .ops.advantages import GaeTargets
 from .ops.reductions import zero_where_masked_out
 from .ops.returns import vtrace
@@ -49,18 +47,17 @@ def of_sampled(logprob: PerToken, mask: TokenMask) -> PerToken:
     return zero_where_masked_out(logprob, mask)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class VtracePPO(PPO):
     """Options of PPO with V-trace."""
 
-    rho_bar: float | None = 1.0
+    rho_bar: PositiveFloat | None = 1.0
     """Bound on the ratio of a token's own error, and of its advantage; None for no bound."""
-    c_bar: float | None = 1.0
+    c_bar: PositiveFloat | None = 1.0
     """Bound on the ratio by which later errors are carried back; None for no bound."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "rho_bar", "c_bar", above=0)
         if self.correction is not None:
             raise ValueError(
                 "V-trace corrects for the weights that sampled by itself; leave correction out, or "

@@ -23,6 +23,7 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ..dataflow.errors import ConfigError, closest, nearest
+from ..dataflow.options import RANGE_ERRORS, expected_by, is_option_class, out_of_range
 from .references import load_object
 
 T = TypeVar("T")
@@ -351,15 +352,23 @@ def _fault(kind: type, data: Mapping[str, Any], at: str, path: list[str], errors
     """What is wrong with one key, in our words."""
     error = errors[0]
     key = ".".join([at, *path]) if at else ".".join(path)
-    owner, declared, doc = _owner(kind, data, path)
+    owner, depth, doc = _owner(kind, data, path)
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
-        return f"'{key}' is missing\n    {doc or f'{owner} needs it'}"
+        return f"'{key}' is missing\n    {doc or f'{owner.__name__} needs it'}"
     if error["type"] == "value_error":
         return f"'{key or at}': {error['ctx']['error']}"
-    expected = " or ".join(dict.fromkeys(map(_expected, errors)))
+    if error["type"] in RANGE_ERRORS and is_option_class(owner):
+        value: Any = data
+        for part in path[: depth + 1]:
+            value = value[part]
+        declared = TypeAdapter(get_type_hints(owner)[path[depth]])
+        value = declared.validate_json(json.dumps(value))  # as it was to become
+        section = ".".join([at, *path[:depth]] if at else path[:depth])
+        return f"'{section}': {out_of_range(owner, path[depth], value)}"
+    expected = " or ".join(dict.fromkeys(map(expected_by, errors)))
     lines = [f"'{key}': expected {expected}, got {_shown(error['input'])}"]
     if doc:
-        lines.append(f"    {declared}: {doc}")
+        lines.append(f"    {path[depth]}: {doc}")
     return "\n".join(lines)
 
 
@@ -377,14 +386,14 @@ def _keys_of(data: Any, loc: tuple[int | str, ...], kind: str) -> list[str]:
     return path
 
 
-def _owner(kind: Any, data: Any, path: list[str]) -> tuple[str, str, str]:
-    """Name of the class that declares the key, the key as declared there, and its one-line doc."""
-    owner, declared, doc = getattr(kind, "__name__", "the configuration"), "", ""
-    for key in path:
+def _owner(kind: Any, data: Any, path: list[str]) -> tuple[type, int, str]:
+    """The innermost class that declares a key of the path, where in it, and the key's doc."""
+    owner, depth, doc = kind, 0, ""
+    for place, key in enumerate(path):
         kind = _plain_type(kind, data)
         known = fields_of(kind)
         if known is not None and key in known:
-            owner, declared, doc = kind.__name__, key, key_docs(kind).get(key, "")
+            owner, depth, doc = kind, place, key_docs(kind).get(key, "")
             kind = known[key]
         else:
             arguments = typing.get_args(kind)
@@ -392,43 +401,7 @@ def _owner(kind: Any, data: Any, path: list[str]) -> tuple[str, str, str]:
         data = (
             typing.cast("Mapping[str, Any]", data).get(key) if isinstance(data, Mapping) else None
         )
-    return owner, declared, doc
-
-
-_WORDS = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "string_type": "a text",
-    "string_too_short": "a text that is not empty",
-    "bool_type": "true or false",
-    "dict_type": "a mapping of keys",
-    "mapping_type": "a mapping of keys",
-    "dataclass_type": "a mapping of keys",
-    "model_type": "a mapping of keys",
-    "model_attributes_type": "a mapping of keys",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "none_required": "null",
-    "finite_number": "a finite number",
-}
-
-
-def _expected(error: Any) -> str:
-    context = error.get("ctx", {})
-    if error["type"] == "literal_error":
-        return f"one of {context['expected']}"
-    if error["type"] == "too_short":
-        return f"at least {context['min_length']} items"
-    if error["type"] == "string_pattern_mismatch":
-        return f"a text that matches {context['pattern']}"
-    if "multiple_of" in context:
-        return f"a multiple of {context['multiple_of']}"
-    for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
-        if name in context:
-            bound = context[name]
-            return f"{words} {int(bound) if bound == int(bound) else bound}"
-    return _WORDS.get(error["type"], str(error["msg"]).removeprefix("Input should be "))
+    return owner, depth, doc
 
 
 def _shown(value: Any) -> str:

@@ -8,13 +8,11 @@ Run it here: `penstock run algorithm=own algorithm.step=median_baseline:median_s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.ops.advantages import broadcast_over_tokens
 from penstock.algorithms.ops.rollout_correction import RolloutCorrection
-from penstock.algorithms.options.policy_updates import check_groups, check_updates, train_policy
+from penstock.algorithms.options.policy_updates import check_groups, train_policy
 from penstock.algorithms.roles import (
     PerSample,
     Policy,
@@ -25,9 +23,10 @@ from penstock.algorithms.roles import (
     TrainMetrics,
 )
 from penstock.dataflow import op
+from penstock.dataflow.options import PositiveInt, option_class
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Median:
     """Options of the step; each is a key `algorithm.cfg.NAME`."""
 
@@ -35,9 +34,9 @@ class Median:
     """How responses are sampled; `num_samples` is the size of a group."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     divide: bool = True
     """Whether to divide by the group's mean absolute deviation from the median."""
@@ -45,7 +44,7 @@ class Median:
     """Clipping, and how tokens are weighed."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
+        self.sampling.check_explores()
         check_groups(self)
 
 

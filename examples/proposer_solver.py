@@ -11,14 +11,13 @@ Run it here: `penstock run --config-dir configs algorithm=proposer_solver`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.ops.advantages import broadcast_over_tokens, group_advantage
 from penstock.algorithms.ops.rollout_correction import RolloutCorrection
-from penstock.algorithms.options.policy_updates import check_groups, check_updates, train_policy
+from penstock.algorithms.options.policy_updates import check_groups, train_policy
 from penstock.algorithms.roles import (
     PerSample,
     Policy,
@@ -32,13 +31,14 @@ from penstock.algorithms.roles import (
     TrainMetrics,
 )
 from penstock.dataflow import op
+from penstock.dataflow.options import PositiveInt, option_class
 from penstock.workers.models.tokenizer import Tokenizer, TokenizerSpec, pad_rows
 
 ALPHABET = "+-0123456789="
 """The characters of the task `chain_sum`, whose tokens `tokenizer: task` numbers in this order."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Player:
     """How one of the two policies samples and trains."""
 
@@ -46,17 +46,17 @@ class Player:
     """How responses are sampled; `num_samples` is the size of a group."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
+        self.sampling.check_explores()
         check_groups(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ProposerSolver:
     """Options of the step."""
 

@@ -10,30 +10,26 @@ step. Its metrics:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from annotated_types import Gt, Lt
 
 from ...dataflow.graph.role import Role, call
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import FiniteFloat, PositiveFloat, PositiveInt, option_class
 from ..ops.kl import adaptive_kl_coef
 from ..roles.language import PerSample, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class KLTarget:
     """Where the KL should settle, and how fast the coefficient follows it."""
 
-    target_kl: float = 6.0
+    target_kl: PositiveFloat = 6.0
     """Nats per response, summed over its tokens; a mean per token needs another number."""
-    horizon: int = 10_000
+    horizon: PositiveInt = 10_000
     """Responses over which a full correction is spread; a step of more makes one."""
-    max_change: float = 0.2
+    max_change: Annotated[FiniteFloat, Gt(0), Lt(1)] = 0.2
     """Bound on the relative error that is corrected for; below 1."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "target_kl", above=0)
-        check_range(self, "max_change", above=0, below=1)
-        check_range(self, "horizon", at_least=1)
 
     def next_coef(self, kl_coef: float, *, observed_kl: float, num_sequences: int) -> float:
         """The coefficient after a step; see `adaptive_kl_coef`."""

@@ -10,35 +10,35 @@ weights are: a role, with checkpoints and a version per step. Its metrics:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from ...dataflow.graph.role import Role, call
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import (
+    FiniteFloat,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    option_class,
+)
 from ..ops.lagrangian import next_log_multiplier
 from ..roles.language import PerSample, TrainMetrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Ascent:
     """How a multiplier follows the costs."""
 
-    lr: float = 0.1
+    lr: NonNegativeFloat = 0.1
     """Step size, of the multiplier's logarithm."""
-    threshold: float = 0.0
+    threshold: FiniteFloat = 0.0
     """Mean cost that is allowed."""
-    highest: float = 5.0
+    highest: PositiveFloat = 5.0
     """Bound on the multiplier."""
-    window: int = 128
+    window: PositiveInt = 128
     """Responses, the most recent ones, over which the cost is averaged."""
-    delay_steps: int = 0
+    delay_steps: NonNegativeInt = 0
     """Steps before the multiplier first moves."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "lr", "delay_steps", at_least=0)
-        check_range(self, "highest", above=0)
-        check_range(self, "window", at_least=1)
-        check_range(self, "threshold")
 
     def next_log(self, log_multiplier: float, *, mean_cost: float) -> float:
         """The multiplier's logarithm after a step; see `next_log_multiplier`."""

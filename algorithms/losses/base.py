@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import PositiveInt, option_class
 from ..ops.reductions import (
     Aggregation,
     aggregate,
@@ -17,19 +15,18 @@ from ..ops.reductions import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class TokenAggregation:
     """How a token loss becomes a number. See `reductions` for the modes."""
 
     aggregation: Aggregation = "token-mean"
     """How tokens of one row are weighed against tokens of another."""
-    aggregation_length: int | None = None
+    aggregation_length: PositiveInt | None = None
     """Tokens per row that mode "constant" divides by; usually `Sampling.max_new_tokens`."""
     count_empty_rows: bool = False
     """Count rows without a sampled token when dividing by rows."""
 
     def __post_init__(self) -> None:
-        check_range(self, "aggregation_length", at_least=1)
         if self.aggregation == "constant" and self.aggregation_length is None:
             raise ValueError(
                 f"{type(self).__name__}: aggregation 'constant' divides by a fixed length; set "

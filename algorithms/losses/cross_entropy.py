@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from ...dataflow.graph.role import Loss, LossSum
+from ...dataflow.options import option_class
 from ..ops.reductions import aggregation_totals
 from ..roles.language import DemonstrationBatch, PolicyOutput
 from .base import TokenAggregation, token_metric
 from .token_formulas import cross_entropy
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class CrossEntropyLoss(TokenAggregation, Loss[DemonstrationBatch, PolicyOutput]):
     """Maximum likelihood of the demonstrated tokens."""
 

@@ -17,14 +17,13 @@ sums complete; with as many words as the vocabulary has, there are none.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ...dataflow.graph.role import Loss, LossSum
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import Fraction, option_class
 from ..ops.reductions import aggregation_totals
 from ..roles.language import DistillationBatch, PolicyOutput
 from .base import TokenAggregation, token_metric
@@ -89,7 +88,7 @@ def _kl(logprob: Tensor, other: Tensor) -> Tensor:
     return (logprob.exp() * (logprob - other)).sum(-1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class DistillationLoss(TokenAggregation, Loss[DistillationBatch, PolicyOutput]):
     """A divergence of the student from its teacher, on whatever responses.
 
@@ -104,15 +103,11 @@ class DistillationLoss(TokenAggregation, Loss[DistillationBatch, PolicyOutput]):
 
     tolerates_lag: ClassVar[bool] = True  # its targets do not depend on who wrote the responses
 
-    beta: float = 1.0
+    beta: Fraction = 1.0
     """1: reverse KL, the student keeps to what the teacher prefers. 0: forward KL, it covers all
     that the teacher may say. Between: the generalized Jensen-Shannon divergence."""
     rest: Rest = "one_word"
     """What becomes of all other words: they count as one more, or are left out."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "beta", at_least=0, at_most=1)
 
     def totals(self, batch: DistillationBatch) -> Tensor:
         """f64[3], see `aggregation_totals`."""

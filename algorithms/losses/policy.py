@@ -6,14 +6,13 @@ What their metrics mean is said in `losses`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ...dataflow.graph.role import Loss, LossSum
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import FiniteFloat, NonNegativeFloat, PositiveFloat, option_class
 from ..ops.kl import KLEstimator, kl_estimate
 from ..ops.reductions import aggregation_totals, zero_where_masked_out
 from ..roles.language import PolicyBatch, PolicyColumns, PolicyOutput, ReferencePolicyBatch
@@ -37,21 +36,16 @@ KL(policy || reference). `straight_through_k2`: the estimator's value with k2's 
 _Metrics = Mapping[str, tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class TokenPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
     """What policy-gradient losses share: masking, aggregation, an entropy bonus and metrics."""
 
-    log_ratio_clamp: float | None = 20.0
+    log_ratio_clamp: PositiveFloat | None = 20.0
     """Bound on the log of the ratio."""
-    entropy_coef: float = 0.0
+    entropy_coef: FiniteFloat = 0.0
     """Weight of the entropy bonus."""
     report_entropy: bool = False
     """Compute and log the entropy even without a bonus."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "entropy_coef")
-        check_range(self, "log_ratio_clamp", above=0)
 
     @property
     def needs_entropy(self) -> bool:
@@ -114,7 +108,7 @@ class TokenPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ClippedPolicyLoss(TokenPolicyLoss):
     """The clipped policy-gradient loss, minus an entropy bonus; see `clipped_policy_loss`.
 
@@ -122,18 +116,17 @@ class ClippedPolicyLoss(TokenPolicyLoss):
     of the policy to what sampled the token (Schulman et al. 2017, equation 7).
     """
 
-    eps_low: float = 0.2
+    eps_low: FiniteFloat = 0.2
     """How far the probability ratio may fall below 1 before the update stops."""
-    eps_high: float = 0.2
+    eps_high: FiniteFloat = 0.2
     """How far the probability ratio may rise above 1 before the update stops."""
-    dual_clip: float | None = None
+    dual_clip: FiniteFloat | None = None
     """Bound, in multiples of the advantage, on the loss of a bad token that became likelier."""
     ratio_level: RatioLevel = "token"
     """What the probability ratio is taken of; see `RatioLevel`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "eps_low", "eps_high", "dual_clip")
         if not 0 <= self.eps_low <= 1 or self.eps_high < 0:
             raise ValueError(
                 "eps_low must lie in [0, 1] and eps_high must not be negative, "
@@ -185,19 +178,21 @@ class ClippedPolicyLoss(TokenPolicyLoss):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class CappedWeightLoss(TokenPolicyLoss):
     """Every token's log-probability, by advantage and a bounded ratio; see `capped_weight_loss`."""
 
-    weight_cap: float = 5.0
+    weight_cap: FiniteFloat = 5.0
     """Largest weight, as a ratio; where code has `eps_high` for it, this is `1 + eps_high`."""
-    weight_floor: float = 0.0
+    weight_floor: NonNegativeFloat = 0.0
     """Smallest weight."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "weight_floor", at_least=0)
-        check_range(self, "weight_cap", above=self.weight_floor)
+        if self.weight_cap <= self.weight_floor:
+            raise ValueError(
+                f"weight_cap is {self.weight_cap}; expected above {self.weight_floor:g}"
+            )
 
     def token_loss(
         self, logprob: Tensor, behavior_logprob: Tensor, advantage: Tensor, mask: Tensor
@@ -221,7 +216,7 @@ class CappedWeightLoss(TokenPolicyLoss):
         return columns
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ReinforceLoss(TokenPolicyLoss):
     """The plain policy gradient, for one update on fresh rollouts; see `reinforce_loss`."""
 
@@ -241,26 +236,24 @@ def _entropy_of(output: PolicyOutput) -> Tensor:
     return output.entropy
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
     """A policy loss plus `kl_coef` times the KL to a reference, aggregated alike."""
 
     policy: ClippedPolicyLoss = ClippedPolicyLoss()
     """The policy-gradient term, and how tokens are aggregated."""
-    kl_coef: float = 0.04
+    kl_coef: FiniteFloat = 0.04
     """Weight of the KL term. Without one, use the plain policy loss: it needs no reference."""
     kl_estimator: KLEstimator = "k3"
     """Which estimator; see `kl`."""
     kl_gradient: KLGradient = "as_is"
     """Which gradient; see `KLGradient`."""
-    kl_log_ratio_clamp: float | None = 20.0
+    kl_log_ratio_clamp: PositiveFloat | None = 20.0
     """Bound on the log of policy over reference."""
-    kl_value_clamp: float | None = None
+    kl_value_clamp: PositiveFloat | None = None
     """Bound on the estimate of each token; the gradient of "straight_through_k2" has none."""
 
     def __post_init__(self) -> None:
-        check_range(self, "kl_coef")
-        check_range(self, "kl_log_ratio_clamp", "kl_value_clamp", above=0)
         if self.kl_coef <= 0:
             raise ValueError(
                 f"kl_coef must be positive, got {self.kl_coef}; without a KL term use "

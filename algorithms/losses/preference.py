@@ -16,14 +16,14 @@ Metrics are weighted means, per pair unless it says otherwise:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor
 
 from ...dataflow.graph.role import Loss, LossSum
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import FiniteFloat, NonNegativeFloat, PositiveFloat, option_class
 from ..ops.pairs import pair_rows
 from ..ops.reductions import zero_where_masked_out
 from ..roles.language import (
@@ -43,7 +43,7 @@ _ROUNDING = 4e-6
 smaller gap is a tie, and no pair told apart."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class DPOLoss(CountedMean, Loss[ReferencePairBatch, PolicyOutput]):
     """Direct preference optimization and its kin, averaged over pairs; see `dpo_loss`.
 
@@ -55,21 +55,16 @@ class DPOLoss(CountedMean, Loss[ReferencePairBatch, PolicyOutput]):
     unit: ClassVar[Literal["row", "group"]] = "group"
     tolerates_lag: ClassVar[bool] = True
 
-    beta: float = 0.1
+    beta: PositiveFloat = 0.1
     """How hard the policy is pulled to the reference; IPO's tau."""
     loss_type: DPOLossType = "sigmoid"
     """"sigmoid" is DPO, "sigmoid_norm" divides log-ratios by lengths, "ipo", "hinge", "robust"."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[FiniteFloat, Ge(0), Lt(0.5)] = 0.0
     """Share of pairs taken to be the wrong way round."""
     ipo_length: IPOLength = "sum"
     """Whether IPO sums log-ratios over tokens, as its paper does, or averages them ("average")."""
-    sft_coef: float = 0.0
+    sft_coef: NonNegativeFloat = 0.0
     """Weight of the chosen response's cross-entropy, per token of it."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "beta", above=0)
-        check_range(self, "label_smoothing", at_least=0, below=0.5)
-        check_range(self, "sft_coef", at_least=0)
 
     def totals(self, batch: ReferencePairBatch) -> Tensor:
         """f64[1]: pairs with trained tokens."""
@@ -117,22 +112,18 @@ class DPOLoss(CountedMean, Loss[ReferencePairBatch, PolicyOutput]):
         return LossSum(loss / self.divisor(totals).to(loss), metrics)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class KTOLoss(CountedMean, Loss[FeedbackBatch, PolicyOutput]):
     """Loss of responses that people liked or did not, averaged over responses; see `kto_loss`."""
 
     tolerates_lag: ClassVar[bool] = True
 
-    beta: float = 0.1
+    beta: PositiveFloat = 0.1
     """How hard the policy is pulled to the reference."""
-    desirable_weight: float = 1.0
+    desirable_weight: NonNegativeFloat = 1.0
     """Weight of desirable responses."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: NonNegativeFloat = 1.0
     """Weight of the others."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "beta", above=0)
-        check_range(self, "desirable_weight", "undesirable_weight", at_least=0)
 
     def totals(self, batch: FeedbackBatch) -> Tensor:
         """f64[1]: responses."""
@@ -161,21 +152,17 @@ class KTOLoss(CountedMean, Loss[FeedbackBatch, PolicyOutput]):
         return LossSum(per_row.sum() / self.divisor(totals).to(per_row), metrics)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class BradleyTerryLoss(CountedMean, Loss[PairBatch, ScoreOutput]):
     """Logistic loss on pairs of scores, averaged over pairs; see `bradley_terry_loss`."""
 
     unit: ClassVar[Literal["row", "group"]] = "group"
     tolerates_lag: ClassVar[bool] = True
 
-    margin: float = 0.0
+    margin: FiniteFloat = 0.0
     """How much better the chosen response should score."""
-    centering_coef: float = 0.0
+    centering_coef: NonNegativeFloat = 0.0
     """Weight of the term that keeps scores around 0; 0.01 is usual."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "margin")
-        check_range(self, "centering_coef", at_least=0)
 
     def totals(self, batch: PairBatch) -> Tensor:
         """f64[1]: pairs."""
@@ -190,7 +177,7 @@ class BradleyTerryLoss(CountedMean, Loss[PairBatch, ScoreOutput]):
         return _of_scores(output, batch, self.divisor(totals), self.margin, self.centering_coef)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MarginLoss(CountedMean, Loss[ScoredPairBatch, ScoreOutput]):
     """As `BradleyTerryLoss`, where the chosen response should win by what the data says.
 
@@ -200,13 +187,10 @@ class MarginLoss(CountedMean, Loss[ScoredPairBatch, ScoreOutput]):
     unit: ClassVar[Literal["row", "group"]] = "group"
     tolerates_lag: ClassVar[bool] = True
 
-    margin_coef: float = 1.0
+    margin_coef: NonNegativeFloat = 1.0
     """Margin per unit by which the data scores the chosen response higher."""
-    centering_coef: float = 0.0
+    centering_coef: NonNegativeFloat = 0.0
     """Weight of the term that keeps scores around 0; 0.01 is usual."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "margin_coef", "centering_coef", at_least=0)
 
     def totals(self, batch: ScoredPairBatch) -> Tensor:
         """f64[1]: pairs."""
@@ -249,7 +233,7 @@ def _of_scores(
     return LossSum(loss / divisor.to(loss), metrics)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class CostModelLoss(CountedMean, Loss[ScoredPairBatch, ScoreOutput]):
     """Loss of a cost model on labeled pairs, averaged over pairs; see `cost_model_loss`.
 
@@ -259,11 +243,8 @@ class CostModelLoss(CountedMean, Loss[ScoredPairBatch, ScoreOutput]):
     unit: ClassVar[Literal["row", "group"]] = "group"
     tolerates_lag: ClassVar[bool] = True
 
-    safe_from: float = 0.5
+    safe_from: FiniteFloat = 0.5
     """Smallest score that the data gives a safe response."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "safe_from")
 
     def totals(self, batch: ScoredPairBatch) -> Tensor:
         """f64[1]: pairs."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.graph.role import Loss, LossSum
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import Fraction, NonNegativeFloat, PositiveFloat, option_class
 from ..ops.kl import kl_estimate
 from ..ops.reductions import aggregation_totals, zero_where_masked_out
 from ..roles.language import (
@@ -105,17 +105,14 @@ class SequenceLoss(Loss[PolicyBatch, PolicyOutput]):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MirrorDescentLoss(SequenceLoss):
     """A step of policy mirror descent around the policy that sampled; see `mirror_descent_loss`."""
 
-    tau: float = 0.1
+    tau: PositiveFloat = 0.1
     """Weight of the KL to the policy that sampled."""
     form: MirrorForm = "gradient"
     """The paper's gradient, or the squared error it comes from; they differ by `2 * tau`."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "tau", above=0)
 
     def row_loss(self, output: PolicyOutput, batch: PolicyBatch) -> Tensor:
         """See `mirror_descent_loss`."""
@@ -128,7 +125,7 @@ class MirrorDescentLoss(SequenceLoss):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ALoLLoss(SequenceLoss):
     """Advantage-weighted likelihood of given responses; `behavior_logprob` is the reference's."""
 
@@ -136,14 +133,12 @@ class ALoLLoss(SequenceLoss):
 
     ratio: ALoLRatio = "sequence"
     """Importance weights of whole responses, of tokens, or "none"."""
-    ratio_clip: float = 0.9
+    ratio_clip: Fraction = 0.9
     """Weights lie within 1 plus and minus this."""
-    kl_coef: float = 0.0
+    kl_coef: NonNegativeFloat = 0.0
     """Weight of a KL penalty in place of the importance weights; needs `ratio` "none"."""
 
     def __post_init__(self) -> None:
-        check_range(self, "ratio_clip", at_least=0, at_most=1)
-        check_range(self, "kl_coef", at_least=0)
         if self.kl_coef and self.ratio != "none":
             raise ValueError(
                 f"kl_coef is {self.kl_coef} and ratio {self.ratio!r}, but the KL variant has no "
@@ -247,17 +242,14 @@ def _pairs(prompt_id: Tensor) -> Tensor:
     return torch.argsort(prompt_id, stable=True).view(-1, 2)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class P3OLoss(PairLoss):
     """The pairwise policy gradient with a clip; see `p3o_loss`."""
 
-    eps: float = 0.2
+    eps: PositiveFloat = 0.2
     """Width of the clip."""
     clip: PairClip = "separate"
     """Clip each response's ratio, or the ratio of the two."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "eps", above=0)
 
     def pair_loss(self, logprob: Tensor, behavior_logprob: Tensor, score: Tensor) -> Tensor:
         """See `p3o_loss`."""
@@ -270,17 +262,14 @@ class P3OLoss(PairLoss):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class RebelLoss(PairLoss):
     """Relative rewards as a regression; see `rebel_loss`."""
 
-    eta: float = 1.0
+    eta: PositiveFloat = 1.0
     """Step size; larger moves the policy further."""
     form: EtaForm = "paper"
     """The paper's loss, or the authors' code's, which is `eta^2` times that."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "eta", above=0)
 
     def pair_loss(self, logprob: Tensor, behavior_logprob: Tensor, score: Tensor) -> Tensor:
         """See `rebel_loss`."""

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...dataflow.graph.role import Loss, LossSum
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import NonNegativeFloat, option_class
 from ..ops.reductions import aggregation_totals, zero_where_masked_out
 from ..roles.language import ValueBatch, ValueColumns, ValueOutput
 from .base import TokenAggregation, token_metric
 from .token_formulas import clipped_value_loss
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ClippedValueLoss(TokenAggregation, Loss[ValueBatch, ValueOutput]):
     """A critic's clipped squared error; see `clipped_value_loss`."""
 
     tolerates_lag: ClassVar[bool] = True
 
-    eps: float | None = 0.2
+    eps: NonNegativeFloat | None = 0.2
     """How far one update may move a prediction from the old one; None for the plain error."""
-    coef: float = 1.0
+    coef: NonNegativeFloat = 1.0
     """Factor on the whole loss."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "eps", "coef", at_least=0)
 
     def totals(self, batch: ValueColumns) -> Tensor:
         """f64[7]: `aggregation_totals`, then first and second moments of target and old error."""

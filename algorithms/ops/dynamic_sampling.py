@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...dataflow.graph.tracer import op
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import FiniteFloat, PositiveInt, option_class
 from ..roles.language import PerSample, Policy, PromptId, Prompts, Reward, Rollout, Sampling
 from .groups import Groups, floating
 from .reward_shaping import is_correct
@@ -29,27 +30,22 @@ WhenShort = Literal["train", "error"]
 """With too few groups after the last round: train on those there are, or end the run."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class DynamicSampling:
     """Which groups are kept, and how long more are sampled."""
 
-    max_rounds: int = 3
+    max_rounds: PositiveInt = 3
     """How often a step may sample. It reads this many times the prompts it trains on."""
-    oversample: float = 2.0
+    oversample: Annotated[FiniteFloat, Ge(1)] = 2.0
     """How many prompts a later round asks for each group that is missing."""
     metric: Literal["accuracy", "score"] = "accuracy"
     """What must differ within a group: whether responses are correct, or the verifier's scores."""
-    correct_score: float = 1.0
+    correct_score: FiniteFloat = 1.0
     """From which score on a response counts as correct."""
     when_short: WhenShort = "train"
     """With too few groups after the last round: train on those there are, or end the run."""
     finished_only: bool = False
     """Leave responses that were cut off out of the loss, though not out of their group."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "max_rounds", at_least=1)
-        check_range(self, "oversample", at_least=1)
-        check_range(self, "correct_score")
 
 
 @dataclass(frozen=True, kw_only=True)

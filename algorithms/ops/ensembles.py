@@ -7,14 +7,13 @@ role of its own that can be placed and started apart.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ...dataflow.graph.tracer import op
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import NonNegativeFloat, option_class
 from ..roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
 from .groups import floating
 from .reductions import Variance, variance_correction
@@ -23,19 +22,16 @@ Combination = Literal["mean", "worst_case", "uncertainty_weighted"]
 """What an ensemble says: its members' mean, their least score, or the mean less their variance."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class EnsembleRule:
     """How members' scores become one."""
 
     combination: Combination = "uncertainty_weighted"
     """See `Combination`."""
-    uncertainty_coef: float = 0.1
+    uncertainty_coef: NonNegativeFloat = 0.1
     """What a unit of variance takes from the mean; 0.1 for training, 0.5 for picking one of n."""
     variance: Variance = "unbiased"
     """Whether that variance divides by n - 1 ("unbiased") or n ("biased")."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "uncertainty_coef", at_least=0)
 
 
 def ensemble_score(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...dataflow.graph.axes import Behavior, f32
 from ...dataflow.graph.tracer import op
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import FiniteFloat, NonNegativeFloat, option_class
 from ..roles.language import (
     SAMPLE,
     TOKEN,
@@ -54,7 +54,7 @@ class CorrectedReferencePolicyBatch(ReferencePolicyBatch):
     """See `CorrectedPolicyBatch`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class RolloutCorrection:
     """How importance weights between trainer and rollout engine are bounded."""
 
@@ -64,13 +64,13 @@ class RolloutCorrection:
     """Weights per token or of whole responses (the product over their tokens), cut off at `cap`, or
     set to 0 outside `floor` and `cap`. "none": no weights; the loss's ratio is against what the
     trainer says, and nothing makes up for rollouts of older weights, which are refused."""
-    cap: float | None = 2.0
+    cap: FiniteFloat | None = 2.0
     """Largest weight; None for no bound."""
-    floor: float = 0.0
+    floor: NonNegativeFloat = 0.0
     """Smallest weight that a mask lets through; truncation does not use it."""
-    mean_floor: float = 0.0
+    mean_floor: NonNegativeFloat = 0.0
     """Responses whose geometric mean weight per token is below this are left out as well."""
-    mean_cap: float | None = None
+    mean_cap: FiniteFloat | None = None
     """So are those where it is above this; 1.01 with a floor of 0.99 is usual, None for neither."""
     self_normalized: bool = False
     """Divide weights by their mean over the batch's tokens."""
@@ -79,9 +79,12 @@ class RolloutCorrection:
     divides by, as in TRL, or "left_out" of it and of the KL and entropy terms, as in verl."""
 
     def __post_init__(self) -> None:
-        check_range(self, "floor", "mean_floor", at_least=0)
-        check_range(self, "cap", above=self.floor)
-        check_range(self, "mean_cap", above=self.mean_floor)
+        for name, cap, floor in (
+            ("cap", self.cap, self.floor),
+            ("mean_cap", self.mean_cap, self.mean_floor),
+        ):
+            if cap is not None and cap <= floor:
+                raise ValueError(f"{name} is {cap}; expected above {floor:g}")
 
 
 @op(scope="row")

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import PositiveFloat, PositiveInt, option_class
 from ..ops.advantages import paired_baseline
 from ..ops.kl import response_kl
 from ..ops.rewards import calibrated_score
 from ..roles.language import PerSample, Policy, Prompts, Reward, Rollout, Sampling
-from .policy_updates import check_groups, check_updates
+from .policy_updates import check_groups
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Constrained:
     """Options of such steps."""
 
     sampling: Sampling = Sampling(num_samples=4, max_new_tokens=1024)
     """How responses are sampled; the baseline's is the reference's likeliest one."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
-    kl_max: float = 10.0
+    kl_max: PositiveFloat = 10.0
     """KL to the reference, in nats per response, from which a response counts for nothing."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
+        self.sampling.check_explores()
         check_groups(self)
-        check_range(self, "kl_max", above=0)
 
 
 @dataclass(frozen=True)

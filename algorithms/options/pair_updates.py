@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import NonNegativeFloat, PositiveInt, option_class
 from ..losses.sequence import ComparedPairBatch, PairLoss
 from ..roles.language import PerSample, Policy, Rollout, Sampling, TrainMetrics
-from .policy_updates import check_updates
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class PairUpdates:
     """Options of such steps.
 
@@ -20,16 +17,15 @@ class PairUpdates:
 
     sampling: Sampling = Sampling(num_samples=2, max_new_tokens=53)
     """How responses are sampled, two per prompt."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
-    num_minibatches: int = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
-    kl_coef: float = 0.05
+    kl_coef: NonNegativeFloat = 0.05
     """Score taken per nat of a response's KL to the reference; with 0 there is no reference."""
 
     def __post_init__(self) -> None:
-        check_updates(self)
-        check_range(self, "kl_coef", at_least=0)
+        self.sampling.check_explores()
         if self.sampling.num_samples != 2:
             raise ValueError(
                 f"sampling.num_samples is {self.sampling.num_samples}, but "

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from ...dataflow.graph.role import Loss
-from ...dataflow.option_checks import check_range
 from ..ops.groups import scored_tokens
 from ..ops.rollout_correction import RolloutCorrection, corrected_batch
 from ..roles.language import (
@@ -48,16 +47,6 @@ class PolicyUpdates(SampledUpdates, Protocol):
     def correction(self) -> RolloutCorrection | None:
         """Importance weights of tokens; see `corrected_batch`."""
         ...
-
-
-def check_updates(options: SampledUpdates) -> None:
-    """Refuse options with which nothing can be learned from sampled responses.
-
-    Raises:
-        ValueError: If responses are not sampled at random, or there is no optimizer step.
-    """
-    options.sampling.check_explores()
-    check_range(options, "epochs", "num_minibatches", at_least=1)
 
 
 def check_groups(options: SampledUpdates) -> None:

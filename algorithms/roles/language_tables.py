@@ -20,7 +20,15 @@ from torch import Tensor
 from ...dataflow.graph.axes import Axis, Behavior, GroupId, boolean, f32, i64
 from ...dataflow.graph.proxies import standins_in
 from ...dataflow.graph.role import Metric
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    option_class,
+)
 from ...dataflow.runtime.call_context import call_version
 
 PROMPT = Axis("prompt")
@@ -65,7 +73,7 @@ SampleFlag = Annotated[Tensor, boolean(SAMPLE)]
 """One boolean per sample."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Sampling:
     """How responses are sampled; every engine that generates does the same with it.
 
@@ -84,38 +92,32 @@ class Sampling:
     completes a string of `stop`. That token is kept, sampled and trained like the others.
     """
 
-    num_samples: int = 1
+    num_samples: PositiveInt = 1
     """Responses per prompt."""
-    temperature: float = 1.0
+    temperature: NonNegativeFloat = 1.0
     """Logits are divided by it before the softmax; 0 takes the most likely token."""
-    max_new_tokens: int = 16
+    max_new_tokens: PositiveInt = 16
     """Longest response in tokens, end-of-sequence included."""
-    max_total_tokens: int = 0
+    max_total_tokens: NonNegativeInt = 0
     """Longest prompt and response together: after a long prompt the response is cut off earlier; 0
     for no such limit."""
-    min_new_tokens: int = 0
+    min_new_tokens: NonNegativeInt = 0
     """Tokens of a response before one that may end it."""
-    top_p: float = 1.0
+    top_p: PositiveFraction = 1.0
     """Sample among the likeliest tokens whose probabilities first add up to this; 1 for all."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Sample among so many likeliest tokens; 0 for all."""
-    min_p: float = 0.0
+    min_p: Fraction = 0.0
     """Sample among tokens at least this share as likely as the likeliest; 0 for all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: PositiveFloat = 1.0
     """Divides positive logits of tokens that are in the prompt or the response already, and
     multiplies negative ones; 1 for none."""
     stop: tuple[str, ...] = ()
     """Strings that end a response whose text comes to hold one."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Tokens that end a response, besides the end-of-sequence token."""
 
     def __post_init__(self) -> None:
-        check_range(self, "num_samples", "max_new_tokens", at_least=1)
-        check_range(self, "temperature", "top_k", "min_new_tokens", "stop_token_ids", at_least=0)
-        check_range(self, "max_total_tokens", at_least=0)
-        check_range(self, "top_p", above=0, at_most=1)
-        check_range(self, "min_p", at_least=0, at_most=1)
-        check_range(self, "repetition_penalty", above=0)
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens is {self.min_new_tokens} and max_new_tokens "

@@ -500,7 +500,7 @@ def test_messages() -> None:
         ClippedPolicyLoss(eps_low=1.5)
     with pytest.raises(ValueError, match="dual_clip must be above 1, got 0.5; 3 is usual, None"):
         ClippedPolicyLoss(dual_clip=0.5)
-    with pytest.raises(ValueError, match="kl_coef must be positive, got 0; without a KL term use"):
+    with pytest.raises(ValueError, match="kl_coef must be positive, got 0.0; without a KL"):
         ReferenceKLPolicyLoss(kl_coef=0)
     with pytest.raises(ValueError, match="kl_estimator 'k1' has gradient 0 in expectation"):
         ReferenceKLPolicyLoss(kl_estimator="k1")

@@ -23,7 +23,7 @@ from penstock.dataflow.errors import PenstockError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import dumped, resolve, run_config
 from penstock.launch.inputs.failures import in_our_words
-from penstock.launch.stages.stages import stages_of
+from penstock.launch.stages.roles import build_stages
 from penstock.launch.stages.worker_specs import check_options
 
 _VALUES: Sequence[Any] = (
@@ -100,9 +100,9 @@ def _put(data: Any, path: Sequence[str], value: Any) -> bool:
 def _resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     config = run_config(data)
     run = resolve(config)
-    for stage in stages_of(run):
+    for stage in build_stages(run).stages:
         check_options(stage, run)
-    return dumped(config, run)
+    return dumped(run)
 
 
 @contextmanager

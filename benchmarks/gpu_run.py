@@ -26,11 +26,10 @@ from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.launch.placement.cluster_inputs import cluster_spec
-from penstock.launch.placement.machine import analytic_cpus
+from penstock.launch.placement.machine import analytic_cpus, cluster_spec
 from penstock.launch.profile.profile import profile
 from penstock.launch.run_dir.samples import read_samples
-from penstock.launch.stages.checks import node_seconds
+from penstock.launch.stages.stage_result import node_seconds
 from penstock.planner.cost.constants import CPU_DEFAULTS, GPU_DEFAULTS, Constants
 from penstock.planner.cost.engine_model import RoleEngines
 from penstock.planner.inputs.cluster import ClusterSpec

@@ -22,7 +22,8 @@ from llm_case import (
 )
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
-from penstock.launch.stages.job import Job, prepare
+from penstock.launch.inputs.run import Run
+from penstock.launch.stages.prepare import prepare
 from penstock.workers.models.packaged import packaged_folder
 from vs_trl import trl_python
 
@@ -72,14 +73,14 @@ def words(model: Model, num_updates: int, seed: int, *more: str) -> list[str]:
     return [*model.words, *TASK, f"algorithm.num_steps={num_updates}", f"seed={seed}", *more]
 
 
-def job_of(typed: Sequence[str]) -> Job:
+def job_of(typed: Sequence[str]) -> Run:
     """The run that these words make, as it is before anything is computed."""
     composed = compose("run", list(typed))
     composed.pop("resume", None)
     return prepare(resolved(composed))
 
 
-def prompts_of(job: Job) -> list[list[Prompt]]:
+def prompts_of(job: Run) -> list[list[Prompt]]:
     """The prompts of every update of a run, in its order."""
     source, task = job.sources[job.main.name]["prompts"], job.data.task
     updates: list[list[Prompt]] = []

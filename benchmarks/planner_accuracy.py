@@ -28,7 +28,7 @@ from penstock.configs.plan_schema import ProfileConfig
 from penstock.dataflow.runtime.engine import Engine
 from penstock.launch.profile.calls import calls_of_width
 from penstock.launch.profile.profile import profile
-from penstock.launch.stages.checks import node_seconds
+from penstock.launch.stages.stage_result import node_seconds
 from penstock.planner.cost.calibration import Calibration
 from penstock.planner.cost.calibration_fit import fit_constants
 from penstock.planner.cost.constants import Constants

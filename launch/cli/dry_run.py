@@ -15,8 +15,8 @@ from .hydra_app import hydra_app, refuse_resume
 
 if TYPE_CHECKING:
     from ...planner.inputs.cluster import ClusterSpec
-    from ..placement.described import Seat
-    from ..stages.job import Job
+    from ..inputs.run import Run
+    from ..placement.place import Seat
 
 _COLUMNS = ("group", "process", "rank", "node", "device", "memory", "roles")
 
@@ -32,9 +32,9 @@ def _dry_run(composed: dict[str, Any]) -> None:
     from dataclasses import replace
 
     from ..inputs.compose import AUTO, resolve, run_config
-    from ..placement.reported import joined
+    from ..placement.machine import joined
     from ..run_dir.trackers.registry import TRACKERS, Trackers
-    from ..stages.job import prepare
+    from ..stages.prepare import prepare
 
     refuse_resume(composed, "run --dry-run")
     cluster = _described(composed.pop("cluster", None))
@@ -43,53 +43,53 @@ def _dry_run(composed: dict[str, Any]) -> None:
     if config.tracker.all.keys() <= TRACKERS.keys():
         Trackers(config.tracker, tables=config.samples.track_every is not None)
     run = resolve(config, None if cluster is None else cluster.device_type)
-    if cluster is not None or run.placement.placement != AUTO:
-        run = replace(run, placement=replace(run.placement, cluster=cluster))
+    if cluster is not None or config.placement != AUTO:
+        run = replace(run, cluster=cluster)
     else:
         run = joined(run)
-    job = prepare(run, dry=True)
-    print(_text(job, cluster))
+    print(_text(prepare(run, dry=True), cluster))
 
 
 def _described(section: Any) -> ClusterSpec | None:
     """The cluster of `cluster=`, if it is given."""
     from ...configs.plan_schema import ClusterConfig
     from ...configs.validate import validated
-    from ..placement.cluster_inputs import cluster_spec, named_devices
+    from ..placement.machine import cluster_spec, named_devices
 
     if section is None:
         return None
     return cluster_spec(validated(ClusterConfig, named_devices(section), "cluster"))
 
 
-def _text(job: Job, cluster: ClusterSpec | None) -> str:
+def _text(run: Run, cluster: ClusterSpec | None) -> str:
     """Describe what would run where."""
     from ...planner.inputs.cluster import ClusterSpec
     from ...planner.report.plan_texts import cluster_text
-    from ..placement.described import check_fits, seats
+    from ..placement.place import check_fits, seats
+    from ..stages.prepare import first_notes, statistics
 
-    plan, placement = job.plan, job.main.placement
+    plan, placement = run.placed, run.main.placement
     if cluster is None and isinstance(plan.cluster, ClusterSpec):
         cluster = plan.cluster
     nodes = {} if cluster is None else check_fits(plan, placement, cluster)
-    lines = [f"{job.main.graph.name} can start; this was a dry run, and nothing was started"]
+    lines = [f"{run.main.graph.name} can start; this was a dry run, and nothing was started"]
     lines += [f"cluster  {cluster_text(cluster)}"] if cluster is not None else []
-    lines += [*job.notes(tries=True), *job.statistics, *_streaming(job)]
-    found = seats(job.main.graph, placement, nodes)
+    lines += [*first_notes(run, tries=True), *statistics(run), *_streaming(run)]
+    found = seats(run.main.graph, placement, nodes)
     return "\n".join([*lines, *_table(found, plan.memory_bytes_per_device)])
 
 
-def _streaming(job: Job) -> list[str]:
+def _streaming(run: Run) -> list[str]:
     """What streams, in every stage where something does."""
-    from ..placement.place import executor_kind
+    from ..inputs.run import executor_kind
     from ..stages.streaming import streaming_lines
 
-    kind = executor_kind(job.run.placement.executor.kind, "executor.kind")
+    kind = executor_kind(run.executor.kind)
     return [
         line
-        for stage in job.stages
+        for stage in run.stages
         for line in streaming_lines(
-            stage, stage.placement, job.run.schedule, in_processes=kind.has_processes
+            stage, stage.placement, run.config.schedule, in_processes=kind.has_processes
         )
     ]
 

@@ -60,32 +60,31 @@ def _of_run(
 ) -> tuple[str, int | None, dict[str, Measured], dict[str, Measured]]:
     """What is evaluated, its step, what was found before training, and what is found now."""
     from ..run_dir.evaluations import WHOLE, Evaluations, Measured
-    from ..stages.evaluation import evaluate, options_of_agent, rule_of
-    from ..stages.held_out_loss import held_out_losses
+    from ..stages.evaluation import evaluate, held_out_losses, options_of_agent, rule_of
     from ..stages.kept_run import kept_run
 
     words = [word for word in given_overrides() if word.partition("=")[0] not in _OWN]
     kept = kept_run(path, lambda stored: _changed(path, words, composed, stored))
-    job, stage = kept.job, kept.job.main
-    rows = job.held_out_rows
-    if not job.suites and rows is None:
+    run, stage = kept.run, kept.run.main
+    rows = run.held_out_rows
+    if not run.suites and rows is None:
         raise ConfigError(
             f"run '{kept.folder.id}' has no held-out problems to answer\n    give some: "
             "evaluation.suites.NAME.task.kind=..., or penstock eval model=... task=..."
         )
     point, policy = kept.policy(keys.step, rows.train.role if rows else None)
     at: dict[str, Any] = {
-        "device": job.run.placement.executor.device,
+        "device": run.executor.device,
         "seed": stage.seed,
-        "deadline_s": job.run.schedule.deadline_s,
+        "deadline_s": run.config.schedule.deadline_s,
     }
     found: dict[str, Measured] = {}
     with kept.reading(point):
-        if job.suites:
+        if run.suites:
             found = evaluate(
                 policy,
-                job.suites,
-                job.run.evaluation.num_examples,
+                run.suites,
+                run.config.evaluation.num_examples,
                 rule=rule_of(stage),
                 agent_options=options_of_agent(stage),
                 **at,
@@ -124,11 +123,11 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
     from ...workers.models.hub import hub_folder
     from ..inputs.compose import check_model, on_a_device, run_config
     from ..inputs.data import load_data
+    from ..inputs.suites import suites_of
     from ..placement.machine import has_fast_bfloat16
-    from ..placement.settled import local_model, with_dtype
+    from ..placement.models import local_model, with_dtype
     from ..stages.evaluation import evaluate
-    from ..stages.job import check_suite_lengths
-    from ..stages.suites import suites_of
+    from ..stages.prepare import check_suite_lengths
     from ..stages.worker_specs import check_agents, first_model
 
     config = run_config(composed)

@@ -51,9 +51,9 @@ def _export(composed: dict[str, Any]) -> None:
 
 
 def _role(kept: KeptRun, given: str | None) -> str:
-    trained = list(kept.job.main.graph.trains_per_step)
+    trained = list(kept.run.main.graph.trains_per_step)
     if given is None:
-        return kept.job.main.policy or trained[0]
+        return kept.run.main.policy or trained[0]
     if given not in trained:
         raise ConfigError(
             f"'role': run '{kept.folder.id}' trains no '{given}'{nearest(given, trained)}\n"
@@ -86,24 +86,24 @@ def _write(kept: KeptRun, point: KeptCheckpoint, role: str, folder: Path, *, ada
     from ..stages.export import export_roles
     from ..stages.model_card import write_card, write_generation_config
 
-    job = kept.job
+    run = kept.run
     draft = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
-    tokenizer = job.data.tokenizer if job.data.has_text else None
+    tokenizer = run.data.tokenizer if run.data.has_text else None
     try:
         with kept.reading(point):
             specs = {role: kept.specs()[role]}
-            made = export_roles(specs, point.folder, tokenizer, draft, job.main.seed)
+            made = export_roles(specs, point.folder, tokenizer, draft, run.main.seed)
         if role not in made.folders:
             raise ConfigError(
                 f"'role': the worker of '{role}' writes no model folder\n    give it a method "
                 "save_pretrained(folder), or choose another role"
             )
-        if tokenizer is not None and role == job.main.policy:
-            write_generation_config(made.folders[role], job)
+        if tokenizer is not None and role == run.main.policy:
+            write_generation_config(made.folders[role], run)
         digest = made.weights_sha256[role]
         whole = made.folders[role]
         written = _adapter_of(whole, role, tokenizer) if adapter else whole
-        write_card(written, kept.folder, job, role, point.step, digest)
+        write_card(written, kept.folder, run, role, point.step, digest)
         written.replace(folder)
     except OSError as error:
         raise ConfigError(f"'output': '{folder}' cannot be written: {error.strerror}") from error

@@ -44,7 +44,7 @@ def _show(composed: dict[str, Any]) -> None:
     if not isinstance(form, str) or form not in FORMATS:
         raise ConfigError(f"'format': expected one of {', '.join(FORMATS)}, got {form!r}")
     run = resolved(composed)
-    graph, unlike = run.main.graph, run.schedule.why_not_reproducible
+    graph, unlike = run.main.graph, run.config.schedule.why_not_reproducible
     text = FORMATS[form](graph)
     if unlike and form == "text":
         text += f"\n\nnot reproducible: {unlike}"

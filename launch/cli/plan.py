@@ -62,8 +62,7 @@ def found_plan(composed: dict[str, Any]) -> tuple[PlanRequest, Plan, tuple[Compa
         PlanError: If no plan fits.
     """
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
-    from ..placement.plan_request import plan_request
-    from ..placement.what_if import answered
+    from ..placement.plan_request import answered, plan_request
 
     refuse_resume(composed, "plan")
     request = plan_request(composed, chosen("model"))

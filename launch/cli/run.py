@@ -20,6 +20,7 @@ from .hydra_app import given_overrides, hydra_app
 from .supervise import SUPERVISE, supervise_command
 
 if TYPE_CHECKING:
+    from ..inputs.run import Run
     from ..run_dir.environment import Environment
     from ..run_dir.origins import Origins
     from ..run_dir.process_usage import ProcessUsage
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from ..run_dir.run_folder import CodeVersion, RunFolder, RunRecord
     from ..run_dir.trackers.registry import Trackers
     from ..run_dir.trackers.tracker import Tracker
-    from ..stages.job import Job
 
 DRY_RUN = "--dry-run"
 """As an option of `penstock run`: check everything, and start nothing."""
@@ -117,8 +117,8 @@ def _carry_out(
     from ..run_dir.progress import RunProgress
     from ..run_dir.run_folder import code_version
     from ..run_dir.trackers.registry import Trackers
-    from ..stages.job import prepare
-    from ..stages.telling import stage_plans
+    from ..stages.observers import stage_plans
+    from ..stages.prepare import about_model, first_notes, model_folders, prepare
 
     code = code_version()
     file = None if resumed is None or resumed.moved else resumed.folder.plan
@@ -130,42 +130,42 @@ def _carry_out(
     trackers = Trackers(config.tracker, tables=tables)
     if shown is not None:
         trackers.add("the notebook's curve", shown)
-    job = prepare(resolve(config), placed)
-    progress = RunProgress(stage_plans(job), config.progress)
-    for line in job.notes():
+    run = prepare(resolve(config), placed)
+    progress = RunProgress(stage_plans(run), config.progress)
+    for line in first_notes(run):
         progress.note(line)
     if again is not None:
-        _check_data(again, job.data.fingerprint)
-    origins, environment = origins_of(job.model_folders), environment_now(machine_name())
-    plain = dumped(config, job.run)
+        _check_data(again, run.data.fingerprint)
+    origins, environment = origins_of(model_folders(run)), environment_now(machine_name())
+    plain = dumped(run)
     written = yaml.safe_dump(plain, sort_keys=False)
-    plan = job.plan.model_dump_json(indent=2, exclude_defaults=True)
+    plan = run.placed.model_dump_json(indent=2, exclude_defaults=True)
     runs = Path(config.runs)
     had_runs = runs.exists()
     if resumed is None:
-        folder = _created(runs, job, written, plan, origins, code, environment)
+        folder = _created(runs, run, written, plan, origins, code, environment)
     else:
         folder = resumed.folder
-        _check_unchanged(folder, job.data.fingerprint, origins, code, environment)
+        _check_unchanged(folder, run.data.fingerprint, origins, code, environment)
     with (
         _ended_early(folder, resumed is None, had_runs, trackers),
         folder.locked() if resumed is None else nullcontext(),
         ProcessUsage() as usage,
         trackers,
-        threads_within(job.run.placement.executor.num_threads),
+        threads_within(run.executor.num_threads),
     ):
         if resumed is not None and resumed.noted:
-            _note_changes(resumed, job, written, plan)
-        homes = _tracked(job, folder, plain, resumed is not None, trackers)
-        if job.about_model:
-            progress.note(job.about_model)
-        _stages(job, homes, code, usage, progress, resumed is not None, trackers)
+            _note_changes(resumed, run, written, plan)
+        homes = _tracked(run, folder, plain, resumed is not None, trackers)
+        if about := about_model(run):
+            progress.note(about)
+        _stages(run, homes, code, usage, progress, resumed is not None, trackers)
     return folder
 
 
 def _created(
     runs: Path,
-    job: Job,
+    run: Run,
     config: str,
     plan: str,
     origins: Origins,
@@ -175,18 +175,19 @@ def _created(
     """The folder of a new run."""
     from ...dataflow.render.svg import to_svg
     from ..run_dir.run_folder import create_run
+    from ..stages.prepare import not_reproducible
 
     return create_run(
         runs,
-        name=job.main.name,
-        seed=job.run.seed,
+        name=run.main.name,
+        seed=run.config.seed,
         config=config,
-        data=job.data.fingerprint,
+        data=run.data.fingerprint,
         origins=origins,
         plan=plan,
-        graph=to_svg(job.main.graph),
+        graph=to_svg(run.main.graph),
         code=code,
-        not_reproducible=job.not_reproducible,
+        not_reproducible=not_reproducible(run),
         environment=environment,
     )
 
@@ -202,27 +203,28 @@ def _check_data(record: RunRecord, found: str) -> None:
 
 
 def _tracked(
-    job: Job, folder: RunFolder, config: Mapping[str, Any], resumed: bool, trackers: Trackers
+    run: Run, folder: RunFolder, config: Mapping[str, Any], resumed: bool, trackers: Trackers
 ) -> dict[str, RunFolder]:
     """Begin to track the run; the folder of each of its stages."""
     from ..run_dir.run_folder import record_of
     from ..run_dir.trackers.tracker import RunInfo
 
     tell(folder=str(folder.path))
-    homes = {stage.name: folder.stage(stage.name) for stage in job.stages[:-1]}
-    homes[job.main.name] = folder
+    homes = {stage.name: folder.stage(stage.name) for stage in run.stages[:-1]}
+    homes[run.main.name] = folder
     paths = {name: home.path for name, home in homes.items()}
     said = record_of(folder).not_reproducible
     trackers.start(RunInfo(folder.id, paths, config, resumed, said))
     return homes
 
 
-def _note_changes(resumed: Resumed, job: Job, config: str, plan: str) -> None:
+def _note_changes(resumed: Resumed, run: Run, config: str, plan: str) -> None:
     """Record that the run goes on with other settings, once it is clear that it can."""
     from ..run_dir.run_folder import change_config
-    from ..stages.train import steps_taken
+    from ..stages.prepare import not_reproducible
+    from ..stages.run_stage import steps_taken
 
-    step = steps_taken(job, resumed.folder)
+    step = steps_taken(run, resumed.folder)
     if resumed.extended:
         resumed.folder.set_summary_aside()
     change_config(
@@ -230,7 +232,7 @@ def _note_changes(resumed: Resumed, job: Job, config: str, plan: str) -> None:
         config,
         step=step,
         plan=plan if resumed.moved else None,
-        not_reproducible=job.not_reproducible,
+        not_reproducible=not_reproducible(run),
     )
 
 
@@ -263,7 +265,7 @@ def _check_unchanged(
 
 
 def _stages(
-    job: Job,
+    run: Run,
     homes: Mapping[str, RunFolder],
     code: CodeVersion,
     usage: ProcessUsage,
@@ -271,31 +273,33 @@ def _stages(
     resumed: bool,
     trackers: Trackers,
 ) -> None:
-    """Run what is left of a job's stages, each in its folder, and write the run's summary."""
+    """Run what is left of a run's stages, each in its folder, and write the run's summary."""
     from ..run_dir.events import count_kinds
     from ..run_dir.run_folder import record_of
+    from ..stages.prepare import statistics
     from ..stages.report import summary_of, write_report
-    from ..stages.train import MODELS, Outcome, check_stage_models, run_stage
+    from ..stages.run_stage import MODELS, check_stage_models, run_stage
+    from ..stages.stage_result import StageResult
 
-    for line in [] if resumed else job.statistics:
+    for line in [] if resumed else statistics(run):
         progress.note(line)
     started_s = time.monotonic()
     results: dict[str, Any] = {}
-    outcome, folder = Outcome(), homes[job.main.name]
-    for stage in job.stages:
+    outcome, folder = StageResult(), homes[run.main.name]
+    for stage in run.stages:
         home = homes[stage.name]
         home.path.mkdir(parents=True, exist_ok=True)
-        if stage is not job.main:
+        if stage is not run.main:
             results[stage.name] = (stage, home.path / MODELS)
             if home.summary.exists():
                 check_stage_models(stage.name, home)
                 progress.time.end(stage.name, 0.0)
                 continue
-        outcome = run_stage(job, stage, home, results, trackers, progress)
+        outcome = run_stage(run, stage, home, results, trackers, progress)
     wall_time_s = time.monotonic() - started_s
     usage.sample()
     summary = summary_of(
-        job,
+        run,
         outcome,
         code=code,
         usage=usage,
@@ -305,7 +309,7 @@ def _stages(
         resumed=resumed,
         record=record_of(folder),
     )
-    write_report(job, folder, outcome, summary, progress, trackers.place)
+    write_report(run, folder, outcome, summary, progress, trackers.place)
     folder.write_summary(summary)
     trackers.finish(summary)
 

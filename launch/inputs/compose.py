@@ -1,114 +1,27 @@
-"""From a composed configuration to what follows from it alone: `Resolved`.
-
-It is validated and resolved once, here: steps are recorded, engines and the task are known by their
-objects. What comes after (`placement`, `stages`) takes the parts that it reads.
-"""
+"""From a composed configuration to a `Run`: validated, steps recorded, engines and task found."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import TypeAdapter
 
-from ...configs.references import entry_or_own
-from ...configs.schema import (
-    EvaluationConfig,
-    ExecutorConfig,
-    MismatchConfig,
-    ModelConfig,
-    RunConfig,
-    SamplesConfig,
-    TaskConfig,
-)
+from ...configs.schema import ExecutorConfig, ModelConfig, RunConfig
 from ...configs.validate import check_finite, validated
 from ...dataflow.errors import ConfigError, PlanError
-from ...dataflow.runtime.recovery.limits import Recovery
-from ...dataflow.scheduler.schedule import Schedule
 from ...planner.cost.calibration import Calibration
-from ...planner.inputs.cluster import ClusterSpec
 from ...planner.plan.plan import Plan
-from ...workers.data.task import TaskSpec
-from ...workers.executors.executor_kind import ExecutorKind
-from ...workers.executors.registry import EXECUTORS
 from ...workers.models.architecture import checked_config
 from .data import task_spec_of
-from .engines import Engines, engines_of, refuse_engines
+from .engines import engines_of, refuse_engines
 from .env_specs import MODEL_TYPE, refuse_other_value_loss
-from .record import Recorded, check_followers, load_step, recorded, step_cfg
+from .record import check_followers, load_step, recorded, step_cfg
+from .run import Run, executor_kind
 
 AUTO = "auto"
 """As `placement`: let the planner choose."""
-
-
-@dataclass(frozen=True)
-class PlacementInputs:
-    """Where nodes run, as configured.
-
-    Attributes:
-        executor: The section.
-        placement: `AUTO`, or the file of a plan.
-        calibration: The file of what was measured of this machine, if one is named.
-        runs: The folder of runs, where one is looked for that is not named.
-        cluster: What it is to run on, if that is described or was joined; otherwise this machine.
-    """
-
-    executor: ExecutorConfig
-    placement: str
-    calibration: str | None
-    runs: Path
-    cluster: ClusterSpec | None = None
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A run as far as its configuration says, before any data or model is touched.
-
-    Attributes:
-        stages: Its algorithms with their graphs, the main one last.
-        engines: What trains and generates.
-        placement: What is said of where.
-        model: What is trained.
-        task: The section of the task.
-        spec: The task it describes.
-        schedule: How far generation may run ahead.
-        mismatch: When to complain that two engines disagree.
-        evaluation: How accuracy is measured.
-        samples: What is kept of the responses.
-        seed: Of all randomness.
-        checkpoint_every: Steps between checkpoints.
-        keep_checkpoints: How many are kept.
-        recovery: How often it may go back when processes die.
-        mirrored: Whether its state is kept in memory after every step.
-        snapshots: Role's start as written -> the same with the commit of a hub's model that it is.
-        longest_sequence: Tokens of the longest prompt with its response that any stage or its
-            evaluation samples; None if unknown, as it is before the data is read.
-    """
-
-    stages: tuple[Recorded, ...]
-    engines: Engines
-    placement: PlacementInputs
-    model: ModelConfig
-    task: TaskConfig
-    spec: TaskSpec
-    schedule: Schedule
-    mismatch: MismatchConfig
-    evaluation: EvaluationConfig
-    samples: SamplesConfig
-    seed: int
-    checkpoint_every: int
-    keep_checkpoints: int
-    recovery: Recovery = Recovery()
-    mirrored: bool = False
-    snapshots: Mapping[str, str] = field(default_factory=dict[str, str])
-    longest_sequence: int | None = None
-
-    @property
-    def main(self) -> Recorded:
-        """The algorithm that the run is for."""
-        return self.stages[-1]
 
 
 def run_config(composed: Mapping[str, Any]) -> RunConfig:
@@ -122,7 +35,7 @@ def run_config(composed: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def resolve(config: RunConfig, device: str | None = None) -> Resolved:
+def resolve(config: RunConfig, device: str | None = None) -> Run:
     """Resolve a run's configuration.
 
     Args:
@@ -137,7 +50,7 @@ def resolve(config: RunConfig, device: str | None = None) -> Resolved:
     if config.calibration is not None:
         check_calibration(Path(config.calibration))
     _check_known_elsewhere(config)
-    recovery = _recovery_of(config)
+    _check_mirror(config)
     stages = recorded(config.algorithm, config.seed)
     check_architecture(config.model.architecture)
     for stage in stages[:-1]:
@@ -145,39 +58,19 @@ def resolve(config: RunConfig, device: str | None = None) -> Resolved:
     for stage in stages:
         refuse_other_value_loss(stage.graph, config.model.architecture)
         check_followers(stage, config.model.dtype)
-    return Resolved(
-        stages=stages,
-        engines=engines_of(config.engine, config.rollout, config.algorithm),
-        placement=PlacementInputs(
-            on_a_device(config, device), config.placement, config.calibration, Path(config.runs)
-        ),
-        model=config.model,
-        task=config.task,
-        spec=task_spec_of(config.task),
-        schedule=config.schedule,
-        mismatch=config.mismatch,
-        evaluation=config.evaluation,
-        samples=config.samples,
-        seed=config.seed,
-        checkpoint_every=config.checkpoint_every,
-        keep_checkpoints=config.keep_checkpoints,
-        recovery=recovery,
-        mirrored=config.checkpoint.mirror == "neighbor",
-    )
+    engines = engines_of(config.engine, config.rollout, config.algorithm)
+    config = config.model_copy(update={"executor": on_a_device(config, device)})
+    return Run(config, stages, engines, task_spec_of(config.task))
 
 
-def _recovery_of(config: RunConfig) -> Recovery:
-    """Return what to do when processes die."""
-    kind = entry_or_own(config.executor.kind, EXECUTORS, "executor.kind", "executor", ExecutorKind)
+def _check_mirror(config: RunConfig) -> None:
+    kind = executor_kind(config.executor.kind)
     if config.checkpoint.mirror == "neighbor" and not kind.has_processes:
         raise ConfigError(
             f"'checkpoint.mirror' is 'neighbor', but executor={kind.name} computes everything in "
             "one process, which has no neighbor to keep a copy\n    set executor=ray, or "
             "checkpoint.mirror=none and a smaller checkpoint_every"
         )
-    said = config.recovery
-    longest_s = max(Recovery.longest_pause_s, said.pause_s)
-    return Recovery(said.max_restarts, said.max_repeats, said.pause_s, longest_s)
 
 
 _HERE = "__main__:"
@@ -186,7 +79,7 @@ _HERE = "__main__:"
 
 def _check_known_elsewhere(config: RunConfig) -> None:
     """Refuse what the running program defines itself where other processes would need it."""
-    kind = entry_or_own(config.executor.kind, EXECUTORS, "executor.kind", "executor", ExecutorKind)
+    kind = executor_kind(config.executor.kind)
     own = _named_here(config.model_dump(mode="json"))
     if kind.has_processes and own:
         key, name = next(iter(own.items()))
@@ -249,13 +142,13 @@ def on_a_device(config: RunConfig, there: str | None = None) -> ExecutorConfig:
 def _best_device(section: ExecutorConfig) -> str:
     import torch
 
-    kind = entry_or_own(section.kind, EXECUTORS, "executor.kind", "executor", ExecutorKind)
+    kind = executor_kind(section.kind)
     machines = kind.machines() if kind.is_installed else ()
     gpus = [machine for machine in machines if machine.total.get("GPU", 0) >= 1]
     return "cuda" if gpus or (not machines and torch.cuda.is_available()) else "cpu"
 
 
-def resolved(composed: Mapping[str, Any]) -> Resolved:
+def resolved(composed: Mapping[str, Any]) -> Run:
     """Both at once; raises as they do."""
     return resolve(run_config(composed))
 
@@ -308,18 +201,12 @@ def check_model(model: ModelConfig) -> None:
         )
 
 
-def dumped(config: RunConfig, run: Resolved) -> dict[str, Any]:
-    """A run's configuration as plain data, every default spelled out; `run_config` reads it back.
-
-    Args:
-        config: As composed.
-        run: What came of it: threads and the size of the vocabulary may have been added.
-    """
+def dumped(run: Run) -> dict[str, Any]:
+    """Write a run's configuration as plain data with every default, for `run_config`."""
     # Where a model of a hub or a package lies is this machine's; its name and commit say which.
-    here = {} if run.model.hub is None and run.model.package is None else {"folder": None}
-    model = run.model.model_copy(update=here)
-    found = {"executor": run.placement.executor, "model": model}
-    data = config.model_copy(update=found).model_dump(mode="json")
+    if run.model.hub is not None or run.model.package is not None:
+        run = run.having(model=run.model.model_copy(update={"folder": None}))
+    data = run.config.model_dump(mode="json")
     _spell_out(data["algorithm"], "algorithm", run.snapshots)
     options = TypeAdapter(type(run.spec)).dump_python(run.spec, mode="json")
     data["task"] = {**options, **data["task"]}

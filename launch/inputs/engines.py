@@ -18,7 +18,7 @@ from ...planner.inputs.model_shape import ModelShape
 from ...workers.engines.engine import Engine
 from ...workers.engines.registry import DEFAULT, ENGINES, rollouts
 from .own_workers import is_own
-from .record import Recorded
+from .record import Stage
 
 
 def _why_not_own(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
@@ -172,7 +172,7 @@ def engines_of(
     )
 
 
-def refuse_engines(stage: Recorded) -> None:
+def refuse_engines(stage: Stage) -> None:
     """An earlier stage's roles run where the main one's are.
 
     Raises:

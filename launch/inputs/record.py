@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ...algorithms.roles.language import Sampling
+from ...algorithms.roles.language import Policy, Sampling
 from ...configs.references import load_object
-from ...configs.schema import AlgorithmConfig
+from ...configs.schema import AlgorithmConfig, RoleConfig
 from ...configs.validate import check_finite, validated
 from ...dataflow.errors import (
     ConfigError,
@@ -28,10 +28,14 @@ from ...dataflow.graph.graph import Constant, Graph, NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
 from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
+from ...dataflow.runtime.placement import Placement
+
+_LATER: Any = None
+"""A field that is filled in when the stage is placed."""
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Stage:
     """One algorithm of a run.
 
     Attributes:
@@ -40,6 +44,11 @@ class Recorded:
         config: Its section.
         graph: Its recorded step.
         seed: Of its data and random numbers.
+        roles: Role -> its section with `worker` and `start` filled in. `start` is "model", the name
+            of an earlier stage, a folder, or None for a worker without weights, or with random
+            ones of its own seed; it is the first of `start_mean` if there is one.
+        placement: Where its nodes run.
+        planned_options: Role -> fields of its worker's spec that the plan decides.
     """
 
     name: str
@@ -47,6 +56,11 @@ class Recorded:
     config: AlgorithmConfig
     graph: Graph
     seed: int
+    roles: Mapping[str, RoleConfig] = field(default_factory=dict[str, RoleConfig])
+    placement: Placement = _LATER
+    planned_options: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict[str, Mapping[str, Any]]
+    )
 
     @property
     def sampling(self) -> Sampling | None:
@@ -59,6 +73,20 @@ class Recorded:
         ]
         return next((value for value in given if isinstance(value, Sampling)), None)
 
+    @property
+    def policy(self) -> str | None:
+        """The policy that the stage trains."""
+        return self.trained(Policy)
+
+    def worker(self, role: str) -> str:
+        """The worker of a role: a name, or `module:factory`."""
+        return self.roles[role].worker or ""
+
+    def starts(self, role: str) -> Mapping[str, float]:
+        """Where a role's weights come from -> the share of each in their mean; {} for none."""
+        section = self.roles[role]
+        return section.start_mean or ({section.start: 1.0} if section.start else {})
+
     def trained(self, contract: type[Role]) -> str | None:
         """The role of that contract that learns; the first of several, None if there is none."""
         for role, kind in self.graph.roles.items():
@@ -67,7 +95,7 @@ class Recorded:
         return None
 
 
-def recorded(algorithm: AlgorithmConfig, seed: int) -> tuple[Recorded, ...]:
+def recorded(algorithm: AlgorithmConfig, seed: int) -> tuple[Stage, ...]:
     """The section's algorithms, those that are trained before in order, the main one last.
 
     Args:
@@ -79,7 +107,7 @@ def recorded(algorithm: AlgorithmConfig, seed: int) -> tuple[Recorded, ...]:
         FlowError: If a step is no valid graph.
     """
     main = _recorded(algorithm, "algorithm", "", seed)
-    before: list[Recorded] = []
+    before: list[Stage] = []
     for name, section in algorithm.before.items():
         at = f"algorithm.before.{name}"
         if section.before:
@@ -91,10 +119,10 @@ def recorded(algorithm: AlgorithmConfig, seed: int) -> tuple[Recorded, ...]:
     return (*before, main)
 
 
-def _recorded(section: AlgorithmConfig, at: str, name: str, seed: int) -> Recorded:
+def _recorded(section: AlgorithmConfig, at: str, name: str, seed: int) -> Stage:
     graph = record(section, at)
     own = seed if section.seed is None else section.seed
-    return Recorded(name or graph.name, at, section, graph, own)
+    return Stage(name or graph.name, at, section, graph, own)
 
 
 def record(algorithm: AlgorithmConfig, at: str) -> Graph:
@@ -132,7 +160,7 @@ _RECORD_DEADLINE_S = 8.0
 """Longest recording of a step function; ours take milliseconds."""
 
 
-def averages(stage: Recorded) -> bool:
+def averages(stage: Stage) -> bool:
     """Return whether weights are averaged by shares that 16 bits cannot hold."""
     return any(
         isinstance(argument, Constant) and argument.value != 1.0
@@ -143,7 +171,7 @@ def averages(stage: Recorded) -> bool:
     )
 
 
-def check_followers(stage: Recorded, dtype: str) -> None:
+def check_followers(stage: Stage, dtype: str) -> None:
     """Refuse calls that could not move one role's weights towards another's.
 
     Args:

@@ -23,7 +23,7 @@ from ...workers.data.sources import (
 from ...workers.envs.rows import EnvRowSource, GameRowSource
 from .data import Data
 from .env_specs import env_task, game_task, refuse_scaled_fitness
-from .record import Recorded
+from .record import Stage
 
 if TYPE_CHECKING:
     from ...workers.envs.task import EnvTaskSpec
@@ -115,7 +115,7 @@ def check_tables(graph: Graph, at: str) -> None:
             )
 
 
-def sources_of(algorithm: Recorded, data: Data) -> tuple[dict[str, Source], list[DataReport]]:
+def sources_of(algorithm: Stage, data: Data) -> tuple[dict[str, Source], list[DataReport]]:
     """A source for every table of an algorithm, and what was left out while reading.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the planner needs, from the configuration of a run: shapes of models, and lengths.
+"""The planner's inputs from the configuration of a run: shapes of models, and lengths.
 
 Nothing is built: the step is recorded with stand-ins, and a model is the shape its config
 describes. A tokenizer is made only if a model's vocabulary or the task's prompts are asked for.
@@ -25,11 +25,11 @@ from ...planner.inputs.logical_params import adapter_params
 from ...planner.inputs.model_shape import ModelShape, shape_of
 from ...planner.inputs.workload import Lengths, Workload
 from ...workers.data.chat import BadPrompt
-from ..inputs.compose import Resolved
 from ..inputs.data import Data, load_data
 from ..inputs.own_workers import asked_for, is_own
+from ..inputs.run import Run
 from ..inputs.sizes import converses
-from .settled import local_model
+from .models import local_model
 
 _PROMPTS_MEASURED = 2000
 """Training prompts whose lengths stand for all."""
@@ -47,25 +47,17 @@ class PlanInputs:
         model_name: What tables call the run's model.
     """
 
-    def __init__(self, run: Resolved, model_name: str = "") -> None:
+    def __init__(self, run: Run, model_name: str = "") -> None:
         self._run, self._model_name = run, model_name
         self._algorithm = run.main.config
         self.graph: Graph = run.main.graph
 
     @cached_property
     def _data(self) -> Data:
-        return load_data(self._run.task, self._run.model)
+        return load_data(self._run.config.task, self._run.model)
 
     def models(self, given: Mapping[str, str | None]) -> dict[str, ModelShape | None]:
-        """Role -> shape; None for a role without a model.
-
-        Args:
-            given: What `plan.models` says.
-
-        Raises:
-            ConfigError: If a role or a model is unknown.
-            PlanError: If a model is of a family whose shape is not known.
-        """
+        """Role -> shape; None for a role without a model."""
         for role in given:
             if role not in self.graph.roles:
                 raise ConfigError(
@@ -84,7 +76,6 @@ class PlanInputs:
         return shape.model_copy(update={"adapter_params": adapters})
 
     def _is_changed(self, role: str) -> bool:
-        """Whether the step changes its weights: those of others stand below no adapters."""
         following = {node.role for node in self.graph.nodes if node.leader is not None}
         return role in self.graph.learning_roles or role in following
 
@@ -100,11 +91,7 @@ class PlanInputs:
         return self._shape(self._run.model, self._model_name)
 
     def left_out(self, models: Mapping[str, ModelShape | None]) -> tuple[str, ...]:
-        """What to say of roles that workers of one's own play and that are not planned for.
-
-        Args:
-            models: From `models`.
-        """
+        """Describe roles that own workers play and that are not planned for."""
         sections = self._algorithm.roles
         return tuple(
             f"'{role}' is left out: {sections[role].worker} asks for no model, so its memory and "
@@ -114,7 +101,6 @@ class PlanInputs:
         )
 
     def _has_model(self, role: str) -> bool:
-        """Whether somebody with a model plays the role: a rule has none."""
         contract = self.graph.roles[role]
         section = self._algorithm.roles.get(role) or _NO_ROLE
         if section.worker is not None and is_own(section.worker):
@@ -131,7 +117,6 @@ class PlanInputs:
 
     @cached_property
     def _learns_reward(self) -> bool:
-        """Whether an earlier stage trains a reward model."""
         return any(stage.trained(RewardModel) for stage in self._run.stages[:-1])
 
     def _named(self, role: str, name: str) -> ModelShape:
@@ -156,7 +141,6 @@ class PlanInputs:
 
     @property
     def _dtype(self) -> Literal["float32", "bfloat16"]:
-        """Of a model that says nothing of its own: as the run's."""
         return self._run.model.precision
 
     def _shape(self, section: ModelConfig, name: str) -> ModelShape:
@@ -173,12 +157,7 @@ class PlanInputs:
         return shape_of(architecture, name=name, vocab_size=vocab_size, dtype=section.precision)
 
     def workload(self, section: WorkloadConfig) -> Workload:
-        """How much one step computes.
-
-        Raises:
-            ConfigError: If the configuration does not say how many prompts a step takes, or how
-                long they are.
-        """
+        """How much one step computes."""
         table = next(iter(self.graph.sources))
         num_prompts = section.num_prompts or self._algorithm.per_step.get(table)
         if num_prompts is None:
@@ -191,7 +170,7 @@ class PlanInputs:
             samples_per_prompt=section.samples_per_prompt or self._samples(table),
             prompt=self._prompt(section),
             response=self._response(section),
-            segment_tokens=self._run.schedule.segment_tokens or None,
+            segment_tokens=self._run.config.schedule.segment_tokens or None,
             updates_per_train=section.updates_per_train,
             passes_per_train=section.passes_per_train,
         )
@@ -210,7 +189,7 @@ class PlanInputs:
         if section.response is not None:
             return _lengths(section.response)
         sampling = self._sampling
-        longest = self._run.task.max_response_tokens
+        longest = self._run.config.task.max_response_tokens
         if any(converses(node) for node in self.graph.nodes) and sampling is not None:
             return Lengths.constant(sampling.max_total_tokens)
         return Lengths.constant(longest if sampling is None else sampling.max_new_tokens)
@@ -221,7 +200,7 @@ class PlanInputs:
             return _lengths(section.prompt)
         task = self._data.task
         encoded = self._data.prompts.encode(task.train[:_PROMPTS_MEASURED])
-        longest = self._run.task.max_prompt_tokens or math.inf
+        longest = self._run.config.task.max_prompt_tokens or math.inf
         counts = Counter(len(tokens) for tokens in encoded if not isinstance(tokens, BadPrompt))
         lengths = sorted(length for length in counts if 0 < length <= longest)
         if not lengths:

@@ -1,16 +1,21 @@
-"""What is asked of the planner, from a composed configuration: everything typed and checked."""
+"""The planner's request from a composed configuration, with pins and what-if questions."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
-from ...configs.plan_schema import PlanConfig, PlanOptions
-from ...configs.validate import validated
+import yaml
+
+from ...configs.plan_schema import PinsConfig, PlanConfig, PlanOptions
+from ...configs.validate import nearest_key, validated
+from ...configs.yaml_files import load_yaml
 from ...dataflow.errors import ConfigError, FlowError, InfeasibleError, PlanError
 from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph
@@ -20,38 +25,29 @@ from ...dataflow.scheduler.schedule import Schedule
 from ...planner.cost.calibration import Calibration
 from ...planner.cost.constants import Constants, default_constants
 from ...planner.cost.engine_model import RoleEngines
-from ...planner.inputs.calls import calls_of
+from ...planner.formatting import change_text, ranges_text, seconds_text
+from ...planner.inputs.calls import Call, calls_of
 from ...planner.inputs.cluster import ClusterSpec
+from ...planner.inputs.cluster_variants import improved, smaller
+from ...planner.inputs.layout import Layout, check_layout, pinned_layout
 from ...planner.inputs.model_shape import ModelShape
 from ...planner.inputs.workload import Workload
 from ...planner.plan.plan import Plan
 from ...planner.plan.planner import plan_step
 from ...planner.plan.prediction import NodePrediction, OtherSchedule, Prediction
 from ...planner.plan.simulate import Simulation, idle_of
-from ...planner.report.comparison import Alternative
+from ...planner.report.comparison import Alternative, Comparison
 from ...planner.search.pins import Pins
 from ..inputs.compose import resolved
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.trace import read_trace
-from .cluster_inputs import cluster_spec, named_devices
-from .learned import read_calibration
-from .pin_inputs import flat_layouts, pins_of, pins_of_file
+from .machine import cluster_spec, named_devices, read_calibration
+from .models import local_model, with_dtype
 from .plan_inputs import PlanInputs
-from .settled import local_model, with_dtype
 
 
 def measured_run(name: str, graph: Graph, workload: Workload) -> Alternative:
-    """Return what a run took, read from the plan and the trace of its folder.
-
-    Args:
-        name: Name of its folder, as in `plan.compare`.
-        graph: The step that is planned.
-        workload: Its rows and tokens.
-
-    Raises:
-        ConfigError: If it is no run with a plan, ran another step or one of another size, or has
-            not made two of them.
-    """
+    """Return what a run took, read from the plan and the trace of its folder."""
     at = f"'plan.compare': '{name}'"
     folder = RunFolder(Path(name))
     if not folder.plan.is_file():
@@ -137,7 +133,7 @@ SECTIONS = ("cluster", "workload", "plan")
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the planner is asked.
+    """A request to the planner.
 
     Attributes:
         graph: The recorded step.
@@ -190,11 +186,7 @@ class PlanRequest:
     streaming: int = 0
 
     def plan(self) -> Plan:
-        """Search, in turn under each length of a segment.
-
-        Raises:
-            PlanError: If no plan fits.
-        """
+        """Search, in turn under each length of a segment."""
         found: list[Plan] = []
         unfit: dict[int, InfeasibleError] = {}
         for segment in self.segments:
@@ -276,12 +268,12 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     calibration = None if file is None else read_calibration(Path(file))
     cluster = cluster_spec(asked.cluster, calibration and calibration.cluster)
     model = with_dtype(local_model(found.model), lambda: cluster.computes_faster("bfloat16"))
-    inputs = PlanInputs(replace(found, model=model), model.hub or model_name)
+    inputs = PlanInputs(found.having(model=model), model.hub or model_name)
     models = inputs.models(options.models)
     _check_models(inputs.graph, models)
     _check_dtypes(models, options.models, cluster)
     workload = inputs.workload(asked.workload)
-    lags, segments, refused = _schedules(inputs.graph, found.schedule, options, composed)
+    lags, segments, refused = _schedules(inputs.graph, found.config.schedule, options, composed)
     found.engines.check_generates(inputs.graph)
     engines, others = found.engines.planned()
     calls = calls_of(inputs.graph, workload, models)
@@ -296,7 +288,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         notes=(
             *inputs.left_out(models),
             *_notes(cluster, calibration, models),
-            *_not_predicted(found.schedule, segments),
+            *_not_predicted(found.config.schedule, segments),
         ),
         constants=default_constants(cluster)
         if calibration is None
@@ -317,7 +309,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         num_steps=found.main.config.num_steps,
         tp_across_nodes=options.tp_across_nodes,
         max_cp=options.max_cp,
-        streaming=found.schedule.streaming,
+        streaming=found.config.schedule.streaming,
     )
 
 
@@ -326,7 +318,6 @@ def _notes(
     calibration: Calibration | None,
     models: Mapping[str, ModelShape | None],
 ) -> list[str]:
-    """Which rates of the devices are not known."""
     shapes = [model for model in models.values() if model is not None]
     notes = list(cluster.notes(model.dtype for model in shapes))
     return notes + list(calibration.notes_for(shapes) if calibration is not None else ())
@@ -416,7 +407,6 @@ def _schedules(
 
 
 def _allowed(graph: Graph, lag: int, segment: int, name: str, refused: dict[str, str]) -> bool:
-    """Whether the step can have a schedule; why not is noted."""
     try:
         _check_schedule(graph, lag, segment)
     except FlowError as error:
@@ -429,3 +419,251 @@ def _check_schedule(graph: Graph, max_lag: int, segment_tokens: int) -> None:
     check_lag(graph, max_lag, segment_tokens)
     if segment_tokens:
         check_segments(graph)
+
+
+_SIZES = ("tp", "pp", "dp", "cp")
+_RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
+
+
+def flat_layouts(section: Any) -> Any:
+    """The composed section `plan.pins.layouts` with node names as keys.
+
+    A name has a dot, which the command line takes for a step down:
+    `plan.pins.layouts.actor.train.tp=8` arrives as `{actor: {train: {tp: 8}}}`.
+    """
+    if not isinstance(section, Mapping):
+        return section
+    flat: dict[str, Any] = {}
+    for name, value in cast("Mapping[str, Any]", section).items():
+        below: Any = value
+        if (
+            isinstance(below, Mapping)
+            and below
+            and all(isinstance(v, Mapping) for v in below.values())
+        ):
+            flat |= {f"{name}.{method}": fields for method, fields in below.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def pins_of(config: PinsConfig, calls: Sequence[Call], cluster: ClusterSpec) -> Pins:
+    """The pins, typed."""
+    at = "plan.pins"
+    call_groups = list(dict.fromkeys(call.call_group for call in calls))
+    for key in ("together", "apart"):
+        for entry in getattr(config, key):
+            for call_group in entry:
+                _known(call_group, call_groups, f"{at}.{key}", "call group")
+    for key in ("num_devices", "devices"):
+        for call_group in getattr(config, key):
+            _known(call_group, call_groups, f"{at}.{key}", "call group")
+    devices = {
+        call_group: _ids(ids, f"{at}.devices.{call_group}", cluster)
+        for call_group, ids in config.devices.items()
+    }
+    sizes = {**config.num_devices, **{call_group: len(ids) for call_group, ids in devices.items()}}
+    layouts = {
+        name: _layout(name, fields, calls, sizes, cluster, f"{at}.layouts.{name}")
+        for name, fields in config.layouts.items()
+    }
+    pins = Pins(
+        together=tuple(map(tuple, config.together)),
+        apart=tuple(map(tuple, config.apart)),
+        num_devices=config.num_devices,
+        devices=devices,
+        layouts=layouts,
+    )
+    _check_used(pins, call_groups, sizes, cluster, at)
+    return pins
+
+
+def pins_of_file(file: str, calls: Sequence[Call], cluster: ClusterSpec) -> Pins:
+    """The pins of a YAML file, which has the keys of `plan.pins`."""
+    at = f"'plan.compare': '{file}'"
+    path = Path(file)
+    try:
+        # As JSON, because a YAML file can say more than keys can: dates, or a value inside itself.
+        text = json.dumps(load_yaml(path), default=str)
+    except OSError as error:
+        raise ConfigError(f"{at} cannot be read: {error.strerror}") from None
+    except (TypeError, ValueError, RecursionError, yaml.YAMLError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{at} is no YAML file: {said:.300}") from None
+    keys: Any = json.loads(text)
+    if not isinstance(keys, dict) or not keys:
+        raise ConfigError(
+            f"{at}: expected keys of plan.pins, got {text:.60}\n"
+            f"    its keys are: {', '.join(PinsConfig.model_fields)}"
+        )
+    keys = cast("dict[str, Any]", keys)
+    if "layouts" in keys:
+        keys["layouts"] = flat_layouts(keys["layouts"])
+    try:
+        return pins_of(validated(PinsConfig, keys, "plan.pins"), calls, cluster)
+    except (ConfigError, PlanError) as error:
+        raise ConfigError(f"{at}:\n{error}") from None
+
+
+def _known(name: str, known: Sequence[str], at: str, what: str) -> None:
+    if name not in known:
+        raise ConfigError(
+            f"'{at}' names a {what} '{name}', which the step does not have"
+            f"{nearest_key(name, known)}\n    its {what}s are: {', '.join(known)}"
+        )
+
+
+def _ids(given: Sequence[int] | str, at: str, cluster: ClusterSpec) -> tuple[int, ...]:
+    if not isinstance(given, str):
+        ids = list(given)
+    else:
+        ids = []
+        for piece in given.split(","):
+            found = _RANGE.fullmatch(piece)
+            if found is None:
+                raise ConfigError(f"'{at}': expected ids such as \"0-7, 12\", got {given!r}")
+            first, last = int(found[1]), int(found[2] or found[1])
+            # No more of them than show that there is one too many.
+            ids += range(first, min(last, max(first, cluster.num_devices)) + 1)
+    for device in ids:
+        if not 0 <= device < cluster.num_devices:
+            raise ConfigError(
+                f"'{at}': there is no device {device}\n    cluster '{cluster.name}' has devices 0 "
+                f"to {cluster.num_devices - 1}"
+            )
+    return tuple(ids)
+
+
+def _layout(
+    name: str,
+    fields: Mapping[str, Any],
+    calls: Sequence[Call],
+    sizes: Mapping[str, int],
+    cluster: ClusterSpec,
+    at: str,
+) -> Mapping[str, Any]:
+    _known(name, [call.name for call in calls], "plan.pins.layouts", "node")
+    call = next(call for call in calls if call.name == name)
+    validated(Layout, fields, at)
+    layout = pinned_layout(fields)
+    node_size = max(group.devices_per_node for group in cluster.node_groups)
+    check_layout(layout, call.model, node_size=node_size, where=f"'{at}'")
+    devices = sizes.get(call.call_group, cluster.num_devices)
+    whole = all(size in fields for size in ("tp", "pp", "dp"))
+    used = layout.num_devices
+    if used > devices or devices % used or (whole and call.call_group in sizes and used != devices):
+        product = " x ".join(f"{size} {getattr(layout, size)}" for size in _SIZES if size in fields)
+        there = f"'{call.call_group}' is pinned to {devices}" if call.call_group in sizes else (
+            f"cluster '{cluster.name}' has {devices}"
+        )  # fmt: skip
+        raise PlanError(
+            f"'{at}': {product} uses {used} devices, but {there}\n    a layout uses every device "
+            "of its group: choose sizes whose product is their number"
+        )
+    return dict(fields)
+
+
+def _check_used(
+    pins: Pins, call_groups: Sequence[str], sizes: Mapping[str, int], cluster: ClusterSpec, at: str
+) -> None:
+    """Refuse pins that leave devices to nobody, however the other call groups are grouped."""
+    groups = _groups(pins, call_groups)
+    counts = [max(sizes.get(call_group, 0) for call_group in group) for group in groups]
+    free = cluster.num_devices - sum(counts)
+    if free <= 0 or not all(counts):
+        return
+    named = {device for ids in pins.devices.values() for device in ids}
+    left = ranges_text([d for d in range(cluster.num_devices) if d not in named])
+    which = f" ({left})" if len(named) == sum(counts) else ""
+    raise PlanError(
+        f"'{at}' gives every call group its devices, {sum(counts)} in all, but cluster "
+        f"'{cluster.name}' has {cluster.num_devices}: {free}{which} would be unused\n"
+        "    pin more devices, leave a call group free, or plan for a smaller cluster"
+    )
+
+
+def _groups(pins: Pins, call_groups: Sequence[str]) -> list[set[str]]:
+    """Call groups that are pinned to share a group, joined; the others alone."""
+    groups = [{call_group} for call_group in call_groups]
+    for entry in pins.all_together():
+        joined = [group for group in groups if group & set(entry)]
+        groups = [group for group in groups if not group & set(entry)]
+        groups.append(set[str]().union(*joined))
+    return groups
+
+
+def answered(request: PlanRequest) -> tuple[Plan, tuple[Comparison, ...]]:
+    """The plan, and the tables that were asked for.
+
+    With a time to reach (`target_s`) it is the plan for the fewest nodes that reach it, or else for
+    the number of nodes that is fastest; what else is asked is asked of those nodes.
+    """
+    tables: list[Comparison] = []
+    if request.target_s is None:
+        plan = request.plan()
+    else:
+        plan, table = _sized(request, request.target_s)
+        tables.append(table)
+        assert isinstance(plan.cluster, ClusterSpec), "the planner says what it planned for"
+        request = replace(request, cluster=plan.cluster)
+    this = Alternative("this plan", plan)
+    if request.compared:
+        others = tuple(_under(request, file, pins) for file, pins in request.compared.items())
+        tables.append(Comparison("compare", "what if", this, others, by_call=True))
+    if request.sensitivity:
+        tables.append(_improved(request, this))
+    return plan, tuple(tables)
+
+
+def _under(request: PlanRequest, file: str, pins: Pins | Alternative) -> Alternative:
+    if isinstance(pins, Alternative):
+        return pins
+    try:
+        return Alternative(file, replace(request, pins=pins).plan())
+    except PlanError as error:
+        raise type(error)(f"'plan.compare': '{file}':\n{error}") from None
+
+
+def _sized(request: PlanRequest, target_s: float) -> tuple[Plan, Comparison]:
+    """Return the plan of the fewest nodes that are fast enough; the fastest if none is."""
+    sizes = _planned(request, smaller(request.cluster))
+    fits = [one for one in sizes if one.plan is not None]
+    if not fits:
+        raise InfeasibleError(sizes[-1].why)
+    best = min(fits, key=lambda one: one.step_s)
+    enough = next((one for one in fits if one.step_s <= target_s), None)
+    chosen = enough or best
+    assert chosen.plan is not None
+    if enough is None:
+        answer = (
+            f"none makes a step in {seconds_text(target_s)}: the fastest, {best.name}, takes "
+            f"{seconds_text(best.step_s)}"
+        )
+    else:
+        answer = (
+            f"{enough.name} ({chosen.plan.num_devices:,} devices) is the least of these that makes "
+            f"a step in {seconds_text(target_s)}"
+        )
+    title = f"nodes for a step in {seconds_text(target_s)}"
+    return chosen.plan, Comparison("target_s", title, chosen, sizes, answer)
+
+
+def _improved(request: PlanRequest, this: Alternative) -> Comparison:
+    others = _planned(request, improved(request.cluster))
+    best = min(others, key=lambda one: one.step_s)
+    change = change_text(best.step_s / this.step_s - 1)
+    answer = f"most is gained by {best.name}: {seconds_text(best.step_s)}, {change}"
+    if best.step_s > this.step_s * 0.9995:
+        answer = "none of these makes a step faster"
+    return Comparison("sensitivity", "what better hardware gives", this, others, answer)
+
+
+def _planned(request: PlanRequest, clusters: Mapping[str, ClusterSpec]) -> tuple[Alternative, ...]:
+    """A row for each cluster: its best plan, or why it has none."""
+    rows: list[Alternative] = []
+    for name, cluster in clusters.items():
+        try:
+            rows.append(Alternative(name, replace(request, cluster=cluster).plan()))
+        except PlanError as error:
+            rows.append(Alternative(name, None, str(error)))
+    return tuple(rows)

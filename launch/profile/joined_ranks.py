@@ -23,8 +23,7 @@ from ...workers.executors.process_backend import (
     ProcessBackend,
     Ref,
 )
-from ..placement.machine import most_ranks
-from ..placement.reported import labels_of, option_of
+from ..placement.machine import labels_of, most_ranks, option_of
 from .local_ranks import too_late
 from .rank import ProfileRank, RankRequest, RankResult
 

@@ -17,7 +17,7 @@ from ...configs.references import option_file
 from ...dataflow.errors import ConfigError
 from ...planner.cost.constants import CPU_DEFAULTS, GPU_DEFAULTS, Constants
 from ...planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
-from ..placement.reported import ALIKE
+from ..placement.machine import ALIKE
 from .links import LinkTimes, link_constants, link_of
 from .rank import RankResult
 
@@ -169,7 +169,7 @@ def profile(config: ProfileConfig) -> Calibration:
         WorkerError: If a rank fails or does not end in time.
     """
     from ...planner.cost.calibration import Calibration
-    from ..placement.place import executor_kind
+    from ..inputs.run import executor_kind
     from .calls import calls_of_width
 
     kind = executor_kind(config.dispatch, "dispatch")  # refused before anything is measured

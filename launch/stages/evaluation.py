@@ -1,35 +1,50 @@
-"""Measuring a policy on held-out problems, between the steps of a stage or by itself."""
+"""Evaluations: a policy on held-out problems, actors in held-out episodes, loss on held-out rows.
+
+`Measuring` says when a stage is evaluated. Best step and early stop follow from what is kept in the
+run's folder, so that a resumed run decides as it would have without a break.
+"""
 
 from __future__ import annotations
 
 import math
 import tempfile
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 
+from ...algorithms.env_evaluate import EnvEvaluation, env_evaluate_step
 from ...algorithms.evaluate import Evaluation, agent_evaluate_step, evaluate_step
-from ...algorithms.roles.language import Sampling
-from ...dataflow.graph.graph import Argument, Graph, Node, RoleRef
+from ...algorithms.roles.environment import Actor, EnvRows
+from ...algorithms.roles.language import PolicyOutput, Sampling, ScoreOutput
+from ...configs.schema import EvaluationConfig
+from ...dataflow.errors import WorkerError
+from ...dataflow.graph.graph import Argument, Constant, Graph, Node, NodeKind, Ref, RoleRef
 from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
-from ...dataflow.runtime.engine import Engine
+from ...dataflow.runtime.checkpoint import Interval, Pauses
+from ...dataflow.runtime.engine import Engine, Source
 from ...dataflow.runtime.executor import Program
 from ...dataflow.runtime.placement import Placement, follow, one_group
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.schedule import Schedule
 from ...workers.agents.registry import TASK_AGENTS
 from ...workers.data.example_file import ExampleFileSpec
+from ...workers.data.task import TaskSpec
 from ...workers.rewards.registry import RULES
 from ...workers.rewards.rule_reward import RuleRewardSpec
-from ..run_dir.evaluations import SHARES, Measured
+from ..inputs.env_specs import env_task
+from ..inputs.record import Stage
+from ..inputs.suites import HELD_OUT_LOSS, HeldOutRows, Suite
+from ..run_dir.checkpoint import CheckpointStore
+from ..run_dir.evaluations import LOSS, SHARES, WHOLE, Evaluations, Measured
+from ..run_dir.progress import StageProgress
 from ..run_dir.run_files import required_object
-from .stages import Stage
-from .suites import Suite
 from .worker_specs import agent_spec
 
 _PROGRAM = "evaluate"
@@ -38,12 +53,7 @@ _SCORED = ".converse/reward/"
 
 
 def evaluation_graph(sampling: Sampling, *, max_turns: int = 0) -> Graph:
-    """What an evaluation computes, its policy called 'actor'.
-
-    Args:
-        sampling: How it answers.
-        max_turns: Most turns of a conversation; 0 where problems are answered in one.
-    """
+    """Record the graph of an evaluation, its policy called 'actor'."""
     if max_turns:
         cfg = Evaluation(sampling=sampling, max_turns=max_turns)
         return build(agent_evaluate_step, name=_PROGRAM, cfg=cfg)
@@ -156,7 +166,6 @@ class Evaluator:
 
 
 def _judge(makes: Callable[..., RuleRewardSpec], suite: Suite) -> tuple[RuleRewardSpec, float]:
-    """What scores answers, as the verifier says, and the score of a right one."""
     data, tokenizer = suite.data, suite.tokenizer_spec
     spec = makes(task=data.spec, tokenizer=tokenizer, task_fingerprint=data.fingerprint)
     # `factor` and `unscored` only change what is learned from.
@@ -165,7 +174,6 @@ def _judge(makes: Callable[..., RuleRewardSpec], suite: Suite) -> tuple[RuleRewa
 
 
 def _program(number: int) -> str:
-    """Name of a suite's program."""
     return f"{_PROGRAM}_{number}" if number else _PROGRAM
 
 
@@ -180,12 +188,6 @@ def stage_evaluator(
     """Evaluates the policy of a stage, on the workers that train it.
 
     Answers are scored as the stage's own rule scores them, with its time limit and other options.
-
-    Args:
-        stage: The stage; it must train a policy.
-        suites: The problems.
-        num_examples: Responses of each suite that are kept.
-        folder: Where examples are passed through a file.
     """
     return Evaluator(
         suites,
@@ -249,16 +251,18 @@ def evaluate(
 
 def rule_of(stage: Stage) -> Callable[..., RuleRewardSpec]:
     """The stage's first role that is a rule, with its options; the task's own verifier else."""
-    rules = (plan for plan in stage.roles.values() if plan.worker in RULES)
-    plan = next(rules, None)
-    return partial(RULES[plan.worker], **plan.config.options) if plan else RuleRewardSpec
+    rules = (role for role in stage.roles if stage.worker(role) in RULES)
+    role = next(rules, None)
+    if role is None:
+        return RuleRewardSpec
+    return partial(RULES[stage.worker(role)], **stage.roles[role].options)
 
 
 def options_of_agent(stage: Stage) -> Mapping[str, Any]:
     """Options of the stage's first role that answers a policy in conversation."""
-    agents = (plan for plan in stage.roles.values() if plan.worker in TASK_AGENTS)
-    plan = next(agents, None)
-    return plan.config.options if plan else {}
+    agents = (section for section in stage.roles.values() if section.worker in TASK_AGENTS)
+    section = next(agents, None)
+    return section.options if section else {}
 
 
 def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
@@ -280,3 +284,310 @@ def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
 
     roles = {named(role): contract for role, contract in graph.roles.items()}
     return replace(graph, nodes=tuple(map(node, graph.nodes)), roles=roles)
+
+
+_RETURN = "env.evaluate/episode_return"
+
+
+def env_actors(stage: Stage) -> dict[str, str]:
+    """Trained role -> the role of the environments that it acts in, if they are workers of ours."""
+    graph, found = stage.graph, dict[str, str]()
+    for node in graph.nodes:
+        role = node.role or ""
+        if node.kind is not NodeKind.ROLLOUT or stage.roles[role].worker != "env":
+            continue
+        for read in node.reads:
+            trained = read.role in graph.trains_per_step
+            if trained and issubclass(graph.roles[read.role], Actor):
+                found[read.role] = role
+    return found
+
+
+class EnvEvaluator:
+    """Lets every actor of a stage play held-out episodes, on the workers that train it.
+
+    Args:
+        stage: The stage.
+        config: How many episodes.
+        sources: The stage's tables; that of environments says which groups there are.
+        task: The run's task.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        config: EvaluationConfig,
+        sources: Mapping[str, Source],
+        task: TaskSpec,
+    ) -> None:
+        table = next(name for name, kind in stage.graph.sources.items() if kind is EnvRows)
+        self._rows = sources[table]
+        num_envs = len(self._rows.batch(0).env) // env_task(task, stage.name).num_agents
+        cfg = EnvEvaluation(
+            num_episodes=-(-config.num_episodes // num_envs),
+            max_episode_steps=config.max_episode_steps,
+        )
+        self._num_episodes = cfg.num_episodes * num_envs
+        self.programs: dict[str, Program] = {}
+        self.workers: dict[str, WorkerSpec | Role] = {}
+        self._actors: dict[str, str] = {}
+        for actor, env in env_actors(stage).items():
+            graph = build(env_evaluate_step, name=f"{_PROGRAM}_{actor}", cfg=cfg)
+            graph = renamed(graph, {"actor": actor, "env": env})
+            placement = follow(graph, stage.graph, stage.placement)
+            self.programs[graph.name] = Program(graph, placement)
+            self._actors[actor] = graph.name
+
+    def measure(self, engine: Engine) -> dict[str, Measured]:
+        """Play all episodes with the current weights; nothing else may be running."""
+        returns: dict[str, float] = {}
+        metrics: dict[str, float] = {}
+        for actor, program in self._actors.items():
+            (result,) = engine.run({"rows": self._rows}, 1, program=program)
+            returns[actor] = result.metrics[_RETURN]
+            metrics |= {f"{actor}/{key}": value for key, value in result.metrics.items()}
+        found = Measured(metrics, episode_return=returns, num_episodes=self._num_episodes)
+        return {WHOLE: found}
+
+
+def _always(table: Any) -> Any:
+    """Return a source that gives this table in every step."""
+    return SimpleNamespace(batch=lambda _: table)  # pyright: ignore[reportUnknownLambdaType]
+
+
+def measured_losses(rows: HeldOutRows, engine: Engine, program: str) -> dict[str, float]:
+    """Return the loss with the current weights and, for pairs, the share that is told apart."""
+    given = dict(rows.train.arguments)
+    batch: Any = given["batch"]
+    made = rows.graph.nodes[-1]
+    refs = {name: ref for name, ref in batch.fields if isinstance(ref, Ref)}
+    keep = [str(Ref(made.name, "out")), *map(str, refs.values())]
+    sources = {name: _always(table) for name, table in rows.tables.items()}
+    (result,) = engine.run(sources, 1, program=program, keep=keep)
+    columns = {name: result.kept[str(ref)] for name, ref in refs.items()}
+    constants = {n: value.value for n, value in batch.fields if isinstance(value, Constant)}
+    table, out = batch.table(**columns, **constants), result.kept[keep[0]].double()
+    loss: Any = getattr(given["loss"], "value", None)
+    of_words = made.method == "logprob"
+    output = PolicyOutput(logprob=out) if of_words else ScoreOutput(score=out)
+    with torch.no_grad():
+        found = loss.checked(output, table, loss.totals(table).double())
+    shares = {name: s / w for name, (s, w) in found.metrics.items() if name == "accuracy" and w}
+    losses = {f"{LOSS}/{name}": float(share) for name, share in shares.items()}
+    return {LOSS: float(found.total), **losses}
+
+
+class HeldOutLoss:
+    """Measures the loss on held-out rows, besides what another evaluator measures.
+
+    Args:
+        rows: The rows.
+        inner: The other evaluator, if there is one.
+        placed: Where the nodes of a graph run.
+
+    Attributes:
+        programs: Programs that the engine must run.
+        workers: Role -> its worker, for the other evaluator alone.
+    """
+
+    def __init__(
+        self, rows: HeldOutRows, inner: Evaluates | None, placed: Callable[[Graph], Placement]
+    ) -> None:
+        self._rows, self._inner = rows, inner
+        own = {HELD_OUT_LOSS: Program(rows.graph, placed(rows.graph))}
+        self.programs = {**(inner.programs if inner else {}), **own}
+        self.workers: dict[str, WorkerSpec | Role] = inner.workers if inner else {}
+
+    def measure(self, engine: Engine) -> dict[str, Measured]:
+        """Measure with the other evaluator, and add the loss to the suite without a name."""
+        found = self._inner.measure(engine) if self._inner else {}
+        losses = measured_losses(self._rows, engine, HELD_OUT_LOSS)
+        return {**found, WHOLE: replace(found.get(WHOLE, Measured({})), losses=losses)}
+
+
+def held_out_losses(
+    rows: HeldOutRows,
+    workers: Mapping[str, WorkerSpec | Role],
+    *,
+    device: str,
+    seed: int,
+    deadline_s: float | None,
+) -> dict[str, float]:
+    """Return the loss of some weights in this process, outside any run; see `evaluate`."""
+    with Engine(
+        rows.graph,
+        one_group(rows.graph, device=device),
+        workers={role: workers[role] for role in rows.graph.roles},
+        schedule=Schedule(deadline_s=deadline_s),
+        seed=seed,
+    ) as engine:
+        return measured_losses(rows, engine, "main")
+
+
+class Evaluates(Protocol):
+    """Measures the weights of a stage."""
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """Programs that the engine must carry besides the stage's own."""
+        ...
+
+    @property
+    def workers(self) -> dict[str, WorkerSpec | Role]:
+        """The workers of roles that only these programs have."""
+        ...
+
+    def measure(self, engine: Engine) -> dict[str, Measured]:
+        """Suite -> what was found with the current weights; nothing else may be running."""
+        ...
+
+
+class TimedEvaluator:
+    """An evaluator that shows when it is at work.
+
+    Args:
+        inner: Who measures.
+        shown: The stage's console.
+
+    Attributes:
+        took_s: Seconds of the latest evaluation; None if there was none.
+    """
+
+    def __init__(self, inner: Evaluates, shown: StageProgress) -> None:
+        self._inner, self._shown = inner, shown
+        self.took_s: float | None = None
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        return self._inner.programs
+
+    @property
+    def workers(self) -> dict[str, WorkerSpec | Role]:
+        return self._inner.workers
+
+    def measure(self, engine: Engine) -> dict[str, Measured]:
+        since_s = time.monotonic()
+        with self._shown.evaluation():
+            found = self._inner.measure(engine)
+        self.took_s = time.monotonic() - since_s
+        return found
+
+
+class Measuring:
+    """The evaluations of one stage.
+
+    Args:
+        evaluator: Who measures; None if nothing is measured.
+        config: How often, and what follows.
+        kept: Where what was found is kept.
+        first_step: The step that the run goes on from.
+        num_steps: The stage's.
+        store: Its checkpoints.
+
+    Raises:
+        ConfigError: If what was found before a run was interrupted cannot be read.
+
+    Attributes:
+        before: What was found before the first step; empty if nothing was measured.
+        after: And after the last.
+        stopped: The step at which the run ends for want of improvement; None if it does not.
+        took_s: Seconds spent so far between steps.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluates | None,
+        config: EvaluationConfig,
+        kept: Evaluations,
+        first_step: int,
+        num_steps: int,
+        store: CheckpointStore,
+    ) -> None:
+        self._evaluator, self._config, self._kept = evaluator, config, kept
+        self._first_step, self._num_steps, self._store = first_step, num_steps, store
+        self._note: Callable[[int, Mapping[str, Measured]], None] = lambda step, found: None
+        for step in kept.steps() if evaluator else ():
+            if step <= first_step:
+                kept.read(step)
+        self.before: dict[str, Measured] = {}
+        self.after: dict[str, Measured] = {}
+        self.stopped: int | None = None
+        self.took_s = 0.0
+
+    def begin(self, engine: Engine, note: Callable[[int, Mapping[str, Measured]], None]) -> None:
+        """Measure what the stage begins with, unless the run did before it was interrupted."""
+        self._note, first_step = note, self._first_step
+        if self._evaluator is None:
+            return
+        self._kept.rewind(first_step)
+        if 0 not in self._kept.steps():
+            self._kept.write(0, self._evaluator.measure(engine))
+        self.before = self._kept.read(0)
+        if first_step in self._kept.steps():
+            self._note(first_step, self._kept.read(first_step))
+            self._judge(first_step)
+        self._keep_best()
+
+    def pauses(self, engine: Engine) -> Pauses:
+        """Where the run is to be interrupted, and how it is measured there."""
+        due = range(0, self._num_steps, self._config.every or self._num_steps)
+        steps = frozenset(due) - {0, *self._kept.steps()}
+
+        def between(interval: Interval) -> bool:
+            since_s = time.monotonic()
+            self._measure(engine, interval.step)
+            is_best = self._judge(interval.step)
+            if not interval.saved and (is_best or self.stopped is not None):
+                interval.save()
+            self.took_s += time.monotonic() - since_s
+            return self.stopped is not None
+
+        return Pauses(frozenset() if self._evaluator is None else steps, between)
+
+    def end(self, engine: Engine) -> WorkerError | None:
+        """Measure what the stage ends with; returns what that failed of, if it did."""
+        if self._evaluator is None:
+            return None
+        if self.stopped is not None:
+            self.after = self._kept.read(self.stopped)
+            return None
+        try:
+            self.after = self._measure(engine, self._num_steps)
+        except WorkerError as error:
+            return error
+        self._judge(self._num_steps)
+        return None
+
+    @property
+    def why_stopped(self) -> str:
+        """Why the run ends before its last step, in words; "" if it does not."""
+        if self.stopped is None or self._config.keep_best is None:
+            return ""
+        return (
+            f"stopped after {self.stopped} of {self._num_steps} steps: "
+            f"evaluation/{self._config.keep_best} has not improved in "
+            f"{self._config.stop_after} evaluations"
+        )
+
+    def _measure(self, engine: Engine, step: int) -> dict[str, Measured]:
+        assert self._evaluator is not None, "nothing is measured without an evaluator"
+        found = self._evaluator.measure(engine)
+        self._kept.write(step, found)
+        self._note(step, found)
+        return found
+
+    def _judge(self, step: int) -> bool:
+        """Draw the conclusions of an evaluation; returns whether it is the best so far."""
+        metric, patience = self._config.keep_best, self._config.stop_after
+        if metric is not None and patience is not None and step:
+            worse = self._kept.without_improvement(metric) >= patience
+            self.stopped = step if worse else None
+        return self._keep_best() == step
+
+    def _keep_best(self) -> int | None:
+        """Have the store keep the checkpoint of the best step so far; returns that step."""
+        if self._config.keep_best is None:
+            return None
+        best = self._kept.best(self._config.keep_best)
+        self._store.kept = frozenset({best} if best else ())
+        return best

@@ -19,7 +19,7 @@ from ...workers.training.flat_parameters import tensors_sha256
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What became of the trained roles of a stage.
+    """The exported roles of a stage.
 
     Attributes:
         folders: Role name -> its model folder; workers that cannot write one are left out.
@@ -41,13 +41,6 @@ def export_roles(
 
     The weights are read in this process whatever executor trained them, and written to a folder
     that is complete or absent.
-
-    Args:
-        roles: Trained role -> its spec.
-        checkpoint: A checkpoint of the stage's end, with a folder per trained role.
-        tokenizer: Saved beside each model, if they read text.
-        folder: Where the model folders go, each under its role's name.
-        seed: The run's.
     """
     folders: dict[str, Path] = {}
     hashes: dict[str, str] = {}

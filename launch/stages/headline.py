@@ -16,10 +16,10 @@ import networkx as nx
 
 from ...algorithms.roles.language import Reward
 from ...dataflow.graph.graph import NodeKind
-from .stages import Stage
+from ..inputs.record import Stage
 
 _SCORE = "reward/mean"
-"""What every reward reports of what it scored."""
+"""The metric that every reward reports."""
 
 _SHOWN = (
     "episode_return",
@@ -78,11 +78,7 @@ class Headline:
         self._rewards = {role for role, kind in roles.items() if issubclass(kind, Reward)}
 
     def shown(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The few of a step's metrics that are worth showing, under short names, best first.
-
-        Args:
-            values: `node/name` -> number.
-        """
+        """The few of a step's metrics that are worth showing, under short names, best first."""
         shown: dict[str, float] = {}
         for wanted in (*_TROUBLE, *_SHOWN):
             found = self._reported(wanted, values)
@@ -114,7 +110,6 @@ class Headline:
         return sorted(found, key=lambda name: self._rank.get(name.partition("/")[0], last))
 
     def _goes_by_role(self, metric: str, among: list[str]) -> bool:
-        """Whether a score is one of several roles', or of one that is called something else."""
         role = self._role_of(metric)
         if len({self._role_of(other) for other in among}) > 1:
             return True

@@ -17,13 +17,14 @@ from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...planner.plan.plan import Plan
 from ..inputs.compose import resolve, run_config
+from ..inputs.run import Run
 from ..run_dir.checkpoint import checkpoints_in, fault_of
 from ..run_dir.evaluations import Evaluations
 from ..run_dir.resume import stored_config
 from ..run_dir.run_folder import RunFolder, open_run
 from .export import RestoredSpec
-from .job import Job, prepare
-from .train import MODELS
+from .prepare import prepare
+from .run_stage import MODELS
 from .worker_specs import Results, exporting_specs
 
 
@@ -46,23 +47,16 @@ class KeptRun:
 
     Attributes:
         folder: The folder.
-        job: The run, made ready as if to go on.
+        run: The run, made ready as if to go on.
         best_by: The metric of which it keeps the best checkpoint; None if it keeps none.
     """
 
     folder: RunFolder
-    job: Job
+    run: Run
     best_by: str | None
 
     def checkpoint(self, step: int | str | None) -> KeptCheckpoint:
-        """The checkpoint of a step, the best one, or the newest.
-
-        Args:
-            step: Steps that were complete, `best`, or None.
-
-        Raises:
-            ConfigError: If there is none, or it is damaged.
-        """
+        """The checkpoint of a step, the best one, or the newest."""
         if step == "best":
             step = self._best_step()
         there = checkpoints_in(self.folder.checkpoints)
@@ -99,12 +93,8 @@ class KeptRun:
     def policy(
         self, step: int | str | None, role: str | None = None
     ) -> tuple[KeptCheckpoint, WorkerSpec]:
-        """Return the main stage's policy, or another role, at a step or as the run exported it.
-
-        Raises:
-            ConfigError: If the stage trains none, or nothing is there of that step.
-        """
-        role = role or self.job.main.policy
+        """Return the main stage's policy, or another role, at a step or as the run exported it."""
+        role = role or self.run.main.policy
         if role is None:
             raise ConfigError(
                 f"run '{self.folder.id}' trains no policy that answers problems\n"
@@ -114,7 +104,7 @@ class KeptRun:
         models = self.folder.path / MODELS / role
         if step is None and not checkpoints_in(self.folder.checkpoints) and models.is_dir():
             model = replace(spec.model, folder=str(models), architecture={})
-            ended = KeptCheckpoint(self.job.main.config.num_steps, models)
+            ended = KeptCheckpoint(self.run.main.config.num_steps, models)
             changes: dict[str, Any] = {"model": model, "optimizer": None}
             if lora := getattr(spec, "lora", None):  # it is merged into the model
                 changes["lora"] = replace(lora, folder=None)
@@ -124,11 +114,7 @@ class KeptRun:
 
     @contextmanager
     def reading(self, kept: KeptCheckpoint) -> Generator[None]:
-        """While a checkpoint is read: what fails because it is gone is said so.
-
-        Raises:
-            ConfigError: If the run has removed it meanwhile.
-        """
+        """While a checkpoint is read: what fails because it is gone is said so."""
         try:
             yield
         except Exception as error:
@@ -137,32 +123,24 @@ class KeptRun:
             raise ConfigError(
                 f"the checkpoint of step {kept.step} was removed while it was read: run "
                 f"'{self.folder.id}' goes on, and keeps its newest "
-                f"{self.job.run.keep_checkpoints}\n    try again with the newest one: leave step "
-                "out"
+                f"{self.run.config.keep_checkpoints}\n    try again with the newest one: leave "
+                "step out"
             ) from error
 
     def specs(self) -> dict[str, WorkerSpec | Role]:
         """Specs of the main stage's roles that read what any engine has trained."""
-        job = self.job
+        run = self.run
         results: Results = {
             stage.name: (stage, self.folder.stage(stage.name).path / MODELS)
-            for stage in job.stages[:-1]
+            for stage in run.stages[:-1]
         }
-        return exporting_specs(job.main, job.run, job.data, results)
+        return exporting_specs(run.main, run, results)
 
 
 def kept_run(
     path: str, changed: Callable[[dict[str, Any]], dict[str, Any]] = lambda stored: stored
 ) -> KeptRun:
-    """Read a run's folder.
-
-    Args:
-        path: The folder.
-        changed: Makes the configuration to use of the one that is written there.
-
-    Raises:
-        ConfigError: If it is none, or its configuration cannot be read or carried out here.
-    """
+    """Read a run's folder."""
     folder = open_run(Path(path))
     stored = stored_config(folder)
     best_by = run_config(stored).evaluation.keep_best

@@ -20,23 +20,21 @@ from ...planner.inputs.calls import Call, calls_of
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.workload import Lengths
 from ...workers.engines.engine import Engine, MemorySaving
-from ..inputs.compose import Resolved
-from ..placement.place import executor_kind
+from ..inputs.run import Run, executor_kind
+from ..inputs.suites import Suite
 from ..placement.plan_inputs import PlanInputs
-from .stages import Stage
-from .suites import Suite
 
 _PROCESS_BYTES = 620 * 2**20
-"""What a process has without models: Python, torch, transformers and what of the run is not a
-tensor. Measured as `peak_memory_bytes` of a run of `model=tiny`."""
+"""Bytes of a process without models: Python, torch, transformers and all that is not a tensor.
+Measured as `peak_memory_bytes` of a run of `model=tiny`."""
 
 _OCCUPIED = 1.08
-"""What a process occupies for each byte of tensors, because the C library keeps freed blocks. 1.05
-to 1.15 was measured of a model of 36M weights in float32."""
+"""Bytes that a process occupies for each byte of tensors, because the C library keeps freed blocks.
+1.05 to 1.15 was measured of a model of 36M weights in float32."""
 _LIBRARY_BYTES = 520 * 2**20
-"""What it occupies beside tensors at the least where the model is in 16 bits: such blocks, and what
-oneDNN compiles for each size of product. With it no measured run of SmolLM2 needs more than is
-predicted; `docs/configuration.md` compares them."""
+"""Bytes beside tensors at the least where the model is in 16 bits: such blocks, and what oneDNN
+compiles for each size of product. With it no measured run of SmolLM2 needs more than is predicted;
+`docs/configuration.md` compares them."""
 
 _LARGEST = 3
 """Parts that a message names."""
@@ -44,22 +42,12 @@ _LARGEST = 3
 _Options = Mapping[str, Any]
 
 
-def check_memory(run: Resolved, stage: Stage, suites: Sequence[Suite]) -> None:
-    """Refuse a run that is predicted to need more memory than its configuration allows.
-
-    Args:
-        run: The run.
-        stage: Its main stage, placed.
-        suites: What its policy is evaluated on.
-
-    Raises:
-        ConfigError: If there is a limit and nothing can be predicted.
-        PlanError: If more is needed, with the keys that make it fit.
-    """
-    text = run.placement.executor.memory_limit
+def check_memory(run: Run) -> None:
+    """Refuse a run that is predicted to need more memory than its configuration allows."""
+    text = run.executor.memory_limit
     if text is None:
         return
-    asked = _Asked(run, stage, _works(run, stage, suites))
+    asked = _Asked(run, _works(run))
     asked.refuse_offload()
     limit = bytes_of(text)
     if asked.total({}, {}) <= limit:
@@ -87,10 +75,10 @@ class _Work:
     engine: Engine
 
 
-def _works(run: Resolved, stage: Stage, suites: Sequence[Suite]) -> list[_Work]:
+def _works(run: Run) -> list[_Work]:
     """The calls of the main stage, and of its evaluation."""
-    inputs = PlanInputs(run)
-    device = run.placement.executor.device
+    inputs, stage = PlanInputs(run), run.main
+    device = run.executor.device
     if device != "cpu":
         raise _not_judged(f"what '{device}' devices hold is not compared with it")
     try:
@@ -112,11 +100,10 @@ def _works(run: Resolved, stage: Stage, suites: Sequence[Suite]) -> list[_Work]:
     policy = [work for work in works if work.call.role == stage.policy]
     samples = (work for work in policy if work.call.kind == "generate")
     work = next(samples, next(iter(policy), None))
-    return works if work is None else [*works, *(_evaluation(work, suite) for suite in suites)]
+    return works if work is None else [*works, *(_evaluation(work, suite) for suite in run.suites)]
 
 
 def _evaluation(work: _Work, suite: Suite) -> _Work:
-    """What the worker of a policy does for a suite."""
     call = replace(
         work.call, name=f"evaluation {suite.name}".rstrip(), kind="generate",
         num_sequences=suite.prompts.num_prompts * suite.sampling.num_samples,
@@ -143,23 +130,18 @@ def _not_judged(why: str) -> ConfigError:
 class _Asked:
     """Calls of the main stage of a run, with its options as given or changed."""
 
-    run: Resolved
-    stage: Stage
+    run: Run
     works: Sequence[_Work]
 
     def refuse_offload(self) -> None:
-        """On a CPU a model that waits in host memory waits in the memory that is limited.
-
-        Raises:
-            ConfigError: Naming the role.
-        """
+        """On a CPU a model that waits in host memory waits in the memory that is limited."""
         for work in self.works:
             if self._options(work, {}, {}).get("offload"):
                 raise _not_judged(f"'{work.call.role}' is offloaded to the memory that it limits")
 
     def total(self, train: _Options, rollout: _Options) -> int:
         """Bytes of all processes together; arguments are changes, as of `smaller`."""
-        kind = executor_kind(self.run.placement.executor.kind, "executor.kind")
+        kind = executor_kind(self.run.executor.kind)
         total = _PROCESS_BYTES if kind.has_processes else 0
         for ledger in self._ledgers(train, rollout):
             total += ledger.num_devices * (_PROCESS_BYTES + self._occupied(ledger.peak[1].total))
@@ -184,7 +166,6 @@ class _Asked:
                 yield from ((change, fewer) for change in changes)
 
     def keys(self, train: _Options, rollout: _Options) -> list[str]:
-        """What to set for such changes."""
         found = [f"engine.options.{key}={_value(value)}" for key, value in train.items()]
         places = dict.fromkeys(
             self._place(work) for work in self.works if work.call.kind == "generate"
@@ -194,7 +175,6 @@ class _Asked:
         ]
 
     def excess(self, limit: int) -> str:
-        """What is needed and for what: the first lines of the message."""
         ledgers = self._ledgers({}, {})
         worst = max(ledgers, key=lambda ledger: ledger.num_devices * ledger.peak[1].total)
         call, parts = worst.peak
@@ -207,12 +187,12 @@ class _Asked:
         )
 
     def _ledgers(self, train: _Options, rollout: _Options) -> list[GroupLedger]:
-        placement = self.stage.placement
+        placement = self.run.main.placement
         found: list[GroupLedger] = []
         for group in placement.groups:
             here = [w for w in self.works if placement.nodes[w.node.name] == group.name]
             held: dict[str, Parts] = {}
-            starts = set[str]()
+            starts = set[str | None]()
             for work in sorted(here, key=lambda work: work.call.kind != "train"):
                 if work.call.role not in held:
                     held[work.call.role] = self._resident(work, starts)
@@ -225,12 +205,12 @@ class _Asked:
             found.append(GroupLedger(group.name, group.num_ranks, held, adds))
         return found
 
-    def _resident(self, work: _Work, starts: set[str]) -> Parts:
-        """What a role holds beside what other roles of the process hold already.
+    def _resident(self, work: _Work, starts: set[str | None]) -> Parts:
+        """Return what a role adds to what other roles of the process hold already.
 
         Adapted language models that start from the same place share their frozen weights.
         """
-        call, start = work.call, self.stage.roles[work.call.role].start
+        call, start = work.call, self.run.main.roles[work.call.role].start
         parts = work.engine.planned.memory.resident(call, Layout())
         if not self.run.model.lora or call.head == "scalar":
             return parts
@@ -240,17 +220,17 @@ class _Asked:
 
     def _place(self, work: _Work) -> str:
         """Where the options that a generation reads are set."""
-        if self.run.engines.apart(self.stage.graph, work.node):
+        if self.run.engines.apart(self.run.main.graph, work.node):
             return "rollout.options"
-        return f"{self.stage.at}.roles.{work.call.role}.options"
+        return f"{self.run.main.at}.roles.{work.call.role}.options"
 
     def _options(self, work: _Work, train: _Options, rollout: _Options) -> _Options:
         """Fields of the spec of the worker that does something; a role's own win."""
         engines, role = self.run.engines, work.call.role
-        if engines.apart(self.stage.graph, work.node):
+        if engines.apart(self.run.main.graph, work.node):
             return {**engines.rollout_options_of(role), **rollout}
-        planned = self.stage.planned_options.get(role, {})
-        own = self.stage.roles[role].config.options
+        planned = self.run.main.planned_options.get(role, {})
+        own = self.run.main.roles[role].options
         changed = rollout if work.call.kind == "generate" else {}
         return {**planned, **engines.options_of(role), **train, **own, **changed}
 

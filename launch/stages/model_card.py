@@ -1,4 +1,4 @@
-"""What a folder of a model says besides its weights: a card, and how to generate with it.
+"""Files of a model folder beside its weights: a card, and how to generate with it.
 
 The card is a `README.md` as the hub of Hugging Face shows it: where the model comes from, how it
 was trained, what was measured of it, and the hash of its weights. All of it is read from the run's
@@ -20,31 +20,22 @@ from ...workers.models.architecture import quiet_transformers
 from ...workers.models.hub import hub_name
 from ...workers.models.lora import ADAPTER_SETTINGS
 from ...workers.models.tokenizer import folder_end
+from ..inputs.run import Run
 from ..run_dir.evaluations import Evaluations, logged_name
 from ..run_dir.run_folder import RunFolder, record_of
 from ..run_dir.trackers.jsonl import read_metrics
 from .headline import Headline
-from .job import Job
-from .stages import MODEL
+from .roles import MODEL
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of a step's sampling that a generation config has under the same name."""
 
 
 def write_card(
-    folder: Path, run: RunFolder, job: Job, role: str, step: int, weights_sha256: str
+    folder: Path, home: RunFolder, run: Run, role: str, step: int, weights_sha256: str
 ) -> None:
-    """Write README.md into a model folder.
-
-    Args:
-        folder: The model folder.
-        run: The run's folder.
-        job: The run.
-        role: Whose model it is.
-        step: Steps that were complete.
-        weights_sha256: Hash of its weights, as in the run's summary.
-    """
-    stage, model, record = job.main, job.run.model, record_of(run)
+    """Write README.md into a model folder."""
+    stage, model, record = run.main, run.model, record_of(home)
     base = stage.roles[role].start
     named = model.folder if base == MODEL else base
     known = hub_name(named) if named else None
@@ -58,14 +49,14 @@ def write_card(
         about["base_model"] = known[0]
     facts = {
         "algorithm": stage.graph.name,
-        "stages": ", ".join(one.name for one in job.stages),
+        "stages": ", ".join(one.name for one in run.stages),
         "role": role,
         "began as": began,
         **({"LoRA rank": model.lora.rank} if model.lora.rank else {}),
-        "data": f"{job.data.task.task_id} (fingerprint {job.data.fingerprint})",
+        "data": f"{run.data.task.task_id} (fingerprint {run.data.fingerprint})",
         "steps": f"{step} of {stage.config.num_steps}",
-        "seed": job.run.seed,
-        "run": run.id,
+        "seed": run.config.seed,
+        "run": home.id,
         "code": record.code,
         **({"not reproducible": record.not_reproducible} if record.not_reproducible else {}),
         "weights_sha256": weights_sha256,
@@ -75,7 +66,7 @@ def write_card(
         yaml.safe_dump(about, sort_keys=False).strip(),
         "---",
         "",
-        f"# {run.id}, step {step}",
+        f"# {home.id}, step {step}",
         "",
         f"Trained with Penstock {__version__}.",
         "",
@@ -83,8 +74,8 @@ def write_card(
         "|---|---|",
         *(f"| {name} | {_cell(value)} |" for name, value in facts.items()),
         "",
-        *_rewards(run, job, step),
-        *_evaluations(run, step),
+        *_rewards(home, run, step),
+        *_evaluations(home, step),
     ]
     with writing(folder / "README.md"):
         (folder / "README.md").write_text("\n".join(lines).rstrip() + "\n")
@@ -94,10 +85,10 @@ def _cell(value: object) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _rewards(run: RunFolder, job: Job, step: int) -> list[str]:
+def _rewards(home: RunFolder, run: Run, step: int) -> list[str]:
     """The run's own headline metric in its first step and in the last one before this."""
-    rows = [row for row in read_metrics(run.metrics) if row["step"] < step]
-    metric = Headline(job.main).curve(rows[-1]) if rows else None
+    rows = [row for row in read_metrics(home.metrics) if row["step"] < step]
+    metric = Headline(run.main).curve(rows[-1]) if rows else None
     if metric is None:
         return []
     first, last = (row.get(metric.name) for row in (rows[0], rows[-1]))
@@ -112,9 +103,8 @@ def _rewards(run: RunFolder, job: Job, step: int) -> list[str]:
     ]
 
 
-def _evaluations(run: RunFolder, step: int) -> list[str]:
-    """What was measured before training and last, up to this step."""
-    kept = Evaluations(run.path)
+def _evaluations(home: RunFolder, step: int) -> list[str]:
+    kept = Evaluations(home.path)
     steps = [one for one in kept.steps() if one <= step]
     if not steps:
         return []
@@ -137,21 +127,16 @@ def _values(kept: Evaluations, step: int) -> dict[str, float]:
     }
 
 
-def write_generation_config(folder: Path, job: Job) -> None:
-    """Write generation_config.json: what ends a response, and how training sampled.
-
-    Args:
-        folder: A language model's folder; what the file says there already stays.
-        job: The run.
-    """
-    sampling: Mapping[str, Any] = job.main.config.cfg.get("sampling", {})
-    end = job.data.tokenizer.end
-    end = end.sampled_by(job.main.sampling) if job.main.sampling else end
+def write_generation_config(folder: Path, run: Run) -> None:
+    """Write generation_config.json: what ends a response, and how training sampled."""
+    sampling: Mapping[str, Any] = run.main.config.cfg.get("sampling", {})
+    end = run.data.tokenizer.end
+    end = end.sampled_by(run.main.sampling) if run.main.sampling else end
     # Zeros as well: without its key transformers takes top_k=50, or what the base model was given.
     given = {key: sampling[key] for key in _SAMPLING if key in sampling}
     if not given.get("temperature"):  # greedy: no word of the file says so
         given = {}
-    tokenizer = job.data.tokenizer
+    tokenizer = run.data.tokenizer
     with quiet_transformers(), writing(folder / "generation_config.json"):
         try:
             config = transformers.GenerationConfig.from_pretrained(folder)

@@ -1,14 +1,19 @@
-"""What a run says at its end: summary.json, a curve, and a few lines for a person."""
+"""The report of a run: summary.json, a curve, and a few lines for a person."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...algorithms.roles.language import Policy
-from ..inputs.record import Recorded
+from ...dataflow.graph.graph import Graph, NodeKind
+from ...planner.formatting import aligned, bytes_text, seconds_text
+from ...planner.plan.plan import Plan
+from ..inputs.record import Stage
+from ..inputs.run import Run
 from ..placement.machine import num_cores
 from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
@@ -27,18 +32,16 @@ from ..run_dir.progress import RunProgress
 from ..run_dir.progress_events import format_duration
 from ..run_dir.run_folder import CodeVersion, RunFolder, RunRecord
 from ..run_dir.trackers.jsonl import read_metrics
-from .checks import comparison_text, memory_text, nodes_summary
 from .headline import Headline
-from .job import Job
-from .train import Outcome
+from .stage_result import StageResult
 
 _LONG = frozenset({"examples_before", "examples_after", "nodes", "suites"})
-"""Of a summary what is too long for a line that tells what came out."""
+"""Fields of a summary that are too long for its last event."""
 
 
 def summary_of(
-    job: Job,
-    outcome: Outcome,
+    run: Run,
+    outcome: StageResult,
     *,
     code: CodeVersion,
     usage: ProcessUsage,
@@ -48,26 +51,14 @@ def summary_of(
     resumed: bool,
     record: RunRecord,
 ) -> dict[str, Any]:
-    """The contents of summary.json. Times are of this process only, if the run was resumed.
-
-    Args:
-        job: What was run.
-        outcome: Of the main stage.
-        code: As it was when this process began, since somebody may edit it meanwhile.
-        usage: Of this process and all below it.
-        wall_time_s: Of the stages.
-        stage_times_s: Of each of those that this process carried out.
-        warned: Kind of sign -> how often the run warned of it.
-        resumed: Whether an earlier process did some of it.
-        record: What the run's folder says of it.
-    """
-    main, prediction = job.main, job.plan.prediction
+    """The contents of summary.json. Times are of this process only, if the run was resumed."""
+    main, prediction = run.main, run.placed.prediction
     before, after = (found.get(WHOLE, _NOTHING) for found in (outcome.before, outcome.after))
     return {
         "graph": main.graph.name,
-        "task": job.data.task.task_id,
-        "seed": job.run.seed,
-        "stages": [stage.name for stage in job.stages],
+        "task": run.data.task.task_id,
+        "seed": run.config.seed,
+        "stages": [stage.name for stage in run.stages],
         "num_steps": outcome.num_steps,
         "stopped": outcome.stopped or None,
         "weights_sha256": outcome.weights_sha256,
@@ -79,7 +70,7 @@ def summary_of(
         "reward_after_rl": after.metrics.get(f"{SHARES}/mean"),
         "loss_before": before.losses.get(LOSS),
         "loss_after": after.losses.get(LOSS),
-        "num_held_out": job.held_out.num_prompts if job.held_out else 0,
+        "num_held_out": run.held_out.num_prompts if run.held_out else 0,
         "suites": suites_summary(outcome.before, outcome.after),
         "episode_return_before": before.episode_return,
         "episode_return_after": after.episode_return,
@@ -92,7 +83,7 @@ def summary_of(
         "step_time_s": outcome.step_time_s,
         "predicted_step_time_s": prediction.step_time_s if prediction else None,
         "calibration": prediction.calibration if prediction else None,
-        "nodes": nodes_summary(main.graph, job.plan, outcome.node_times_s, outcome.node_peaks),
+        "nodes": nodes_summary(main.graph, run.placed, outcome.node_times_s, outcome.node_peaks),
         "peak_memory_bytes": usage.peak_bytes,
         "cpu_utilization": usage.cpu_s / (wall_time_s * num_cores()) if wall_time_s else None,
         "wall_time_s": wall_time_s,
@@ -140,33 +131,24 @@ def suites_summary(
 
 
 def write_report(
-    job: Job,
+    run: Run,
     folder: RunFolder,
-    outcome: Outcome,
+    outcome: StageResult,
     summary: dict[str, Any],
     progress: RunProgress,
     tracked: str | None,
 ) -> None:
-    """Draw the curve and print what came out; the last line sums it up.
-
-    Args:
-        job: What was run.
-        folder: Its folder.
-        outcome: Of the main stage.
-        summary: The contents of summary.json.
-        progress: Where it is told.
-        tracked: How a person looks at what the tracker has; see `Tracker.start`.
-    """
-    curve = _draw(job, folder, summary)
-    compared = comparison_text(job.plan, summary["nodes"], outcome.step_time_s)
+    """Draw the curve and print what came out; the last line sums it up."""
+    curve = _draw(run, folder, summary)
+    compared = comparison_text(run.placed, summary["nodes"], outcome.step_time_s)
     compared += memory_text(summary["nodes"])
     changed = _changed(summary["changes"])
-    suites = _suites(job, outcome)
+    suites = _suites(run, outcome)
     stopped = [outcome.stopped] if outcome.stopped else []
     if missed := outcome.checkpoints_missed:
         stopped.append(f"checkpoints that were due and could not be written: {missed}")
     stopped += [outcome.deaths.text] if outcome.deaths.text else []
-    stopped += _best(job, folder)
+    stopped += _best(run, folder)
     stopped += _stage_times(summary["stage_times_s"])
     if summary["not_reproducible"]:
         changed.append(f"not reproducible: {summary['not_reproducible']}")
@@ -182,21 +164,21 @@ def write_report(
     for name, path in shown.items():
         if path is not None:
             progress.note(f"{name}: {path}")
-    line = _summary_line(folder, summary, outcome.env_unit, whose_accuracy(job.main))
+    line = _summary_line(folder, summary, outcome.env_unit, whose_accuracy(run.main))
     told = {name: value for name, value in summary.items() if name not in _LONG}
     progress.end(line, str(folder.path), told)
 
 
-def whose_accuracy(stage: Recorded) -> str:
+def whose_accuracy(stage: Stage) -> str:
     """Return whose accuracy is measured ("solver's "), where a step trains several policies."""
     kinds = stage.graph.roles
     policies = [role for role in stage.graph.learning_roles if issubclass(kinds[role], Policy)]
     return f"{stage.trained(Policy)}'s " if len(policies) > 1 else ""
 
 
-def _draw(job: Job, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
+def _draw(run: Run, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
     rows = read_metrics(folder.metrics)
-    metric = Headline(job.main).curve([name for row in rows[-2:] for name in row])
+    metric = Headline(run.main).curve([name for row in rows[-2:] for name in row])
     if metric is None:
         return None
     points = [(row["step"], row[metric.name]) for row in rows if row.get(metric.name) is not None]
@@ -207,7 +189,7 @@ def _draw(job: Job, folder: RunFolder, summary: dict[str, Any]) -> Path | None:
     return path
 
 
-def _examples(outcome: Outcome) -> list[str]:
+def _examples(outcome: StageResult) -> list[str]:
     lines: list[str] = []
     for name in (name for name in outcome.before if name in outcome.after):
         both = zip(outcome.before[name].examples, outcome.after[name].examples, strict=False)
@@ -223,7 +205,6 @@ def _examples(outcome: Outcome) -> list[str]:
 
 
 def _conversation(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What was said, a line a turn, and the two answers."""
     said = [f"{message['role']}: {message['content']!r}" for message in before["messages"]]
     answers = [
         f"    assistant {when} training: {example['response']!r} ({score_text(example)})"
@@ -232,9 +213,9 @@ def _conversation(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
     return [*said, *answers]
 
 
-def _suites(job: Job, outcome: Outcome) -> list[str]:
+def _suites(run: Run, outcome: StageResult) -> list[str]:
     """Suite by suite, what was measured before and after; none where the last line says it all."""
-    config = job.run.evaluation
+    config = run.config.evaluation
     is_whole = set(outcome.before) == {WHOLE} and not outcome.before[WHOLE].losses
     if is_whole and config.every is None and not config.sampling:
         return []
@@ -245,9 +226,8 @@ def _suites(job: Job, outcome: Outcome) -> list[str]:
     ]
 
 
-def _best(job: Job, folder: RunFolder) -> list[str]:
-    """Which checkpoint was kept as the best one."""
-    metric, kept = job.run.evaluation.keep_best, Evaluations(folder.path)
+def _best(run: Run, folder: RunFolder) -> list[str]:
+    metric, kept = run.config.evaluation.keep_best, Evaluations(folder.path)
     best = None if metric is None else kept.best(metric)
     if metric is None or best is None:
         return []
@@ -291,7 +271,7 @@ def _change_text(name: str, before: Measured, after: Measured) -> str:
     )
 
 
-def _unverified(outcome: Outcome) -> list[str]:
+def _unverified(outcome: StageResult) -> list[str]:
     """Say how many answers have no score, and that they count as wrong."""
     return [
         f"accuracy {when} training: {measured.unscored:.1%} of the answers have no score (the "
@@ -304,7 +284,6 @@ def _unverified(outcome: Outcome) -> list[str]:
 
 
 def _changed(changes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What of the run's configuration was not the same from its first step to its last."""
     return [
         f"changed after {change['step']} steps: "
         + ", ".join(f"{key} from {then} to {now}" for key, (then, now) in change["keys"].items())
@@ -313,7 +292,6 @@ def _changed(changes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _stage_times(times_s: Mapping[str, float]) -> list[str]:
-    """How long each stage took, where there are several."""
     total_s = sum(times_s.values())
     if len(times_s) < 2 or not total_s:
         return []
@@ -324,7 +302,6 @@ def _stage_times(times_s: Mapping[str, float]) -> list[str]:
 def _summary_line(
     folder: RunFolder, summary: dict[str, Any], env_unit: str, whose: str = ""
 ) -> str:
-    """Summarize the run in a line; `whose` says which of several policies its accuracy is of."""
     parts = [f"{folder.id}: {summary['num_steps']} steps"]
     parts += ["not reproducible"] if summary["not_reproducible"] else []
     if summary["accuracy_before_rl"] is not None:
@@ -356,3 +333,77 @@ def _summary_line(
     parts.append(f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB")
     parts.append(format_duration(summary["wall_time_s"]))
     return ", ".join(parts)
+
+
+_Nodes = Mapping[str, Mapping[str, float | None]]
+"""Node -> "predicted_s" and "measured_s", None where nothing is known; and on GPUs as bytes what a
+device held at most, "predicted_bytes" and "peak_bytes"."""
+
+
+def nodes_summary(
+    graph: Graph,
+    plan: Plan,
+    node_times_s: Mapping[str, Sequence[float]],
+    node_peaks: Mapping[str, int],
+) -> dict[str, dict[str, float | None]]:
+    """Predicted and measured time and memory of each node, in program order."""
+    predicted = plan.prediction.durations_s if plan.prediction else {}
+    return {
+        node.name: {
+            "predicted_s": predicted.get(node.name),
+            "measured_s": _median(node_times_s.get(node.name, ())),
+            **_memory(plan, node.name, node_peaks.get(node.name, 0)),
+        }
+        for node in graph.nodes
+        if node.kind is not NodeKind.SOURCE
+    }
+
+
+def _memory(plan: Plan, node: str, peak_bytes: int) -> dict[str, float | None]:
+    if not peak_bytes:
+        return {}
+    groups = plan.prediction.memory.values() if plan.prediction else ()
+    needed = (
+        group.resident_total_bytes + sum(group.transient_bytes[node].values())
+        for group in groups
+        if node in group.transient_bytes
+    )
+    return {"predicted_bytes": next(needed, None), "peak_bytes": peak_bytes}
+
+
+def memory_text(nodes: _Nodes) -> list[str]:
+    """Lines of a table: the most that a GPU held during each call; empty without GPUs or a plan."""
+    rows: list[list[str]] = []
+    for name, node in nodes.items():
+        predicted, seen = node.get("predicted_bytes"), node.get("peak_bytes")
+        if predicted is not None and seen:
+            sizes = [bytes_text(int(predicted)), bytes_text(int(seen))]
+            rows.append([name, *sizes, f"{predicted / seen - 1:+.0%}"])
+    head = ["memory of a device", "predicted", "measured", "error"]
+    return aligned([head, *rows], right=(1, 2, 3)) if rows else []
+
+
+def _median(seconds: Sequence[float]) -> float | None:
+    return statistics.median(seconds) if seconds else None
+
+
+def comparison_text(plan: Plan, nodes: _Nodes, step_time_s: float) -> list[str]:
+    """Lines of a table: every node that takes time by the prediction, then the step.
+
+    Empty without a prediction, or if this process took no step.
+    """
+    prediction = plan.prediction
+    if prediction is None or not step_time_s > 0:
+        return []
+    rows = [["node", "group", "predicted", "measured", "error"]]
+    for name, node in nodes.items():
+        predicted, measured = node["predicted_s"], node["measured_s"]
+        if predicted is not None and measured is not None:
+            rows.append([name, plan.nodes.get(name, ""), *_cells(predicted, measured)])
+    rows.append(["a step", "", *_cells(prediction.step_time_s, step_time_s)])
+    return [*aligned(rows, right=(2, 3, 4)), f"predicted with: {prediction.calibration}"]
+
+
+def _cells(predicted: float, measured: float) -> list[str]:
+    error = f"{predicted / measured - 1:+.0%}" if measured > 0 else "-"
+    return [seconds_text(predicted), seconds_text(measured), error]

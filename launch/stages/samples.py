@@ -21,9 +21,9 @@ from ...dataflow.runtime.watch import Watch, watch_before
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...workers.data.sample_log import SampleLog, SampleLogSpec
 from ..inputs.data import Data
+from ..inputs.record import Stage
 from ..run_dir.samples import SAMPLES, Sample, read_samples, sample_steps, shown
 from ..run_dir.trackers.registry import Trackers
-from .stages import Stage
 from .worker_specs import stage_tokenizer
 
 _ADVANTAGE = "advantage"
@@ -32,14 +32,7 @@ _ADVANTAGE = "advantage"
 def sample_watch(
     stage: Stage, config: SamplesConfig, data: Data, home: Path
 ) -> tuple[Watch | None, Mapping[str, WorkerSpec | Role]]:
-    """Who looks at the stage's responses, and its worker; nobody if nothing is sampled or kept.
-
-    Args:
-        stage: The stage.
-        config: How much is kept.
-        data: The run's tokenizer and task.
-        home: The stage's folder.
-    """
+    """The watch on the stage's responses, and its worker; neither if nothing is kept."""
     trained = sample_node(stage.graph)
     if trained is None or not config.max_rows:
         return None, {}
@@ -68,12 +61,7 @@ def sample_watch(
 
 
 def newest_sample(home: Path, step: int) -> Text | None:
-    """One of the responses kept last, another prompt's each time; None before the first is there.
-
-    Args:
-        home: The stage's folder.
-        step: The step just taken; what was sampled in it may not be written yet.
-    """
+    """Return a response of the newest step that has some, of another prompt each time."""
     steps = sample_steps(home)
     found = read_samples(home, steps[-1:])
     return shown(found[step % len(found)]) if found else None

@@ -17,7 +17,7 @@ from ...dataflow.runtime.in_flight import check_in_flight, in_flight
 from ...dataflow.runtime.placement import Placement, flow_of, sharing
 from ...dataflow.scheduler.flow import Flow
 from ...dataflow.scheduler.schedule import Schedule
-from ..inputs.record import Recorded
+from ..inputs.record import Stage
 
 _KEY = "schedule.streaming"
 
@@ -32,18 +32,7 @@ def stage_schedule(graph: Graph, schedule: Schedule) -> Schedule:
 
 
 def stage_flow(graph: Graph, placement: Placement, schedule: Schedule) -> Flow:
-    """What the engine will run of a stage.
-
-    Args:
-        graph: The stage's.
-        placement: Where its nodes run.
-        schedule: The run's.
-
-    Raises:
-        FlowError: If rollouts are to go on in later steps, and cannot.
-        PlanError: If the placement does not fit the graph, or newer weights are to be taken in
-            flight where none can come.
-    """
+    """The flow that the engine will run of a stage."""
     schedule = stage_schedule(graph, schedule)
     if schedule.segment_tokens:
         check_segments(graph)
@@ -52,12 +41,8 @@ def stage_flow(graph: Graph, placement: Placement, schedule: Schedule) -> Flow:
     return flow_of(graph, placement.streamed(schedule.streaming), schedule)
 
 
-def check_streams(stages: Sequence[Recorded], schedule: Schedule) -> None:
-    """Refuse to stream, or to go on in later steps, in a run where nothing can.
-
-    Raises:
-        ConfigError: Saying of each stage why not.
-    """
+def check_streams(stages: Sequence[Stage], schedule: Schedule) -> None:
+    """Refuse to stream, or to go on in later steps, in a run where nothing can."""
     kinds = {node.kind for stage in stages for node in stage.graph.nodes}
     if schedule.segment_tokens and NodeKind.ROLLOUT not in kinds:
         raise ConfigError(
@@ -86,18 +71,7 @@ def _why_not(graph: Graph) -> list[str]:
 def check_parts(
     graph: Graph, placement: Placement, per_step: Mapping[str, int], schedule: Schedule, at: str
 ) -> None:
-    """Refuse to cut a step's rows into more parts than it takes items.
-
-    Args:
-        graph: The recorded step.
-        placement: Where it runs.
-        per_step: Items per step of each table.
-        schedule: The run's.
-        at: The key of the algorithm's section, for messages.
-
-    Raises:
-        ConfigError: Naming the table, and both numbers.
-    """
+    """Refuse to cut a step's rows into more parts than it takes items."""
     parts = stage_schedule(graph, schedule).streaming
     if not parts:
         return
@@ -123,16 +97,9 @@ def _cut(graph: Graph) -> list[str]:
 
 
 def streaming_lines(
-    stage: Recorded, placement: Placement, schedule: Schedule, *, in_processes: bool
+    stage: Stage, placement: Placement, schedule: Schedule, *, in_processes: bool
 ) -> list[str]:
-    """What streams or goes on in later steps in a stage, and where that can bring nothing.
-
-    Args:
-        stage: The stage.
-        placement: Where it runs.
-        schedule: The run's.
-        in_processes: Whether the executor has processes that work at the same time.
-    """
+    """Describe the rollouts of a stage that stream or go on in later steps."""
     graph, schedule = stage.graph, stage_schedule(stage.graph, schedule)
     first = _segment_lines(graph, schedule)
     last, parts = _in_flight_lines(stage, placement, schedule), schedule.streaming
@@ -150,7 +117,7 @@ def streaming_lines(
     return [*first, head, *about, *(f"  note: {note}" for note in notes if note), *last]
 
 
-def _in_flight_lines(stage: Recorded, placement: Placement, schedule: Schedule) -> list[str]:
+def _in_flight_lines(stage: Stage, placement: Placement, schedule: Schedule) -> list[str]:
     """Which rollouts take newer weights while they are sampled."""
     if not schedule.in_flight:
         return []

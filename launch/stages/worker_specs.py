@@ -36,12 +36,13 @@ from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.rollout.missing_scores import CheckedRewardSpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ...workers.training.optimizer import OptimizerSpec
-from ..inputs.compose import Resolved
 from ..inputs.data import Data
 from ..inputs.engines import Engines, engines_of
 from ..inputs.env_specs import ENV_SPECS, FILLED_IN, NETWORKS, env_worker, perceptron_spec
 from ..inputs.own_workers import asked_for, is_own
-from .stages import MODEL, RolePlan, Stage
+from ..inputs.record import Stage
+from ..inputs.run import Run
+from .roles import MODEL, contract_of
 
 Results = Mapping[str, tuple[Stage, Path]]
 """Name of a finished stage -> the stage, and the folder with a model folder per trained role."""
@@ -73,93 +74,77 @@ _OF_TASKS = {"task", "tokenizer", "task_fingerprint", "chat"}
 """The same of what looks at the task; a judge's `model` is the user's to name."""
 
 
-def worker_specs(
-    stage: Stage, run: Resolved, data: Data, results: Results
-) -> dict[str, WorkerSpec | Role]:
+def worker_specs(stage: Stage, run: Run, results: Results) -> dict[str, WorkerSpec | Role]:
     """A spec for every role of a stage.
 
     Args:
         stage: The stage.
         run: The run.
-        data: Its task and tokenizer.
         results: The finished stages.
 
     Raises:
         ConfigError: If a worker of the user's own cannot be made.
     """
-    return {
-        role: _spec(stage, role, plan, run, data, results) for role, plan in stage.roles.items()
-    }
+    return {role: _spec(stage, role, run, results) for role in stage.roles}
 
 
-def exporting_specs(
-    stage: Stage, run: Resolved, data: Data, results: Results
-) -> dict[str, WorkerSpec | Role]:
+def exporting_specs(stage: Stage, run: Run, results: Results) -> dict[str, WorkerSpec | Role]:
     """Specs of the same roles that read, in one process, what any engine has trained.
 
     Options of an engine's workers are left out: they are those of the engine that trained.
     """
     here = replace(run, engines=engines_of(EngineConfig(), RolloutConfig()))
     roles = {
-        role: replace(plan, config=plan.config.model_copy(update={"options": {}}))
-        if plan.worker in DEFAULT.roles
-        else plan
-        for role, plan in stage.roles.items()
+        role: section.model_copy(update={"options": {}})
+        if section.worker in DEFAULT.roles
+        else section
+        for role, section in stage.roles.items()
     }
-    return worker_specs(replace(stage, roles=roles, planned_options={}), here, data, results)
+    return worker_specs(replace(stage, roles=roles, planned_options={}), here, results)
 
 
-def check_options(stage: Stage, run: Resolved) -> None:
-    """Validate the options of a stage's workers without making one.
-
-    Raises:
-        ConfigError: If an option is unknown, of the wrong type or out of range, or the engines
-            cannot do what the stage asks of them.
-    """
+def check_options(stage: Stage, run: Run) -> None:
+    """Validate the options of a stage's workers without making one."""
     engines = run.engines
     engines.check_generates(stage.graph)
     _check_apart(stage, engines)
     if engines.rollout is not None:
         spec = engines.rollout.rollout_spec
         _check(spec, engines.rollout_options, "rollout.options", "rollout")
-    for role, plan in stage.roles.items():
-        optimizer_of(stage, role, plan)
-        at = f"{stage.at}.roles.{role}.options"
-        if is_own(plan.worker):
+    for role, section in stage.roles.items():
+        optimizer_of(stage, role)
+        at, worker = f"{stage.at}.roles.{role}.options", stage.worker(role)
+        if is_own(worker):
             continue  # looked at when the stage was made
-        if plan.worker in ENV_SPECS:
-            _check(ENV_SPECS[plan.worker], plan.config.options, at, plan.worker, FILLED_IN)
-            if plan.worker in NETWORKS:
+        if worker in ENV_SPECS:
+            _check(ENV_SPECS[worker], section.options, at, worker, FILLED_IN)
+            if worker in NETWORKS:
                 perceptron_spec(run.model)
-                _check_start(stage, role, plan, run)
+                _check_start(stage, role, run)
             continue
-        if plan.worker in TASK_REWARDS:
-            _check(TASK_REWARDS[plan.worker], plan.config.options, at, plan.worker, _OF_TASKS)
-            check_verifiers(plan.worker, plan.config.options)
+        if worker in TASK_REWARDS:
+            _check(TASK_REWARDS[worker], section.options, at, worker, _OF_TASKS)
+            check_verifiers(worker, section.options)
             continue
-        if plan.worker in TASK_AGENTS:
-            _check(TASK_AGENTS[plan.worker], plan.config.options, at, plan.worker, _OF_TASKS)
+        if worker in TASK_AGENTS:
+            _check(TASK_AGENTS[worker], section.options, at, worker, _OF_TASKS)
             continue
-        kind = _spec_class(engines.trainer(role), plan.worker)
-        _check(kind, plan.config.options, at, plan.worker)
-        _check(kind, engines.options_of(role), "engine.options", plan.worker)
+        kind = _spec_class(engines.trainer(role), worker)
+        _check(kind, section.options, at, worker)
+        _check(kind, engines.options_of(role), "engine.options", worker)
     _check_adapters(stage, run)
 
 
-def check_groups(stages: Sequence[Stage], run: Resolved, data: Data) -> None:
-    """Refuse groups on which a stage's language models could not be built, before any is trained.
-
-    Raises:
-        ConfigError: If an engine cannot share a model as the group does.
-        PlanError: If the model cannot be divided so.
-    """
-    by_name = {stage.name: stage for stage in stages}
-    for stage in stages:
-        for role, plan in stage.roles.items():
-            if plan.worker not in _HEADS:
+def check_groups(run: Run) -> None:
+    """Refuse groups on which a language model could not be built, before any is trained."""
+    by_name = {stage.name: stage for stage in run.stages}
+    for stage in run.stages:
+        for role, section in stage.roles.items():
+            if section.worker not in _HEADS:
                 continue
-            first = replace(plan, start=_first_start(plan, by_name), start_mean={})
-            spec = _spec(stage, role, first, run, data, {})
+            start = {"start": _first_start(stage, role, by_name), "start_mean": {}}
+            first = {**stage.roles, role: section.model_copy(update=start)}
+            spec = _spec(replace(stage, roles=first), role, run, {})
             check: Callable[[WorkerContext], None] | None
             if (check := getattr(spec, "check_group", None)) is None:
                 continue
@@ -177,19 +162,20 @@ def check_groups(stages: Sequence[Stage], run: Resolved, data: Data) -> None:
                     check(context)
 
 
-def _first_start(plan: RolePlan, stages: Mapping[str, Stage]) -> str:
-    """Return where the model that a role starts from came from, before any stage trained it."""
-    while plan.start in stages:
-        earlier = stages[plan.start]
-        plan = earlier.roles[_started_from(earlier, plan.contract)]
-    return plan.start
+def _first_start(stage: Stage, role: str, stages: Mapping[str, Stage]) -> str | None:
+    while (start := stage.roles[role].start) and start in stages:
+        earlier = stages[start]
+        role = _started_from(earlier, contract_of(stage, role))
+        stage = earlier
+    return start
 
 
-def _check_start(stage: Stage, role: str, plan: RolePlan, run: Resolved) -> None:
+def _check_start(stage: Stage, role: str, run: Run) -> None:
     """Refuse a folder whose network does not fit; that of an earlier stage is not there yet."""
-    if not plan.start or plan.start in run.main.config.before:
+    start = stage.roles[role].start
+    if not start or start in run.config.algorithm.before:
         return
-    spec = env_worker(plan.worker, run.model, run.spec, None, {}, start=plan.start)
+    spec = env_worker(stage.worker(role), run.model, run.spec, None, {}, start=start)
     try:
         spec.build(WorkerContext(role))
     except ConfigError as error:
@@ -197,7 +183,6 @@ def _check_start(stage: Stage, role: str, plan: RolePlan, run: Resolved) -> None
 
 
 def _spec_class(engine: Engine, worker: str) -> Any:
-    """Return the class of a worker's spec in an engine."""
     if worker in engine.roles:
         return engine.spec(worker)
     able = [other for other in ENGINES.values() if worker in other.roles]
@@ -254,34 +239,33 @@ def _check_apart(stage: Stage, engines: Engines) -> None:
 def _spec(
     stage: Stage,
     role: str,
-    plan: RolePlan,
-    run: Resolved,
-    data: Data,
+    run: Run,
     results: Results,
 ) -> WorkerSpec | Role:
-    options = dict(plan.config.options)
-    if is_own(plan.worker):
-        return _own(stage, role, plan, run, data, results)
-    if plan.worker in TASK_REWARDS:
-        return TASK_REWARDS[plan.worker](
+    data, section, worker = run.data, stage.roles[role], stage.worker(role)
+    options = dict(section.options)
+    if is_own(worker):
+        return _own(stage, role, run, results)
+    if worker in TASK_REWARDS:
+        return TASK_REWARDS[worker](
             task=data.spec,
             tokenizer=stage_tokenizer(stage, data),
             task_fingerprint=data.fingerprint,
             **options,
         )
-    if plan.worker in TASK_AGENTS:
-        return agent_spec(plan.worker, data, stage_tokenizer(stage, data), options)
-    if plan.worker in ENV_SPECS:
-        optimizer = optimizer_of(stage, role, plan)
-        start = _folder(plan.start, plan.contract, results) if plan.start else None
-        offset = plan.config.init_offset
-        return env_worker(plan.worker, run.model, data.spec, optimizer, options, offset, start)
-    model = _model(plan, run, data, results)
+    if worker in TASK_AGENTS:
+        return agent_spec(worker, data, stage_tokenizer(stage, data), options)
+    if worker in ENV_SPECS:
+        optimizer = optimizer_of(stage, role)
+        start = section.start and _folder(section.start, contract_of(stage, role), results)
+        offset = section.init_offset
+        return env_worker(worker, run.model, data.spec, optimizer, options, offset, start)
+    model = _model(stage, role, run, results)
     planned = stage.planned_options.get(role, {})
     options = {**planned, **run.engines.options_of(role), **options, "model": model}
-    if plan.trained:
-        options["optimizer"] = optimizer_of(stage, role, plan)
-    spec = _spec_class(run.engines.trainer(role), plan.worker)
+    if role in stage.graph.learning_roles:
+        options["optimizer"] = optimizer_of(stage, role)
+    spec = _spec_class(run.engines.trainer(role), worker)
     known = get_type_hints(spec)
     adapters = _adapters(stage, role, run, waits=bool(options.get("offload")))
     options |= {key: value for key, value in adapters.items() if key in known}
@@ -289,7 +273,7 @@ def _spec(
         options["tokenizer"] = stage_tokenizer(stage, data)
     if "num_words" in known:
         options["num_words"] = data.tokenizer.vocab_size
-    if plan.worker != "policy":
+    if worker != "policy":
         return spec(**options)
     made = spec(**options, end_ids=data.tokenizer.end.ids, mismatch=_limits(run))
     rollout = run.engines.generator(role)
@@ -310,15 +294,7 @@ def _spec(
 
 
 def check_agents(datas: Sequence[Data], options: Mapping[str, Any]) -> None:
-    """Refuse problems whose conversations could not be rendered or read.
-
-    Args:
-        datas: Each with problems; those that are not answered in conversation are passed over.
-        options: Options of the agent.
-
-    Raises:
-        ConfigError: Naming what is missing.
-    """
+    """Refuse problems whose conversations could not be rendered or read."""
     for data in {id(data): data for data in datas if data.task.converses}.values():
         spec = AgentSpec(task=data.spec, tokenizer=data.tokenizer_spec, chat=data.chat, **options)
         spec.ways(data.task, data.tokenizer)
@@ -333,7 +309,7 @@ def stage_tokenizer(stage: Stage, data: Data) -> TokenizerSpec:
 def agent_spec(
     worker: str, data: Data, tokenizer: TokenizerSpec, options: Mapping[str, Any]
 ) -> WorkerSpec:
-    """What answers a policy about the problems of a task."""
+    """Make the spec of the worker that answers a policy in conversation."""
     return TASK_AGENTS[worker](
         task=data.spec,
         tokenizer=tokenizer,
@@ -343,8 +319,8 @@ def agent_spec(
     )
 
 
-def _adapters(stage: Stage, role: str, run: Resolved, *, waits: bool) -> dict[str, Any]:
-    """What a role's spec says of adapters: its own, or that it is what those of others stand on.
+def _adapters(stage: Stage, role: str, run: Run, *, waits: bool) -> dict[str, Any]:
+    """Return a role's adapters, or that others' adapters stand on its weights.
 
     A role whose weights never change is the model below the adapters of those that start where it
     does; with a folder's adapter, or where it `waits` in host memory, it has a copy. The folder's
@@ -357,17 +333,15 @@ def _adapters(stage: Stage, role: str, run: Resolved, *, waits: bool) -> dict[st
         lora = replace(lora, folder=None)
     if role in _changed(stage) or lora.folder is not None:
         return {"lora": lora}
-    return {"shares_weights": True} if stage.roles[role].worker == "policy" and not waits else {}
+    return {"shares_weights": True} if stage.worker(role) == "policy" and not waits else {}
 
 
 def _changed(stage: Stage) -> set[str]:
-    """Roles whose weights the step changes."""
     following = {node.role for node in stage.graph.nodes if node.method == "follow" and node.role}
-    return following | {role for role, plan in stage.roles.items() if plan.trained}
+    return following | set(stage.graph.learning_roles)
 
 
-def _check_adapters(stage: Stage, run: Resolved) -> None:
-    """Adapters are for engines that have them."""
+def _check_adapters(stage: Stage, run: Run) -> None:
     if not run.model.lora:
         return
     for node in stage.graph.nodes:
@@ -375,7 +349,7 @@ def _check_adapters(stage: Stage, run: Resolved) -> None:
             continue
         engine = run.engines.runs(stage.graph, node)
         spec = engine.rollout_spec if run.engines.apart(stage.graph, node) else None
-        spec = spec or _spec_class(engine, stage.roles[node.role].worker)
+        spec = spec or _spec_class(engine, stage.worker(node.role))
         if "lora" not in get_type_hints(spec):
             raise ConfigError(
                 f"'model.lora.rank' is {run.model.lora.rank}, but '{node.name}' runs on the engine "
@@ -384,39 +358,36 @@ def _check_adapters(stage: Stage, run: Resolved) -> None:
             )
 
 
-def optimizer_of(stage: Stage, role: str, plan: RolePlan) -> OptimizerSpec | None:
-    """Return the optimizer of a role; None if nothing trains it.
-
-    Raises:
-        ConfigError: If its schedule falls over the stage's calls, and all of them warm up.
-    """
-    if not plan.trained:
+def optimizer_of(stage: Stage, role: str) -> OptimizerSpec | None:
+    """Return the optimizer of a role; None if nothing trains it."""
+    if role not in stage.graph.learning_roles:
         return None
-    spec = plan.config.optimizer or stage.config.optimizer
+    section = stage.roles[role]
+    spec = section.optimizer or stage.config.optimizer
     try:
         spec = spec.over(stage.config.num_steps * stage.graph.trains_per_step[role])
     except ValueError as error:
-        at = f"{stage.at}.roles.{role}" if plan.config.optimizer else stage.at
+        at = f"{stage.at}.roles.{role}" if section.optimizer else stage.at
         raise ConfigError(f"'{at}.optimizer.warmup_calls': {error}") from None
-    return replace(spec, frozen=(*spec.frozen, *plan.config.frozen))
+    return replace(spec, frozen=(*spec.frozen, *section.frozen))
 
 
-def _limits(run: Resolved) -> MismatchLimits:
-    return MismatchLimits(every=run.mismatch.every, stop_above=run.mismatch.stop_above)
+def _limits(run: Run) -> MismatchLimits:
+    given = run.config.mismatch
+    return MismatchLimits(every=given.every, stop_above=given.stop_above)
 
 
-def _model(plan: RolePlan, run: Resolved, data: Data, results: Results) -> ModelSpec:
-    if plan.start == MODEL:
-        made = first_model(run.model, data)
-        return replace(made, init_seed=made.init_seed + plan.config.init_offset)
-    folders = {
-        _folder(start, plan.contract, results): share
-        for start, share in (plan.start_mean or {plan.start: 1.0}).items()
-    }
+def _model(stage: Stage, role: str, run: Run, results: Results) -> ModelSpec:
+    section, contract = stage.roles[role], contract_of(stage, role)
+    if section.start == MODEL:
+        made = first_model(run.model, run.data)
+        return replace(made, init_seed=made.init_seed + section.init_offset)
+    starts = stage.starts(role)
+    folders = {_folder(start, contract, results): share for start, share in starts.items()}
     if len(folders) == 1:
         return ModelSpec(folder=next(iter(folders)), dtype=run.model.precision)
-    earlier = next((results[start][1] for start in plan.start_mean if start in results), None)
-    mean = mean_folder(folders, run.placement.runs if earlier is None else earlier.parent)
+    earlier = next((results[start][1] for start in starts if start in results), None)
+    mean = mean_folder(folders, run.folder if earlier is None else earlier.parent)
     return ModelSpec(folder=str(mean), dtype=run.model.precision)
 
 
@@ -450,39 +421,24 @@ def _started_from(earlier: Stage, contract: type[Role]) -> str:
 def model_positions(
     stage: Stage, stages: Mapping[str, Stage], model: ModelConfig, num_tokens: int
 ) -> dict[str, int]:
-    """Look at the models that roles start from, without their weights.
-
-    Args:
-        stage: The stage.
-        stages: All stages by name; one that starts from another has the other's model.
-        model: The section of the run's model.
-        num_tokens: Size of the tokenizer's vocabulary; 0 if there is no text.
-
-    Returns:
-        Role -> longest sequence its model is made for, in tokens; roles without a limit left out.
-
-    Raises:
-        ConfigError: If a model cannot be made, a folder does not hold exactly its model's weights,
-            or a model knows fewer tokens than the tokenizer.
-    """
+    """Look at the models that roles start from, without their weights."""
     found: dict[str, int] = {}
     looked_at: set[tuple[str, str | None]] = set()
-    for role, plan in stage.roles.items():
-        if plan.worker in ENV_SPECS:
+    for role in stage.roles:
+        worker = stage.worker(role)
+        if worker in ENV_SPECS:
             continue
-        head = _HEADS.get(plan.worker)
-        for start in plan.start_mean or (plan.start,):
-            if start and start not in stages and (start, head) not in looked_at:
+        head = _HEADS.get(worker)
+        for start in stage.starts(role):
+            if start not in stages and (start, head) not in looked_at:
                 looked_at.add((start, head))
                 _check_model(f"{stage.at}.roles.{role}.start", start, head, model, num_tokens)
             if head == "score" and role not in _changed(stage):
                 _check_has_score(f"{stage.at}.roles.{role}", start, stages.get(start), model)
-        while plan.start in stages:
-            earlier = stages[plan.start]
-            plan = earlier.roles[_started_from(earlier, plan.contract)]
-        if not plan.start:
+        first = _first_start(stage, role, stages)
+        if not first:
             continue
-        positions = _started_model(plan.start, model).num_positions
+        positions = _started_model(first, model).num_positions
         if positions is not None:
             found[role] = positions
     return found
@@ -511,7 +467,8 @@ learns from what it samples, in comparison with a reference, and from data alone
 
 def high_rates(stage: Stage, model: ModelConfig) -> list[str]:
     """Describe learning rates that a pretrained model of its size does not survive."""
-    started = {r: p for r, p in stage.roles.items() if p.trained and p.worker in _HEADS}
+    learning = stage.graph.learning_roles
+    started = [role for role in stage.roles if role in learning and stage.worker(role) in _HEADS]
     if model.folder is None or not started:
         return []
     parameters = empty_model(model_spec(model).config).parameters()
@@ -519,7 +476,7 @@ def high_rates(stage: Stage, model: ModelConfig) -> list[str]:
     kinds = {node.kind for node in stage.graph.nodes}
     compares = "reference" if NodeKind.FORWARD in kinds else "data"
     usual = _RATES["lora" if model.lora else "sampling" if NodeKind.ROLLOUT in kinds else compares]
-    highest = max(spec.lr for r, p in started.items() if (spec := optimizer_of(stage, r, p)))
+    highest = max(spec.lr for role in started if (spec := optimizer_of(stage, role)))
     if millions * 1e6 < _LARGE or highest <= 4 * usual:
         return []
     return [
@@ -529,18 +486,18 @@ def high_rates(stage: Stage, model: ModelConfig) -> list[str]:
     ]
 
 
-def rounded_adapters(stages: Sequence[Stage], run: Resolved) -> str:
+def rounded_adapters(run: Run) -> str:
     """Say where adapters are merged into bfloat16 weights; "" if they are nowhere."""
     if not run.model.lora or run.model.precision != "bfloat16":
         return ""
-    names, engines = {stage.name for stage in stages}, run.engines
+    names, engines = {stage.name for stage in run.stages}, run.engines
     where = [
         f"for '{node.name}' ({engine.name})"
-        for stage in stages
+        for stage in run.stages
         for node in stage.graph.nodes
         if (engine := engines.runs(stage.graph, node)).merges_adapters
     ]
-    started = {plan.start: None for stage in stages for plan in stage.roles.values()}
+    started = {section.start: None for stage in run.stages for section in stage.roles.values()}
     where += [f"for what starts from '{start}'" for start in started if start in names]
     if not where:
         return ""
@@ -578,32 +535,30 @@ def _check_model(
         )
 
 
-def _own(
-    stage: Stage, role: str, plan: RolePlan, run: Resolved, data: Data, results: Results
-) -> WorkerSpec | Role:
-    """What a factory of the user's makes of its options and of what it asks for."""
-    at = f"{stage.at}.roles.{role}"
-    factory = load_object(plan.worker, f"{at}.worker")
+def _own(stage: Stage, role: str, run: Run, results: Results) -> WorkerSpec | Role:
+    at, section, worker = f"{stage.at}.roles.{role}", stage.roles[role], stage.worker(role)
+    factory = load_object(worker, f"{at}.worker")
     given: dict[str, Callable[[], Any]] = {
-        "model": lambda: _model(plan, run, data, results),
-        "optimizer": lambda: optimizer_of(stage, role, plan),
+        "model": lambda: _model(stage, role, run, results),
+        "optimizer": lambda: optimizer_of(stage, role),
         "tokenizer": lambda: stage_tokenizer(stage, data),
         "end_ids": lambda: data.tokenizer.end.ids,
         "mismatch": lambda: _limits(run),
         "task": lambda: data.spec,
         "task_fingerprint": lambda: data.fingerprint,
     }
-    asked = asked_for(plan.worker, plan.config, at)
+    asked, data = asked_for(worker, section, at), run.data
     arguments = {name: make() for name, make in given.items() if name in asked}
     try:
         with one_process():
-            made = factory(**arguments, **plan.config.options)
+            made = factory(**arguments, **section.options)
     except TypeError as error:
-        raise ConfigError(f"'{at}.worker': '{plan.worker}' cannot be called: {error}") from error
+        raise ConfigError(f"'{at}.worker': '{worker}' cannot be called: {error}") from error
     if is_spec(made) or isinstance(made, Role):
-        only_scores = issubclass(plan.contract, Reward) and not plan.trained
-        return CheckedRewardSpec(plan.worker, made) if only_scores else made
+        contract, learning = stage.graph.roles[role], stage.graph.learning_roles
+        only_scores = issubclass(contract, Reward) and role not in learning
+        return CheckedRewardSpec(worker, made) if only_scores else made
     raise ConfigError(
-        f"'{at}.worker': '{plan.worker}' returned a {type(made).__name__}\n"
+        f"'{at}.worker': '{worker}' returned a {type(made).__name__}\n"
         "    it must return a worker (a Role) or its spec (with a method build)"
     )

@@ -7,7 +7,7 @@ that tells the responses of an untrained policy apart.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from penstock.launch.inputs.compose import resolve, run_config
 from penstock.launch.inputs.data import load_data
 from penstock.launch.inputs.record import load_step, step_cfg
 from penstock.launch.inputs.tables import sources_of
-from penstock.launch.stages.stages import stages_of
+from penstock.launch.stages.roles import build_stages
 from penstock.launch.stages.worker_specs import worker_specs
 from torch import Tensor
 
@@ -128,8 +128,8 @@ def configured(name: str, *overrides: str) -> Configured:
             if given is None or given.worker in (None, "mixture"):
                 config.algorithm.roles[role] = _reward()
     run = resolve(config)
-    stage = stages_of(run)[-1]
-    data = load_data(run.task, run.model)
+    stage = build_stages(run).stages[-1]
+    data = load_data(run.config.task, run.model)
     sources, _ = sources_of(stage, data)
     step = load_step(config.algorithm.step, "algorithm.step")
     return Configured(
@@ -137,7 +137,7 @@ def configured(name: str, *overrides: str) -> Configured:
         cfg=step_cfg(step, config.algorithm.cfg, "algorithm.cfg").get("cfg"),
         graph=stage.graph,
         sources=sources,
-        workers=worker_specs(stage, run, data, {}),
+        workers=worker_specs(stage, replace(run, data=data), {}),
     )
 
 

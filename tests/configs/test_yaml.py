@@ -12,9 +12,9 @@ from penstock.configs.validate import validated
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.cli.plan import OUTPUTS
 from penstock.launch.inputs.compose import dumped, resolve, resolved, run_config
-from penstock.launch.placement.cluster_inputs import MEASURED
+from penstock.launch.placement.machine import MEASURED
 from penstock.launch.placement.plan_request import plan_request
-from penstock.launch.stages.stages import stages_of
+from penstock.launch.stages.roles import build_stages
 
 CONFIGS = Path(str(penstock.configs.__file__)).parent
 OPTIONS = sorted(path.relative_to(CONFIGS).with_suffix("") for path in CONFIGS.glob("*/*.yaml"))
@@ -96,9 +96,9 @@ def test_every_option_that_is_only_planned_for_makes_a_request(option: Path) -> 
 
 @pytest.mark.parametrize("option", FOR_RUNS, ids=str)
 def test_every_other_option_makes_a_run(option: Path, tmp_path: Path) -> None:
-    stages = stages_of(
+    stages = build_stages(
         resolved(composed(f"{option.parent}={option.name}", *extra(option, tmp_path)))
-    )
+    ).stages
     assert all(str(stage.graph) for stage in stages)
 
 
@@ -125,9 +125,9 @@ def test_a_run_has_fewer_than_60_keys(algorithm: str) -> None:
 def test_what_is_written_down_is_read_back_as_the_same_run(algorithm: str) -> None:
     config = run_config(composed(f"algorithm={algorithm}", "algorithm.optimizer.warmup_calls=3"))
     run = resolve(config)
-    written = dumped(config, run)
+    written = dumped(run)
     again = run_config(written)
-    assert dumped(again, resolve(again)) == written
+    assert dumped(resolve(again)) == written
     graphs = [str(stage.graph) for stage in run.stages]
     assert [str(stage.graph) for stage in resolve(again).stages] == graphs
 

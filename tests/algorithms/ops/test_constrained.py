@@ -18,7 +18,7 @@ from penstock.algorithms.ops.rewards import calibrated_score
 from penstock.algorithms.roles import Rollout
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolve, run_config
-from penstock.launch.stages.stages import stages_of
+from penstock.launch.stages.roles import build_stages
 from torch import Tensor
 
 
@@ -165,7 +165,7 @@ def test_the_configured_judges_say_whether_all_constraints_hold() -> None:
     assert judges.worker == "mixture"
     assert judges.options["output"] == "passed"
     assert judges.options["parts"] == {"correct": {"worker": "rule", "at_least": 1.0}}
-    stages = {stage.name: stage for stage in stages_of(resolve(config))}
+    stages = {stage.name: stage for stage in build_stages(resolve(config)).stages}
     assert list(stages) == ["sft", "reward_modelling", "cgpo"]
     roles = stages["cgpo"].roles
     assert (roles["reward"].worker, roles["reward"].start) == ("reward_model", "reward_modelling")

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import Resolved, resolved
+from penstock.launch.inputs.compose import resolved
+from penstock.launch.inputs.run import Run
 from penstock.launch.run_dir.trackers.jsonl import read_metrics
-from penstock.launch.stages.job import Job, prepare
+from penstock.launch.stages.prepare import prepare
 from penstock.launch.stages.worker_specs import worker_specs
 
 from ..conftest import Penstock
@@ -22,13 +23,13 @@ SELF_PLAY = ("algorithm=self_play", "task=tic_tac_toe", *MLP, "algorithm.per_ste
 POPULATION = ("algorithm=population", "task=cartpole", *MLP, "algorithm.cfg.learning.horizon=16")
 
 
-def config(*words: str) -> Resolved:
+def config(*words: str) -> Run:
     composed = compose("run", list(words))
     composed.pop("resume")
     return resolved(composed)
 
 
-def job(*words: str) -> Job:
+def job(*words: str) -> Run:
     return prepare(config(*words))
 
 
@@ -50,7 +51,7 @@ def noted(folder: Path) -> dict[int, float]:
 
 def test_players_begin_with_different_weights_and_play_the_tasks_game() -> None:
     made = job(*SELF_PLAY)
-    specs: dict[str, Any] = worker_specs(made.main, made.run, made.data, {})
+    specs: dict[str, Any] = worker_specs(made.main, made, {})
     first, second = (specs[name] for name in ("first", "second"))
     assert second.network.init_seed == first.network.init_seed + 1
     assert specs["board"] == first.env == second.env
@@ -70,7 +71,7 @@ def test_a_language_model_can_begin_elsewhere_too() -> None:
     seeds: list[int] = []
     for offset in ("0", "5"):
         made = job(*words, f"algorithm.roles.actor.init_offset={offset}")
-        specs: dict[str, Any] = worker_specs(made.main, made.run, made.data, {})
+        specs: dict[str, Any] = worker_specs(made.main, made, {})
         seeds.append(specs["actor"].model.init_seed)
     assert seeds[1] == seeds[0] + 5
 
@@ -212,9 +213,9 @@ def test_the_last_line_counts_steps_of_environments(penstock: Penstock, tmp_path
 
 @pytest.mark.slow
 def test_perceptrons_are_computed_by_one_thread_unless_more_are_asked_for() -> None:
-    assert job(*PPO).run.placement.executor.num_threads == 1
-    assert job(*PPO, "executor.num_threads=2").run.placement.executor.num_threads == 2
-    assert job("algorithm=grpo").run.placement.executor.num_threads is None
+    assert job(*PPO).executor.num_threads == 1
+    assert job(*PPO, "executor.num_threads=2").executor.num_threads == 2
+    assert job("algorithm=grpo").executor.num_threads is None
 
 
 def test_the_next_run_of_a_process_has_the_processs_own_number_of_threads(

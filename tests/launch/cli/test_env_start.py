@@ -10,8 +10,9 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import Resolved, resolved
-from penstock.launch.stages.job import prepare
+from penstock.launch.inputs.compose import resolved
+from penstock.launch.inputs.run import Run
+from penstock.launch.stages.prepare import prepare
 from penstock.launch.stages.worker_specs import worker_specs
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
@@ -31,7 +32,7 @@ WARM_UP = (
 )
 
 
-def config(*words: str) -> Resolved:
+def config(*words: str) -> Run:
     composed = compose("run", list(words))
     composed.pop("resume")
     return resolved(composed)
@@ -39,7 +40,7 @@ def config(*words: str) -> Resolved:
 
 def specs(*words: str) -> dict[str, Any]:
     job = prepare(config(*words))
-    return dict(worker_specs(job.main, job.run, job.data, {}))
+    return dict(worker_specs(job.main, job, {}))
 
 
 def network(**fields: Any) -> PerceptronSpec:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import ConfigError
+from penstock.launch.inputs.run import executor_kind
 from penstock.launch.main import main
-from penstock.launch.placement.place import executor_kind
 
 from ...workers.executors import spawned
 
@@ -55,7 +55,7 @@ def test_a_run_on_it_ends_with_the_same_weights(
 
 def test_what_is_no_executor_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        executor_kind("json:dumps", "executor.kind")
+        executor_kind("json:dumps")
     assert str(caught.value) == (
         "'executor.kind': 'json:dumps' is a function\n"
         "    give an ExecutorKind (penstock.workers.executors.executor_kind)"

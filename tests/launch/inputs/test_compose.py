@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import penstock.launch
@@ -23,13 +22,13 @@ def composed(*words: str) -> dict[str, object]:
     return made
 
 
-def test_nothing_else_knows_the_whole_configuration() -> None:
+def test_only_a_run_holds_the_whole_configuration() -> None:
     knowing = {
         file.relative_to(LAUNCH).as_posix()
         for file in LAUNCH.rglob("*.py")
         if "RunConfig" in file.read_text()
     }
-    assert knowing == {"inputs/compose.py", "cli/key_reference.py"}
+    assert knowing == {"inputs/compose.py", "inputs/run.py", "cli/key_reference.py"}
 
 
 def test_stages_are_recorded_in_order_with_their_seeds() -> None:
@@ -68,7 +67,7 @@ def test_what_was_found_is_written_down() -> None:
     config = run_config(composed())
     run = resolve(config)
     found = run.model.model_copy(update={"architecture": {"model_type": "qwen2", "vocab_size": 9}})
-    written = dumped(config, replace(run, model=found))
+    written = dumped(run.having(model=found))
     assert validated(RunConfig, written).model.architecture["vocab_size"] == 9
     assert "vocab_size" not in config.model.architecture
 

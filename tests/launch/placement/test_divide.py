@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.dataflow.runtime.placement import Placement, sharing
-from penstock.launch.placement.auto_place import choose
-from penstock.launch.placement.divide import divided
-from penstock.launch.placement.place import written_plan
-from penstock.launch.stages.stages import stages_of
+from penstock.launch.placement.place import choose, divided, written_plan
+from penstock.launch.stages.roles import build_stages
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.plan.plan import GroupPlan, Plan
 
@@ -39,7 +37,7 @@ ONE = Plan(
 
 
 def placed(*words: str) -> Placement:
-    return stages_of(config_of(*BOTH, *words))[-1].placement
+    return build_stages(config_of(*BOTH, *words)).stages[-1].placement
 
 
 def shapes(placement: Placement) -> dict[str, tuple[int, int, int]]:
@@ -103,7 +101,7 @@ def test_devices_that_do_not_fit_are_refused(words: str, text: str) -> None:
 def test_one_engine_in_one_layout_is_left_alone(tmp_path: Path) -> None:
     plan = Plan(groups=(GroupPlan(name="all", num_ranks=2),))
     config = config_of(*BOTH, "engine=torch", "rollout=same", written(tmp_path, plan))
-    graph = stages_of(config)[-1].graph
+    graph = build_stages(config).stages[-1].graph
     assert divided(plan, graph, config.engines) is plan
 
 
@@ -120,7 +118,7 @@ def test_a_role_may_have_engines_of_its_own(tmp_path: Path) -> None:
     )
     words = ("algorithm.roles.critic.engine=fsdp", "algorithm.roles.actor.rollout=torch")
     config = config_of(*BOTH, *words, written(tmp_path, plan))
-    placement = stages_of(config)[-1].placement
+    placement = build_stages(config).stages[-1].placement
     assert shapes(placement) == {
         "all": (1, 2, 1),
         "all-rollout": (2, 1, 1),
@@ -202,10 +200,10 @@ def test_the_planner_places_both_engines(tmp_path: Path) -> None:
     file = tmp_path / "measured.json"
     file.write_text(calibration(num_devices=2).model_dump_json())
     config = config_of(*BOTH, f"calibration={file}")
-    assert written_plan(config.placement, config.engines) is None
+    assert written_plan(config) is None
     plan = choose(config).plan
     assert plan.prediction is not None
-    main = stages_of(config, plan)[-1]
+    main = build_stages(config, plan).stages[-1]
     kinds = {main.placement.nodes[name] for name in ("actor.generate", "actor.train")}
     assert len(kinds) == 2
     devices = {d for group in main.placement.groups for d in group.devices}

@@ -12,8 +12,8 @@ from penstock.configs.references import options_of
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
-from penstock.launch.placement.auto_place import Choice, choose, idle_gpus, preset_of
-from penstock.launch.placement.reported import joined
+from penstock.launch.placement.machine import idle_gpus, joined, preset_of
+from penstock.launch.placement.place import Choice, choose
 from penstock.workers.executors.assignment import Machine
 from penstock.workers.executors.on_ray import declaration
 from penstock.workers.executors.registry import EXECUTORS
@@ -171,7 +171,7 @@ def test_one_process_says_which_gpus_it_leaves_idle(monkeypatch: pytest.MonkeyPa
     has(monkeypatch, [H100] * 8)
     composed = compose("run", ["executor.device=cuda"])
     composed.pop("resume")
-    section = resolved(composed).placement.executor
+    section = resolved(composed).executor
     assert idle_gpus(section) == (
         "placement: one of 8 x NVIDIA H100 80GB HBM3 (79.2 GiB) is used, because "
         "executor=in_process is one process; executor=ray uses them all"

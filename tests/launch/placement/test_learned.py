@@ -9,7 +9,7 @@ import pytest
 from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.dataflow import build
 from penstock.dataflow.errors import PlanError
-from penstock.launch.placement.learned import read_calibration
+from penstock.launch.placement.machine import read_calibration
 from penstock.planner.cost.calibration import Calibration
 from penstock.planner.cost.constants import CPU_DEFAULTS
 from penstock.planner.inputs.model_shape import shape_of

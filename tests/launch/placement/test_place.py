@@ -13,17 +13,25 @@ from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.executor import TaskSpan
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import Resolved, resolved
-from penstock.launch.placement.auto_place import Choice, choose
+from penstock.launch.inputs.compose import resolved
+from penstock.launch.inputs.record import Stage
+from penstock.launch.inputs.run import Run
 from penstock.launch.placement.machine import threads_of
-from penstock.launch.placement.place import make_executor, placement_of, with_threads, written_plan
-from penstock.launch.stages.checks import (
+from penstock.launch.placement.place import (
+    Choice,
+    choose,
+    make_executor,
+    placement_of,
+    with_threads,
+    written_plan,
+)
+from penstock.launch.stages.report import (
     comparison_text,
     memory_text,
-    node_seconds,
     nodes_summary,
 )
-from penstock.launch.stages.stages import Stage, stages_of
+from penstock.launch.stages.roles import build_stages
+from penstock.launch.stages.stage_result import node_seconds
 from penstock.planner.cost.calibration import Calibration
 from penstock.planner.cost.constants import CPU_DEFAULTS
 from penstock.planner.inputs.cluster import ClusterSpec
@@ -44,7 +52,7 @@ PPO = (
 SPLIT = Plan(groups=(GroupPlan(name="one"), GroupPlan(name="two")), nodes={"critic": "two"})
 
 
-def config_of(*words: str) -> Resolved:
+def config_of(*words: str) -> Run:
     composed = compose("run", list(words))
     composed.pop("resume")
     return resolved(composed)
@@ -67,15 +75,15 @@ def calibration(
     )
 
 
-def planned(tmp_path: Path, made: Calibration, *words: str) -> tuple[Resolved, Choice]:
+def planned(tmp_path: Path, made: Calibration, *words: str) -> tuple[Run, Choice]:
     file = tmp_path / "measured.json"
     file.write_text(made.model_dump_json())
     config = config_of(*PPO, f"calibration={file}", *words)
     return config, choose(config)
 
 
-def stages(config: Resolved, plan: Plan | None = None) -> dict[str, Stage]:
-    return {stage.name: stage for stage in stages_of(config, plan)}
+def stages(config: Run, plan: Plan | None = None) -> dict[str, Stage]:
+    return {stage.name: stage for stage in build_stages(config, plan).stages}
 
 
 # --- auto
@@ -83,15 +91,15 @@ def stages(config: Resolved, plan: Plan | None = None) -> dict[str, Stage]:
 
 def test_one_process_needs_no_planner() -> None:
     config = config_of()
-    assert config.placement.placement == "auto"
-    plan = written_plan(config.placement, config.engines)
+    assert config.config.placement == "auto"
+    plan = written_plan(config)
     assert plan is not None
     assert plan.groups == (GroupPlan(name="all"),)
 
 
 def test_on_ray_the_planner_is_asked(tmp_path: Path) -> None:
     config, choice = planned(tmp_path, calibration())
-    assert written_plan(config.placement, config.engines) is None
+    assert written_plan(config) is None
     prediction = choice.plan.prediction
     assert prediction is not None
     assert prediction.calibration == "measured"
@@ -113,7 +121,7 @@ def test_a_plan_is_made_with_analytic_defaults_where_nothing_was_measured(
     assert choice.plan.prediction is not None
     assert choice.plan.prediction.calibration == "analytic defaults for CPUs"
     assert isinstance(choice.plan.cluster, ClusterSpec)
-    assert with_threads(config.placement.executor, choice.plan).num_threads == threads_of(
+    assert with_threads(config.executor, choice.plan).num_threads == threads_of(
         choice.plan.cluster.num_devices
     )
 
@@ -131,9 +139,9 @@ def test_a_calibration_is_found_in_the_folder_of_runs(
 def test_ranks_have_the_threads_they_were_measured_with(tmp_path: Path) -> None:
     config, choice = planned(tmp_path, calibration(threads=3))
     assert choice.num_threads == 3
-    assert with_threads(config.placement.executor, choice.plan, choice.num_threads).num_threads == 3
+    assert with_threads(config.executor, choice.plan, choice.num_threads).num_threads == 3
     given = config_of(*PPO, "executor.num_threads=5")
-    assert with_threads(given.placement.executor, choice.plan, choice.num_threads).num_threads == 5
+    assert with_threads(given.executor, choice.plan, choice.num_threads).num_threads == 5
 
 
 @pytest.mark.parametrize("num_prompts", [7, 9, 10])
@@ -188,7 +196,7 @@ def written(tmp_path: Path, plan: Plan) -> str:
 
 def test_a_run_follows_the_plan_of_a_file(tmp_path: Path) -> None:
     config = config_of(*PPO, written(tmp_path, SPLIT))
-    assert written_plan(config.placement, config.engines) == SPLIT
+    assert written_plan(config) == SPLIT
     made = stages(config)
     assert made["ppo"].placement.nodes["critic.train"] == "two"
     assert made["ppo"].placement.nodes["actor.train"] == "one"
@@ -258,10 +266,10 @@ def test_groups_and_a_file_contradict_each_other(tmp_path: Path) -> None:
 
 def test_groups_are_used_instead_of_the_planner() -> None:
     config = config_of(*PPO, "executor.groups={a: 2, b: 1}", "executor.nodes.critic=b")
-    plan = written_plan(config.placement, config.engines)
+    plan = written_plan(config)
     assert plan is not None
     assert [(group.name, group.num_ranks) for group in plan.groups] == [("a", 2), ("b", 1)]
-    section = config.placement.executor
+    section = config.executor
     assert with_threads(section, plan) == section
     assert stages(config)["ppo"].placement.nodes["critic.value"] == "b"
 
@@ -325,16 +333,14 @@ def test_groups_can_be_served_by_others() -> None:
         "executor.nodes={env: acting}",
     )
     config = config_of(*words, "executor.served={acting: {actor: policy}}")
-    plan = written_plan(config.placement, config.engines)
+    plan = written_plan(config)
     assert plan is not None
     assert [group.served for group in plan.groups] == [{}, {"actor": "policy"}, {}]
     graph = build(env_ppo_step, cfg=EnvPPO())
-    assert placement_of(graph, plan, config.placement, config.engines).serving(graph) == (
-        ("actor", "policy"),
-    )
+    assert placement_of(graph, plan, config).serving(graph) == (("actor", "policy"),)
     idle = config_of(*words)
     with pytest.raises(PlanError, match=r"'executor.groups.policy' would have nothing to do"):
-        stages_of(idle)
+        build_stages(idle)
     with pytest.raises(ConfigError, match=r"'executor.served.acting2': there is no group"):
         stages(config_of(*words, "executor.served={acting2: {actor: policy}}"))
 
@@ -374,7 +380,7 @@ def test_a_planned_run_says_what_was_predicted(tmp_path: Path) -> None:
 def test_one_process_has_nothing_to_transport() -> None:
     config = config_of("algorithm=grpo", "executor.transport=cuda_ipc")
     with pytest.raises(ConfigError) as error:
-        make_executor(config.placement.executor)
+        make_executor(config.executor)
     assert str(error.value) == (
         "'executor.transport' is 'cuda_ipc', but in one process no weights travel\n"
         "    set executor=ray, or leave it out"

@@ -17,11 +17,9 @@ from penstock.configs.schema import SAME
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
-from penstock.launch.inputs.compose import Resolved
-from penstock.launch.placement.auto_place import choose
-from penstock.launch.placement.divide import check_layouts, divided
-from penstock.launch.placement.worker_options import planned_options
-from penstock.launch.stages.stages import stages_of
+from penstock.launch.inputs.run import Run
+from penstock.launch.placement.place import check_layouts, choose, divided, planned_options
+from penstock.launch.stages.roles import build_stages
 from penstock.launch.stages.worker_specs import check_options
 from penstock.planner.cost.constants import GPU_DEFAULTS
 from penstock.planner.inputs.calls import CALL_KINDS
@@ -51,7 +49,7 @@ class Distilled:
 
 
 @cache
-def config(engine: str, rollout: str, *words: str) -> Resolved:
+def config(engine: str, rollout: str, *words: str) -> Run:
     return config_of(
         "algorithm=ppo",
         "algorithm.roles.reward.worker=rule",
@@ -249,7 +247,7 @@ def test_placement_auto_places_fsdp(tmp_path: Path) -> None:
     run = config("fsdp", "torch", f"calibration={file}")
     plan = choose(run).plan
     assert plan.prediction is not None
-    main = stages_of(run, plan)[-1]
+    main = build_stages(run, plan).stages[-1]
     for name, layout in plan.layouts.items():
         assert run.engines.runs(main.graph, main.graph[name]).why_not(
             layout, "forward"
@@ -265,7 +263,7 @@ def written(tmp_path: Path, **layouts: Layout) -> str:
 
 def test_a_layout_reaches_the_workers(tmp_path: Path) -> None:
     own = written(tmp_path, actor_train=Layout(cp=2), critic_train=Layout(dp=2, zero=3))
-    main = stages_of(config("fsdp", "torch", own))[-1]
+    main = build_stages(config("fsdp", "torch", own)).stages[-1]
     assert main.planned_options["actor"] == {"shards": 2, "context_parallel": 2}
     assert main.planned_options["critic"] == {"shards": 2, "context_parallel": 1}
 
@@ -273,7 +271,7 @@ def test_a_layout_reaches_the_workers(tmp_path: Path) -> None:
 def test_calls_of_a_role_that_need_different_workers_are_refused(tmp_path: Path) -> None:
     own = written(tmp_path, critic_value=Layout(tp=2), critic_train=Layout(dp=2, zero=3))
     with pytest.raises(PlanError) as caught:
-        stages_of(config("fsdp", "torch", own))
+        build_stages(config("fsdp", "torch", own))
     assert str(caught.value) == (
         "the layouts of 'critic.value' and 'critic.train' ask for shards=1 and shards=2, but one "
         "role has one shards\n    give its calls the same layout"
@@ -284,7 +282,7 @@ def test_calls_of_a_role_that_need_different_workers_are_refused(tmp_path: Path)
 def test_an_option_that_contradicts_the_layout_is_refused(tmp_path: Path, at: str) -> None:
     own = written(tmp_path, actor_train=Layout(dp=2, zero=3))
     with pytest.raises(ConfigError) as caught:
-        stages_of(config("fsdp", "torch", own, f"{at}={{shards: 1}}"))
+        build_stages(config("fsdp", "torch", own, f"{at}={{shards: 1}}"))
     assert str(caught.value) == (
         f"'{at}.shards' is 1, but layout dp2 zero3 of 'actor.train' makes it 2\n"
         "    leave it out, or place the run by hand: executor.groups"
@@ -297,7 +295,7 @@ def test_an_option_that_contradicts_the_layout_is_refused(tmp_path: Path, at: st
 def test_an_engine_that_does_not_generate_needs_one_that_does() -> None:
     run = config("fsdp", SAME, "executor.groups.all=1")
     with pytest.raises(ConfigError) as caught:
-        check_options(stages_of(run)[-1], run)
+        check_options(build_stages(run).stages[-1], run)
     assert str(caught.value) == (
         "engine=fsdp does not generate, and 'actor.generate' must\n"
         "    add rollout=torch or rollout=vllm"
@@ -321,7 +319,7 @@ def test_a_division_that_no_engine_of_the_run_has_is_refused(
 ) -> None:
     run = config(engine, "torch", "executor.groups.all=1", f"executor.{key}.all=2")
     with pytest.raises(ConfigError) as caught:
-        stages_of(run)
+        build_stages(run)
     assert str(caught.value) == f"'executor.{key}.all' is 2, but {message}"
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from penstock.configs.schema import ExecutorConfig
 from penstock.dataflow.errors import ConfigError
+from penstock.launch.placement.machine import reported_cluster
 from penstock.launch.placement.place import make_executor
-from penstock.launch.placement.reported import reported_cluster
 from penstock.planner.report.plan_texts import cluster_text
 from penstock.workers.executors.assignment import Machine
 from penstock.workers.executors.on_ray import declaration

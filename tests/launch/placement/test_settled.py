@@ -7,7 +7,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import penstock.launch.placement.settled as module
+import penstock.launch.placement.models as module
 import pytest
 import torch
 import yaml
@@ -16,7 +16,8 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import dumped, resolve, resolved, run_config
-from penstock.launch.stages.job import Job, prepare
+from penstock.launch.inputs.run import Run
+from penstock.launch.stages.prepare import about_model, model_folders, prepare
 from penstock.planner.plan.plan import one_group_plan
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
@@ -73,7 +74,7 @@ def composed(*words: str) -> dict[str, Any]:
     return made
 
 
-def prepared(*words: str) -> Job:
+def prepared(*words: str) -> Run:
     return prepare(resolved(composed(*words)))
 
 
@@ -86,15 +87,15 @@ def refusal(*words: str) -> str:
 def test_a_model_of_a_hub_is_its_snapshot(hub: Hub, saved: Path) -> None:
     config = run_config(composed("model=org/tiny"))
     job = prepare(resolve(config))
-    model = job.run.model
+    model = job.model
     assert model.revision == commit_of(saved)
     assert model.folder is not None
     assert Path(model.folder).name == commit_of(saved)
     assert sorted(hub.served) == sorted(
         file.name for pattern in ("*.json", "*.safetensors") for file in saved.glob(pattern)
     )
-    assert set(job.model_folders) == {model.folder}
-    written = dumped(config, job.run)["model"]
+    assert model_folders(job) == {model.folder}
+    written = dumped(job)["model"]
     assert (written["hub"], written["revision"], written["folder"]) == (
         "org/tiny",
         commit_of(saved),
@@ -106,11 +107,11 @@ def test_a_run_goes_on_with_its_snapshot_and_precision(
     hub: Hub, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_config(composed("model=org/tiny", "model.dtype=bfloat16"))
-    written = yaml.safe_dump(dumped(config, prepare(resolve(config)).run))
+    written = yaml.safe_dump(dumped(prepare(resolve(config))))
     hub.models["org/tiny"]["main"] = shutil.copytree(saved, tmp_path / "newer")
-    assert prepared("model=org/tiny").run.model.revision == commit_of(tmp_path / "newer")
+    assert prepared("model=org/tiny").model.revision == commit_of(tmp_path / "newer")
     monkeypatch.setattr(module, "has_fast_bfloat16", _never)
-    again = prepare(resolve(run_config(yaml.safe_load(written)))).run.model
+    again = prepare(resolve(run_config(yaml.safe_load(written)))).model
     assert (again.revision, again.dtype) == (commit_of(saved), "bfloat16")
 
 
@@ -123,9 +124,10 @@ def test_a_role_may_start_from_a_model_of_a_hub(hub: Hub, saved: Path) -> None:
     config = run_config(composed(*words))
     job = prepare(resolve(config))
     folder = job.main.roles["ref"].start
+    assert folder is not None
     assert Path(folder).name == commit_of(saved)
-    assert job.model_folders == {folder}  # the run's model is the same one
-    written = dumped(config, job.run)
+    assert model_folders(job) == {folder}  # the run's model is the same one
+    written = dumped(job)
     assert written["algorithm"]["roles"]["ref"]["start"] == f"org/tiny@{commit_of(saved)}"
     again = prepare(resolve(run_config(yaml.safe_load(yaml.safe_dump(written)))))
     assert again.main.roles["ref"].start == folder
@@ -138,7 +140,7 @@ def test_what_is_in_the_cache_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyP
     prepared("model=org/tiny")
     asked = len(hub.served)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert prepared("model=org/tiny").run.model.hub == "org/tiny"
+    assert prepared("model=org/tiny").model.hub == "org/tiny"
     assert len(hub.served) == asked
 
 
@@ -221,7 +223,7 @@ def test_the_path_of_a_folder_is_a_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(saved, name)
-    assert prepared(f"model={name}").run.model.folder == name
+    assert prepared(f"model={name}").model.folder == name
 
 
 def test_the_precision_of_trained_weights_follows_the_device(
@@ -229,20 +231,20 @@ def test_the_precision_of_trained_weights_follows_the_device(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert prepared(f"model={saved}").run.model.dtype == "bfloat16"
-    assert prepared(f"model={saved}", "model.dtype=float32").run.model.dtype == "float32"
-    assert prepared().run.model.dtype == "float32"  # random weights, whatever is fast
+    assert prepared(f"model={saved}").model.dtype == "bfloat16"
+    assert prepared(f"model={saved}", "model.dtype=float32").model.dtype == "float32"
+    assert prepared().model.dtype == "float32"  # random weights, whatever is fast
 
 
 @pytest.mark.usefixtures("slow_bfloat16")
 def test_elsewhere_trained_weights_are_computed_in_float32(saved: Path) -> None:
-    assert prepared(f"model={saved}").run.model.dtype == "float32"
-    assert prepared(f"model={saved}", "model.dtype=bfloat16").run.model.dtype == "bfloat16"
+    assert prepared(f"model={saved}").model.dtype == "float32"
+    assert prepared(f"model={saved}", "model.dtype=bfloat16").model.dtype == "bfloat16"
 
 
 def test_the_device_is_the_best_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def device(*words: str) -> str:
-        return resolved(composed(*words)).placement.executor.device
+        return resolved(composed(*words)).executor.device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device() == "cpu"
@@ -277,7 +279,7 @@ def test_the_device_is_the_best_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("slow_bfloat16")
 def test_a_run_says_what_computes_its_model(hub: Hub, words: list[str], line: str) -> None:
     commit = commit_of(hub.models["org/tiny"]["main"])[:12]
-    assert prepared(*words).about_model == f"model: {line.replace('COMMIT', commit)}"
+    assert about_model(prepared(*words)) == f"model: {line.replace('COMMIT', commit)}"
 
 
 AVERAGE = """
@@ -301,4 +303,4 @@ def test_weights_that_are_averaged_are_float32(
     name = f"average_{dtype}"
     (tmp_path / f"{name}.py").write_text(AVERAGE.replace("SHARE", share))
     step = ["algorithm=own", f"algorithm.step={name}:average_step", "algorithm.per_step.prompts=4"]
-    assert prepared(f"model={saved}", *step).run.model.dtype == dtype
+    assert prepared(f"model={saved}", *step).model.dtype == dtype

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.inputs.data import load_data
-from penstock.launch.placement.settled import settled
-from penstock.launch.stages.stages import stages_of
+from penstock.launch.placement.models import settled
+from penstock.launch.stages.roles import build_stages
 from penstock.launch.stages.worker_specs import check_options, worker_specs
 from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
@@ -29,9 +30,10 @@ WORDS = (
 
 def specs(*words: str) -> dict[str, Any]:
     run = config_of(*WORDS, *words)
-    stage = stages_of(run)[-1]
+    stage = build_stages(run).stages[-1]
     check_options(stage, run)
-    return dict(worker_specs(stage, run, load_data(run.task, run.model), {}))
+    run = replace(run, data=load_data(run.config.task, run.model))
+    return dict(worker_specs(stage, run, {}))
 
 
 def test_a_reference_stands_on_the_weights_below_the_adapters() -> None:
@@ -56,11 +58,11 @@ def test_the_folders_adapter_is_not_added_to_what_an_earlier_stage_trained(tmp_p
     (folder / "adapter_config.json").write_text(json.dumps(config))
     words = [word for word in WORDS if not word.startswith(("~", "model.lora"))]
     run = settled(config_of(*words, f"model.lora.folder={folder}"))
-    first, main = stages_of(run)
-    data = load_data(run.task, run.model)
-    of_first: Any = worker_specs(first, run, data, {})
+    first, main = build_stages(run).stages
+    data = load_data(run.config.task, run.model)
+    of_first: Any = worker_specs(first, replace(run, data=data), {})
     results = {first.name: (first, tmp_path)}
-    of_main: Any = worker_specs(main, run, data, results)
+    of_main: Any = worker_specs(main, replace(run, data=data), results)
     begun = of_first["actor"].lora
     assert (begun.folder, begun.rank, begun.alpha) == (str(folder), 4, 8)
     later = of_main["actor"].lora

@@ -7,7 +7,8 @@ from typing import Any
 
 from penstock.dataflow.runtime.executor import Restart
 from penstock.dataflow.runtime.recovery.limits import Recovered
-from penstock.launch.stages.train import Deaths, mirror_of
+from penstock.launch.stages.run_stage import mirror_of
+from penstock.launch.stages.stage_result import Deaths
 
 SAID = "rank 1 of group 'main' died: killed by signal 9"
 

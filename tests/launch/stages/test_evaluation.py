@@ -11,7 +11,7 @@ import pytest
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.stages.evaluation import evaluate, stage_evaluator
-from penstock.launch.stages.job import prepare
+from penstock.launch.stages.prepare import prepare
 from penstock.launch.stages.report import measured_text
 from penstock.launch.stages.worker_specs import first_model, worker_specs
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
@@ -59,7 +59,7 @@ def test_answers_end_as_those_that_are_trained_on_unless_told_otherwise(tmp_path
         for reader in ("verifier", "observer"):
             end = workers[reader].tokenizer.build().end
             assert (end.strings, end.ids) == (strings, (2, *tokens))
-        specs: Any = worker_specs(job.main, job.run, job.data, {})
+        specs: Any = worker_specs(job.main, job, {})
         assert specs["reward"].tokenizer.build().end == ResponseEnd((2, 7), ("=", "+"))
 
 
@@ -105,7 +105,7 @@ def test_an_answer_without_a_score_is_never_right(
     composed.pop("resume")
     job = prepare(resolved({**composed, "evaluation": {"num_prompts": 7}}))
     data = job.suites[0].data
-    model = first_model(job.run.model, data)
+    model = first_model(job.model, data)
     policy = TorchPolicySpec(
         model=model, end_ids=data.tokenizer.end.ids, num_words=data.tokenizer.vocab_size
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import Resolved, resolved
-from penstock.launch.stages.job import prepare
+from penstock.launch.inputs.compose import resolved
+from penstock.launch.inputs.run import Run
+from penstock.launch.stages.prepare import prepare
 
 SMALL = ("task.num_train=256", "task.num_held_out=4", "evaluation.num_prompts=0", "executor=ray")
 FSDP = "engine=fsdp rollout=torch executor.groups.train=1 executor.groups.rollout=1 "
@@ -44,7 +45,7 @@ REFUSED = {
 }
 
 
-def run_of(words: str) -> Resolved:
+def run_of(words: str) -> Run:
     composed = compose("run", [*SMALL, *words.split()])
     del composed["resume"]
     return resolved(composed)

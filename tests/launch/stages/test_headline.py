@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
+from penstock.launch.inputs.record import Stage
 from penstock.launch.run_dir.run_folder import list_runs
 from penstock.launch.run_dir.trackers.jsonl import read_metrics
 from penstock.launch.stages.headline import CurveMetric, Headline
-from penstock.launch.stages.stages import Stage, stages_of
+from penstock.launch.stages.roles import build_stages
 
 from ..cli.test_run import GRPO
 from ..conftest import Penstock
@@ -38,7 +39,7 @@ def both_step(
 def stage(*words: str) -> Stage:
     composed = compose("run", list(words))
     composed.pop("resume")
-    return stages_of(resolved(composed))[-1]
+    return build_stages(resolved(composed)).stages[-1]
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
+from penstock.launch.inputs.run import Run
 from penstock.launch.main import main
 from penstock.launch.run_dir.evaluations import WHOLE, Evaluations, Measured
-from penstock.launch.stages.evaluation import stage_evaluator
-from penstock.launch.stages.held_out_loss import HeldOutLoss, held_out_losses
-from penstock.launch.stages.job import Job, prepare
+from penstock.launch.stages.evaluation import HeldOutLoss, held_out_losses, stage_evaluator
+from penstock.launch.stages.prepare import first_notes, prepare, statistics
 from penstock.launch.stages.report import measured_text
 from penstock.launch.stages.worker_specs import worker_specs
 from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
@@ -43,14 +43,14 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
-def made_ready(kind: str, *words: str) -> Job:
+def made_ready(kind: str, *words: str) -> Run:
     of_file = KINDS[kind] if "task=file" in words else ()
     composed = compose("run", [f"algorithm={kind}", *of_file, *words])
     composed.pop("resume")
     return prepare(resolved(composed))
 
 
-def by_hand(job: Job, workers: dict[str, Any]) -> float:
+def by_hand(job: Run, workers: dict[str, Any]) -> float:
     """Return the mean over tokens, or pairs, of the paper's loss, computed row by row."""
     rows: Any = job.held_out_rows
     (table,) = rows.tables.values()
@@ -68,7 +68,7 @@ def by_hand(job: Job, workers: dict[str, Any]) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_that_of_all_held_out_rows_whatever_fits_at_once(kind: str) -> None:
     job = made_ready(kind, *FILE)
-    rows, specs = job.held_out_rows, dict[str, Any](worker_specs(job.main, job.run, job.data, {}))
+    rows, specs = job.held_out_rows, dict[str, Any](worker_specs(job.main, job, {}))
     assert rows is not None
     assert job.suites == (), "without answers there is nothing else to measure"
     (table,) = rows.tables.values()
@@ -94,11 +94,11 @@ ANSWERED = ["task=chain_sum", "task.num_train=200", "task.num_held_out=8"]
 def test_the_loss_is_measured_beside_accuracy(tmp_path: Path) -> None:
     job = made_ready("sft", *ANSWERED, "algorithm.per_step.demos=16")
     assert [suite.name for suite in job.suites] == [WHOLE]
-    assert "evaluations ask" not in str(job.statistics)
+    assert "evaluations ask" not in str(statistics(job))
     inner = stage_evaluator(job.main, job.suites, 4, tmp_path)
     assert job.held_out_rows is not None
     evaluator = HeldOutLoss(job.held_out_rows, inner, one_group)
-    workers = {**worker_specs(job.main, job.run, job.data, {}), **inner.workers}
+    workers = {**worker_specs(job.main, job, {}), **inner.workers}
     graph = job.main.graph
     with Engine(graph, one_group(graph), workers=workers, also=evaluator.programs) as engine:
         found = evaluator.measure(engine)[WHOLE]
@@ -137,16 +137,18 @@ def test_rows_that_do_not_fill_a_step_and_problems_not_asked_are_said() -> None:
         "demonstrations of task 'chats': an epoch trains on 32 of 39 demonstrations; the other 7 "
         "do not fill a step, and each epoch leaves out others"
     )
-    assert job.notes() == [
+    assert first_notes(job) == [
         "evaluations measure the loss alone, and no accuracy: reward 'exact_match' compares with "
         "the answer, but 'chats.jsonl' is read without one",
         note,
     ]
-    assert made_ready("sft", *FILE, "evaluation.num_prompts=0").notes() == [note]
-    (line,) = job.statistics
+    assert first_notes(made_ready("sft", *FILE, "evaluation.num_prompts=0")) == [note]
+    (line,) = statistics(job)
     assert line.startswith("demonstrations of task 'chats': 51 rows (12 held out), 0.0% left out;")
     job = made_ready("sft", *ANSWERED, "evaluation.num_prompts=3")
-    assert job.statistics[-1] == "evaluations ask 3 of 8 held-out problems (evaluation.num_prompts)"
+    assert (
+        statistics(job)[-1] == "evaluations ask 3 of 8 held-out problems (evaluation.num_prompts)"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +186,7 @@ def test_every_engine_and_number_of_ranks_measures_the_same_loss(
 
 def test_a_policy_that_is_its_reference_tells_no_pair_apart() -> None:
     job = made_ready("dpo", *FILE)
-    rows, specs = job.held_out_rows, dict[str, Any](worker_specs(job.main, job.run, job.data, {}))
+    rows, specs = job.held_out_rows, dict[str, Any](worker_specs(job.main, job, {}))
     assert rows is not None
     # Two ways of batching round differently.
     specs["ref"] = replace(specs["ref"], micro_batch_tokens=10)

@@ -6,9 +6,9 @@ import re
 
 import pytest
 from penstock.dataflow.errors import ConfigError, PlanError
-from penstock.launch.stages.job import prepare
 from penstock.launch.stages.memory_limit import check_memory
-from penstock.launch.stages.stages import stages_of
+from penstock.launch.stages.prepare import prepare
+from penstock.launch.stages.roles import build_stages
 
 from ..placement.test_place import config_of
 
@@ -132,7 +132,7 @@ def test_processes_add_up() -> None:
 def test_what_cannot_be_predicted(words: tuple[str, ...], message: str) -> None:
     run = config_of(*words, "executor.memory_limit=6GiB")
     with pytest.raises(ConfigError) as caught:
-        check_memory(run, stages_of(run)[-1], ())
+        check_memory(build_stages(run))
     assert str(caught.value) == message
 
 

@@ -12,8 +12,8 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
-from penstock.launch.stages.job import prepare
-from penstock.launch.stages.stages import stages_of
+from penstock.launch.stages.prepare import prepare
+from penstock.launch.stages.roles import build_stages
 from penstock.launch.stages.worker_specs import high_rates, rounded_adapters
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchRewardModelSpec
 from penstock.workers.models.spec import ModelSpec
@@ -38,7 +38,7 @@ NORM = "model.norm.weight"
 def rates_of(folder: Path, *words: str) -> list[str]:
     run = config_of(*words, *SMALL)
     made = run.model.model_copy(update={"folder": str(folder), "architecture": {}})
-    return [line for stage in stages_of(run) for line in high_rates(stage, made)]
+    return [line for stage in build_stages(run).stages for line in high_rates(stage, made)]
 
 
 def test_rates_that_are_too_high_for_a_large_model_are_said_before_the_first_step(
@@ -85,7 +85,7 @@ def test_adapters_that_are_merged_into_bfloat16_are_told_of(words: list[str], wh
         f"note: adapters are merged into bfloat16 weights {where}, which rounds small updates "
         "away: model.dtype=float32 keeps them"
     )
-    assert rounded_adapters(stages_of(run), run) == (where and line)
+    assert rounded_adapters(build_stages(run)) == (where and line)
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import gymnasium
 import pytest
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.inputs.data import load_data
-from penstock.launch.stages.job import not_exact
-from penstock.launch.stages.stages import stages_of
+from penstock.launch.stages.prepare import not_exact
+from penstock.launch.stages.roles import build_stages
 
 from ...workers.envs.toys import Worldly
 from .test_stages import config_of
@@ -23,10 +23,11 @@ APART = (
 
 def named(*words: str, schedule: Schedule | None = None, **task: Any) -> list[str]:
     run = config_of(*words)
-    data = load_data(run.task, run.model)
+    data = load_data(run.config.task, run.model)
     for name, value in task.items():
         setattr(data.task, name, value)
-    return not_exact(stages_of(run), schedule or run.schedule, data.task, run.spec, tries=True)
+    schedule = schedule or run.config.schedule
+    return not_exact(build_stages(run).stages, schedule, data.task, run.spec, tries=True)
 
 
 @pytest.mark.parametrize(

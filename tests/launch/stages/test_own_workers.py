@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.inputs.compose import Resolved
 from penstock.launch.inputs.data import load_data
+from penstock.launch.inputs.record import Stage
+from penstock.launch.inputs.run import Run
 from penstock.launch.main import main
-from penstock.launch.placement.auto_place import choose
+from penstock.launch.placement.place import choose
 from penstock.launch.stages.memory_limit import check_memory
-from penstock.launch.stages.stages import Stage, stages_of
+from penstock.launch.stages.roles import build_stages
 from penstock.launch.stages.worker_specs import Results, worker_specs
 from penstock.planner.inputs.layout import Layout
 from safetensors.torch import load_file
@@ -41,14 +43,15 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-def made(*words: str) -> tuple[Resolved, Stage]:
+def made(*words: str) -> tuple[Run, Stage]:
     run = config_of(*WORDS, *words)
-    return run, stages_of(run)[-1]
+    return run, build_stages(run).stages[-1]
 
 
 def specs(*words: str, results: Results | None = None) -> dict[str, Any]:
     run, stage = made(*words)
-    return dict(worker_specs(stage, run, load_data(run.task, run.model), results or {}))
+    run = replace(run, data=load_data(run.config.task, run.model))
+    return dict(worker_specs(stage, run, results or {}))
 
 
 def folder(path: Path) -> Path:
@@ -79,10 +82,12 @@ def test_it_starts_where_it_is_told_to(tmp_path: Path) -> None:
 
 def test_it_starts_from_an_earlier_stage() -> None:
     run, stage = made(SURPRISE, "algorithm.roles.judge.start=sft")
-    (sft,) = (stage for stage in stages_of(run) if stage.name == "sft")
+    (sft,) = (stage for stage in build_stages(run).stages if stage.name == "sft")
     assert stage.roles["judge"].start == "sft"
-    data = load_data(run.task, run.model)
-    judge: Any = worker_specs(stage, run, data, {"sft": (sft, Path("models"))})["judge"]
+    data = load_data(run.config.task, run.model)
+    judge: Any = worker_specs(stage, replace(run, data=data), {"sft": (sft, Path("models"))})[
+        "judge"
+    ]
     assert judge.model.folder == str(Path("models") / "actor")
 
 
@@ -100,10 +105,11 @@ def test_a_trained_one_gets_the_optimizer() -> None:
 def test_an_argument_of_another_type_is_its_own() -> None:
     words = ("algorithm=grpo", "algorithm.roles.reward.worker=own_workers:Named")
     run = config_of(*words, "algorithm.roles.actor.start=model")
-    stage = stages_of(run)[-1]
-    reward: Any = worker_specs(stage, run, load_data(run.task, run.model), {})["reward"]
+    stage = build_stages(run).stages[-1]
+    run = replace(run, data=load_data(run.config.task, run.model))
+    reward: Any = worker_specs(stage, run, {})["reward"]
     assert reward.made.model == "small"
-    assert stage.roles["reward"].start == ""
+    assert stage.roles["reward"].start is None
 
 
 # --- what is refused
@@ -158,7 +164,7 @@ def test_what_would_not_reach_it_is_refused(words: tuple[str, ...], message: str
 
 def test_a_rule_has_no_weights_of_any_kind() -> None:
     with pytest.raises(ConfigError) as caught:
-        stages_of(
+        build_stages(
             config_of(
                 "algorithm=grpo",
                 "algorithm.roles.reward.worker=rule",
@@ -219,7 +225,7 @@ def test_the_planner_does_not_have_it_compute_activations_again() -> None:
     )
     assert engine.why_not(Layout(dp=2), "train", None) is None
     with pytest.raises(ConfigError) as caught:
-        check_memory(run, stage, ())
+        check_memory(replace(run, stages=(stage,)))
     assert str(caught.value) == (
         "'executor.memory_limit' is set, but 'actor.generate' runs on a worker of your own, which "
         "is not predicted\n    leave it out"

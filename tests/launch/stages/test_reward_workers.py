@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.inputs.data import load_data
-from penstock.launch.stages.stages import stages_of
+from penstock.launch.stages.roles import build_stages
 from penstock.launch.stages.worker_specs import check_options, worker_specs
 from penstock.workers.rewards.judge import JudgeSpec
 from penstock.workers.rewards.mixture import MixtureSpec
@@ -29,9 +30,10 @@ def reward_of(*words: str) -> Any:
     composed = compose("run", [*SMALL, *words])
     composed.pop("resume")
     run = resolved(composed)
-    stage = stages_of(run)[-1]
+    stage = build_stages(run).stages[-1]
     check_options(stage, run)
-    return worker_specs(stage, run, load_data(run.task, run.model), {})["reward"]
+    run = replace(run, data=load_data(run.config.task, run.model))
+    return worker_specs(stage, run, {})["reward"]
 
 
 @pytest.mark.parametrize("name", [name for name in RULES])

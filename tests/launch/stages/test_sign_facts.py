@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from penstock.configs.schema import MismatchConfig
 from penstock.dataflow.scheduler.schedule import Schedule
-from penstock.launch.stages.sign_rules import RULES, SignFacts
-from penstock.launch.stages.telling import facts_of
+from penstock.launch.stages.signs import RULES, SignFacts, facts_of
 
 from .test_headline import stage
 

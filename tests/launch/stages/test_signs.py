@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.launch.stages.sign_rules import RULES, SignFacts
-from penstock.launch.stages.telling import KINDS, BadSign, Signs
+from penstock.launch.stages.signs import KINDS, RULES, BadSign, SignFacts, Signs
 
 COUNTS = {"run/samples_per_s": 128.0, "run/step_time_s": 1.0, "actor.generate/response_length": 8.0}
 GOOD = {

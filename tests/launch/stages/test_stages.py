@@ -8,26 +8,28 @@ from pathlib import Path
 import pytest
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import Resolved, resolved
+from penstock.launch.inputs.compose import resolved
+from penstock.launch.inputs.record import Stage
+from penstock.launch.inputs.run import Run
 from penstock.launch.stages.report import whose_accuracy
-from penstock.launch.stages.stages import Stage, stages_of
+from penstock.launch.stages.roles import build_stages
 from penstock.launch.stages.worker_specs import check_options, optimizer_of
 
 from ...docs.pages import ROOT
 
 
-def config_of(*overrides: str) -> Resolved:
+def config_of(*overrides: str) -> Run:
     composed = compose("run", list(overrides))
     composed.pop("resume")
     return resolved(composed)
 
 
 def stages(*overrides: str) -> dict[str, Stage]:
-    return {stage.name: stage for stage in stages_of(config_of(*overrides))}
+    return {stage.name: stage for stage in build_stages(config_of(*overrides)).stages}
 
 
-def starts(stage: Stage) -> dict[str, tuple[str, str]]:
-    return {role: (plan.worker, plan.start) for role, plan in stage.roles.items()}
+def starts(stage: Stage) -> dict[str, tuple[str, str | None]]:
+    return {role: (stage.worker(role), section.start) for role, section in stage.roles.items()}
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def test_a_rule_leaves_reward_modelling_out() -> None:
 
 
 def test_grpo_is_rewarded_by_the_rule() -> None:
-    assert starts(stages()["grpo"]) == {"actor": ("policy", "sft"), "reward": ("rule", "")}
+    assert starts(stages()["grpo"]) == {"actor": ("policy", "sft"), "reward": ("rule", None)}
 
 
 def test_a_worker_of_ones_own() -> None:
@@ -170,11 +172,11 @@ def test_a_schedule_takes_the_steps_of_its_stage(words: str, total: dict[str, in
         (" num_steps", " algorithm.num_steps"),
     ):
         words = words.replace(key, full)
-    stage = stages_of(config_of(*words.split()))[-1]
+    stage = build_stages(config_of(*words.split())).stages[-1]
     found = {
         role: spec.total_calls
-        for role, plan in stage.roles.items()
-        if (spec := optimizer_of(stage, role, plan)) is not None
+        for role in stage.roles
+        if (spec := optimizer_of(stage, role)) is not None
     }
     assert found == total
 
@@ -183,7 +185,7 @@ def test_a_warm_up_of_all_steps_is_refused_with_its_key() -> None:
     words = ("algorithm.optimizer={schedule: cosine, warmup_calls: 9}", "algorithm.num_steps=9")
     run = config_of(*words)
     with pytest.raises(ConfigError, match=r"^'algorithm\.optimizer\.warmup_calls': "):
-        check_options(stages_of(run)[-1], run)
+        check_options(build_stages(run).stages[-1], run)
 
 
 def test_accuracy_says_whose_it_is_if_several_policies_are_trained(

@@ -15,7 +15,7 @@ from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
 from penstock.dataflow.scheduler.schedule import Schedule
-from penstock.launch.inputs.record import Recorded
+from penstock.launch.inputs.record import Stage
 from penstock.launch.stages.streaming import (
     check_parts,
     check_streams,
@@ -29,9 +29,9 @@ SFT_GRAPH = build(sft_step, cfg=SFT(), name="sft")
 PARTS = Schedule(max_lag=1, streaming=8)
 
 
-def stage(graph: Graph) -> Recorded:
+def stage(graph: Graph) -> Stage:
     section = AlgorithmConfig(step="a:b", num_steps=1, per_step=dict.fromkeys(graph.sources, 8))
-    return Recorded(graph.name, "algorithm", section, graph, 0)
+    return Stage(graph.name, "algorithm", section, graph, 0)
 
 
 def placed(

@@ -13,7 +13,8 @@ from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.inputs.data import load_data
-from penstock.launch.stages.suites import Suite, metrics_of, suites_of
+from penstock.launch.inputs.suites import Suite, suites_of
+from penstock.launch.stages.prepare import metrics_of
 
 from ..conftest import Penstock
 
@@ -46,7 +47,7 @@ def suites(*words: str, **evaluation: Any) -> tuple[Suite, ...]:
     composed.pop("resume")
     run = resolved(composed)
     config = validated(EvaluationConfig, evaluation, "evaluation")
-    return suites_of(config, load_data(run.task, run.model))
+    return suites_of(config, load_data(run.config.task, run.model))
 
 
 def test_a_task_without_suites_is_one_that_has_no_name() -> None:

@@ -6,8 +6,8 @@ import pytest
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.run_dir.time_left import StagePlan
-from penstock.launch.stages.job import prepare
-from penstock.launch.stages.telling import is_shown, stage_plans
+from penstock.launch.stages.observers import is_shown, stage_plans
+from penstock.launch.stages.prepare import prepare
 
 
 @pytest.mark.parametrize(

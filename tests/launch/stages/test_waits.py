@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.runtime.engine import StepResult
 from penstock.dataflow.runtime.executor import TaskSpan
-from penstock.launch.stages.telling import Waits, union_s
+from penstock.launch.stages.observers import Waits, union_s
 
 from .test_headline import stage
 

@@ -1,4 +1,4 @@
-"""What a model's name and its precision `auto` stand for, found once before a run is made.
+"""A run's model: its name becomes a local folder, its precision `auto` a dtype.
 
 Afterwards a run's model is a local folder or an architecture, in one precision. A run's config.yaml
 records the snapshot and the precision, so that it goes on with the same elsewhere.
@@ -17,25 +17,23 @@ from ...dataflow.errors import ConfigError
 from ...workers.models.hub import hub_folder, is_hub_id
 from ...workers.models.model_folder import folder_config
 from ...workers.models.packaged import PACKAGED, packaged_folder
-from ..inputs.compose import AUTO, Resolved
-from ..inputs.record import Recorded, averages
+from ..inputs.compose import AUTO
+from ..inputs.record import Stage, averages
+from ..inputs.run import Run
 from ..run_dir.stop import say
 from .machine import has_fast_bfloat16
 
 
-def settled(run: Resolved) -> Resolved:
+def settled(run: Run) -> Run:
     """The run with a precision and a model that are here.
 
     Of a model of a hub all but the weights is downloaded: what is wrong with the rest of a run
     should not be said after a hundred gigabytes. One of a package is converted.
-
-    Raises:
-        ConfigError: If the model cannot be had.
     """
-    device = run.placement.executor.device
+    device = run.executor.device
     in_float32 = any(map(averages, run.stages))
     model = local_model(run.model)
-    cluster = run.placement.cluster if device.startswith("cuda") else None
+    cluster = run.cluster if device.startswith("cuda") else None
 
     def is_fast() -> bool:
         if cluster is not None:
@@ -44,14 +42,14 @@ def settled(run: Resolved) -> Resolved:
 
     model = with_dtype(model, lambda: not in_float32 and is_fast())
     model = model.model_copy(update={"lora": model.lora.resolved()})
-    return _with_starts(replace(run, model=model))
+    return _with_starts(run.having(model=model))
 
 
-def _with_starts(run: Resolved) -> Resolved:
+def _with_starts(run: Run) -> Run:
     """With folders in place of the models of hubs and packages that roles start from."""
     snapshots: dict[str, str] = {}
     names = {stage.name for stage in run.stages}
-    stages: list[Recorded] = []
+    stages: list[Stage] = []
     for stage in run.stages:
         roles: dict[str, RoleConfig] = {}
         for role, given in stage.config.roles.items():
@@ -66,7 +64,6 @@ def _with_starts(run: Resolved) -> Resolved:
 
 
 def _local_start(start: str, at: str, names: AbstractSet[str], snapshots: dict[str, str]) -> str:
-    """The folder of a start, if it is a model's name; its commit is added to `snapshots`."""
     name, _, revision = start.partition("@")
     if start in names or Path(start).exists():
         return start
@@ -79,12 +76,8 @@ def _local_start(start: str, at: str, names: AbstractSet[str], snapshots: dict[s
     return str(folder)
 
 
-def fetch_weights(run: Resolved) -> None:
-    """Download the weights that were left out.
-
-    Raises:
-        ConfigError: If they cannot be had, or are those of no model that can be computed.
-    """
+def fetch_weights(run: Run) -> None:
+    """Download the weights that were left out."""
     wanted = [("algorithm.roles", snapshot) for snapshot in run.snapshots.values()]
     if run.model.hub is not None:
         wanted.append(("model.hub", f"{run.model.hub}@{run.model.revision}"))
@@ -95,11 +88,7 @@ def fetch_weights(run: Resolved) -> None:
 
 
 def local_model(model: ModelConfig) -> ModelConfig:
-    """The section with the folder of its model, if that is in a hub or a package.
-
-    Raises:
-        ConfigError: If it names more than one, one that there is not, or one that cannot be had.
-    """
+    """The section with the folder of its model, if that is in a hub or a package."""
     named = [key for key in ("hub", "package", "folder", "architecture") if getattr(model, key)]
     if len(named) > 1 and named[0] in ("hub", "package"):
         raise ConfigError(
@@ -129,10 +118,6 @@ def with_dtype(model: ModelConfig, is_fast: Callable[[], bool]) -> ModelConfig:
     """The section with a precision: 16 bits for trained weights where they are computed faster.
 
     Random weights stay in float32: small models that begin from nothing learn better so.
-
-    Args:
-        model: The section.
-        is_fast: Whether what computes it is faster in bfloat16; asked if it makes a difference.
     """
     if model.dtype != AUTO:
         return model

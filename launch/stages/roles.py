@@ -1,4 +1,4 @@
-"""What a run consists of, worked out before any model is built: its stages, graphs and roles.
+"""The stages of a run with their roles: workers, and where their weights start.
 
 A stage is one algorithm with its graph, its placement and, for each role, who plays it and where
 its weights come from. Stages named under `before` run first; one from which nothing starts is left
@@ -8,7 +8,7 @@ out, so giving a model folder, or a rule for a reward, skips the warm-up that wo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,18 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph
 from ...dataflow.graph.role import Role
-from ...dataflow.runtime.placement import Placement
+from ...dataflow.scheduler.schedule import Schedule
 from ...planner.plan.plan import Plan, one_group_plan
 from ...workers.agents.registry import TASK_AGENTS
 from ...workers.rewards.registry import TASK_REWARDS
-from ..inputs.compose import Resolved, check_model
+from ..inputs.compose import check_model
 from ..inputs.env_specs import ENV_CONTRACTS, NETWORKS
 from ..inputs.own_workers import asked_for, check_takes, is_own
-from ..inputs.record import Recorded
+from ..inputs.record import Stage
+from ..inputs.run import Run
 from ..inputs.sizes import check_sizes
 from ..inputs.tables import check_tables
-from ..placement.place import followed, placement_of, written_plan
-from ..placement.worker_options import planned_options
+from ..placement.place import followed, placement_of, planned_options, written_plan
 from .streaming import check_parts, check_streams, stage_flow, stage_schedule
 
 MODEL = "model"
@@ -49,58 +49,13 @@ CONTRACTS: Mapping[str, type[Role]] = {
 """The workers that can be named, and the contract each fulfils."""
 
 
-@dataclass(frozen=True)
-class RolePlan:
-    """Who plays a role.
-
-    Attributes:
-        worker: A name of `CONTRACTS`, or `module:factory`.
-        start: `MODEL`, the name of an earlier stage, a folder, or "" for a worker without weights,
-            or with random ones of its own seed.
-        config: What was configured for the role.
-        trained: Whether the step trains it by a loss, so that it needs an optimizer.
-        contract: What it fulfils, by which the role of an earlier stage is found to start from.
-        start_mean: Starts and their shares, the first of them `start`, whose weights' mean the role
-            starts from; empty for `start` alone.
-    """
-
-    worker: str
-    start: str
-    config: RoleConfig
-    trained: bool
-    contract: type[Role]
-    start_mean: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-@dataclass(frozen=True)
-class Stage(Recorded):
-    """One algorithm of a run, ready to be carried out.
-
-    Attributes:
-        placement: Where its nodes run.
-        roles: Role name -> who plays it.
-        planned_options: Role -> fields of its worker's spec that the plan decides.
-    """
-
-    placement: Placement
-    roles: Mapping[str, RolePlan]
-    planned_options: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict[str, Mapping[str, Any]]
-    )
-
-    @property
-    def policy(self) -> str | None:
-        """The policy that the stage trains."""
-        return self.trained(Policy)
-
-
-def stages_of(run: Resolved, plan: Plan | None = None) -> tuple[Stage, ...]:
-    """The stages of a run in order, the main one last.
+def build_stages(run: Run, plan: Plan | None = None) -> Run:
+    """The run with roles and placement of its stages, without stages from which nothing starts.
 
     Args:
         run: The run.
         plan: Where the main stage's nodes run. By default as the configuration says; what that
-            leaves to the planner is on one rank.
+            leaves to the planner is on one rank, and the run has no plan yet.
 
     Raises:
         ConfigError: If a key, a role, a file or a size is wrong.
@@ -108,46 +63,72 @@ def stages_of(run: Resolved, plan: Plan | None = None) -> tuple[Stage, ...]:
         PlanError: If the placement does not fit.
     """
     check_model(run.model)
-    where, graph = run.placement, run.main.graph
-    plan = plan or written_plan(where, run.engines) or one_group_plan(device=where.executor.device)
-    placement = placement_of(graph, plan, where, run.engines)
-    keep_ranks = bool(where.executor.groups)
-    earlier: list[Stage] = []
-    for before in run.stages[:-1]:
-        per_step = before.config.per_step
-        its = followed(before.graph, graph, placement, per_step, keep_ranks=keep_ranks)
-        earlier.append(_stage(run, before, its, earlier))
-    main = _stage(run, run.main, placement, earlier)
-    main = replace(main, planned_options=planned_options(plan, run.main, run.engines))
-    wanted = _wanted(main, earlier)
-    stages = (*(stage for stage in earlier if stage.name in wanted), main)
-    check_streams(stages, run.schedule)
-    return stages
+    plan = plan or written_plan(run)
+    stages: list[Stage] = []
+    for stage in run.stages:
+        stages.append(replace(stage, roles=_roles(run.model, stage, stages)))
+    on_one_rank = one_group_plan(device=run.executor.device)
+    run = place_stages(replace(run, stages=tuple(stages)), plan or on_one_rank)
+    wanted = _wanted(run.stages)
+    run = replace(run, stages=tuple(s for s in run.stages if s.name in wanted), plan=plan)
+    check_streams(run.stages, run.config.schedule)
+    return run
 
 
-def _stage(run: Resolved, algorithm: Recorded, placement: Placement, earlier: list[Stage]) -> Stage:
-    at, graph, section = algorithm.at, algorithm.graph, algorithm.config
-    for given in section.roles:
-        if given not in graph.roles:
+def place_stages(run: Run, plan: Plan) -> Run:
+    """The run with its stages where a plan has the main one's nodes.
+
+    Raises:
+        ConfigError: If a size does not divide as the placement needs.
+        FlowError: If a step's loss cannot correct for the schedule's lag.
+        PlanError: If the placement does not fit.
+    """
+    main, keep_ranks = run.main, bool(run.executor.groups)
+    placement = placement_of(main.graph, plan, run)
+    stages: list[Stage] = []
+    for stage in run.stages[:-1]:
+        per_step = stage.config.per_step
+        its = followed(stage.graph, main.graph, placement, per_step, keep_ranks=keep_ranks)
+        stages.append(replace(stage, placement=its))
+    stages.append(replace(main, placement=placement))
+    for stage in stages:
+        _check_placed(stage, run.config.schedule)
+    stages[-1] = replace(stages[-1], planned_options=planned_options(plan, main, run.engines))
+    return replace(run, stages=tuple(stages), plan=plan)
+
+
+def _check_placed(stage: Stage, schedule: Schedule) -> None:
+    graph, per_step = stage.graph, stage.config.per_step
+    stage_flow(graph, stage.placement, schedule)
+    own = stage_schedule(graph, schedule)
+    check_lag(graph, own.max_lag, own.segment_tokens, in_flight=own.in_flight)
+    check_tables(graph, stage.at)
+    check_sizes(graph, stage.placement, per_step, stage.at)
+    check_parts(graph, stage.placement, per_step, schedule, stage.at)
+
+
+def contract_of(stage: Stage, role: str) -> type[Role]:
+    """Return what a role's worker fulfils: it starts from an earlier role of that contract."""
+    worker = stage.worker(role)
+    return stage.graph.roles[role] if is_own(worker) else CONTRACTS[worker]
+
+
+def _roles(model: ModelConfig, stage: Stage, earlier: list[Stage]) -> dict[str, RoleConfig]:
+    """Every role's section with its worker and where its weights come from."""
+    for given in stage.config.roles:
+        if given not in stage.graph.roles:
             raise ConfigError(
-                f"'{at}.roles' names a role '{given}', which {graph.name} does not have"
-                f"{nearest_key(given, graph.roles)}\n    its roles are: {', '.join(graph.roles)}"
+                f"'{stage.at}.roles' names a role '{given}', which {stage.graph.name} does not have"
+                f"{nearest_key(given, stage.graph.roles)}\n"
+                f"    its roles are: {', '.join(stage.graph.roles)}"
             )
-    roles = {role: _role(run.model, algorithm, role, earlier) for role in graph.roles}
-    stage_flow(graph, placement, run.schedule)
-    schedule = stage_schedule(graph, run.schedule)
-    check_lag(graph, schedule.max_lag, schedule.segment_tokens, in_flight=schedule.in_flight)
-    check_tables(graph, at)
-    check_sizes(graph, placement, section.per_step, at)
-    check_parts(graph, placement, section.per_step, run.schedule, at)
-    return Stage(algorithm.name, at, section, graph, algorithm.seed, placement, roles)
+    return {role: _role(model, stage, role, earlier) for role in stage.graph.roles}
 
 
-def _role(model: ModelConfig, algorithm: Recorded, role: str, earlier: list[Stage]) -> RolePlan:
-    at, graph = f"{algorithm.at}.roles.{role}", algorithm.graph
-    given = algorithm.config.roles.get(role, RoleConfig())
+def _role(model: ModelConfig, stage: Stage, role: str, earlier: list[Stage]) -> RoleConfig:
+    at, graph = f"{stage.at}.roles.{role}", stage.graph
+    given = stage.config.roles.get(role, RoleConfig())
     contract = graph.roles[role]
-    trained = role in graph.learning_roles
     worker = given.worker or _default_worker(contract, earlier, given)
     if worker is None:
         raise ConfigError(
@@ -156,26 +137,27 @@ def _role(model: ModelConfig, algorithm: Recorded, role: str, earlier: list[Stag
             "or its spec"
         )
     for key in ("optimizer", "frozen"):
-        if getattr(given, key) and not trained:
+        if getattr(given, key) and role not in graph.learning_roles:
             learning = [name for name in graph.roles if name in graph.learning_roles]
             raise ConfigError(
                 f"'{at}.{key}' is set, but {graph.name} does not train '{role}' with a loss\n"
                 f"    leave it out; roles with a loss are: {', '.join(learning) or 'none'}"
             )
+    without = given.model_copy(update={"worker": worker, "start": None, "start_mean": {}})
     if is_own(worker):
         asked = asked_for(worker, given, at)
         check_takes(worker, given, asked, at)
-        plan = RolePlan(worker, "", given, trained, contract)
-        return _started(model, at, plan, earlier) if "model" in asked else plan
+        if "model" not in asked:
+            return without
+        return without.model_copy(update=_started(model, at, contract, given, earlier))
     _check_worker(at, role, contract, worker)
-    plan = RolePlan(worker, "", given, trained, CONTRACTS[worker])
     if worker in ENV_CONTRACTS:
-        start = _env_start(at, worker, graph, role, algorithm.config, earlier)
-        return replace(plan, start=start)
+        start = _env_start(at, worker, graph, role, stage.config, earlier)
+        return without.model_copy(update={"start": start})
     if worker in TASK_REWARDS or worker in TASK_AGENTS:
         _check_weightless(at, worker, given)
-        return plan
-    return _started(model, at, plan, earlier)
+        return without
+    return without.model_copy(update=_started(model, at, CONTRACTS[worker], given, earlier))
 
 
 def _check_weightless(at: str, worker: str, given: RoleConfig) -> None:
@@ -188,9 +170,10 @@ def _check_weightless(at: str, worker: str, given: RoleConfig) -> None:
             )
 
 
-def _started(model: ModelConfig, at: str, plan: RolePlan, earlier: list[Stage]) -> RolePlan:
-    """The plan of a role with a language model, with where its weights come from."""
-    given, contract = plan.config, plan.contract
+def _started(
+    model: ModelConfig, at: str, contract: type[Role], given: RoleConfig, earlier: list[Stage]
+) -> dict[str, Any]:
+    """Where the weights of a role with a language model come from: `start` and `start_mean`."""
     if not given.start_mean:
         start = _start(model, at, contract, given, earlier)
         if given.init_offset and (start != MODEL or model.folder is not None):
@@ -198,13 +181,13 @@ def _started(model: ModelConfig, at: str, plan: RolePlan, earlier: list[Stage]) 
                 f"'{at}.init_offset' is set, but the role starts from '{start}', which is trained\n"
                 "    leave it out; it seeds random weights"
             )
-        return replace(plan, start=start)
+        return {"start": start}
     _check_mean(at, given)
     mean = {
         _start(model, f"{at}.start_mean", contract, RoleConfig(start=start), earlier): share
         for start, share in given.start_mean.items()
     }
-    return replace(plan, start=next(iter(mean)), start_mean=mean)
+    return {"start": next(iter(mean)), "start_mean": mean}
 
 
 def _check_mean(at: str, given: RoleConfig) -> None:
@@ -284,8 +267,8 @@ def _env_start(
     role: str,
     algorithm: AlgorithmConfig,
     earlier: list[Stage],
-) -> str:
-    """Where an actor or a critic in environments begins; "" for random weights, or for none.
+) -> str | None:
+    """Where an actor or a critic in environments begins; None for random weights, or for none.
 
     By default at the latest earlier stage that trained such a one. A role that learns from no loss
     begins where the one of its contract does that learns: it is a copy of that, or follows it.
@@ -298,7 +281,7 @@ def _env_start(
             "\n    leave it out"
         )
     if worker not in NETWORKS:
-        return ""
+        return None
     learning = graph.learning_roles
     alike = [name for name in graph.roles if graph.roles[name] is graph.roles[role]]
     leaders = [] if role in learning else [name for name in alike if name in learning]
@@ -312,18 +295,17 @@ def _env_start(
         )
     if start and start not in (MODEL, *learned):
         _check_folder(at, start, [stage.name for stage in earlier])
-    return "" if start == MODEL else start
+    return None if start in ("", MODEL) else start
 
 
-def _wanted(main: Stage, earlier: list[Stage]) -> set[str]:
-    """Names of the stages from which the main one starts, directly or through others."""
-    by_name = {stage.name: stage for stage in earlier}
-    wanted: set[str] = set()
-    todo = [main]
+def _wanted(stages: tuple[Stage, ...]) -> set[str]:
+    """The main stage, and those from which it starts, directly or through others."""
+    by_name = {stage.name: stage for stage in stages[:-1]}
+    wanted, todo = {stages[-1].name}, [stages[-1]]
     while todo:
-        for role in todo.pop().roles.values():
-            for start in (role.start, *role.start_mean):
-                if start in by_name and start not in wanted:
-                    wanted.add(start)
-                    todo.append(by_name[start])
+        stage = todo.pop()
+        for start in (start for role in stage.roles for start in stage.starts(role)):
+            if start in by_name and start not in wanted:
+                wanted.add(start)
+                todo.append(by_name[start])
     return wanted

@@ -1,4 +1,4 @@
-"""What a policy is evaluated on: suites of problems, each with its task and its sampling.
+"""Suites of problems to evaluate on, each with its task and its sampling; held-out rows.
 
 A task that tells kinds of held-out problems apart gives a suite of each; any other gives one that
 has no name. Further suites are configured, each with a task of its own. All are answered with the
@@ -8,18 +8,22 @@ run's tokenizer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ...algorithms.roles.language import Prompts, Sampling
+import networkx as nx
+
+from ...algorithms.roles.language import Policy, Prompts, RewardModel, Sampling
 from ...configs.schema import EvaluationConfig, SuiteConfig
 from ...configs.validate import validated
-from ...dataflow.errors import ConfigError, nearest, one_process
-from ...workers.data.sources import PromptSource
+from ...dataflow.errors import ConfigError, one_process
+from ...dataflow.graph.axes import DType, Spec
+from ...dataflow.graph.graph import Graph, Node, NodeKind, OutputColumn, Ref
+from ...dataflow.runtime.engine import Source
+from ...workers.data.sources import DemonstrationSource, PairSource, PromptSource
 from ...workers.data.task import build_task
 from ...workers.models.tokenizer import TokenizerSpec
-from ..inputs.data import Data, task_spec_of
-from ..run_dir.evaluations import WHOLE, logged_name, names_of
+from .data import Data, task_spec_of
 
 
 class HeldOut:
@@ -57,7 +61,7 @@ class Suite:
     """Problems that are evaluated together.
 
     Attributes:
-        name: `WHOLE` for the held-out problems of a task that names no suites.
+        name: "" for the held-out problems of a task that names no suites.
         data: Their task, with the run's tokenizer.
         prompts: The problems.
         sampling: How they are answered.
@@ -125,7 +129,7 @@ def _own(config: EvaluationConfig, data: Data, ends: Mapping[str, Any]) -> Itera
     source = _source(data)
     with one_process():
         named = task.suites()
-    for name, problems in (named or {WHOLE: task.held_out}).items():
+    for name, problems in (named or {"": task.held_out}).items():
         asked = source.usable(problems)[:wanted]
         if not asked:
             raise ConfigError(
@@ -195,27 +199,74 @@ def _sampling(
     return sampling
 
 
-def check_metric(config: EvaluationConfig, known: Sequence[str]) -> None:
-    """Refuse an `evaluation.keep_best` that no evaluation measures.
+HELD_OUT_LOSS = "held_out_loss"
+"""The program that computes the loss on held-out rows."""
 
-    Args:
-        config: The section `evaluation`.
-        known: What is measured, as logged below `evaluation/`.
 
-    Raises:
-        ConfigError: Naming what is measured.
+@dataclass(frozen=True)
+class HeldOutRows:
+    """A step's tables of held-out rows, and how their loss is computed.
+
+    Attributes:
+        graph: Computes the loss's inputs: all that the train call reads, and its role's outputs.
+        train: The train call.
+        tables: Table -> held-out rows.
     """
-    if config.keep_best is not None and config.keep_best not in known:
-        raise ConfigError(
-            f"'evaluation.keep_best': '{config.keep_best}' is not measured"
-            f"{nearest(config.keep_best, known)}\n    what is: {', '.join(known) or 'nothing'}"
-        )
+
+    graph: Graph
+    train: Node
+    tables: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, graph: Graph, sources: Mapping[str, Source]) -> HeldOutRows | None:
+        """Return the rows of a step that learns from rows alone; None for others or without rows.
+
+        A loss that reads more than log-probabilities or scores is left out as well.
+        """
+        rows = {
+            name: source.held_out()
+            for name, source in sources.items()
+            if isinstance(source, DemonstrationSource | PairSource)
+        }
+        trains = [node for node in graph.nodes if node.kind is NodeKind.TRAIN]
+        if len(rows) < len(sources) or None in rows.values() or len(trains) != 1:
+            return None
+        (train,) = trains
+        loss = getattr(dict(train.arguments).get("loss"), "value", None)
+        before = nx.ancestors(graph.dag, train.name)
+        nodes = [node for node in graph.nodes if node.name in before]
+        forward = None if loss is None or loss.needs_entropy else _forward(graph, train)
+        if forward is None or any(node.kind is NodeKind.ROLLOUT for node in nodes):
+            return None
+        roles = {node.role for node in (*nodes, forward)}
+        kept = {role: contract for role, contract in graph.roles.items() if role in roles}
+        own = Graph(HELD_OUT_LOSS, (*nodes, forward), kept, graph.sources, results=(forward.name,))
+        return cls(own, train, rows)
 
 
-def metrics_of(suites: Sequence[Suite]) -> list[str]:
-    """What evaluations of these suites are logged as, below `evaluation/`."""
-    return [
-        logged_name(suite.name, name)
-        for suite in suites
-        for name in names_of(suite.sampling.num_samples)
-    ]
+def _forward(graph: Graph, train: Node) -> Node | None:
+    """Return the call that computes what a train call's loss reads; None if there is none."""
+    given = dict(train.arguments)
+    fields: dict[str, Any] = dict(getattr(given["batch"], "fields", ()))
+    contract, tokens = graph.roles[train.role or ""], fields.get("tokens")
+    if not isinstance(tokens, Ref) or "mask" not in fields or "words" in fields:
+        return None
+    made = graph[tokens.node].output(tokens.column)
+    arguments: dict[str, Any] = {"tokens": tokens, "mask": fields["mask"]}
+    if issubclass(contract, Policy):
+        method, axes = "logprob", made.spec.axes
+        arguments |= {key: given[key] for key in ("temperature",) if key in given}
+    elif issubclass(contract, RewardModel) and "pair_id" in fields:
+        method, axes = "score", made.spec.axes[:1]
+        arguments["prompt_id"] = fields["pair_id"]
+    else:
+        return None
+    return replace(
+        train,
+        name=f"{train.role}.{HELD_OUT_LOSS}",
+        kind=NodeKind.FORWARD,
+        scope="row",
+        method=method,
+        arguments=tuple(arguments.items()),
+        outputs=(OutputColumn("out", Spec(DType.F32, axes), made.rows),),
+    )

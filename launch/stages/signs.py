@@ -1,4 +1,4 @@
-"""What counts as a sign that a run goes wrong: thresholds with their reasons, and what to do.
+"""Signs that a run goes wrong: thresholds with their reasons, and remedies.
 
 A false alarm costs more trust than silence, so every threshold is far from what a healthy run
 shows; where a low entropy or a large KL is the price of a better policy, which `Progress` judges,
@@ -10,8 +10,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from ...configs.schema import MismatchConfig
+from ...dataflow.graph.graph import NodeKind
+from ...dataflow.scheduler.schedule import Schedule
+from ..inputs.record import Stage, load_step, step_cfg
+from .headline import needed_nodes, ranked_nodes
 
 Row = Mapping[str, float]
 """A step's metrics, `node/name` -> number."""
@@ -29,9 +36,9 @@ in such a group 7 times in 10, so that a healthy run that is nearly done stays b
 CUT_OFF, TURNS_CUT_OFF = 0.95, 0.9
 """Share of responses that were cut off, and of conversations with a turn that was."""
 LOW_ENTROPY_SHARE, LOW_ENTROPY_NATS = 0.1, 0.1
-"""Of the entropy in the first steps, and nats per token. A policy at 0.1 nats takes its likeliest
-token 98 times in 100. Cui et al., "The Entropy Mechanism of RL for Reasoning Language Models",
-2025, see training end where the entropy is used up."""
+"""Share of the entropy in the first steps, and nats per token. A policy at 0.1 nats takes its
+likeliest token 98 times in 100. Cui et al., "The Entropy Mechanism of RL for Reasoning Language
+Models", 2025, see training end where the entropy is used up."""
 MOST_UPDATE_KL = 0.2
 """Nats per token between the policy before and after a train call. PPO is usually stopped at 0.01
 to 0.03 (Schulman; Huang et al., "The 37 Implementation Details of PPO", 2022)."""
@@ -53,7 +60,7 @@ SOLVED = 0.9
 
 @dataclass(frozen=True)
 class SignFacts:
-    """What is known of a stage before its first step.
+    """Facts about a stage before its first step.
 
     Attributes:
         at: The key under which it is configured: "algorithm".
@@ -77,7 +84,7 @@ class SignFacts:
     mismatch_above: float | None = 0.01
 
     def needs(self, node: str) -> bool:
-        """Whether the policy's training depends on a node, as far as that is known."""
+        """Return whether the policy's training depends on a node, as far as that is known."""
         return node in self.needed or not self.needed
 
     def advice(self, *parts: str) -> str:
@@ -88,12 +95,11 @@ class SignFacts:
 
 
 def _names(text: str) -> set[str]:
-    """The options that a piece of advice names."""
     return {part.partition("}")[0] for part in text.split("{")[1:]}
 
 
 class Progress:
-    """Whether the policy gets better: by its reward, or by its episodes' return.
+    """Judges whether the policy gets better: by its reward, or by its episodes' return.
 
     Args:
         order: Nodes, those first whose metrics count more.
@@ -122,7 +128,7 @@ class Progress:
 
     @property
     def improves(self) -> bool:
-        """Whether it is solved, or the latest steps are clearly better than the first ones."""
+        """True if it is solved, or the latest steps are clearly better than the first ones."""
         half = len(self._first) if len(self._first) == WINDOW else len(self._first) // 2
         if self._solved or half < 2:
             return self._solved
@@ -133,7 +139,7 @@ class Progress:
 
 @dataclass
 class Past:
-    """What looks need to know of earlier steps.
+    """The earlier steps, as rules need them.
 
     Attributes:
         facts: What is known of the stage.
@@ -173,12 +179,11 @@ class Rule:
     unless: str = ""
 
     def remedy(self, facts: SignFacts) -> str:
-        """What to change, with the keys that the stage has."""
+        """Advise what to change, with the keys that the stage has."""
         return facts.advice(*self.parts)
 
 
 def _constant(past: Past, node: str, values: Row, metric: str) -> str | None:
-    """All scores of a step are the same."""
     if past.facts.needs(node) and _all_equal(node, values):
         return f"every response has the same score, {values[f'{node}/{metric}']:.4g}"
     return None
@@ -201,7 +206,6 @@ def _equal_groups(past: Past, node: str, values: Row, metric: str) -> str | None
 
 
 def _cut_off(past: Past, node: str, values: Row, metric: str) -> str | None:
-    """Hardly a response ended by itself."""
     share, of_turns = values[f"{node}/{metric}"], f"{node}/turns" in values
     if past.facts.fixed_length or not share >= (TURNS_CUT_OFF if of_turns else CUT_OFF):
         return None
@@ -241,7 +245,6 @@ def _update_kl(past: Past, node: str, values: Row, metric: str) -> str | None:
 
 
 def _reference_kl(past: Past, node: str, values: Row, metric: str) -> str | None:
-    """The policy is far from the reference."""
     value = values[f"{node}/{metric}"]
     if metric == "mean":
         lengths = [v for name, v in values.items() if name.endswith("/response_length")]
@@ -254,7 +257,6 @@ def _reference_kl(past: Past, node: str, values: Row, metric: str) -> str | None
 
 
 def _clipped(past: Past, node: str, values: Row, metric: str) -> str | None:
-    """Most of what would be learned is clipped away."""
     share = values[f"{node}/{metric}"] + values.get(f"{node}/clip_fraction_high", 0.0)
     if not past.facts.judges_clip or not share > MOST_CLIPPED:
         return None
@@ -262,7 +264,6 @@ def _clipped(past: Past, node: str, values: Row, metric: str) -> str | None:
 
 
 def _mismatch(past: Past, node: str, values: Row, metric: str) -> str | None:
-    """What samples and what trains disagree on the same weights, or ever more."""
     limit = past.facts.mismatch_above
     if limit is None or values.get("run/lag_max", 0.0) > 0:
         return None  # staleness is in it
@@ -392,3 +393,161 @@ RULES: tuple[Rule, ...] = (
         num_steps=1,
     ),
 )
+
+
+KINDS: tuple[str, ...] = tuple(dict.fromkeys(rule.kind for rule in RULES))
+"""All kinds of signs."""
+
+
+@dataclass(frozen=True)
+class BadSign:
+    """One sign, at the step that made it certain.
+
+    Attributes:
+        kind: One of `KINDS`.
+        node: The node whose metric shows it.
+        first_step: The first of the steps in a row that show it.
+        step: The last one so far.
+        seen: What was seen, with numbers.
+        means: What it usually means.
+        remedy: What to change, with keys.
+    """
+
+    kind: str
+    node: str
+    first_step: int
+    step: int
+    seen: str
+    means: str
+    remedy: str
+
+    def __str__(self) -> str:
+        steps = f"steps {self.first_step} to {self.step}"
+        when = steps if self.first_step < self.step else f"step {self.step}"
+        return f"{when}, {self.node}: {self.seen}\n    {self.means}\n    remedy: {self.remedy}"
+
+
+class Signs:
+    """Finds signs of trouble in the steps of one stage, in order.
+
+    Args:
+        facts: What is known of the stage.
+
+    Example:
+        >>> signs = Signs(SignFacts())
+        >>> for step in range(8):
+        ...     for sign in signs.look(step, {"actor.generate/truncated": 1.0, **counts}):
+        ...         print(sign)
+    """
+
+    def __init__(self, facts: SignFacts) -> None:
+        self._past = Past(facts, Progress(facts.order))
+        self._seen: dict[tuple[str, str], _Stretch] = {}
+
+    def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take up what the rows of `metrics.jsonl` of earlier steps showed and reported."""
+        for row in rows:
+            values = {name: math.nan if v is None else float(v) for name, v in row.items()}
+            self.look(int(row["step"]), values)
+
+    def look(self, step: int, values: Row) -> list[BadSign]:
+        """Return the signs that one more step makes certain."""
+        self._past.progress.add(values)
+        found: list[BadSign] = []
+        for rule in RULES:
+            for name in values:
+                node, _, metric = name.partition("/")
+                if metric not in rule.metrics:
+                    continue
+                seen = rule.look(self._past, node, values, metric)
+                stretch = self._seen.setdefault((rule.kind, name), _Stretch())
+                stretch.add(step, seen is not None, _num_responses(values))
+                if stretch.is_due(rule) and not self._is_there(rule.unless, node):
+                    stretch.told = True
+                    told = rule.means, rule.remedy(self._past.facts)
+                    found.append(BadSign(rule.kind, node, stretch.first, step, seen or "", *told))
+        return found
+
+    def _is_there(self, kind: str, node: str) -> bool:
+        return any(
+            stretch.num_steps
+            for (other, name), stretch in self._seen.items()
+            if other == kind and name.partition("/")[0] == node
+        )
+
+
+def _num_responses(values: Row) -> float:
+    """Return how many rows a step made, by its own metrics."""
+    return values.get("run/samples_per_s", math.nan) * values.get("run/step_time_s", math.nan)
+
+
+@dataclass
+class _Stretch:
+    """How long a sign has been present, or absent."""
+
+    first: int = 0
+    num_steps: int = 0
+    num_away: int = 0
+    num_responses: float = 0.0
+    told: bool = False
+
+    def add(self, step: int, there: bool, responses: float) -> None:
+        if there:
+            self.first = self.first if self.num_steps else step
+            self.num_steps, self.num_away = self.num_steps + 1, 0
+            self.num_responses += responses
+        else:
+            self.num_steps, self.num_responses = 0, 0.0
+            self.num_away += 1
+            self.told = self.told and self.num_away < SHORT
+
+    def is_due(self, rule: Rule) -> bool:
+        enough = not self.num_responses < rule.num_responses  # nan where it is not known
+        return not self.told and self.num_steps >= rule.num_steps and enough
+
+
+def facts_of(stage: Stage, mismatch: MismatchConfig, schedule: Schedule) -> SignFacts:
+    """Return what is known of a stage before its first step."""
+    config = stage.config
+    step = load_step(config.step, f"{stage.at}.step")
+    cfg = step_cfg(step, config.cfg, f"{stage.at}.cfg").get("cfg")
+    options: dict[str, tuple[str, Any]] = {}
+    for name, key, value in _options(cfg, f"{stage.at}.cfg"):
+        options.setdefault(name, (key, value))
+    keys = {name: key for name, (key, value) in options.items() if not _is_least(name, value)}
+    if schedule.max_lag:
+        keys["max_lag"] = "schedule.max_lag"
+    values = {name: value for name, (_, value) in options.items()}
+    return SignFacts(
+        at=stage.at,
+        options=keys,
+        order=tuple(ranked_nodes(stage)),
+        needed=needed_nodes(stage),
+        compares_groups=_compares_groups(stage),
+        judges_clip=values.get("ratio_level", "token") == "token",
+        fixed_length=values.get("min_new_tokens", 0) >= values.get("max_new_tokens", 1),
+        mismatch_above=mismatch.warn_above,
+    )
+
+
+def _options(value: Any, at: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield name, whole key and value of every option of a config, outer ones first."""
+    if not is_dataclass(value):
+        return
+    own = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    for name, inner in own:
+        yield name, f"{at}.{name}", inner
+    for name, inner in own:
+        yield from _options(inner, f"{at}.{name}")
+
+
+def _is_least(name: str, value: Any) -> bool:
+    return name in ("epochs", "num_minibatches") and value == 1
+
+
+def _compares_groups(stage: Stage) -> bool:
+    needed = needed_nodes(stage)
+    return any(
+        node.kind is NodeKind.OP and node.scope == "group" and node.name in needed
+        for node in stage.graph.nodes
+    )

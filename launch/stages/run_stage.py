@@ -1,0 +1,338 @@
+"""The loop of a stage: engine, steps, evaluations, checkpoints, export."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ...dataflow.errors import ConfigError, StateError, WorkerError
+from ...dataflow.graph.graph import NodeKind
+from ...dataflow.graph.role import Role
+from ...dataflow.runtime.checkpoint import read_resume_point
+from ...dataflow.runtime.engine import Engine
+from ...dataflow.runtime.executor import groups_of
+from ...dataflow.runtime.placement import follow
+from ...dataflow.runtime.recovery.ledger import check, text_of
+from ...dataflow.runtime.recovery.resizing import Scale, why_not_elastic
+from ...dataflow.runtime.worker_protocol import WorkerSpec
+from ...dataflow.scheduler.scheduler import Scheduler
+from ..inputs.record import Stage
+from ..inputs.run import Run
+from ..placement.place import make_executor
+from ..run_dir.checkpoint import CheckpointStore, checkpoints_in
+from ..run_dir.evaluations import Evaluations, Measured
+from ..run_dir.ledger import LEDGER, opened_ledger, read_ledger
+from ..run_dir.progress import RunProgress, StageProgress
+from ..run_dir.run_files import required_object
+from ..run_dir.run_folder import RunFolder
+from ..run_dir.scaling import ElasticGroup, read_wish, wish_version, write_groups
+from ..run_dir.stop import stoppable
+from ..run_dir.trackers.registry import Trackers
+from .evaluation import (
+    EnvEvaluator,
+    Evaluates,
+    HeldOutLoss,
+    Measuring,
+    TimedEvaluator,
+    env_actors,
+    stage_evaluator,
+)
+from .export import combined_sha256, export_roles, files_sha256
+from .headline import Headline
+from .observers import ObservedStep, evaluation_values, observing
+from .samples import sample_watch
+from .stage_result import Deaths, StageResult
+from .streaming import stage_flow, stage_schedule
+from .worker_specs import Results, exporting_specs, worker_specs
+
+_MEMORY = Path("/dev/shm")
+
+MODELS = "models"
+"""Below a stage's folder: a model folder for each trained role."""
+
+
+def run_stage(
+    run: Run,
+    stage: Stage,
+    home: RunFolder,
+    results: Results,
+    trackers: Trackers,
+    progress: RunProgress,
+) -> StageResult:
+    """Train one stage to its end, from its newest checkpoint if there is one.
+
+    Args:
+        run: The run.
+        stage: The stage.
+        home: Its folder: the run's own for the main stage.
+        results: Stages that have finished.
+        trackers: Where its metrics go.
+        progress: Where it is shown.
+
+    Raises:
+        WorkerError: If user code fails, or nothing comes back within the deadline.
+        KeyboardInterrupt: If SIGINT ended it early.
+        Terminated: If SIGTERM did.
+    """
+    specs = worker_specs(stage, run, results)
+    store = CheckpointStore(home.checkpoints, keep=run.config.keep_checkpoints)
+    point = read_resume_point(store, stage.graph, stage.seed)
+    first_step = point.state.step if point else 0
+    with progress.stage(stage.name, first_step) as shown:
+        started_s = time.monotonic()
+        evaluator = _evaluator(run, stage, home, shown)
+        found = StageResult(first_step=first_step, num_steps=first_step)
+        found.deaths.num_complete = first_step
+        engine = _engine(run, stage, specs, evaluator, home, found.deaths)
+        unmeasured = _steps(run, stage, home, engine, evaluator, trackers, shown, store, found)
+        found.ledger = _ledger(stage, home, found.num_steps)
+        found.checkpoints_missed = store.num_missed
+        _export(run, stage, home, results, store, found)
+        if unmeasured is not None:
+            raise unmeasured  # what was learnt is written by now
+        found.wall_time_s = time.monotonic() - started_s
+    return found
+
+
+def _steps(
+    run: Run,
+    stage: Stage,
+    home: RunFolder,
+    engine: Engine,
+    evaluator: TimedEvaluator | None,
+    trackers: Trackers,
+    shown: StageProgress,
+    store: CheckpointStore,
+    found: StageResult,
+) -> WorkerError | None:
+    """Take the stage's steps; returns what the evaluation after the last failed of, if it did."""
+    first_step, num_steps = found.first_step, stage.config.num_steps
+    kept, headline = Evaluations(home.path), Headline(stage)
+    measuring = Measuring(evaluator, run.config.evaluation, kept, first_step, num_steps, store)
+    shown.working = engine.working
+    with engine, observing(run, stage, home, shown, trackers, first_step) as observers:
+        found.deaths.tell = observers.on_event
+
+        def evaluated(step: int, measured: Mapping[str, Measured]) -> None:
+            took_s = evaluator.took_s if evaluator else None
+            observers.on_evaluation(step, evaluation_values(measured), took_s)
+
+        measuring.begin(engine, evaluated)
+        with (
+            mirror_of(home.path, mirrored=run.mirrored) as mirror,
+            stoppable(engine.longest.limit_s) as stop,
+        ):
+            steps = engine.run(
+                run.sources[stage.name],
+                num_steps,
+                checkpoint_every=run.config.checkpoint_every,
+                checkpoints=store,
+                stop=stop,
+                pauses=measuring.pauses(engine),
+                scale=stage_scale(engine, home.path, shown.note) if stage is run.main else None,
+                mirror=mirror,
+                ledger=opened_ledger(stage.graph, home.path / LEDGER, first_step),
+            )
+            mark_s, measured_s = time.monotonic(), 0.0
+            for result in steps if measuring.stopped is None else ():
+                now_s = time.monotonic()
+                took_s = now_s - mark_s - (measuring.took_s - measured_s)
+                found.add(stage, result, took_s)
+                observers.on_step(ObservedStep.of(stage, result, took_s, headline))
+                mark_s, measured_s = now_s, measuring.took_s
+        saved = max(checkpoints_in(store.folder), default=0)  # less, if it had gone back just now
+        stop.end(f"after {saved} of {num_steps} steps, with a checkpoint")
+        unmeasured = measuring.end(engine)
+    observers.on_end(found.num_steps)
+    found.before, found.after = measuring.before, measuring.after
+    found.stopped = measuring.why_stopped
+    return unmeasured
+
+
+@contextmanager
+def mirror_of(folder: Path, *, mirrored: bool) -> Generator[CheckpointStore | None]:
+    """Open the store for a stage's state in this machine's memory; None unless `mirrored`."""
+    if not mirrored:
+        yield None
+        return
+    memory = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+    place = memory / f"penstock-mirror-{os.getuid()}-{name}"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(mode=0o700)
+    try:
+        yield CheckpointStore(place / "checkpoints", keep=1)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _ledger(stage: Stage, home: RunFolder, num_steps: int) -> str:
+    lines = read_ledger(home.path / LEDGER)
+    if not lines:
+        return "no step was taken since there are ledgers"
+    first = lines[0].step
+    check([replace(line, step=line.step - first) for line in lines], num_steps - first)
+    rollouts = [node.name for node in stage.graph.nodes if node.kind is NodeKind.ROLLOUT]
+    return text_of(lines, rollouts)
+
+
+def _evaluator(
+    run: Run, stage: Stage, home: RunFolder, shown: StageProgress
+) -> TimedEvaluator | None:
+    if stage is not run.main:
+        return None
+    found: Evaluates | None = None
+    if run.suites:
+        found = stage_evaluator(stage, run.suites, run.config.evaluation.num_examples, home.path)
+    elif run.config.evaluation.num_episodes and env_actors(stage):
+        found = EnvEvaluator(stage, run.config.evaluation, run.sources[stage.name], run.data.spec)
+    if run.held_out_rows is not None:
+        found = HeldOutLoss(
+            run.held_out_rows, found, lambda graph: follow(graph, stage.graph, stage.placement)
+        )
+    return TimedEvaluator(found, shown) if found else None
+
+
+def _engine(
+    run: Run,
+    stage: Stage,
+    specs: dict[str, WorkerSpec | Role],
+    evaluator: Evaluates | None,
+    home: RunFolder,
+    deaths: Deaths,
+) -> Engine:
+    watch, log = sample_watch(stage, run.config.samples, run.data, home.path)
+    return Engine(
+        stage.graph,
+        stage.placement,
+        workers={**specs, **(evaluator.workers if evaluator else {}), **log},
+        schedule=stage_schedule(stage.graph, run.config.schedule),
+        seed=stage.seed,
+        executor=make_executor(run.executor),
+        also=evaluator.programs if evaluator else None,
+        watch=watch,
+        recovery=run.recovery,
+        recovered=deaths.note,
+    )
+
+
+def stage_scale(engine: Engine, folder: Path, report: Callable[[str], None]) -> Scale:
+    """Write into a run's folder which groups can be resized, and read requests from there."""
+    write_groups(folder, _groups(engine))
+    damaged: list[str] = []
+
+    def wish() -> Mapping[str, int]:
+        try:
+            return read_wish(folder)
+        except ConfigError as error:
+            if not damaged:
+                damaged.append(str(error))
+                report(str(error))
+            return {}
+
+    return Scale(wish, report, lambda: wish_version(folder))
+
+
+def _groups(engine: Engine) -> dict[str, ElasticGroup]:
+    most = engine.programs["main"].placement.num_chunks
+    alone = "" if engine.executor.elastic else "one process does all the work"
+    return {
+        group.name: ElasticGroup(most, alone or why_not_elastic(engine.programs, group.name))
+        for group in groups_of(engine.programs)
+    }
+
+
+def _export(
+    run: Run,
+    stage: Stage,
+    home: RunFolder,
+    results: Results,
+    store: CheckpointStore,
+    found: StageResult,
+) -> None:
+    """Write the trained models; a warm-up's checkpoints go, for its models are its result.
+
+    Whatever engine trained them, the default one reads its checkpoint.
+    """
+    last = store.latest()
+    if last is None:
+        raise StateError(f"stage '{stage.name}' ended without a checkpoint in {store.folder}")
+    specs = exporting_specs(stage, run, results)
+    trained = {role: specs[role] for role in stage.graph.trains_per_step}
+    tokenizer = run.data.tokenizer if run.data.has_text else None
+    exported = export_roles(trained, last, tokenizer, home.path / MODELS, stage.seed)
+    found.roles_sha256 = dict(exported.weights_sha256)
+    found.weights_sha256 = combined_sha256(found.roles_sha256)
+    if stage is not run.main:
+        _write_stage_summary(stage, home, found)
+        shutil.rmtree(home.checkpoints)
+
+
+def _write_stage_summary(stage: Stage, home: RunFolder, found: StageResult) -> None:
+    home.write_summary(
+        {
+            "stage": stage.name,
+            "graph": stage.graph.name,
+            "num_steps": stage.config.num_steps,
+            "weights_sha256": found.weights_sha256,
+            "roles_sha256": found.roles_sha256,
+            "files_sha256": files_sha256(home.path / MODELS),
+            "samples_per_s": found.samples_per_s,
+            "env_steps_per_s": found.env_steps_per_s,
+            "step_time_s": found.step_time_s,
+        }
+    )
+
+
+def check_stage_models(stage: str, home: RunFolder) -> None:
+    """Require that the models of a stage that has ended are as it wrote them."""
+    try:
+        summary = required_object(home.summary)
+        if summary["stage"] == stage and "files_sha256" not in summary:
+            return  # of a version that did not write them
+        written = summary["files_sha256"]
+        there = files_sha256(home.path / MODELS)
+        changed = sorted(dict(written.items() ^ there.items()))
+    except (ConfigError, OSError, TypeError, KeyError, AttributeError) as error:
+        said = str(error).split("\n")[0]
+        said = said if isinstance(error, ConfigError) else f"{type(error).__name__}: {said}"
+        raise ConfigError(
+            f"stage '{stage}' has ended, but '{home.summary}' does not say with which models: "
+            f"{said}\n    remove '{home.path}' to train it again"
+        ) from error
+    if changed:
+        raise ConfigError(
+            f"stage '{stage}': '{home.path / MODELS / changed[0]}' is not as the stage wrote it\n"
+            f"    bring it back, or remove '{home.path}' to train it again"
+        )
+
+
+def steps_taken(run: Run, folder: RunFolder) -> int:
+    """Steps of the main stage in the run's newest checkpoint, from which the run can go on."""
+    main, num_steps = run.main, run.main.config.num_steps
+    store = CheckpointStore(folder.checkpoints, keep=run.config.keep_checkpoints)
+    point = read_resume_point(store, main.graph, main.seed)
+    if point is None:
+        return 0
+    step = point.state.step
+    if step > num_steps:
+        raise ConfigError(
+            f"run '{folder.id}' has taken {step} steps already, which is more than "
+            f"algorithm.num_steps={num_steps}\n    give it at least {step}"
+        )
+    try:
+        flow = stage_flow(main.graph, main.placement, run.config.schedule)
+        Scheduler(flow, run.config.schedule, num_steps, resume=point.state)
+    except ValueError as error:
+        raise ConfigError(
+            f"run '{folder.id}' cannot take more steps: {error}\n"
+            "    start a new run from its models instead"
+        ) from error
+    return step

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 token_logprobs: Any = importlib.import_module("penstock.workers.training.token_logprob")
-fused: Any = importlib.import_module("penstock.workers.engines.torch_engine.fused")
+fused: Any = importlib.import_module("penstock.workers.engines.torch_engine.backbone")
 attention: Any = importlib.import_module("penstock.workers.engines.torch_engine.attention")
 ATEN: Any = torch.ops.aten
 

@@ -10,9 +10,12 @@ the pool as a whole fails, another takes its place, with other seeds.
 from __future__ import annotations
 
 import base64
+import importlib
+import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,12 +23,47 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from ...algorithms.roles.environment import ActionSpace
-from ...dataflow.errors import ConfigError, StateError, WorkerError
+from ...dataflow.errors import ConfigError, StateError, WorkerError, nearest
 from .alarm import StepAlarm, StepTooLong
 from .group import Stepped, digest, env_seed
-from .pool_library import ask_envpool, without_casts
 from .restarts import BadRows, Restarts, began, described, finite, laid_out
 from .spaces import action_space, from_columns, num_features, to_features
+
+
+@contextmanager
+def without_casts() -> Generator[None]:
+    """Without Gymnasium's warning that bounds, which EnvPool gives as f64, become f32."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*precision lowered by casting")
+        yield
+
+
+def ask_envpool(
+    kind: str,
+    name: str,
+    function: str,
+    options: Mapping[str, Any],
+    *,
+    advice: str = "",
+    **further: Any,
+) -> Any:
+    """Call a function of EnvPool for an environment or game."""
+    try:
+        pool = importlib.import_module("envpool")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"backend=envpool needs the package {error.name}, which is not installed\n"
+            "    pip install penstock-rl[envpool]"
+        ) from error
+    known: list[str] = pool.list_all_envs()
+    if name not in known:
+        raise ConfigError(f"EnvPool has no {kind} '{name}'{nearest(name, known)}{advice}")
+    try:
+        with without_casts():
+            return getattr(pool, function)(name, **options, **further)
+    except Exception as error:  # of many kinds, assertions among them
+        raise ConfigError(f"{kind} '{name}' cannot be made by EnvPool: {error}") from error
+
 
 _MASKS = ("action_mask", "legal_action_mask")
 """Names of the masks of EnvPool's environments."""

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.resharding.box import Box
-from ..training.checkpoint_files import FileTensors, TensorSource, WholeTensors
+from ..training.checkpoint_files import FileTensors, TensorSource, WholeTensors, fill_weights
 from ..training.network import Network
-from ..training.stored_pieces import fill_weights
 from .experts import FusedExperts
 from .heads import Head
 from .model_folder import weight_files

@@ -23,7 +23,18 @@ from ...dataflow.runtime.call_context import call_key, call_piece
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...dataflow.written_files import WrittenFile, write_hashed
 from ...planner.resharding.sharding import Sharding
-from .checkpoint_files import WholeTensors, box_key, open_state, read_state_json, state_file
+from .checkpoint_files import (
+    WholeTensors,
+    box_key,
+    fill_weights,
+    gather_weights,
+    open_state,
+    pieces_on,
+    read_state_json,
+    share_of,
+    state_file,
+    stored_view,
+)
 from .data_parallel import worker_group
 from .flat_parameters import tensors_sha256
 from .host_memory import HostCopy, give_back_freed
@@ -31,7 +42,6 @@ from .logprob_mismatch import MismatchLimits
 from .network import Network
 from .optimizer import OptimizerSpec
 from .state_files import StateFiles
-from .stored_pieces import fill_weights, gather_weights, pieces_on, share_of, stored_view
 from .trainer import Forward, Trainer
 from .transfers import on_host, sent
 from .weight_checks import check_outputs, refuse_faults, unusable

@@ -15,7 +15,7 @@ from penstock.launch.stages.prepare import prepare
 from penstock.launch.stages.report import measured_text
 from penstock.launch.stages.worker_specs import first_model, worker_specs
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
-from penstock.workers.models.response_end import ResponseEnd
+from penstock.workers.models.tokenizer import ResponseEnd
 from penstock.workers.rewards.rule_reward import RuleRewardSpec
 
 OPTIONS = "algorithm.roles.reward.options"

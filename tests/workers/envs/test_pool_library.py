@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.envs.pool_library import ask_envpool
+from penstock.workers.envs.pool import ask_envpool
 
 
 @pytest.mark.parametrize(

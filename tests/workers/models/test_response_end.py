@@ -21,9 +21,8 @@ from penstock.workers.data.example_file import ExampleFileSpec
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.sample_log import SampleLogSpec
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
-from penstock.workers.models.response_end import ResponseEnd
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.models.tokenizer import ResponseEnd, TokenizerSpec
 from penstock.workers.rewards.judge import JudgeSpec
 from penstock.workers.rewards.rule_reward import RuleRewardSpec
 from penstock.workers.rollout.response_sampler import ResponseSampler

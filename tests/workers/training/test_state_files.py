@@ -14,8 +14,8 @@ import torch
 from penstock.dataflow.errors import StateError
 from penstock.dataflow.written_files import WrittenFile
 from penstock.workers.training import state_files
+from penstock.workers.training.checkpoint_files import StoredPiece, share_of
 from penstock.workers.training.state_files import PinnedBlocks, StateFiles, Writes
-from penstock.workers.training.stored_pieces import StoredPiece, share_of
 from torch import Tensor
 
 LIMIT_S = 60.0

@@ -18,9 +18,9 @@ from ....planner.resharding.sharding import Pattern, Sharding, Slice, StoredPara
 from ...models.heads import Head
 from ...models.lora import LoraSpec, checkpoint_name, insert_adapters, merge, save_adapter
 from ...models.spec import ModelSpec
+from ...training.checkpoint_files import gather_weights, pieces_on
 from ...training.network import Outputs
 from ...training.optimizer import OptimizerSpec
-from ...training.stored_pieces import gather_weights, pieces_on
 from ...training.token_logprob import known_words, token_logprob, top_words
 from ..sharded.divided_network import DividedNetwork, gathered_module
 from .context_parallel import CutOutputs

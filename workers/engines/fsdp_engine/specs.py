@@ -12,8 +12,7 @@ from ...models.first_weights import fill_first_weights, model_source
 from ...models.heads import Head
 from ...models.lora import LoraSpec, first_adapters, is_adapter
 from ...models.spec import ModelSpec
-from ...training.checkpoint_files import TensorSource, WholeTensors
-from ...training.stored_pieces import fill_weights
+from ...training.checkpoint_files import TensorSource, WholeTensors, fill_weights
 from ..roles import PolicyRecipe, Recipe, RewardRecipe, ValueRecipe
 from .declaration import DIVIDED_FAMILIES
 from .mesh import check_division, join_mesh

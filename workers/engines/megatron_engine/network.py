@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.resharding.sharding import Sharding
+from ...training.checkpoint_files import pieces_on
 from ...training.data_parallel import RankGroup, rank_group, worker_group
 from ...training.flat_parameters import FlatParameters
 from ...training.network import Outputs
 from ...training.optimizer import AdamW, OptimizerSpec
-from ...training.stored_pieces import pieces_on
 from ..sharded.divided_network import DividedNetwork, gathered_module
 from .groups import expert_ranks, model_group
 from .model import Backbone

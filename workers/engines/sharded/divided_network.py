@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...training.checkpoint_files import gather_weights
 from ...training.network import Network, Outputs
-from ...training.stored_pieces import gather_weights
 from ...training.token_logprob import entropy_of_sums, exponential_sums, finite_
 
 _AT_ONCE = 1 << 26

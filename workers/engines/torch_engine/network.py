@@ -25,10 +25,9 @@ from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.heads import Head
 from ...models.lora import LoraSpec, merged, save_adapter
 from ...training.flat_parameters import FlatParameters
-from ...training.network import Outputs
+from ...training.network import Outputs, WholeNetwork
 from ...training.token_logprob import known_words, token_logprob, top_words
 from ...training.transfers import on_host
-from ...training.whole_network import WholeNetwork
 from .adapters import FrozenWeights
 from .backbone import LeanBackbone, fused_names, is_lean
 from .packing import pack_rows

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from ...training.transfers import on_host, sent
-from .rectangles import Block, HeadRows, find_head_rows, rectangles
-from .sequences import Sequences, shared_prompts
+from .rectangles import Block, HeadRows, Sequences, find_head_rows, rectangles, shared_prompts
 from .varlen import Places, find_places
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...training.transfers import sent
-from .sequences import Sequences
+from .rectangles import Sequences
 
 _LEAST_TOKENS, _LEAST_SEQUENCES, _LEAST_LONGEST = 2048, 32, 1024
 """The smallest of each that the kernel is told of. A block of it that finds no token ends at once,

@@ -31,8 +31,8 @@ from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...rollout.sampling import stream_generator
 from ...training.data_parallel import rank_group
 from ...training.model_worker import ModelWorker
+from ...training.network import WholeNetwork
 from ...training.optimizer import OptimizerSpec
-from ...training.whole_network import WholeNetwork
 from .network_weights import inherit_weights, load_network, save_network
 from .numpy_actor import NumpyActor, OnHost
 from .perceptron import ActorCriticNetwork, HasSpaces, PerceptronSpec, single_steps, state_values

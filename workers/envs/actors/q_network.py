@@ -26,8 +26,8 @@ from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.data_parallel import rank_group
 from ...training.microbatch import columns
 from ...training.model_worker import ModelWorker
+from ...training.network import WholeNetwork
 from ...training.optimizer import OptimizerSpec
-from ...training.whole_network import WholeNetwork
 from ..spec import EnvSpec
 from .network_weights import load_network, save_network
 from .numpy_actor import NumpyActor, OnHost

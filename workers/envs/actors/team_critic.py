@@ -16,8 +16,8 @@ from ....dataflow.errors import ConfigError
 from ....dataflow.graph.role import Loss
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.model_worker import ModelWorker
+from ...training.network import WholeNetwork
 from ...training.optimizer import OptimizerSpec
-from ...training.whole_network import WholeNetwork
 from ..spec import EnvSpec
 from .network_weights import load_network, save_network
 from .perceptron import (

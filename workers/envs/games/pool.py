@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ....algorithms.roles.environment import ActionSpace
 from ....dataflow.errors import ConfigError, WorkerError
 from ..alarm import StepAlarm
-from ..pool_library import ask_envpool, without_casts
+from ..pool import ask_envpool, without_casts
 from ..spaces import action_space, num_features, to_features
 from .boards import GameNames, answered
 

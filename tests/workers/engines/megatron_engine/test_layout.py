@@ -14,7 +14,7 @@ from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.resharding.box import volume
 from penstock.workers.engines.megatron_engine.specs import megatron_sharding
 from penstock.workers.models.heads import HeadName
-from penstock.workers.training.stored_pieces import StoredPiece, pieces_on, stored_view
+from penstock.workers.training.checkpoint_files import StoredPiece, pieces_on, stored_view
 from torch import Tensor
 
 

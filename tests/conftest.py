@@ -70,8 +70,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 GRACE_S = 5.0
 """How long what a test started may take to end after it."""
 
-_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Processes that Python starts once, on first use, and keeps."""
+_HELPERS = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "ray_fork_server.py serve",
+)
+"""Processes that Python and these tests start once, on first use, and keep."""
 
 _KEPT_THREADS = ("tqdm_monitor", "fsspecIO")
 """Threads that libraries start once, on first use, and keep."""

@@ -12,6 +12,10 @@ from penstock.launch.main import main
 from penstock.launch.runs.drawing import draw_sweep
 from penstock.launch.runs.sweep import Key, Sweep, Trial
 
+from ..ray_forks import forked_workers
+
+__all__ = ["forked_workers"]
+
 
 @dataclass(frozen=True)
 class Said:

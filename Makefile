@@ -20,6 +20,7 @@
 PYTHON ?= python3
 # Test processes. One file's tests stay on one process and in order, so this changes no result.
 WORKERS ?= 2
+THREADS := 2
 UV_VERSION := 0.13.8
 
 BIN := .venv/bin
@@ -32,7 +33,8 @@ SOURCES := $(sort __init__.py $(shell find dataflow algorithms planner workers c
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run smollm2 models engines docs docs-serve quick test test-all lint format requirements release clean FORCE
+.PHONY: setup run smollm2 models engines docs docs-serve quick test test-all lint style types pytest format \
+	requirements release clean FORCE
 
 setup: .venv/.package
 
@@ -99,13 +101,23 @@ test: MARKED := -m "not nightly"
 # Of the scheduler, 45,890 random histories instead of 2,120.
 test-all: export PENSTOCK_HISTORIES := 13
 
-quick test test-all: lint
+# Types are checked beside the tests, which leave cores idle while they wait for something. Either
+# may fail and the other still ends; then both have said why.
+quick test test-all: style
+	@$(MAKE) --no-print-directory -j 2 pytest types MARKED='$(MARKED)' THREADS=1
+
+pytest:
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(MARKED)
 
-lint: engines .venv/.docs
+lint: style types
+
+style: engines .venv/.docs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright --threads 2
+
+# Each thread reads all libraries, so that two take less time and more of both cores.
+types: engines .venv/.docs
+	$(BIN)/pyright --threads $(THREADS)
 	$(BIN)/lint-imports
 
 format: setup

@@ -28,6 +28,7 @@ def scripts() -> Iterator[Any]:
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
+@pytest.mark.slow
 def test_what_is_generated_is_up_to_date(scripts: Any) -> None:
     made: dict[Path, str] = scripts.files()
     assert len(made) > 2 * len(NAMES)

@@ -60,6 +60,7 @@ def test_tidy(tmp_path):
 """
 
 
+@pytest.mark.slow
 def test_each_kind_of_leak_is_caught_and_named(tmp_path: Path) -> None:
     conftest = (Path(__file__).parent / "conftest.py").read_text()
     assert "GRACE_S = 5.0" in conftest

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ KINDS = re.compile(
 )
 
 
+@cache
 def _imports(path: Path) -> set[str]:
     """Modules of ours that a file imports, as "package.module"; names inside them as well."""
     here = path.relative_to(ROOT).with_suffix("").parts
@@ -74,22 +77,23 @@ def _uses(path: Path, name: str) -> bool:
     )
 
 
-def _definitions(name: str) -> list[str]:
-    """Files that define a function or class of that name."""
-    return [
-        str(path.relative_to(ROOT))
-        for package in PACKAGES
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
-    ]
+@cache
+def _definitions() -> dict[str, list[str]]:
+    """Functions and classes by name -> the files that define them."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    found[node.name].append(str(path.relative_to(ROOT)))
+    return found
 
 
 @pytest.mark.parametrize("what", SHARED)
 def test_maths_is_one_object_for_both(what: str):
     """Files of each kind, and of that kind alone, use what one file defines."""
     module, name = SHARED[what]
-    (defined,) = _definitions(name)
+    (defined,) = _definitions()[name]
     assert defined == f"{module.replace('.', '/')}.py"
     of_environments, of_language = (
         {path for algorithm in kind for path in _files(_reached(f"algorithms.{algorithm}"))}

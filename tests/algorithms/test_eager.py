@@ -19,6 +19,7 @@ from .configured import NAMES, configured
 from .eager import check_eager_equals_graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_eager_equals_graph_bitwise_over_five_steps(name: str) -> None:
     check_eager_equals_graph(configured(name))

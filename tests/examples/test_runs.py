@@ -46,11 +46,13 @@ def run(folder: Path, *words: str) -> dict[str, Any]:
     return json.loads((made / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_n_plus_recipe(tmp_path: Path) -> None:
     words = (*SFT, *REWARDS, "algorithm=n_plus", "algorithm.per_step.prompts=4")
     assert run(tmp_path, *words)["stages"] == ["sft", "reward_modelling", "ppo"]
 
 
+@pytest.mark.slow
 def test_tulu_3_s_order(tmp_path: Path) -> None:
     dpo = ("algorithm.before.dpo.num_steps=2", "algorithm.before.dpo.per_step.pairs=4")
     words = ("algorithm=tulu3", *SFT, *REWARDS, *dpo, "algorithm.per_step.prompts=4")

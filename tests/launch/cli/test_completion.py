@@ -50,6 +50,7 @@ def completions(line: str, commands: Path) -> list[str]:
     return ran.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

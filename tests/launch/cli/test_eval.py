@@ -46,6 +46,7 @@ def json_of(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 2])
 def test_a_run_is_the_same_with_and_without_evaluations(penstock: Penstock, max_lag: int) -> None:
     words = (*TINY, "checkpoint_every=4", f"schedule.max_lag={max_lag}")
@@ -111,6 +112,7 @@ def test_a_reward_that_is_no_share_of_right_answers_is_said_beside_the_accuracy(
     assert (summary["reward_before_rl"], summary["reward_after_rl"]) == (-0.5, -0.5)
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_it_no_longer_improves(penstock: Penstock) -> None:
     said = penstock(
         "run",
@@ -136,6 +138,7 @@ def test_a_run_ends_when_it_no_longer_improves(penstock: Penstock) -> None:
     assert json_of(run / "summary.json")["weights_sha256"] == summary["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_on_demand_a_run_is_measured_as_it_measured_itself(penstock: Penstock) -> None:
     words = (*TINY, *LONG_SUITE, SAMPLED, "evaluation.num_prompts=16", "evaluation.every=4")
     assert penstock("run", *words, "checkpoint_every=4").code == 0

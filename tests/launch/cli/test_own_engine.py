@@ -66,6 +66,7 @@ def test_it_is_planned_for_with_its_own_costs(tmp_path: Path) -> None:
             assert parts == {"activations": MEMORY_BYTES}
 
 
+@pytest.mark.slow
 def test_what_was_planned_runs_and_its_options_reach_its_workers(tmp_path: Path) -> None:
     planned(1, tmp_path / "plan.json")
     placement = f"placement={tmp_path / 'plan.json'}"

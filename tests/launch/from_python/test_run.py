@@ -64,6 +64,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_the_command(here: Path, penstock: Penstock) -> None:
     made = package.run(*GRPO, seed=3)
     assert penstock("run", *GRPO, "seed=3", "runs=others").code == 0

@@ -116,6 +116,7 @@ def shape(family: str, key_heads: int, layers: int) -> ModelShape:
     return shape_of(fields, name=family)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     pair=st.sampled_from(PAIRS),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -212,8 +214,11 @@ def test_an_answer_that_does_not_come_keeps_no_connection(
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
-            for _ in range(70):  # as many as may be answered at a time, and more
-                assert requested(server, f"/{server.token}/hangs")[0] == 503
+            with ThreadPoolExecutor(10) as askers:
+                asked = [
+                    f"/{server.token}/hangs"
+                ] * 70  # as many as are answered at a time, and more
+                assert {said[0] for said in askers.map(partial(requested, server), asked)} == {503}
             assert requested(server, f"/{server.token}/other")[0] == 503  # nothing is free
             hangs.set()
             wait_until_free(server)

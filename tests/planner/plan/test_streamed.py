@@ -82,6 +82,7 @@ def test_heavy_tails_let_training_begin_early() -> None:
     assert 1.05 < whole.step_time_s / streamed.step_time_s < 1.6
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(LENGTHS, st.sampled_from([2, 8, 32]), st.sampled_from([0, 1]))
 def test_a_step_takes_its_slower_half_at_least_and_both_at_most(

@@ -57,6 +57,7 @@ class _Forks:
         return twice
 
 
+@pytest.mark.slow
 def test_a_task_that_forks_does_not_double_the_run() -> None:
     small = dataclasses.replace(TASK.spec, num_train=2, num_held_out=1).build()
     task: Any = _Forks(small)

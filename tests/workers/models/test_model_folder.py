@@ -31,6 +31,7 @@ from torch_models import architecture, make_policy
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 INDEX = "model.safetensors.index.json"
 CONTEXT = WorkerContext("critic", seed=3)
+TOKENS = torch.arange(3, 9)[None]
 AGAIN = "\n    copy the folder again, or give one that save_pretrained wrote"
 WHOLE = "\n    copy or save them again, all of them, with the configuration they were made by"
 
@@ -43,6 +44,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "policy"
     make_policy("qwen2").save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module", params=["qwen2", "gpt2"])
+def plain(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Tensor]:
+    """A model's folder, and its logits of `TOKENS`."""
+    folder = tmp_path_factory.mktemp("plain") / "m"
+    make_policy(request.param).save_pretrained(folder)
+    return folder, ModelSpec(folder=str(folder)).causal_lm("cpu")(TOKENS).logits
 
 
 @pytest.fixture
@@ -290,19 +301,17 @@ def test_keys_of_others_in_a_folders_config_are_left_alone(folder: Path) -> None
         {"gradient_checkpointing": True, "pruned_heads": {"0": [1]}, "torchscript": True},
     ],
 )
-@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
 def test_a_folder_does_not_choose_how_it_is_loaded_and_computed(
-    name: str, field: dict[str, Any], tmp_path: Path
+    plain: tuple[Path, Tensor], field: dict[str, Any], tmp_path: Path
 ) -> None:
     """Whatever it says there, the model is the same, and an export does not hand it on."""
-    make_policy(name).save_pretrained(tmp_path)
-    file, spec = tmp_path / "config.json", ModelSpec(folder=str(tmp_path))
-    tokens = torch.arange(3, 9)[None]
-    expected = spec.causal_lm("cpu")(tokens).logits
+    folder, expected = plain
+    file = shutil.copytree(folder, tmp_path / "m") / "config.json"
     file.write_bytes(config(**field)(file.read_text()))
+    spec = ModelSpec(folder=str(file.parent))
     model = spec.causal_lm("cpu")
-    assert torch.equal(model(tokens).logits, expected)
-    assert spec.backbone("cpu")(tokens).last_hidden_state.shape[:2] == tokens.shape
+    assert torch.equal(model(TOKENS).logits, expected)
+    assert spec.backbone("cpu")(TOKENS).last_hidden_state.shape[:2] == TOKENS.shape
     model.save_pretrained(tmp_path / "exported")
     exported = json.loads((tmp_path / "exported" / "config.json").read_text())
     assert all(exported.get(key) != value for key, value in field.items())

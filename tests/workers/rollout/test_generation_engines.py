@@ -95,7 +95,13 @@ POLICIES: dict[str, tuple[ModelSpec, Callable[[], GeneratorPolicy]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=POLICIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow) if name in ("slow", "vllm") else name
+        for name in POLICIES
+    ],
+)
 def case(request: pytest.FixtureRequest) -> Generator[Case]:
     """One engine for all tests: each starts from the weights it sets."""
     model, make = POLICIES[request.param]

@@ -225,6 +225,7 @@ def test_a_forgotten_pool_ends_its_processes(make_pool: MakePool, tmp_path: Path
     assert not any(psutil.pid_exists(pid) for pid in ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [

@@ -45,10 +45,18 @@ def stored(run: Path) -> tuple[Any, Any]:
     return client, client.search_runs([experiment], order_by=["start_time DESC"])[0]
 
 
-def history(run: Path, name: str) -> list[tuple[int, float]]:
+def histories(run: Path, *names: str) -> list[list[tuple[int, float]]]:
+    """Step and value of each point of some metrics, in the order in which they came."""
     client, found = stored(run)
-    points = client.get_metric_history(found.info.run_id, name)
-    return [(point.step, point.value) for point in sorted(points, key=lambda p: p.timestamp)]
+    metrics = [client.get_metric_history(found.info.run_id, name) for name in names]
+    return [
+        [(point.step, point.value) for point in sorted(points, key=lambda p: p.timestamp)]
+        for points in metrics
+    ]
+
+
+def history(run: Path, name: str) -> list[tuple[int, float]]:
+    return histories(run, name)[0]
 
 
 def test_every_metric_is_there_bit_for_bit(run: Path) -> None:
@@ -65,8 +73,8 @@ def test_every_metric_is_there_bit_for_bit(run: Path) -> None:
     tracker.finish(SUMMARY)
 
     assert history(run, "sft/loss") == [(0, 3.0)]
-    for name in rows[0]:
-        found = history(run, name.replace("#", ":"))
+    names = [name.replace("#", ":") for name in rows[0]]
+    for name, found in zip(rows[0], histories(run, *names), strict=True):
         assert [step for step, _ in found] == [*range(8)]
         for (_, value), row in zip(found, rows, strict=True):
             logged = row[name] + 0.0  # a SQLite file has no -0.0

@@ -240,6 +240,7 @@ def test_a_machine_or_name_that_does_not_do_is_refused() -> None:
         PythonTools(memory_mb=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_an_interpreter_that_is_killed_from_outside_is_made_again(
     conversation: Conversation, children: Children, when: str

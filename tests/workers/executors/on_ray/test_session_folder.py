@@ -34,6 +34,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_cleared(top: Path) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDS],

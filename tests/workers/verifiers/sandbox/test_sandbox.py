@@ -499,6 +499,7 @@ def test_limits_out_of_range(options: dict[str, int]) -> None:
         Limits(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["at once", "while it runs"])
 @pytest.mark.parametrize("whom", ["front", "program"])
 def test_a_program_that_is_killed_from_outside_runs_again(

@@ -171,7 +171,7 @@ class Task:
         """End what all conversations share; override it if they share something."""
 
     def program(self, problem: int) -> Any:
-        """Return the `workers.agents.programs.program.Program` that answers a problem."""
+        """Return the `workers.agents.programs.program.AgentProgram` that answers a problem."""
         raise NotImplementedError
 
     def outcome(self, problem: int, answer: str) -> float | None:

@@ -64,7 +64,7 @@ class MixturePart:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureSpec:
-    """Recipe for a `Mixture`; a `WorkerSpec`."""
+    """Recipe for a `RewardMixture`; a `WorkerSpec`."""
 
     task: TaskSpec
     """Where prompts and answers come from."""
@@ -101,7 +101,7 @@ class MixtureSpec:
                 _check(name, part)
         return parts
 
-    def build(self, context: WorkerContext) -> Mixture:
+    def build(self, context: WorkerContext) -> RewardMixture:
         parts = self.checked()
         made: dict[str, Reward] = {}
         try:
@@ -110,7 +110,7 @@ class MixtureSpec:
         except BaseException:
             close_workers(made.values())
             raise
-        return Mixture(
+        return RewardMixture(
             made,
             parts,
             output=self.output,
@@ -210,7 +210,7 @@ def _factory(name: str, part: MixturePart) -> Callable[..., Any]:
     return make
 
 
-class Mixture(Reward):
+class RewardMixture(Reward):
     """Combines the scores of its parts.
 
     Attributes:

@@ -62,7 +62,7 @@ class Access:
     seed: int
 
 
-class Program(Protocol):
+class AgentProgram(Protocol):
     """Answers problems by asking the policy. If cancelled, it has to end."""
 
     async def __call__(self, access: Access) -> str:

@@ -18,7 +18,7 @@ from ....dataflow.errors import ConfigError
 from ....dataflow.option_checks import check_range
 from ...data.task import Task, TaskSpec, build_task
 from ..programs.endpoint import check_extra
-from ..programs.program import Access, CommandProgram, FunctionProgram, Program
+from ..programs.program import Access, AgentProgram, CommandProgram, FunctionProgram
 from ..tools.functions import imported
 from .tool_task import AnsweredOtherwise
 
@@ -83,7 +83,7 @@ class ProgramTask(AnsweredOtherwise):
         self.max_branches = spec.max_branches
 
     @override
-    def program(self, problem: int) -> Program:
+    def program(self, problem: int) -> AgentProgram:
         return self._program
 
 

@@ -107,7 +107,7 @@ def run_base(algorithm: str) -> _Base:
     composed.pop("resume")
     config = run_config(composed)
     run = resolve(config)
-    keys = dict(_flat(dumped(config, run)))
+    keys = dict(_flat(dumped(run)))
     role_keys = RoleConfig().model_dump(mode="json")
     options = {name: None for spec in _OPTIONS for name in fields_of(spec) or ()}
     for role in run.main.graph.roles:

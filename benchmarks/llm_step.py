@@ -139,7 +139,7 @@ class Comparison:
         self._folder, self._model, self._number = folder, model, 0
         self._typed = words(model, WARM_UP + num_updates, 0)
         job = job_of(self._typed)
-        self.dtype = job.run.model.dtype
+        self.dtype = job.model.dtype
         self.case = prompts_of(job)
 
     def ours(self, peaks: dict[str, float]) -> dict[str, Any]:

@@ -158,7 +158,11 @@ def _plain_docstrings() -> Generator[None]:
     """
     utils: Any = transformers.utils
     completes = utils.auto_docstring
-    utils.auto_docstring = lambda kind=None, **_: kind or (lambda kind: kind)
+
+    def unchanged(kind: Any = None, **_: Any) -> Any:
+        return kind or unchanged  # also where it is called with options first
+
+    utils.auto_docstring = unchanged
     try:
         yield
     finally:

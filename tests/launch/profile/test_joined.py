@@ -16,7 +16,7 @@ from penstock.planner.cost.calibration import Calibration
 from penstock.planner.report.plan_texts import cluster_text
 from penstock.workers.executors.assignment import Machine
 from penstock.workers.executors.executor_kind import ExecutorKind
-from penstock.workers.executors.registry import DEFAULT_EXECUTOR, PARALLEL_EXECUTOR
+from penstock.workers.executors.registry import DEFAULT_EXECUTOR, EXECUTORS, PARALLEL_EXECUTOR
 
 from ...workers.executors.on_ray.two_nodes import ray_folder, two_nodes
 from ..conftest import Penstock
@@ -71,7 +71,7 @@ def test_a_plan_uses_what_both_nodes_measured(
 @pytest.mark.slow
 def test_a_rank_that_does_not_end_in_time(address: str) -> None:
     with pytest.raises(WorkerError) as caught:
-        joined_ranks(PARALLEL_EXECUTOR, [request(deadline_s=1.0)], [{}])
+        joined_ranks(EXECUTORS[PARALLEL_EXECUTOR], [request(deadline_s=1.0)], [{}])
     assert str(caught.value) == (
         "rank 0 of the profile did not end within 1 s; give it longer: deadline_s=..."
     )
@@ -110,7 +110,7 @@ def test_every_machine_with_such_devices_has_ranks() -> None:
 
 
 def test_an_executor_that_gives_its_processes_to_nobody() -> None:
-    kind = ExecutorKind(name="own:EXECUTOR", create=DEFAULT_EXECUTOR.create)
+    kind = ExecutorKind(name="own:EXECUTOR", create=EXECUTORS[DEFAULT_EXECUTOR].create)
     with pytest.raises(ConfigError) as caught:
         joined_ranks(kind, [request()], [{}])
     assert str(caught.value) == (

@@ -18,7 +18,7 @@ import pytest
 import torch
 from penstock.algorithms.roles import Reward
 from penstock.dataflow.errors import ConfigError, WorkerError
-from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, drain_metrics
+from penstock.dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
 from penstock.workers.rewards.chat_client import ChatClient, ChatClientOptions, ChatError
@@ -151,7 +151,6 @@ def test_a_verdict_is_a_score_from_0_to_1(server: Server, task: FileTaskSpec) ->
         task=task, tokenizer=TokenizerSpec(), url=server.url, model="tiny", system="Be fair."
     )
     reward = pickle.loads(pickle.dumps(spec)).build(CONTEXT)
-    assert isinstance(spec, WorkerSpec)
     assert isinstance(reward, Reward)
     assert score(reward, "1234", "1234567890", "") == pytest.approx([0.4, 1.0, 0.0])
     request = server.requests[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from penstock.algorithms.ops.rewards import process_reward
 from penstock.algorithms.roles import ProcessReward
-from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, drain_metrics
+from penstock.dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
 from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
@@ -58,7 +58,6 @@ def test_the_last_step_s_score_is_the_reward_model_s(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     folder = ModelSpec(folder=str(tmp_path))
     spec = TorchProcessRewardSpec(model=folder, tokenizer=TOKENIZER, sigmoid=False)
-    assert isinstance(spec, WorkerSpec)
     prm = spec.build(CONTEXT)
     assert isinstance(prm, ProcessReward)
     tokens, mask = rows("1\n2\n3", "12", "\n")

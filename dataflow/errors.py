@@ -99,14 +99,7 @@ def one_process() -> Generator[None]:
 
 @contextmanager
 def no_exit(kind: type[PenstockError] | None = None) -> Generator[None]:
-    """Around code of the user's: it neither ends the run by `sys.exit` nor doubles it by a fork.
-
-    Args:
-        kind: What to raise; a `WorkerError` by default.
-
-    Raises:
-        PenstockError: If the body calls `sys.exit` or raises what only Python itself should.
-    """
+    """Around code of the user's: it neither ends the run by `sys.exit` nor doubles it by a fork."""
     try:
         with one_process():
             yield

@@ -66,11 +66,7 @@ class DType(Enum):
 
 @dataclass(frozen=True)
 class Spec:
-    """Dtype and axes of a column; prints as `f32[sample, item~]`.
-
-    Raises:
-        ValueError: If a ragged axis stands anywhere but second.
-    """
+    """Dtype and axes of a column; prints as `f32[sample, item~]`."""
 
     dtype: DType
     axes: tuple[Axis, ...]
@@ -91,12 +87,7 @@ class Spec:
         return Spec(self.dtype, tuple(binding.get(axis, axis) for axis in self.axes))
 
     def binding_to(self, other: Spec, binding: Mapping[Axis, Axis]) -> dict[Axis, Axis] | None:
-        """The axes that free ones stand for if `other` is to be of this spec; None if it cannot be.
-
-        Args:
-            other: A spec without free axes.
-            binding: What the free axes stand for already.
-        """
+        """The axes that free ones stand for if `other` is to be of this spec; else None."""
         found = dict(binding)
         if other.dtype is not self.dtype or len(other.axes) != len(self.axes):
             return None

@@ -76,17 +76,7 @@ def call_scope(
     lag: int = 0,
     in_flight: bool = False,
 ) -> AbstractContextManager[None]:
-    """Context manager: the one role call made inside is call number `ordinal` of `step`.
-
-    Args:
-        step: The run's step.
-        ordinal: The call's number among those of its method.
-        staleness: See `call_staleness`.
-        piece: See `call_piece`.
-        version: See `call_version`.
-        lag: See `call_lag`.
-        in_flight: See `call_in_flight`.
-    """
+    """Context manager: the one role call made inside is call number `ordinal` of `step`."""
     return _entered(_Scope(step, ordinal, staleness, piece, version, lag, in_flight))
 
 
@@ -177,9 +167,6 @@ def deadline(seconds: float) -> Generator[None]:
 
     The body takes what it takes outside the main thread, where the platform has no such signal,
     where something else uses it, and under a debugger.
-
-    Raises:
-        DeadlineExceeded: In the body.
     """
     able = (
         threading.current_thread() is threading.main_thread()

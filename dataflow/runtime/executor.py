@@ -234,11 +234,7 @@ class Executor(ABC):
 
 
 def groups_of(programs: Mapping[str, Program]) -> list[DeviceGroup]:
-    """Every group named by any program, once.
-
-    Raises:
-        PlanError: If two programs declare a group differently.
-    """
+    """Every group named by any program, once."""
     groups: dict[str, DeviceGroup] = {}
     for program in programs.values():
         for group in program.placement.groups:
@@ -300,11 +296,7 @@ def build_role(name: str, worker: WorkerSpec | Role, context: WorkerContext) -> 
 
 
 def check_workers(graph: Graph, workers: Mapping[str, WorkerSpec | Role]) -> None:
-    """Every role of the graph must be provided, and nothing else.
-
-    Raises:
-        ConfigError: Naming the roles that are missing or unknown.
-    """
+    """Every role of the graph must be provided, and nothing else."""
     missing = [role for role in graph.roles if role not in workers]
     if missing:
         role = missing[0]

@@ -53,11 +53,7 @@ T = TypeVar("T")
 
 
 def pack_table(table: Any) -> Part:
-    """Return a table's columns, in the order of its fields.
-
-    Raises:
-        WorkerError: If a column contradicts its annotation, or a ragged one has no ids beside it.
-    """
+    """Return a table's columns, in the order of its fields."""
     columns = [(name, spec, getattr(table, name)) for name, spec in _specs(type(table))]
     lengths: dict[tuple[Any, Any], Tensor] = {}
     for _, spec, column in columns:

@@ -30,75 +30,52 @@ Handle = object
 
 @dataclass(frozen=True)
 class NodeCall:
-    """A call of a node of any kind but a source.
+    """A call of a node of any kind but a source."""
 
-    Attributes:
-        node: Name of the node.
-        step: The step it belongs to.
-        chunk: Which chunk, or None if the node sees the whole batch.
-        inputs: Producing node -> handles of its parts, in chunk order.
-        versions: Trained role -> version of its weights that the call must see.
-        staleness: See `call_staleness`.
-        piece: See `call_piece`.
-    """
-
-    node: str
-    step: int
-    chunk: int | None
+    node: str  # Name of the node
+    step: int  # The step it belongs to
+    chunk: int | None  # Which chunk, or None if the node sees the whole batch
+    # Producing node -> handles of its parts, in chunk order.
     inputs: Mapping[str, tuple[Handle, ...]]
+    # Trained role -> version of its weights that the call must see.
     versions: tuple[tuple[str, int], ...] = ()
-    staleness: int | None = None
-    piece: Piece = "whole"
+    staleness: int | None = None  # See `call_staleness`
+    piece: Piece = "whole"  # See `call_piece`
 
 
 @dataclass(frozen=True)
 class NextAnswer:
-    """A request for one more answer of the calls that were begun together.
+    """A request for one more answer of the calls that were begun together."""
 
-    Attributes:
-        node: Name of the node.
-        step: The step.
-        number: How many are answered before it. Which calls these are follows from the calls alone,
-            so that a process that had to begin again gives the same.
-        versions: Trained role -> version of its weights that is to be read from here on.
-        given: Of calls that take newer weights in flight, the chunks that were answered before: a
-            process that had to begin again leaves them out. Such a request may end without an
-            answer, so that weights can come; it is made again then. None of other calls.
-    """
-
-    node: str
+    node: str  # Name of the node
     step: int
+    # How many are answered before it. Which calls these are follows from the calls alone, so that a
+    # process that had to begin again gives the same.
     number: int
+    # Trained role -> version of its weights that is to be read from here on.
     versions: tuple[tuple[str, int], ...] = ()
+    # Of calls that take newer weights in flight, the chunks that were answered before: a process
+    # that had to begin again leaves them out. Such a request may end without an answer, so that
+    # weights can come; it is made again then. None of other calls.
     given: tuple[int | None, ...] | None = None
 
 
 @dataclass(frozen=True)
 class HeldLayout:
-    """The layout in which a group holds a role's weights; only executors and workers read it.
+    """The layout in which a group holds a role's weights; only executors and workers read it."""
 
-    Attributes:
-        sends: What the processes of rank 0 hold, which export for all.
-        receives: What all processes hold, or are to hold.
-    """
-
-    sends: Any
-    receives: Any
+    sends: Any  # What the processes of rank 0 hold, which export for all
+    receives: Any  # What all processes hold, or are to hold
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The progress of a process with what it was given to save last.
+    """The progress of a process with what it was given to save last."""
 
-    Attributes:
-        writing: Whether it is still being written.
-        files: What has been written since it was taken, by the names in the checkpoint's folder.
-        failed: What kept it from being written; "" if nothing did.
-    """
-
-    writing: bool
+    writing: bool  # Whether it is still being written
+    # What has been written since it was taken, by the names in the checkpoint's folder.
     files: Mapping[str, WrittenFile] = field(default_factory=dict[str, WrittenFile])
-    failed: str = ""
+    failed: str = ""  # What kept it from being written; "" if nothing did
 
 
 H = TypeVar("H")
@@ -110,18 +87,13 @@ Needs = Literal["workers", "device", "nothing"]
 
 @dataclass(frozen=True)
 class Work:
-    """A method of `Host` that a rank is to call, made by `work`.
+    """A method of `Host` that a rank is to call, made by `work`."""
 
-    Attributes:
-        method: The method; a rank calls what its own host has by this name.
-        arguments: Picklable. The first names the role, or is a `NodeCall` or a `NextAnswer`, unless
-            the method works without workers.
-        named: Further arguments by name.
-    """
-
-    method: Callable[..., Any]
+    method: Callable[..., Any]  # The method; a rank calls what its own host has by this name
+    # Picklable. The first names the role, or is a `NodeCall` or a `NextAnswer`, unless the method
+    # works without workers.
     arguments: tuple[Any, ...]
-    named: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    named: Mapping[str, Any] = field(default_factory=dict[str, Any])  # Further arguments by name
 
     @property
     def name(self) -> str:
@@ -166,46 +138,32 @@ def _marked(method: F, **marks: str) -> F:
 
 @dataclass(frozen=True)
 class Report:
-    """A worker's report about work it has done; a few hundred bytes.
+    """A worker's report about work it has done; a few hundred bytes."""
 
-    Attributes:
-        start_s: Wall-clock start, seconds since the epoch.
-        end_s: Wall-clock end.
-        metrics: Named numbers of this call, to be merged over chunks and ranks.
-        num_rows: Rows in each stored part.
-        num_bytes: Bytes of the stored parts.
-        answer: What the method returned, if that was no `Outcome`.
-        chunk: Which of the calls begun together is answered; None if they have paused.
-        size: Length of its longest row.
-        peak_bytes: The most that torch had allocated on this process's CUDA device during a call,
-            what its workers always hold included; 0 where there is none.
-        made: Of each stored part that is trained on, its digest; see `recovery/ledger.py`.
-        taken: Of a train call, for each part that it was given: who made it, its rows, its digest.
-    """
-
-    start_s: float
-    end_s: float
+    start_s: float  # Wall-clock start, seconds since the epoch
+    end_s: float  # Wall-clock end
+    # Named numbers of this call, to be merged over chunks and ranks.
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
-    num_rows: tuple[int, ...] = ()
-    num_bytes: int = 0
-    answer: Any = None
+    num_rows: tuple[int, ...] = ()  # Rows in each stored part
+    num_bytes: int = 0  # Bytes of the stored parts
+    answer: Any = None  # What the method returned, if that was no `Outcome`
+    # Which of the calls begun together is answered; None if they have paused.
     chunk: int | None = None
-    size: int = 0
+    size: int = 0  # Length of its longest row
+    # The most that torch had allocated on this process's CUDA device during a call, what its
+    # workers always hold included; 0 where there is none.
     peak_bytes: int = 0
+    # Of each stored part that is trained on, its digest; see `recovery/ledger.py`.
     made: tuple[int, ...] = ()
+    # Of a train call, for each part that it was given: who made it, its rows, its digest.
     taken: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Result:
-    """Work done: the report, and what the executor is to store.
+    """Work done: the report, and what the executor is to store."""
 
-    Attributes:
-        report: See `Report`.
-        parts: Output chunks: one for a chunked call, all of them for a whole-batch call.
-        weights: An exported snapshot, or what stands for its slices.
-    """
-
-    report: Report
+    report: Report  # See `Report`
+    # Output chunks: one for a chunked call, all of them for a whole-batch call.
     parts: tuple[Part, ...] = ()
-    weights: Any = None
+    weights: Any = None  # An exported snapshot, or what stands for its slices

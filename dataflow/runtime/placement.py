@@ -22,15 +22,12 @@ from .remote_inference import remote_methods
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A node of the cluster that a placement was made for.
+    """A node of the cluster that a placement was made for."""
 
-    Attributes:
-        number: Its number there. What has one number runs on one machine, and what has another
-            number on another.
-        labels: What a machine must be labeled with to stand for it.
-    """
-
+    # Its number there. What has one number runs on one machine, and what has another number on
+    # another.
     number: int
+    # What a machine must be labeled with to stand for it.
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -299,17 +296,7 @@ def follow(graph: Graph, main: Graph, placement: Placement) -> Placement:
 
 
 def flow_of(graph: Graph, placement: Placement, schedule: Schedule | None = None) -> Flow:
-    """The graph and its placement as the scheduler sees them.
-
-    Args:
-        graph: The step.
-        placement: Where its nodes run.
-        schedule: Whether what can stream does, and rollouts go on in later steps; synchronous by
-            default.
-
-    Raises:
-        PlanError: If a node has no group, a group is unknown, or one role trains in two groups.
-    """
+    """The graph and its placement as the scheduler sees them."""
     check_placement(graph, placement)
     homes = {role: placement.home(graph, role) or "" for role in graph.trains_per_step}
     schedule = schedule or Schedule()

@@ -23,13 +23,7 @@ class Source(Protocol):
 def read_source(
     node: Node, source: Source, step: int, num_chunks: int, deadline_s: float
 ) -> tuple[Part, ...]:
-    """A step's rows from the source of `node`, packed and cut into chunks.
-
-    Raises:
-        ConfigError: If it gives something else than the table the step function takes.
-        TimeoutError: If it takes longer than `deadline_s`, where that can be noticed.
-        Exception: Whatever the source raises, untouched.
-    """
+    """A step's rows from the source of `node`, packed and cut into chunks."""
     try:
         with no_exit(), deadline(deadline_s):
             table = source.batch(step)

@@ -63,18 +63,7 @@ def step_result(
     weights_s: Sequence[tuple[float, float]] = (),
     mirrored_bytes: int = 0,
 ) -> StepResult:
-    """Put together what ranks report of the tasks of a step.
-
-    Args:
-        graph: The step.
-        placement: Where its nodes run.
-        completed: The step that is complete.
-        done: Its tasks, of each rank that had part in them.
-        controller_bytes: Bytes that passed through the controller since the step before.
-        kept: What is kept of it.
-        weights_s: See `StepResult`.
-        mirrored_bytes: See `StepResult`.
-    """
+    """Put together what ranks report of the tasks of a step."""
     rows: dict[str, int] = {}
     for one in done:
         made = one.report.num_rows if one.report.chunk is None else one.report.num_rows[:1]

@@ -26,28 +26,24 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExecutorKind:
-    """A kind of executor.
+    """A kind of executor."""
 
-    Attributes:
-        name: What the configuration and messages call it.
-        create: Makes one that is not started, from the threads of each process (None for an equal
-            share of the cores) and the weight channel; see `Supervisor`.
-        has_processes: Whether groups and ranks are processes of their own; otherwise there is one
-            group of one rank, and no weights travel.
-        package: What must be installed, as it is imported and as it is called; None if nothing.
-        connect: Starts what its processes live in, or joins it, as the first executor would; what
-            provides them, or None if nobody else can use it.
-        machines: The machines of the cluster that its processes run on, those first that are taken
-            first; none if they run on this one.
-        end: Ends what stopped executors of the kind have left running for the next.
-    """
-
-    name: str
+    name: str  # What the configuration and messages call it
+    # Makes one that is not started, from the threads of each process (None for an equal share of
+    # the cores) and the weight channel; see `Supervisor`.
     create: Callable[[int | None, Transport], Executor]
+    # Whether groups and ranks are processes of their own; otherwise there is one group of one rank,
+    # and no weights travel.
     has_processes: bool = True
+    # What must be installed, as it is imported and as it is called; None if nothing.
     package: str | None = None
+    # Starts what its processes live in, or joins it, as the first executor would; what provides
+    # them, or None if nobody else can use it.
     connect: Callable[[], ProcessBackend | None] = _nothing
+    # The machines of the cluster that its processes run on, those first that are taken first; none
+    # if they run on this one.
     machines: Callable[[], Sequence[Machine]] = tuple[Machine, ...]
+    # Ends what stopped executors of the kind have left running for the next.
     end: Callable[[], None] = _nothing
 
     @property
@@ -56,11 +52,7 @@ class ExecutorKind:
         return self.package is None or find_spec(self.package) is not None
 
     def make(self, num_threads: int | None, transport: Transport) -> Executor:
-        """One that is not started.
-
-        Raises:
-            ConfigError: If its package is not installed, or `create` gives something else.
-        """
+        """One that is not started."""
         if not self.is_installed:
             raise ConfigError(
                 f"executor={self.name} needs the package {self.package}, which is not installed\n"

@@ -45,17 +45,7 @@ def stream_generator(
 def row_uniforms(
     key: NDArray[np.uint64], prompt_id: NDArray[np.int64], sample: NDArray[np.int64], count: int
 ) -> Tensor:
-    """Uniform numbers strictly inside (0, 1) for the first `count` positions of every row.
-
-    Args:
-        key: From `stream_key`.
-        prompt_id: i64[rows]; which prompt each row answers.
-        sample: i64[rows]; which of the prompt's samples it is.
-        count: Positions per row.
-
-    Returns:
-        f64[rows, count]; column t does not depend on `count`. The resolution is 2^-32.
-    """
+    """Uniform numbers strictly inside (0, 1) for the first `count` positions of every row."""
     # One bit generator whose counter is set per row: building 256 of them costs 16 ms, this 0.5 ms.
     source = np.random.Philox(key=key)
     state = source.state
@@ -73,22 +63,15 @@ class SampleStreams:
 
     An engine that samples tokens itself takes `uniforms`; one that has random numbers of its own
     begins each response's at its seed.
-
-    Attributes:
-        seed: The run's.
-        role: The role that generates.
-        key: The call that is served.
-        prompt_id: i64[P]; which prompts.
-        num_samples: Responses to each; rows of one prompt are adjacent.
-        steps: i64[P]; the step in which each prompt's responses began, whose streams they go on
-            with. None if all begin in the step of `key`.
     """
 
-    seed: int
-    role: str
-    key: CallKey
-    prompt_id: Tensor
-    num_samples: int
+    seed: int  # The run's
+    role: str  # The role that generates
+    key: CallKey  # The call that is served
+    prompt_id: Tensor  # i64[P]; which prompts
+    num_samples: int  # Responses to each; rows of one prompt are adjacent
+    # i64[P]; the step in which each prompt's responses began, whose streams they go on with. None
+    # if all begin in the step of `key`.
     steps: Tensor | None = None
 
     def uniforms(self, count: int) -> Tensor:
@@ -106,12 +89,7 @@ class SampleStreams:
         return numbers
 
     def seeds(self, lengths: Sequence[int] | None = None) -> list[int]:
-        """63 bits for each response.
-
-        Args:
-            lengths: Tokens of each that have been sampled before, 0 by default. One that goes on
-                gets another seed than it began with, or it would meet the same numbers again.
-        """
+        """63 bits for each response."""
         ids = self.prompt_id.tolist()
         steps = [self.key.step] * len(ids) if self.steps is None else self.steps.tolist()
         rows = list(product(zip(steps, ids, strict=True), range(self.num_samples)))
@@ -145,21 +123,7 @@ def turn_seed(
 def sample_token(
     logits: Tensor, uniform: Tensor, temperature: float, *, waits: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token per row by inverting the cumulative distribution.
-
-    Args:
-        logits: [rows, V], any float dtype.
-        uniform: f64[rows] in (0, 1), on the same device.
-        temperature: Divides the logits; 0 takes the most likely token, whose log-probability
-            is then 0.
-        waits: Whether the host may look at what was computed, which is faster on the CPU. Elsewhere
-            it never does: the tokens are the same unless a number falls within about 1e-12 of where
-            the share of a token of a large vocabulary begins or ends.
-
-    Returns:
-        Token i64[rows] and its log-probability f32[rows] at `temperature`; nan where logits are
-        not finite, whatever the token is then.
-    """
+    """Sample one token per row by inverting the cumulative distribution."""
     if temperature == 0:
         token = logits.argmax(-1)
         top = logits.gather(-1, token[:, None])[:, 0].float()

@@ -23,19 +23,12 @@ Receiver = tuple[str, int]
 
 @dataclass(frozen=True, eq=False)
 class Offer:
-    """The packets that a process has published: all that the controller sees of them.
+    """The packets that a process has published: all that the controller sees of them."""
 
-    Attributes:
-        group: Of the process.
-        process: Its number there.
-        number: Of the offer, among those of this process.
-        places: Where each receiver's packet is, in terms of the channel.
-    """
-
-    group: str
-    process: int
-    number: int
-    places: Mapping[Receiver, Any]
+    group: str  # Of the process
+    process: int  # Its number there
+    number: int  # Of the offer, among those of this process
+    places: Mapping[Receiver, Any]  # Where each receiver's packet is, in terms of the channel
 
     def __str__(self) -> str:
         return f"the weights of process {self.process} of group '{self.group}'"
@@ -43,27 +36,19 @@ class Offer:
 
 @dataclass(frozen=True)
 class ChannelEnd:
-    """The process that a channel is in, as the channel may use it.
+    """The process that a channel is in, as the channel may use it."""
 
-    Attributes:
-        group: Of the process.
-        process: Its number there.
-        host: The address on which it may listen; the other processes can connect to it there.
-        deadline_s: How long a packet may take, from the moment somebody asks for it.
-        put: Stores an object in the executor's object store, and gives a reference to it.
-        get: What references stand for; raises if that is not there within some seconds.
-    """
-
-    group: str
-    process: int
-    host: str
-    deadline_s: float
+    group: str  # Of the process
+    process: int  # Its number there
+    host: str  # The address on which it may listen; the other processes can connect to it there
+    deadline_s: float  # How long a packet may take, from the moment somebody asks for it
+    # Stores an object in the executor's object store, and gives a reference to it.
     put: Callable[[Any], Any]
+    # What references stand for; raises if that is not there within some seconds.
     get: Callable[[Sequence[Any], float], list[Any]]
 
     @property
     def name(self) -> Receiver:
-        """As senders name it."""
         return self.group, self.process
 
 

@@ -26,7 +26,7 @@ from penstock.workers.engines.torch_engine.specs import TorchGeneratorSpec, Torc
 from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.rollout.generator_policy import GeneratorPolicy, SplitPolicySpec
-from penstock.workers.rollout.responses import Begun, Ended
+from penstock.workers.rollout.responses import BegunRows, EndedRows
 from penstock.workers.rollout.sampling import SampleStreams, row_uniforms, stream_key
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
@@ -135,8 +135,8 @@ class GivenLengths:
             prompt: Tensor,
             streams: SampleStreams,
             sampling: Sampling,
-            begun: Begun | None = None,
-        ) -> Iterator[Ended]:
+            begun: BegunRows | None = None,
+        ) -> Iterator[EndedRows]:
             length = lengths(streams.prompt_id, streams.num_samples, self.mean)
             barred = replace(sampling, min_new_tokens=sampling.max_new_tokens)
             for ended in stream(prompt, streams, barred, _to(length, sampling, begun)):
@@ -147,12 +147,12 @@ class GivenLengths:
         return policy
 
 
-def _to(length: Tensor, sampling: Sampling, begun: Begun | None) -> Begun:
+def _to(length: Tensor, sampling: Sampling, begun: BegunRows | None) -> BegunRows:
     """That a call may go on to a length, i64[rows], and no further."""
     if begun is None:
         token = torch.full((len(length), sampling.max_new_tokens), -1)
         ended = torch.zeros(len(length), dtype=torch.bool)
-        return Begun(token, torch.zeros(token.shape), ended, length)
+        return BegunRows(token, torch.zeros(token.shape), ended, length)
     rest = length - (begun.token >= 0).sum(1).cpu()
     return replace(begun, most_new=torch.minimum(rest, torch.as_tensor(begun.most_new)))
 

@@ -35,7 +35,7 @@ class Item:
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class DrawnLine:
     """A piece of an arrow: from an item to an item of the next layer."""
 
     upper: Item
@@ -44,11 +44,11 @@ class Line:
 
 
 @dataclass
-class Layout:
+class DrawingLayout:
     """Items by layer, left to right, and the lines between neighboring layers."""
 
     layers: list[list[Item]]
-    lines: list[Line]
+    lines: list[DrawnLine]
     boxes: dict[str, Item] = field(default_factory=dict[str, Item])
 
     @property
@@ -60,7 +60,7 @@ def lay_out(
     generations: Sequence[Sequence[str]],
     widths: Mapping[str, float],
     arrows: Iterable[tuple[str, str, str]],
-) -> Layout:
+) -> DrawingLayout:
     """Place boxes and lines."""
     layout = _with_bends(generations, widths, arrows)
     _reduce_crossings(layout)
@@ -72,9 +72,9 @@ def _with_bends(
     generations: Sequence[Sequence[str]],
     widths: Mapping[str, float],
     arrows: Iterable[tuple[str, str, str]],
-) -> Layout:
+) -> DrawingLayout:
     layers = [[Item(n, "", depth, widths[n]) for n in row] for depth, row in enumerate(generations)]
-    layout = Layout(layers, [], {item.name: item for layer in layers for item in layer})
+    layout = DrawingLayout(layers, [], {item.name: item for layer in layers for item in layer})
     bends: dict[tuple[str, str, int], Item] = {}
     for source, target, kind in arrows:
         upper, lower = layout.boxes[source], layout.boxes[target]
@@ -83,19 +83,19 @@ def _with_bends(
             if bend is None:
                 bend = bends[source, kind, depth] = Item(source, kind, depth, _BEND_WIDTH)
                 layers[depth].append(bend)
-                layout.lines.append(Line(upper, bend, kind))
+                layout.lines.append(DrawnLine(upper, bend, kind))
             upper = bend
-        layout.lines.append(Line(upper, lower, kind))
+        layout.lines.append(DrawnLine(upper, lower, kind))
     return layout
 
 
-def _neighbors(layout: Layout, item: Item, *, above: bool) -> list[Item]:
+def _neighbors(layout: DrawingLayout, item: Item, *, above: bool) -> list[Item]:
     if above:
         return [line.upper for line in layout.lines if line.lower is item]
     return [line.lower for line in layout.lines if line.upper is item]
 
 
-def _reduce_crossings(layout: Layout) -> None:
+def _reduce_crossings(layout: DrawingLayout) -> None:
     best, fewest = [list(layer) for layer in layout.layers], _crossings(layout)
     for sweep in range(_SWEEPS):
         down = sweep % 2 == 0
@@ -109,7 +109,7 @@ def _reduce_crossings(layout: Layout) -> None:
     layout.layers[:] = best
 
 
-def _places(layout: Layout) -> dict[int, float]:
+def _places(layout: DrawingLayout) -> dict[int, float]:
     return {
         id(item): (index + 0.5) / len(layer)
         for layer in layout.layers
@@ -117,12 +117,12 @@ def _places(layout: Layout) -> dict[int, float]:
     }
 
 
-def _rank(layout: Layout, item: Item, place: Mapping[int, float], *, above: bool) -> float:
+def _rank(layout: DrawingLayout, item: Item, place: Mapping[int, float], *, above: bool) -> float:
     near = [place[id(other)] for other in _neighbors(layout, item, above=above)]
     return mean(near) if near else place[id(item)]
 
 
-def _swap_neighbors(layout: Layout) -> None:
+def _swap_neighbors(layout: DrawingLayout) -> None:
     improved = True
     while improved:
         improved = False
@@ -136,7 +136,7 @@ def _swap_neighbors(layout: Layout) -> None:
                     layer[index], layer[index + 1] = layer[index + 1], layer[index]
 
 
-def _crossings(layout: Layout, gaps: Iterable[int] | None = None) -> int:
+def _crossings(layout: DrawingLayout, gaps: Iterable[int] | None = None) -> int:
     place = {id(item): n for layer in layout.layers for n, item in enumerate(layer)}
     total = 0
     for gap in range(len(layout.layers)) if gaps is None else gaps:
@@ -149,7 +149,7 @@ def _crossings(layout: Layout, gaps: Iterable[int] | None = None) -> int:
     return total
 
 
-def _place(layout: Layout) -> None:
+def _place(layout: DrawingLayout) -> None:
     for layer in layout.layers:
         left = 0.0
         for item in layer:
@@ -165,7 +165,7 @@ def _place(layout: Layout) -> None:
             item.x -= left
 
 
-def _wanted(layout: Layout, item: Item) -> tuple[float, float]:
+def _wanted(layout: DrawingLayout, item: Item) -> tuple[float, float]:
     pulls = [
         (_stiffness(line), line.lower.x if line.upper is item else line.upper.x)
         for line in layout.lines
@@ -177,7 +177,7 @@ def _wanted(layout: Layout, item: Item) -> tuple[float, float]:
     return sum(weight * x for weight, x in pulls) / strength, strength
 
 
-def _stiffness(line: Line) -> float:
+def _stiffness(line: DrawnLine) -> float:
     return (1.0, 3.0, 12.0)[bool(line.upper.kind) + bool(line.lower.kind)]
 
 

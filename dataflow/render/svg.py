@@ -13,7 +13,7 @@ import networkx as nx
 
 from ..graph.graph import Graph, Node, NodeKind
 from .edges import ArrowKind, DrawnArrow, arrows_of
-from .layout import Item, Line, lay_out
+from .layout import DrawnLine, Item, lay_out
 
 KIND_FILLS: Mapping[NodeKind, str] = {
     NodeKind.SOURCE: "#eaeef2",
@@ -165,7 +165,7 @@ class _Drawing:
         first = item.x - spread * (len(order) - 1) / 2
         return {kind: first + spread * index for index, kind in enumerate(order)}
 
-    def _line(self, line: Line) -> str:
+    def _line(self, line: DrawnLine) -> str:
         upper, lower = line.upper, line.lower
         x0 = self._exits(upper)[line.kind]
         start = self.box_tops[upper.layer] + self._box_height(upper.name)

@@ -13,7 +13,7 @@ from ..file_errors import file_error
 from ..scheduler.events import Task
 from ..scheduler.schedule import Deadline
 from .executor import Completion, Executor, Restart
-from .messages import Work
+from .messages import RankWork
 from .recovery.limits import Told, WorkerLost
 
 POLL_S = 1.0
@@ -107,7 +107,7 @@ class Dispatcher:
         self._closed = True
 
     def submit(
-        self, task: Task | None, program: str, group: str, works: Mapping[int, Work]
+        self, task: Task | None, program: str, group: str, works: Mapping[int, RankWork]
     ) -> Submission:
         """Hand one piece of work to each of the given ranks."""
         self._check_open()
@@ -148,7 +148,7 @@ class Dispatcher:
         return answers
 
     def perform_now(
-        self, program: str, group: str, works: Mapping[int, Work], deadline: Deadline
+        self, program: str, group: str, works: Mapping[int, RankWork], deadline: Deadline
     ) -> Submission:
         """Submit work and wait until all its ranks are done.
 

@@ -17,7 +17,7 @@ import torch
 from ..errors import ConfigError, PlanError, no_exit
 from ..graph.graph import Graph
 from ..graph.role import Role
-from .messages import Handle, Part, Report, Work
+from .messages import Handle, Part, RankWork, Report
 from .placement import DeviceGroup, Placement
 from .recovery.limits import Recovery, Restart
 from .worker_protocol import WorkerContext, WorkerSpec, is_spec
@@ -151,7 +151,7 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
+    def submit(self, ticket: int, program: str, group: str, rank: int, work: RankWork) -> None:
         """Queue work on one rank; ranks do theirs in the order of submission."""
 
     @abstractmethod

@@ -35,10 +35,10 @@ from .messages import (
     NextAnswer,
     NodeCall,
     Part,
+    RankWork,
     Report,
     Result,
     SaveReport,
-    Work,
     anywhere,
     sets,
     without_workers,
@@ -113,7 +113,7 @@ Fetch = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class HostOutcome:
     """Results of a method of `Host` besides an answer; see `Report` and `Result`."""
 
     parts: tuple[Part, ...] = ()
@@ -158,7 +158,7 @@ class Host:
         self._feeding = feeding(graph)
         self._given: dict[str, list[Part]] = {}
 
-    def perform(self, work: Work) -> Result:
+    def perform(self, work: RankWork) -> Result:
         """Do one piece of work, with the workers concerned on the device.
 
         Raises:
@@ -172,7 +172,7 @@ class Host:
             torch.cuda.reset_peak_memory_stats()
         with on_device(self._workers_of(work)), no_exit():
             found = getattr(self, work.name)(*work.arguments, **work.named)
-        one = found if isinstance(found, Outcome) else Outcome()
+        one = found if isinstance(found, HostOutcome) else HostOutcome()
         report = Report(
             start_s if one.start_s is None else one.start_s,
             time.time(),
@@ -188,7 +188,7 @@ class Host:
         )
         return Result(report, one.parts, one.weights)
 
-    def _workers_of(self, work: Work) -> list[Role]:
+    def _workers_of(self, work: RankWork) -> list[Role]:
         if work.needs != "workers":
             return []
         subject = work.arguments[0]
@@ -206,9 +206,9 @@ class Host:
 
     # --- weights
 
-    def export_weights(self, role: str) -> Outcome:
+    def export_weights(self, role: str) -> HostOutcome:
         """Snapshot a role's weights."""
-        return Outcome(weights=self.roles[role].export_weights())
+        return HostOutcome(weights=self.roles[role].export_weights())
 
     @sets("weights")
     def import_weights(self, role: str, weights: Handle, version: int = 0) -> None:
@@ -227,7 +227,7 @@ class Host:
         """The layout in which the group holds a role's weights; None if its worker has none."""
         return None
 
-    def export_slices(self, role: str, receivers: Mapping[str, Any], version: int) -> Outcome:
+    def export_slices(self, role: str, receivers: Mapping[str, Any], version: int) -> HostOutcome:
         """Snapshot what other groups lack of a role's weights, apart for each of their processes.
 
         Args:
@@ -272,9 +272,9 @@ class Host:
         return refusal_of(lambda: save_part(found, path), path)
 
     @without_workers
-    def load_part(self, file: str) -> Outcome:
+    def load_part(self, file: str) -> HostOutcome:
         """Read a part from a safetensors file back into the store."""
-        return Outcome((load_part(Path(file)),))
+        return HostOutcome((load_part(Path(file)),))
 
     @anywhere
     def save_report(self, wait_s: float = 0.0, *, unwanted: bool = False) -> SaveReport:
@@ -298,13 +298,13 @@ class Host:
 
     # --- calls of a step
 
-    def call(self, work: NodeCall) -> Outcome:
+    def call(self, work: NodeCall) -> HostOutcome:
         """Run a node of any kind but a source."""
         for role, version in work.versions:
             self.check_version(role, version)
         parts, metrics = self._call(work)
         made = pieces_of(parts) if work.node in self._feeding else ()
-        return Outcome(parts, metrics, made=made, taken=self._taken(work))
+        return HostOutcome(parts, metrics, made=made, taken=self._taken(work))
 
     def _taken(self, work: NodeCall) -> tuple[tuple[str, int, int], ...]:
         given, self._given = self._given, {}
@@ -413,7 +413,7 @@ class Host:
 
         return one_by_one(worker, method, arguments, size)
 
-    def answer(self, work: NextAnswer) -> Outcome:
+    def answer(self, work: NextAnswer) -> HostOutcome:
         """Go on with the calls that were begun until one more is answered, or they pause."""
         for role, version in work.versions:
             self.check_version(role, version)
@@ -421,12 +421,12 @@ class Host:
         start_s, worker = stream.since_s, self.roles[node.role or ""]
         found = stream.answer(work, lambda: drain_metrics(worker))
         if found is None:
-            return Outcome(start_s=start_s)
+            return HostOutcome(start_s=start_s)
         call = stream.calls[found.call]
         stored = self._store(node, self._columns(call), found.returned, call.chunk)
         metrics = drain_metrics(worker)
         stream.since_s, self._given = time.time(), {}
-        return Outcome(
+        return HostOutcome(
             stored if found.unfinished is None else (*stored, pack_table(found.unfinished)),
             {**metrics, **_reported(self.graph, node, stored)},
             chunk=call.chunk,

@@ -26,7 +26,7 @@ from .executor import (
     methods_of,
 )
 from .host import Host
-from .messages import Handle, Part, Work
+from .messages import Handle, Part, RankWork
 from .remote_inference import ServedRole, ServedWeights
 from .worker_protocol import WorkerContext, WorkerSpec, close_workers
 
@@ -46,7 +46,7 @@ class InProcess(Executor):
         self._built: list[Role] = []
         self._roles: dict[str, list[Role]] = {}
         self._sharing = DeviceSharing(())
-        self._queue: deque[tuple[int, str, str, Work]] = deque()
+        self._queue: deque[tuple[int, str, str, RankWork]] = deque()
         self._deadline_s = 0.0
 
     def start(
@@ -124,7 +124,7 @@ class InProcess(Executor):
                 return host.roles[role]
         raise KeyError((group, role))
 
-    def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
+    def submit(self, ticket: int, program: str, group: str, rank: int, work: RankWork) -> None:
         self._queue.append((ticket, program, group, work))
 
     def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:

@@ -86,7 +86,7 @@ Needs = Literal["workers", "device", "nothing"]
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """A method of `Host` that a rank is to call, made by `work`."""
 
     method: Callable[..., Any]  # The method; a rank calls what its own host has by this name
@@ -111,9 +111,9 @@ class Work:
         return getattr(self.method, "lasting", "")
 
 
-def work(method: Callable[Concatenate[H, P], Any], *args: P.args, **named: P.kwargs) -> Work:
+def work(method: Callable[Concatenate[H, P], Any], *args: P.args, **named: P.kwargs) -> RankWork:
     """Have a method of `Host` called in a rank; arguments are checked as for the call itself."""
-    return Work(method, args, named)
+    return RankWork(method, args, named)
 
 
 def anywhere(method: F) -> F:

@@ -53,7 +53,7 @@ from .dispatcher import POLL_S, Dispatcher, Submission, describe
 from .executor import Executor, Program, Restart
 from .host import Host
 from .kept import KeptColumns
-from .messages import Handle, HeldLayout, NodeCall, Work, work
+from .messages import Handle, HeldLayout, NodeCall, RankWork, work
 from .open_streams import OpenStream, OpenStreams
 from .placement import flow_of
 from .recovery.going_back import Known, made_by
@@ -93,14 +93,14 @@ class Publication:
                 return
         self._receivers[role] = tuple(receivers)
 
-    def export(self, role: str, version: int) -> Work:
+    def export(self, role: str, version: int) -> RankWork:
         """The work of the home's rank 0."""
         if role not in self._receivers:
             return work(Host.export_weights, role)
         receivers = {group: self._known(role, group).receives for group in self._receivers[role]}
         return work(Host.export_slices, role, receivers, version)
 
-    def take(self, role: str, home: str, weights: Handle, version: int) -> Work:
+    def take(self, role: str, home: str, weights: Handle, version: int) -> RankWork:
         if role not in self._receivers:
             return work(Host.import_weights, role, weights, version)
         slices = weights if isinstance(weights, tuple) else (weights,)
@@ -356,7 +356,7 @@ class Run:
             works = self._train_works(node, instruction)
         self._submit(task, self._placement.nodes[node.name], works)
 
-    def _train_works(self, node: Node, instruction: RunTrain) -> dict[int, Work]:
+    def _train_works(self, node: Node, instruction: RunTrain) -> dict[int, RankWork]:
         task, ranks = instruction.task, instruction.ranks
         piece: Piece = "whole"
         shares = rank_shares(self._flow.num_chunks, len(ranks))
@@ -434,10 +434,10 @@ class Run:
             if not (self._looked.take(output) or self._handed.take(output)):
                 self._executor.release([self._store.pop(output)])
 
-    def _submit(self, task: Task, group: str, works: Mapping[int, Work]) -> None:
+    def _submit(self, task: Task, group: str, works: Mapping[int, RankWork]) -> None:
         self._dispatcher.submit(task, self._name, group, works)
 
-    def _on_all(self, group: str, one: Work) -> dict[int, Work]:
+    def _on_all(self, group: str, one: RankWork) -> dict[int, RankWork]:
         return dict.fromkeys(range(self.scheduler.index.num_ranks[group]), one)
 
     # --- answers

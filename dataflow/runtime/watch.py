@@ -17,7 +17,7 @@ from .checkpoint import Suspended
 from .executor import Program
 from .host import Host
 from .kept import Hold, KeptColumns
-from .messages import Handle, NodeCall, Work, work
+from .messages import Handle, NodeCall, RankWork, work
 from .placement import Placement
 
 WATCH = "watch"
@@ -47,7 +47,7 @@ class Watch:
 
     def work(
         self, step: int, inputs: Mapping[str, tuple[Handle, ...]], staleness: int | None
-    ) -> Work:
+    ) -> RankWork:
         """The message that has the worker look."""
         node = self.program.graph.nodes[-1]
         return work(Host.call, NodeCall(node.name, step, None, inputs, (), staleness))

@@ -45,7 +45,7 @@ def versions_text(versions: Versions) -> str:
 _Noted: TypeAlias = tuple[float, str, Task | str, int | None, Running | None]
 
 
-class EventLog:
+class SchedulerLog:
     """The last `max_entries` transitions, and the last one of every rank."""
 
     def __init__(self, groups: Mapping[str, int], max_entries: int) -> None:

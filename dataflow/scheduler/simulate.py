@@ -52,7 +52,7 @@ class Span:
 
 
 @dataclass
-class Simulation:
+class FlowSimulation:
     """The course of a simulated run."""
 
     # Everything the scheduler asked for, in order.
@@ -80,9 +80,9 @@ def dry_run(
     size: Callable[[NodeTask], int] = lambda task: 0,
     within_s: float = 0.0,
     keep: bool = True,
-) -> Simulation:
+) -> FlowSimulation:
     """Run `scheduler` to its end with every piece of work taking `duration_s(work)` seconds."""
-    simulation, pending, count = Simulation(), list[tuple[float, int, _Work, float]](), 0
+    simulation, pending, count = FlowSimulation(), list[tuple[float, int, _Work, float]](), 0
     instructions = scheduler.start(0.0)
     while True:
         if keep:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from .checkpoint_drain import Checkpoints
 from .events import Awaited, ResumeState, Task
 from .flow import Flow
-from .log import EventLog
+from .log import SchedulerLog
 from .rank_queues import RankPool, Running
 from .schedule import Schedule
 from .steps import FlowIndex, StepState, restored_steps
@@ -41,7 +41,7 @@ class SchedulerState:
         in_flight = together if schedule.in_flight else frozenset[str]()
         # Ranks and the tasks that wait for them.
         self.ranks = RankPool(flow.groups, flow.sharing, together, in_flight)
-        self.log = EventLog(flow.groups, max_log)  # Transitions, for stories
+        self.log = SchedulerLog(flow.groups, max_log)  # Transitions, for stories
         # When one is due, and what may still run before it.
         self.checkpoints = Checkpoints(
             self.index, self.weights, schedule, num_steps, checkpoint_every, resume.step, pauses

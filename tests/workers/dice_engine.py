@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from penstock.algorithms.roles import Sampling
 from penstock.workers.rollout.generation_engine import GenerationEngine
-from penstock.workers.rollout.responses import Begun, Ended, Responses, collected
+from penstock.workers.rollout.responses import BegunRows, EndedRows, Responses, collected
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
 from torch_models import VOCAB
@@ -51,8 +51,8 @@ class DiceEngine(GenerationEngine):
         prompt: Tensor,
         streams: SampleStreams,
         sampling: Sampling,
-        begun: Begun | None = None,
-    ) -> Iterator[Ended]:
+        begun: BegunRows | None = None,
+    ) -> Iterator[EndedRows]:
         every = self._every(prompt, streams, sampling, begun)
         dice = self.dice
         left = list(range(len(every.length)))
@@ -64,12 +64,12 @@ class DiceEngine(GenerationEngine):
                 shortest = int(every.length[left].min()) if left else 0
                 some = (every.token, every.logprob, every.length, every.finished)
                 responses = Responses(*(column[rows] for column in some))
-                yield Ended(rows, responses, dice.randint(0, shortest))
+                yield EndedRows(rows, responses, dice.randint(0, shortest))
         finally:
             self.closed = True
 
     def _every(
-        self, prompt: Tensor, streams: SampleStreams, sampling: Sampling, begun: Begun | None
+        self, prompt: Tensor, streams: SampleStreams, sampling: Sampling, begun: BegunRows | None
     ) -> Responses:
         uniform = streams.uniforms(sampling.max_new_tokens)
         limits = [sampling.longest_response(n) for n in (prompt >= 0).sum(1).tolist()]

@@ -19,7 +19,13 @@ from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rollout.generation_engine import GenerationEngine
 from penstock.workers.rollout.generator_policy import GeneratorPolicy
 from penstock.workers.rollout.response_sampler import ResponseSampler
-from penstock.workers.rollout.responses import Begun, Ended, Responses, check_stop, collected
+from penstock.workers.rollout.responses import (
+    BegunRows,
+    EndedRows,
+    Responses,
+    check_stop,
+    collected,
+)
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
 
@@ -68,8 +74,8 @@ class SlowEngine(GenerationEngine):
         prompt: Tensor,
         streams: SampleStreams,
         sampling: Sampling,
-        begun: Begun | None = None,
-    ) -> Iterator[Ended]:
+        begun: BegunRows | None = None,
+    ) -> Iterator[EndedRows]:
         """Sample one response after another, computing its whole text anew for each token."""
         uniform = streams.uniforms(sampling.max_new_tokens)
         sampler = ResponseSampler(

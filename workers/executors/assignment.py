@@ -33,7 +33,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeShare:
     """Devices that have to be on one node."""
 
     what: str  # What messages call it
@@ -70,7 +70,7 @@ def device_of(group: DeviceGroup, process: int) -> Device:
     return group.devices[process] if group.devices else (group.name, process)
 
 
-def shares_of(groups: Sequence[DeviceGroup], *, all_cpus: bool = False) -> list[Share]:
+def shares_of(groups: Sequence[DeviceGroup], *, all_cpus: bool = False) -> list[NodeShare]:
     """Devices that have to be together: first the plan's nodes, then the others, largest first.
 
     A CUDA process takes a GPU. A CPU process takes a CPU if the plan has several nodes, and nothing
@@ -80,7 +80,7 @@ def shares_of(groups: Sequence[DeviceGroup], *, all_cpus: bool = False) -> list[
     on_nodes = [group for group in groups if group.nodes]
     numbers = sorted({node.number for group in on_nodes for node in group.nodes})
     cpu = "CPU" if all_cpus or len(numbers) > 1 else None
-    planned: list[Share] = []
+    planned: list[NodeShare] = []
     for number in numbers:
         devices: dict[Device, str | None] = {}
         labels: dict[str, str] = {}
@@ -89,9 +89,9 @@ def shares_of(groups: Sequence[DeviceGroup], *, all_cpus: bool = False) -> list[
                 if node.number == number:
                     devices[device_of(group, process)] = "GPU" if _on_gpu(group) else cpu
                     labels |= node.labels
-        planned.append(Share(f"node {number} of the plan", devices, number, labels))
+        planned.append(NodeShare(f"node {number} of the plan", devices, number, labels))
     anywhere = [group for group in groups if not group.nodes and _on_gpu(group)]
-    free = [Share(what, dict.fromkeys(devices, "GPU")) for what, devices in _together(anywhere)]
+    free = [NodeShare(what, dict.fromkeys(devices, "GPU")) for what, devices in _together(anywhere)]
     return planned + sorted(free, key=lambda share: -len(share.devices))
 
 
@@ -114,7 +114,7 @@ def _together(groups: Sequence[DeviceGroup]) -> list[tuple[str, tuple[Device, ..
 
 
 def assign(
-    shares: Sequence[Share],
+    shares: Sequence[NodeShare],
     nodes: Sequence[Machine],
     held: Mapping[int, str],
     *,
@@ -147,12 +147,12 @@ def assign(
     return found
 
 
-def _fitting(share: Share, nodes: Sequence[Machine]) -> Sequence[Share]:
+def _fitting(share: NodeShare, nodes: Sequence[Machine]) -> Sequence[NodeShare]:
     if share.number is not None:
         return ()
     if any(share.fits(node, node.total) for node in nodes):
         return (share,)
-    return [Share(share.what, {device: needs}) for device, needs in share.devices.items()]
+    return [NodeShare(share.what, {device: needs}) for device, needs in share.devices.items()]
 
 
 def _may_stand(held: Mapping[int, str], number: int | None, node: str) -> bool:
@@ -177,7 +177,9 @@ def _augment(
     return False
 
 
-def _taken(share: Share, node: Machine, amounts: dict[str, dict[str, float]]) -> dict[Device, str]:
+def _taken(
+    share: NodeShare, node: Machine, amounts: dict[str, dict[str, float]]
+) -> dict[Device, str]:
     for resource, number in share.needs.items():
         amounts[node.id][resource] -= number
     return dict.fromkeys(share.devices, node.id)
@@ -188,7 +190,7 @@ def _amount(number: float, resource: str) -> str:
 
 
 def _no_room(
-    share: Share,
+    share: NodeShare,
     nodes: Sequence[Machine],
     amounts: Mapping[str, Mapping[str, float]],
     taken: Mapping[str, str],

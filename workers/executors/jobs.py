@@ -13,10 +13,10 @@ from typing import Any
 from ...dataflow.errors import WorkerError
 from ...dataflow.runtime.executor import Completion, Lost, Program
 from ...dataflow.runtime.host import Host
-from ...dataflow.runtime.messages import Handle, Work
+from ...dataflow.runtime.messages import Handle, RankWork
 from ..weight_sync.channel import Offer
 from .process_backend import Process, ProcessBackend, Ref
-from .rank_process import Answer
+from .rank_process import RankAnswer
 
 _OfferKey = tuple[str, int, int]  # Group, process and number of an `Offer`
 
@@ -25,19 +25,19 @@ LOOK = -1
 
 
 @dataclass
-class Job:
+class RankJob:
     """Work that the processes of one rank are doing."""
 
     ticket: int
     program: str  # Name of the program it belongs to
     group: str  # The group that does it
     rank: int  # The data-parallel rank
-    work: Work  # What to do
+    work: RankWork  # What to do
     processes: set[int]  # All that must answer; none once it is over
     # Handles that its outputs will have, if they are to outlive the process.
     parts: Sequence[Handle] | None = None
     # Those that have, by process.
-    answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
+    answers: dict[int, RankAnswer] = field(default_factory=dict[int, RankAnswer])
 
     def most_parts(self, programs: Mapping[str, Program]) -> int:
         """Outputs that it may have."""
@@ -111,16 +111,16 @@ class Books:
 
     def __init__(self) -> None:
         # Call of a process -> the work that it is part of, and the process.
-        self.out: dict[Ref, tuple[Job, int]] = {}
-        self._loaded: dict[tuple[str, int], dict[tuple[str, str], Job]] = {}
-        self._begun: dict[tuple[str, int], Job] = {}
+        self.out: dict[Ref, tuple[RankJob, int]] = {}
+        self._loaded: dict[tuple[str, int], dict[tuple[str, str], RankJob]] = {}
+        self._begun: dict[tuple[str, int], RankJob] = {}
 
     @property
     def busy(self) -> set[str]:
         """Groups that have work."""
         return {job.group for job, _ in self.out.values()}
 
-    def note(self, job: Job) -> None:
+    def note(self, job: RankJob) -> None:
         # What a rank has done that outlasts it, so that it is known what to do again.
         place = job.group, job.rank
         if job.work.lasting:
@@ -128,15 +128,15 @@ class Books:
         elif job.work.method is Host.begin_stream:
             self._begun[place] = job
 
-    def loads(self, group: str, rank: int | None) -> list[Job]:
+    def loads(self, group: str, rank: int | None) -> list[RankJob]:
         found = [one for key, one in self._loaded.items() if _is_of(key, group, rank)]
         return [job for loaded in found for job in loaded.values()]
 
-    def begun(self, group: str, rank: int | None) -> list[Job]:
+    def begun(self, group: str, rank: int | None) -> list[RankJob]:
         """The streams that ranks have begun."""
         return [job for key, job in self._begun.items() if _is_of(key, group, rank)]
 
-    def take_owed(self, died: Job, rank: int | None) -> list[Job]:
+    def take_owed(self, died: RankJob, rank: int | None) -> list[RankJob]:
         owed = {id(died): died}
         for ref, (job, _) in list(self.out.items()):
             if _is_of((job.group, job.rank), died.group, rank):
@@ -144,7 +144,7 @@ class Books:
                 del self.out[ref]
         return sorted(owed.values(), key=lambda job: job.ticket)
 
-    def take_loads(self, jobs: Sequence[Job]) -> list[Ref]:
+    def take_loads(self, jobs: Sequence[RankJob]) -> list[Ref]:
         """The calls that are out of those of the jobs that load something."""
         mine = {id(job) for job in jobs if job.work.lasting}
         found = [ref for ref, (job, _) in self.out.items() if id(job) in mine]

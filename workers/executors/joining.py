@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from ...dataflow.errors import WorkerError
 from ...dataflow.runtime.executor import Restart
-from .jobs import Job, Started
+from .jobs import RankJob, Started
 from .process_backend import Ref
-from .rank_group import RankGroup, all_results
+from .rank_group import GroupProcesses, all_results
 
 _SIGN_S = 1.0  # How often is said that a rank is still on its way
 
@@ -17,7 +17,7 @@ _SIGN_S = 1.0  # How often is said that a rank is still on its way
 class _Starting:
     """Processes that start, and build what the others of their group have built."""
 
-    def __init__(self, group: RankGroup, ranks: Sequence[int], here: Started, start_s: float):
+    def __init__(self, group: GroupProcesses, ranks: Sequence[int], here: Started, start_s: float):
         self._backend, self._start_s = group.backend, start_s
         self._end_s = time.monotonic() + start_s
         self.calls: list[Ref] = group.join(group.spawn(start_s, ranks))
@@ -41,7 +41,7 @@ class Joining:
 
     def __init__(
         self,
-        group: RankGroup,
+        group: GroupProcesses,
         num_ranks: int,
         held: Sequence[object],
         here: Started,
@@ -66,10 +66,10 @@ class Returning:
 
     def __init__(
         self,
-        group: RankGroup,
-        job: Job,
+        group: GroupProcesses,
+        job: RankJob,
         said: str,
-        owed: list[Job],
+        owed: list[RankJob],
         pause_s: float,
         here: Started,
         start_s: float,

@@ -44,7 +44,9 @@ _POLL_S = 2.0  # How often is looked whether there are devices again
 
 
 def dead_processes(
-    backend: ProcessBackend, groups: Iterable[RankGroup], returning: Collection[tuple[str, int]]
+    backend: ProcessBackend,
+    groups: Iterable[GroupProcesses],
+    returning: Collection[tuple[str, int]],
 ) -> dict[tuple[str, int], str]:
     """Group and rank of which a process has died -> one line that says how.
 
@@ -80,8 +82,8 @@ def _death(backend: ProcessBackend, answered: Ref) -> str:
 
 def reserve_again(
     backend: ProcessBackend,
-    groups: Sequence[RankGroup],
-    others: Sequence[RankGroup],
+    groups: Sequence[GroupProcesses],
+    others: Sequence[GroupProcesses],
     training: Collection[str],
     timeout_s: float,
 ) -> None:
@@ -106,8 +108,8 @@ def reserve_again(
 
 def _reserve(
     backend: ProcessBackend,
-    groups: Sequence[RankGroup],
-    others: Sequence[RankGroup],
+    groups: Sequence[GroupProcesses],
+    others: Sequence[GroupProcesses],
     training: Collection[str],
     timeout_s: float,
 ) -> None:
@@ -129,7 +131,7 @@ LEAST_START_S = 300.0
 """Starting processes and loading models may take this long, however short a step's deadline is."""
 
 
-class RankGroup:
+class GroupProcesses:
     """The processes of a group."""
 
     def __init__(
@@ -273,7 +275,7 @@ def hosted_bytes(
 
 
 def start_groups(
-    groups: Sequence[RankGroup],
+    groups: Sequence[GroupProcesses],
     hosted: Ref,
     seed: int,
     start_s: float,
@@ -299,8 +301,8 @@ def start_groups(
 
 
 def _together(
-    groups: Sequence[RankGroup], asleep: frozenset[str]
-) -> Generator[Sequence[RankGroup]]:
+    groups: Sequence[GroupProcesses], asleep: frozenset[str]
+) -> Generator[Sequence[GroupProcesses]]:
     waiting = [g for g in groups if g.group.name in asleep and g.group.device.startswith("cuda")]
     yield [group for group in groups if group not in waiting]
     for group in waiting:
@@ -327,7 +329,7 @@ def all_results(
         raise WorkerError(f"a rank failed while {doing}: {error}") from error
 
 
-def end_groups(groups: Sequence[RankGroup], *, closing: bool) -> None:
+def end_groups(groups: Sequence[GroupProcesses], *, closing: bool) -> None:
     """End the processes of groups of one backend, and give their devices back."""
     if not groups or not groups[0].backend.is_up:
         return  # They ended with it.
@@ -349,19 +351,19 @@ def _wait(backend: ProcessBackend, calls: Sequence[Ref]) -> None:
         left.difference_update(backend.watch(list(left), left_s))
 
 
-_WARM: list[RankGroup] = []
+_WARM: list[GroupProcesses] = []
 
 
-def keep_warm(groups: Sequence[RankGroup]) -> list[RankGroup]:
+def keep_warm(groups: Sequence[GroupProcesses]) -> list[GroupProcesses]:
     """Keep the groups whose workers all leave an engine behind."""
-    others: list[RankGroup] = []
+    others: list[GroupProcesses] = []
     for group in groups:
         answers = _answers(group, group.call_all("keep_warm"))
         (_WARM if answers and all(answers) else others).append(group)
     return others
 
 
-def take_warm(backend: ProcessBackend, groups: Sequence[RankGroup]) -> None:
+def take_warm(backend: ProcessBackend, groups: Sequence[GroupProcesses]) -> None:
     """Give new groups the processes of warm ones that are like them, and end all others."""
     warm = [group for group in _WARM if group.backend == backend]
     forget_warm(backend)
@@ -378,7 +380,7 @@ def forget_warm(backend: ProcessBackend) -> None:
     _WARM[:] = [group for group in _WARM if group.backend != backend]
 
 
-def _answers(group: RankGroup, calls: Sequence[Ref]) -> list[bool]:
+def _answers(group: GroupProcesses, calls: Sequence[Ref]) -> list[bool]:
     try:
         return group.backend.get(calls, CLOSE_S)
     except BackendError:

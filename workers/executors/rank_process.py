@@ -23,8 +23,8 @@ from ...dataflow.file_errors import file_error
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.device_sharing import sleep_offloaded, sleep_workers, wake_workers
 from ...dataflow.runtime.executor import Program, build_role, methods_of
-from ...dataflow.runtime.host import Host, Outcome
-from ...dataflow.runtime.messages import HeldLayout, Part, Report, Result, Work
+from ...dataflow.runtime.host import Host, HostOutcome
+from ...dataflow.runtime.messages import HeldLayout, Part, RankWork, Report, Result
 from ...dataflow.runtime.placement import DeviceGroup
 from ...dataflow.runtime.ragged import Packed
 from ...dataflow.runtime.recovery.limits import WorkerLost
@@ -42,7 +42,7 @@ _CLOSE_CHANNEL_S = 1.0  # How long a process that ends waits for the threads of 
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankAnswer:
     """The answer of a process: a few hundred bytes, whatever it made."""
 
     report: Report | None
@@ -72,10 +72,10 @@ class SliceHost(Host):
         return self._traffic.layout(self.roles[role])
 
     @override
-    def export_slices(self, role: str, receivers: Mapping[str, Any], version: int) -> Outcome:
+    def export_slices(self, role: str, receivers: Mapping[str, Any], version: int) -> HostOutcome:
         worker, room = self.roles[role], self._channel.room
         packets = self._traffic.export(worker, receivers, version, room)
-        return Outcome(weights=self._channel.publish(packets))
+        return HostOutcome(weights=self._channel.publish(packets))
 
     @override
     def import_slices(self, role: str, source: Any, slices: tuple[Any, ...], version: int) -> None:
@@ -117,7 +117,7 @@ class RankProcess:
         self._clients: dict[str, InferenceClient] = {}
         self._server: InferenceServer | None = None
         self._sleeps = ""
-        self._imported: dict[str, tuple[str, Work]] = {}
+        self._imported: dict[str, tuple[str, RankWork]] = {}
         self._emptied = set[str]()
 
     def listen(self) -> Address:
@@ -248,16 +248,16 @@ class RankProcess:
         except Exception:  # noqa: BLE001 - workers may raise anything; it is passed on
             self._sleeps = f"waking it failed:\n{traceback.format_exc()}"
 
-    def perform(self, program: str, work: Work, leads: bool) -> Answer:
+    def perform(self, program: str, work: RankWork, leads: bool) -> RankAnswer:
         """Do one piece of work; outputs stay in this process's store."""
         answer, parts = self._answer(program, work, leads)
         return replace(answer, parts=tuple(self._home.put(part) for part in parts))
 
-    def perform_apart(self, program: str, work: Work, count: int) -> tuple[Any, ...]:
+    def perform_apart(self, program: str, work: RankWork, count: int) -> tuple[Any, ...]:
         answer, parts = self._answer(program, work, leads=True)
         return answer, *parts, *[None] * (count - len(parts))
 
-    def _answer(self, program: str, work: Work, leads: bool) -> tuple[Answer, list[Any]]:
+    def _answer(self, program: str, work: RankWork, leads: bool) -> tuple[RankAnswer, list[Any]]:
         try:
             result = self._perform(program, work)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is passed on
@@ -265,14 +265,14 @@ class RankProcess:
             said = str(error) if isinstance(error, PenstockError) else file_error(error)
             text = said or f"{type(error).__name__}: {error}"
             trace = "" if said else traceback.format_exc()
-            return Answer(None, error=text, trace=trace, leads=leads, lost=_lost(error)), []
+            return RankAnswer(None, error=text, trace=trace, leads=leads, lost=_lost(error)), []
         weights = result.weights
         if weights is not None and not isinstance(weights, Offer):
             weights = self._home.put(_weights_to_numpy(weights)) if leads else None
         parts = [part_to_numpy(part) for part in result.parts] if leads else []
-        return Answer(result.report, weights=weights, leads=leads), parts
+        return RankAnswer(result.report, weights=weights, leads=leads), parts
 
-    def _perform(self, program: str, work: Work) -> Result:
+    def _perform(self, program: str, work: RankWork) -> Result:
         if work.needs != "nothing":
             if self._sleeps:
                 where = f"process {self._process} of group '{self._group.name}'"
@@ -285,7 +285,7 @@ class RankProcess:
             self._emptied.discard(role)
         return result
 
-    def _refill(self, work: Work) -> None:
+    def _refill(self, work: RankWork) -> None:
         brought = work.arguments[0] if work.method is Host.import_slices else None
         for role in sorted(self._emptied - {brought}):
             program, last = self._imported[role]

@@ -36,19 +36,19 @@ from ...dataflow.runtime.executor import (
     servers_of,
 )
 from ...dataflow.runtime.host import Host
-from ...dataflow.runtime.messages import Handle, Part, Work, work
+from ...dataflow.runtime.messages import Handle, Part, RankWork, work
 from ...dataflow.runtime.recovery.limits import Recovery
 from ...dataflow.runtime.recovery.resizing import replica_groups, restartable_groups
 from ...dataflow.runtime.worker_protocol import WorkerSpec, is_spec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport
-from .jobs import LOOK, Books, Job, Offers, Started
+from .jobs import LOOK, Books, Offers, RankJob, Started
 from .joining import Joining, Returning
 from .process_backend import BackendError, NotInTime, ProcessBackend, ProcessDied, Ref
 from .process_setup import Address
 from .rank_group import (
     LEAST_START_S,
-    RankGroup,
+    GroupProcesses,
     all_results,
     dead_processes,
     end_groups,
@@ -58,7 +58,7 @@ from .rank_group import (
     start_groups,
     take_warm,
 )
-from .rank_process import Answer, part_from_numpy, part_to_numpy
+from .rank_process import RankAnswer, part_from_numpy, part_to_numpy
 
 _LOOK_S = 1.0  # Seconds between checks that a server lives whose clients would not notice its death
 
@@ -75,7 +75,7 @@ class Connections:
         self._looked_s: dict[str, float] = {}
 
     def open(
-        self, groups: Mapping[str, RankGroup], names: Iterable[str], start_s: float
+        self, groups: Mapping[str, GroupProcesses], names: Iterable[str], start_s: float
     ) -> set[str]:
         """Have groups listen, and tell those that they serve where."""
         new = set(names)
@@ -96,10 +96,10 @@ class Connections:
             all_results(backend, calls, "being told who answers", start_s)
         return moved - new
 
-    def _tell(self, group: RankGroup) -> list[Ref]:
+    def _tell(self, group: GroupProcesses) -> list[Ref]:
         return group.call_all("connect_to_servers", self._places, self._token)
 
-    def _serve(self, group: RankGroup) -> list[Ref]:
+    def _serve(self, group: GroupProcesses) -> list[Ref]:
         before = self._places.get(group.group.name)
         return [
             group.call(process, "serve", self._token, before[process] if before else None)
@@ -195,7 +195,7 @@ class Supervisor(Executor):
         self._transport: Transport = transport
         self._offers = Offers()
         self._programs: Mapping[str, Program] = {}
-        self._groups: dict[str, RankGroup] = {}
+        self._groups: dict[str, GroupProcesses] = {}
         self._sharing = DeviceSharing(())
         self._asleep: dict[str, list[Ref]] = {}
         self._restartable: set[str] = set()
@@ -235,7 +235,7 @@ class Supervisor(Executor):
         self._restartable = restartable_groups(programs)
         self._replicas = replica_groups(programs)
         self._groups = {
-            group.name: RankGroup(
+            group.name: GroupProcesses(
                 backend,
                 group,
                 threads,
@@ -255,7 +255,7 @@ class Supervisor(Executor):
         self._connections = Connections(programs)
         self._connections.open(self._groups, self._groups, self._start_s)
 
-    def _reserve(self, backend: ProcessBackend, groups: Sequence[RankGroup]) -> None:
+    def _reserve(self, backend: ProcessBackend, groups: Sequence[GroupProcesses]) -> None:
         new = [group for group in groups if not group.is_warm]
         devices = backend.reserve(
             [group.group for group in new],
@@ -272,9 +272,9 @@ class Supervisor(Executor):
             raise StateError("the executor has not been started, or has been stopped")
         return self._started
 
-    def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
+    def submit(self, ticket: int, program: str, group: str, rank: int, work: RankWork) -> None:
         """Ask every process of the rank. See `Executor.submit`."""
-        self._send(Job(ticket, program, group, rank, work, set()))
+        self._send(RankJob(ticket, program, group, rank, work, set()))
 
     def _hand_off(self, group: str, *, awake: bool = False) -> None:
         change = self._sharing.hand_off(group)
@@ -288,7 +288,7 @@ class Supervisor(Executor):
         others = sorted(self._sharing.others(group))
         return [call for name in others for call in self._asleep.get(name, ())]
 
-    def _send(self, job: Job) -> None:
+    def _send(self, job: RankJob) -> None:
         if (job.group, job.rank) in self._returning:
             self._returning[job.group, job.rank].owed.append(job)
             return
@@ -328,7 +328,7 @@ class Supervisor(Executor):
             group = self._groups[name]
             for process in range(len(group.processes)):
                 rank = group.group.rank_of(process)
-                job = Job(LOOK, "", name, rank, work(Host.layout, ""), {process})
+                job = RankJob(LOOK, "", name, rank, work(Host.layout, ""), {process})
                 self._books.out[group.call(process, "is_running")] = (job, process)
 
     def _answer(self, ref: Ref) -> Completion | Restart | None:
@@ -339,7 +339,7 @@ class Supervisor(Executor):
         if process != job.rank:
             of = f"(process {process}) {of}"
         try:
-            answer: Answer
+            answer: RankAnswer
             (answer,) = self._here.backend.get([ref], self._deadline_s)
         except ProcessDied as error:
             return self._died(job, f"rank {job.rank} {of} died: {error}")
@@ -370,7 +370,7 @@ class Supervisor(Executor):
                     self._budget.answered(server, job.rank)
         return completion
 
-    def _died(self, job: Job, said: str) -> Completion | Restart | None:
+    def _died(self, job: RankJob, said: str) -> Completion | Restart | None:
         if job.group not in self._restartable:
             return self._failed(job, said)
         # Those that take turns on devices, or talk to others, are started together.
@@ -403,7 +403,7 @@ class Supervisor(Executor):
         return one.is_back(since_s)
 
     def _bring_back_all(
-        self, job: Job, said: str, owed: Sequence[Job], pause_s: float
+        self, job: RankJob, said: str, owed: Sequence[RankJob], pause_s: float
     ) -> Completion | Restart | None:
         since_s, group = time.monotonic(), self._groups[job.group]
         time.sleep(pause_s)
@@ -421,12 +421,12 @@ class Supervisor(Executor):
         took_s = time.monotonic() - since_s
         return Restart(job.group, took_s, held_up_s=took_s)
 
-    def _load_again(self, group: str, rank: int | None, owed: Sequence[Job]) -> None:
+    def _load_again(self, group: str, rank: int | None, owed: Sequence[RankJob]) -> None:
         # A stream that was begun goes on from what was answered; nothing is done of one that ended.
         begun = [one for one in self._books.begun(group, rank) if one not in owed]
         self._load([*self._books.loads(group, rank), *begun])
 
-    def _not_back(self, job: Job, rank: int | None, said: str) -> Completion | None:
+    def _not_back(self, job: RankJob, rank: int | None, said: str) -> Completion | None:
         self._groups[job.group].kill(rank)
         self._books.take_owed(job, rank)
         return self._failed(job, said)
@@ -469,12 +469,12 @@ class Supervisor(Executor):
 
     def _give_weights(self, group: str, rank: int) -> None:
         found = self._books.loads(group, 0)
-        jobs = [Job(0, job.program, group, rank, job.work, set()) for job in found]
+        jobs = [RankJob(0, job.program, group, rank, job.work, set()) for job in found]
         self._load(jobs)
         for job in jobs:
             self._books.note(job)
 
-    def _load(self, jobs: Sequence[Job]) -> None:
+    def _load(self, jobs: Sequence[RankJob]) -> None:
         self._send_again(jobs)
         calls, end_s = self._books.take_loads(jobs), time.monotonic() + self._deadline_s
         while calls:
@@ -492,7 +492,7 @@ class Supervisor(Executor):
                     raise WorkerError(answer.trace or answer.error)
             return
 
-    def _send_again(self, jobs: Sequence[Job]) -> None:
+    def _send_again(self, jobs: Sequence[RankJob]) -> None:
         for job in sorted(jobs, key=lambda job: job.ticket):
             job.processes.clear()
             job.answers.clear()
@@ -504,7 +504,7 @@ class Supervisor(Executor):
         for name in moved & self._books.busy:
             self._groups[name].kill()  # it waits for somebody who will not come
 
-    def _failed(self, job: Job, said: str, lost: Lost = "process") -> Completion | None:
+    def _failed(self, job: RankJob, said: str, lost: Lost = "process") -> Completion | None:
         if job.ticket != LOOK:
             return job.failed(said, lost=lost)
         clients = self._connections.servers[job.group]
@@ -553,7 +553,7 @@ class Supervisor(Executor):
             raise
         return frozenset(names) | (self.revive(waiting) if waiting else set())
 
-    def _build(self, groups: Sequence[RankGroup]) -> set[str]:
+    def _build(self, groups: Sequence[GroupProcesses]) -> set[str]:
         here, names = self._here, [group.group.name for group in groups]
         others = [group for group in self._groups.values() if group not in groups]
         training = self._groups.keys() - self._restartable
@@ -610,7 +610,7 @@ class Supervisor(Executor):
         end_groups(ending, closing=True)
         self._started = None
 
-    def _may_stay_warm(self, group: RankGroup) -> bool:
+    def _may_stay_warm(self, group: GroupProcesses) -> bool:
         shares_gpu = group.group.device.startswith("cuda") and self._sharing.shares(
             group.group.name
         )

@@ -21,7 +21,7 @@ from ...dataflow.runtime.call_context import call_in_flight, call_key, current_s
 from ...dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
 from .generation_engine import GenerationEngine
 from .reports import report_lag, report_responses
-from .responses import Begun, Ended, Responses, check_logprobs, check_prompts, to_rollout
+from .responses import BegunRows, EndedRows, Responses, check_logprobs, check_prompts, to_rollout
 from .sampling import SampleStreams
 
 
@@ -128,7 +128,7 @@ def num_tokens(groups: Unfinished) -> Tensor:
     return (groups.response >= 0).sum(1)
 
 
-def as_begun(groups: Unfinished, sampling: Sampling, length: int) -> Begun:
+def as_begun(groups: Unfinished, sampling: Sampling, length: int) -> BegunRows:
     """Return what an engine needs to go on with groups."""
     rows, wanted = len(groups.response), len(groups.prompt) * sampling.num_samples
     longest = int(num_tokens(groups).max()) if rows else 0
@@ -139,7 +139,7 @@ def as_begun(groups: Unfinished, sampling: Sampling, length: int) -> Begun:
             f"max_new_tokens={sampling.max_new_tokens}; let a run end its groups as it began them"
         )
     more = (0, sampling.max_new_tokens - groups.response.shape[1])
-    return Begun(
+    return BegunRows(
         pad(groups.response, more, value=-1),
         pad(groups.behavior_logprob, more),
         groups.ended,
@@ -354,7 +354,7 @@ def _sampled(
 
 
 def _completed(
-    steps: Iterator[Ended],
+    steps: Iterator[EndedRows],
     num_rows: Sequence[int],
     before: Unfinished,
     sampling: Sampling,
@@ -364,7 +364,7 @@ def _completed(
     bounds = list(pairwise(accumulate(num_rows, initial=0)))
     every = Responses.none_yet(sum(num_rows), sampling.max_new_tokens)
     # Calls without any row may be answered before anything has been sampled.
-    nothing = Ended(every.length[:0], Responses.none_yet(0, sampling.max_new_tokens), 0)
+    nothing = EndedRows(every.length[:0], Responses.none_yet(0, sampling.max_new_tokens), 0)
     for ended in chain([nothing], steps):
         ended.put_into(every)
         lengths = ended.responses.length.tolist()

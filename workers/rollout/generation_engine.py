@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...algorithms.roles.agents import Turns
 from ...algorithms.roles.language import Sampling
-from .responses import Begun, Ended, Responses
+from .responses import BegunRows, EndedRows, Responses
 from .sampling import SampleStreams
 
 
@@ -65,8 +65,8 @@ class GenerationEngine(ABC):
         prompt: Tensor,
         streams: SampleStreams,
         sampling: Sampling,
-        begun: Begun | None = None,
-    ) -> Iterator[Ended]:
+        begun: BegunRows | None = None,
+    ) -> Iterator[EndedRows]:
         """Sample responses, and give each as soon as it has ended; the rest as `generate`.
 
         Every row is given once. Rows that are not given yet are given up if the caller stops. In

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...algorithms.roles.agents import Turn, TurnRequest
 from ...algorithms.roles.language import Sampling
 from ...dataflow.runtime.call_context import call_version
-from .responses import Begun, Ended, Responses
+from .responses import BegunRows, EndedRows, Responses
 from .sampling import sample_token
 
 # How `tokenizers` reports tokens whose text changes once others follow them.
@@ -175,7 +175,7 @@ def _least_bisected(probability: Tensor, top_p: float) -> Tensor:
     return low.view(torch.float32)
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """The next tokens of M rows."""
 
     token: Tensor
@@ -224,7 +224,7 @@ class TokenSampler:
         if self._seen is not None:
             self._seen[row] = tokens_of(text[None].to(self._seen.device), len(self._may_end))[0]
 
-    def sample(self, logits: Tensor, row: Tensor, *, waits: bool) -> Sampled:
+    def sample(self, logits: Tensor, row: Tensor, *, waits: bool) -> SampledTokens:
         """Sample the next token of some rows; `note` what has been sampled before the next."""
         logits = logits[:, : len(self._may_end)]
         max_new = self._uniform.shape[1]
@@ -237,16 +237,16 @@ class TokenSampler:
             logits = filtered_logits(logits, self._sampling, seen=seen, barred=barred, waits=waits)
             temperature = 1.0 if temperature else 0.0  # they are divided by it
         token, logprob = sample_token(logits, uniform, temperature, waits=waits)
-        return Sampled(token, logprob, place)
+        return SampledTokens(token, logprob, place)
 
-    def note(self, sampled: Sampled, row: Tensor, live: Tensor) -> None:
+    def note(self, sampled: SampledTokens, row: Tensor, live: Tensor) -> None:
         """Append these tokens to the texts that the next ones follow."""
         at = row.masked_fill(~live, self._nobody)
         self.length.index_put_((at,), sampled.place + 1)
         if self._seen is not None:
             self._seen.index_put_((at, sampled.token), self._true)
 
-    def goes_on(self, sampled: Sampled, row: Tensor, live: Tensor) -> Tensor:
+    def goes_on(self, sampled: SampledTokens, row: Tensor, live: Tensor) -> Tensor:
         """Return which of the live rows go on, bool[M]; stop strings are not looked for."""
         ended = (sampled.token[:, None] == self._ends).any(1)
         return live & ~ended & (self._limit.index_select(0, row) > sampled.place + 1)
@@ -282,7 +282,7 @@ class ResponseSampler:
         end_ids: Sequence[int],
         vocab_size: int,
         tokenizer: TokenizerRecipe | None = None,
-        begun: Begun | None = None,
+        begun: BegunRows | None = None,
     ) -> None:
         # Responses per prompt; rows of one prompt are adjacent.
         self.num_samples = sampling.num_samples
@@ -329,7 +329,7 @@ class ResponseSampler:
         seen = seen.repeat_interleave(self.num_samples, 0)
         return seen | tokens_of(self._token.to(uniform.device), vocab_size)
 
-    def _go_on(self, begun: Begun) -> None:
+    def _go_on(self, begun: BegunRows) -> None:
         self._token.copy_(begun.token)
         self._logprob.copy_(begun.logprob)
         self._length = (self._token >= 0).sum(1)
@@ -411,14 +411,14 @@ class ResponseSampler:
         found = [not has and self._stops.complete(index, new) for index, new, has in given]
         return torch.tensor(found, dtype=torch.bool)
 
-    def end(self, rows: Tensor) -> Ended:
+    def end(self, rows: Tensor) -> EndedRows:
         """Some responses, to which nothing more is added: i64[n], ascending, on any device."""
         rows = rows.cpu()
         self.open[rows] = False
         left = self._length[self.open]
         # Each of those that are left gets one token more at least.
         at_least = int(left.min()) + 1 if len(left) else self._max_new
-        return Ended(rows, self.responses(rows), at_least)
+        return EndedRows(rows, self.responses(rows), at_least)
 
     def responses(self, rows: Tensor) -> Responses:
         token = self._token[rows]

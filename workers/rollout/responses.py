@@ -14,7 +14,7 @@ from ...dataflow.runtime.call_context import call_version, current_step
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRows:
     """Some responses to which this call adds nothing more."""
 
     rows: Tensor  # i64[n]; which, ascending. None, if only `at_least` has grown
@@ -29,7 +29,7 @@ class Ended:
         responses.versions[rows] = new.versions
 
 
-def collected(steps: Iterable[Ended], num_rows: int, max_new: int) -> Responses:
+def collected(steps: Iterable[EndedRows], num_rows: int, max_new: int) -> Responses:
     """All responses, in the order of their rows, once the last has ended."""
     responses = Responses.none_yet(num_rows, max_new)
     for ended in steps:
@@ -38,7 +38,7 @@ def collected(steps: Iterable[Ended], num_rows: int, max_new: int) -> Responses:
 
 
 @dataclass(frozen=True)
-class Begun:
+class BegunRows:
     """Tokens of responses that earlier calls have sampled, and the limit of this one."""
 
     token: Tensor  # i64[rows, max_new]; -1 after what there is

@@ -34,7 +34,7 @@ from ..checkpoint import CheckpointFolder, ResumePoint, SavedRun, read_resume_po
 from ..dispatcher import Dispatcher, Submission
 from ..executor import Program
 from ..host import Host
-from ..messages import Handle, SaveReport, Work, work
+from ..messages import Handle, RankWork, SaveReport, work
 from ..placement import flow_of
 
 # After a node's name: what of its rows goes on in the next step. No node is named so.
@@ -75,7 +75,7 @@ class StateInWorkers:
 
     def take(self, saved: SavedRun, outputs: Mapping[Output, Handle], folder: Path) -> str:
         """Have a checkpoint's folder filled; says what the disk refused, "" if nothing."""
-        asked: list[tuple[str, Mapping[int, Work]]] = []
+        asked: list[tuple[str, Mapping[int, RankWork]]] = []
         for role, group in self.homes.items():
             (folder / role).mkdir()
             save = work(Host.save_state, role, str(folder / role))
@@ -113,10 +113,10 @@ class StateInWorkers:
     def _group_of(self, node: str) -> str:
         return self._placement.nodes.get(node, self._placement.groups[0].name)
 
-    def _on_all(self, group: str, one: Work) -> dict[int, Work]:
+    def _on_all(self, group: str, one: RankWork) -> dict[int, RankWork]:
         return dict.fromkeys(range(self._placement.group(group).num_ranks), one)
 
-    def _now(self, group: str, works: Mapping[int, Work]) -> Submission:
+    def _now(self, group: str, works: Mapping[int, RankWork]) -> Submission:
         return self._dispatcher.perform_now(self._name, group, works, self._deadline)
 
 
@@ -315,7 +315,7 @@ class Saving:
                 f"and {self._counts}"
             )
 
-    def _works(self, group: str, wait_s: float) -> dict[int, Work]:
+    def _works(self, group: str, wait_s: float) -> dict[int, RankWork]:
         unwanted = self._pending is not None and bool(self._pending.failed)
         report = work(Host.save_report, wait_s, unwanted=unwanted)
         return dict.fromkeys(range(self._ranks[group]), report)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.dataflow.render.layout import Item, Layout, lay_out
+from penstock.dataflow.render.layout import DrawingLayout, Item, lay_out
 
 KINDS = ("stream", "barrier", "weights")
 
@@ -38,7 +38,7 @@ def test_items_keep_their_distance_and_stay_in_the_picture(
     assert layout.width >= max(lefts)
 
 
-def follow(layout: Layout, source: Item, target: Item, kind: str) -> bool:
+def follow(layout: DrawingLayout, source: Item, target: Item, kind: str) -> bool:
     """True if lines of one kind lead from source to target through bends of that source only."""
     reached = [source]
     while reached:

@@ -24,8 +24,8 @@ from penstock.dataflow.runtime.messages import (
     NextAnswer,
     NodeCall,
     Part,
+    RankWork,
     Result,
-    Work,
     work,
 )
 from penstock.dataflow.runtime.ragged import Packed, concatenate, lengths_of, pack, unpack
@@ -185,7 +185,7 @@ def node_call(node: str, chunk: int | None, step: int = 0, **inputs: Part | list
     return NodeCall(node, step, chunk, handles)
 
 
-def call_work(node: str, chunk: int | None, step: int = 0, **inputs: Part | list[Part]) -> Work:
+def call_work(node: str, chunk: int | None, step: int = 0, **inputs: Part | list[Part]) -> RankWork:
     return work(Host.call, node_call(node, chunk, step, **inputs))
 
 

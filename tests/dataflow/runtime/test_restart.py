@@ -13,7 +13,7 @@ from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.executor import Completion, Restart
 from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.messages import Work
+from penstock.dataflow.runtime.messages import RankWork
 from penstock.dataflow.scheduler.schedule import Schedule
 
 from ..counter import COUNT, SOURCES, CounterSpec, apart, seen
@@ -26,7 +26,7 @@ class _Owed:
     ticket: int
     program: str
     group: str
-    work: Work
+    work: RankWork
     took_s: float
     end_s: float
 
@@ -48,7 +48,7 @@ class Timed(InProcess):
         self.takes_s, self.dies_s, self.start_s = takes_s, list(dies_s), start_s
         self.owed: list[_Owed] = []
 
-    def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
+    def submit(self, ticket: int, program: str, group: str, rank: int, work: RankWork) -> None:
         name = work.arguments[0].node if work.method is Host.call else ""
         name = work.arguments[1] if work.method is Host.call_method else name
         took_s = self.takes_s.get(name, 0.0)

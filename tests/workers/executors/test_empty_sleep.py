@@ -14,7 +14,7 @@ from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.role import Worker
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.host import Host
-from penstock.dataflow.runtime.messages import Work, work
+from penstock.dataflow.runtime.messages import RankWork, work
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
@@ -132,7 +132,7 @@ def test_a_process_asks_for_them_again_unless_newer_ones_come(tmp_path: Path) ->
     layout = policy.weights_layout()
     channel = ObjectStoreChannel(ChannelEnd("main", 0, home.host, 5.0, home.put, home.get))
 
-    def arrival(version: int) -> Work:
+    def arrival(version: int) -> RankWork:
         receivers = {"rollout": layout}
         packets = SliceTraffic(0, (0,)).export(Trained(layout), receivers, version)
         offer = channel.publish(packets)
@@ -152,7 +152,7 @@ def test_a_process_asks_for_them_again_unless_newer_ones_come(tmp_path: Path) ->
     )
     rank._roles, rank._hosts = {"actor": policy}, {"main": host}  # pyright: ignore[reportPrivateUsage]
 
-    def nap_then(one: Work) -> str:
+    def nap_then(one: RankWork) -> str:
         rank.sleep()
         rank.wake([])
         answer = rank.perform("main", one, leads=True)

@@ -12,10 +12,10 @@ from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.messages import work
 from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.workers.executors import joining
-from penstock.workers.executors.jobs import Job, Started
+from penstock.workers.executors.jobs import RankJob, Started
 from penstock.workers.executors.joining import Returning
 from penstock.workers.executors.process_backend import NotInTime
-from penstock.workers.executors.rank_group import RankGroup
+from penstock.workers.executors.rank_group import GroupProcesses
 
 
 class Group:
@@ -69,9 +69,11 @@ def group() -> Group:
 
 
 def back(group: Group, pause_s: float = 0.0) -> Returning:
-    job = Job(7, "main", "rollout", 1, work(Host.layout, "actor"), {1})
+    job = RankJob(7, "main", "rollout", 1, work(Host.layout, "actor"), {1})
     here = Started(cast("Any", group), "hosted", seed=0)
-    return Returning(cast("RankGroup", group), job, "it died", [job], pause_s, here, start_s=60.0)
+    return Returning(
+        cast("GroupProcesses", group), job, "it died", [job], pause_s, here, start_s=60.0
+    )
 
 
 def test_its_process_is_started_after_the_pause(clock: SimpleNamespace, group: Group) -> None:

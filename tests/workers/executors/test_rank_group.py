@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.workers.executors.on_ray.backend import RayBackend
-from penstock.workers.executors.rank_group import RankGroup
+from penstock.workers.executors.rank_group import GroupProcesses
 
 
 def key(group: DeviceGroup, hosted: bytes, *, threads: int = 1) -> object:
-    return RankGroup(RayBackend(), group, threads, 60.0, hosted).key
+    return GroupProcesses(RayBackend(), group, threads, 60.0, hosted).key
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -11,7 +11,7 @@ from penstock.dataflow.errors import PlanError
 from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.workers.executors import rank_group
 from penstock.workers.executors.process_backend import ProcessBackend
-from penstock.workers.executors.rank_group import RankGroup, reserve_again
+from penstock.workers.executors.rank_group import GroupProcesses, reserve_again
 
 
 @dataclass
@@ -51,9 +51,9 @@ class Room:
         return sorted(name for machine in self.machines for name in machine.names)
 
 
-def group_on(room: Room, num_joined: int = 0) -> RankGroup:
+def group_on(room: Room, num_joined: int = 0) -> GroupProcesses:
     backend = cast("ProcessBackend", room)
-    group = RankGroup(backend, DeviceGroup("rollout", 2), 1, 60.0, b"", replicas=True)
+    group = GroupProcesses(backend, DeviceGroup("rollout", 2), 1, 60.0, b"", replicas=True)
     group.devices = backend.reserve([group.group], 60.0)
     group.reserve(range(2, 2 + num_joined), [])
     group.num_ranks = 2 + num_joined

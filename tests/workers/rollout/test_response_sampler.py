@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.algorithms.roles import Sampling
 from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rollout.response_sampler import ResponseSampler
-from penstock.workers.rollout.responses import Begun, Ended, Responses, collected
+from penstock.workers.rollout.responses import BegunRows, EndedRows, Responses, collected
 from torch import Tensor
 
 VOCAB, EOS, MOST = 40, 2, 14
@@ -27,7 +27,7 @@ def logits_after(texts: Tensor) -> Tensor:
     return ((key[:, None] * (torch.arange(VOCAB) * 31 + 17)) % 101).float() / 40
 
 
-def sampler_of(sampling: Sampling, begun: Begun | None = None) -> ResponseSampler:
+def sampler_of(sampling: Sampling, begun: BegunRows | None = None) -> ResponseSampler:
     rows = len(PROMPT) * sampling.num_samples
     seeded = torch.Generator().manual_seed(5)
     return ResponseSampler(
@@ -41,7 +41,7 @@ def sampler_of(sampling: Sampling, begun: Begun | None = None) -> ResponseSample
     )
 
 
-def sampled(sampler: ResponseSampler) -> list[Ended]:
+def sampled(sampler: ResponseSampler) -> list[EndedRows]:
     """All that is open, a token at a time."""
     given_ = [sampler.end(torch.nonzero(~sampler.open)[:, 0])]
     row = torch.nonzero(sampler.open)[:, 0]
@@ -94,7 +94,7 @@ def test_segments_make_what_one_call_makes(
     over = torch.zeros(shape[0], dtype=torch.bool)
     rows = torch.arange(shape[0])
     for most_new in [*(n if n % 2 else rows % (n + 1) for n in segments), MOST]:
-        begun = Begun(token, logprob, over, most_new)
+        begun = BegunRows(token, logprob, over, most_new)
         before = (token >= 0).sum(1)
         given_ = sampled(sampler_of(sampling, begun))
         for place, ended in enumerate(given_):
@@ -114,7 +114,7 @@ def test_texts_are_shared_by_samples_that_have_none_yet():
     token = torch.full((6, 4), -1)
     token[1, 0] = 11
     token[4:, 0] = 12
-    begun = Begun(token, torch.zeros(6, 4), torch.zeros(6, dtype=torch.bool), 4)
+    begun = BegunRows(token, torch.zeros(6, 4), torch.zeros(6, dtype=torch.bool), 4)
     texts, text = sampler_of(sampling, begun).texts(torch.arange(6))
     assert [[token for token in row if token >= 0] for row in texts.tolist()] == [
         [5, 6, 7],
@@ -131,7 +131,7 @@ def test_rows_may_stand_at_different_places():
     sampling = Sampling(num_samples=1, max_new_tokens=MOST, min_new_tokens=6)
     expected = once(sampling)
     kept = torch.arange(MOST) < torch.tensor([[0], [3], [6]])
-    begun = Begun(
+    begun = BegunRows(
         expected.token.where(kept, -1),
         expected.logprob.where(kept, 0),
         torch.zeros(3, dtype=torch.bool),
@@ -147,7 +147,7 @@ def test_what_has_ended_is_given_as_it_is(stop: str):
     sampling = Sampling(max_new_tokens=4, stop=(stop,) if stop else ())
     token = torch.tensor([[7, EOS, -1, -1], [7, 14, -1, -1], [5, 6, 7, 8]])  # 14 is "k"
     logprob = torch.full((3, 4), -0.5).where(token >= 0, 0)
-    begun = Begun(token, logprob, torch.ones(3, dtype=torch.bool), 2)
+    begun = BegunRows(token, logprob, torch.ones(3, dtype=torch.bool), 2)
     (ended,) = sampled(sampler_of(sampling, begun))
     assert ended.rows.tolist() == [0, 1, 2]
     assert torch.equal(ended.responses.token, token)

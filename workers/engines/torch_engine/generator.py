@@ -28,7 +28,7 @@ from ...models.architecture import quiet_transformers
 from ...models.tokenizer import TokenizerSpec
 from ...rollout.generation_engine import GenerationEngine
 from ...rollout.response_sampler import ResponseSampler, TurnSampler
-from ...rollout.responses import Begun, Ended, Responses, check_stop, collected
+from ...rollout.responses import BegunRows, EndedRows, Responses, check_stop, collected
 from ...rollout.sampling import SampleStreams
 from ...training.host_memory import HostCopy, give_back_freed
 from .attention import attend_cache
@@ -323,8 +323,8 @@ class TorchGenerator(GenerationEngine):
         prompt: Tensor,
         streams: SampleStreams,
         sampling: Sampling,
-        begun: Begun | None = None,
-    ) -> Iterator[Ended]:
+        begun: BegunRows | None = None,
+    ) -> Iterator[EndedRows]:
         """Sample responses; what this call adds nothing to comes first."""
         device = self.network.device
         sampler = ResponseSampler(

@@ -28,7 +28,7 @@ from ...models.tokenizer import TokenizerSpec
 from ...rollout.generation_engine import GenerationEngine
 from ...rollout.generator_policy import GeneratorPolicy
 from ...rollout.response_sampler import StopStrings
-from ...rollout.responses import Begun, Ended, Responses, check_stop, collected
+from ...rollout.responses import BegunRows, EndedRows, Responses, check_stop, collected
 from ...rollout.sampling import SampleStreams
 from ...training.flat_parameters import read_tensors, write_tensors
 from .engine import EngineOptions, VllmEngine
@@ -96,7 +96,7 @@ def as_requests(
     prompt: Tensor,
     streams: SampleStreams,
     sampling: Sampling,
-    begun: Begun | None,
+    begun: BegunRows | None,
     *,
     ends: Collection[int],
     completes: Callable[[int, int], bool] | None,
@@ -134,7 +134,7 @@ def as_requests(
 
 
 def _before(
-    begun: Begun, ends: Collection[int], completes: Callable[[int, int], bool] | None
+    begun: BegunRows, ends: Collection[int], completes: Callable[[int, int], bool] | None
 ) -> list[Sampled]:
     """Return the tokens that each response has already."""
     found: list[Sampled] = []
@@ -148,7 +148,7 @@ def _before(
     return found
 
 
-def as_columns(step: Progress, sampling: Sampling) -> Ended:
+def as_columns(step: Progress, sampling: Sampling) -> EndedRows:
     """Return what ended in a step, padded to the longest allowed response."""
     rows = sorted(step.ended)
     responses = Responses.none_yet(len(rows), sampling.max_new_tokens)
@@ -160,7 +160,7 @@ def as_columns(step: Progress, sampling: Sampling) -> Ended:
         responses.versions[place, :length] = torch.tensor(one.versions, dtype=torch.int64)
         responses.length[place] = length
         responses.finished[place] = one.finished
-    return Ended(torch.tensor(rows, dtype=torch.int64), responses, step.at_least)
+    return EndedRows(torch.tensor(rows, dtype=torch.int64), responses, step.at_least)
 
 
 _WHERE_FROM = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
@@ -369,8 +369,8 @@ class VllmGenerator(GenerationEngine):
         prompt: Tensor,
         streams: SampleStreams,
         sampling: Sampling,
-        begun: Begun | None = None,
-    ) -> Iterator[Ended]:
+        begun: BegunRows | None = None,
+    ) -> Iterator[EndedRows]:
         """Sample responses with vLLM.
 
         A response that goes on has other random numbers from there than if it had not been

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import (
 
 from ....dataflow.errors import PlanError
 from ....dataflow.runtime.placement import DeviceGroup
-from ..assignment import Device, Machine, NoRoom, Share, assign, device_of, shares_of
+from ..assignment import Device, Machine, NodeShare, NoRoom, assign, device_of, shares_of
 
 _NODE_ID = "ray.io/node-id"  # The label that Ray gives to every node
 _NAME_LABEL = "ray.io/accelerator-type"
@@ -205,7 +205,7 @@ def reserve(
 def _take(
     groups: Sequence[DeviceGroup],
     training: AbstractSet[str],
-    shares: Sequence[Share],
+    shares: Sequence[NodeShare],
     nodes: Mapping[Device, str],
     end_s: float,
 ) -> RayDevices:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.dataflow.runtime.engine import Engine, Source
 from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.messages import Handle, Part, Report, Work
+from penstock.dataflow.runtime.messages import Handle, Part, RankWork, Report
 from penstock.dataflow.runtime.ragged import Packed
 from penstock.dataflow.runtime.recovery.ledger import (
     Ledger,
@@ -173,7 +173,7 @@ class Tampering(InProcess):
         super().__init__()
         self._tamper = tamper
 
-    def submit(self, ticket: int, program: str, group: str, rank: int, work: Work) -> None:
+    def submit(self, ticket: int, program: str, group: str, rank: int, work: RankWork) -> None:
         call = work.arguments[0] if work.method is Host.call else None
         if call is not None and call.node == TRAIN and call.step == 2:
             inputs = {node: self._tamper(handles) for node, handles in call.inputs.items()}

@@ -28,7 +28,7 @@ from penstock.workers.engines.torch_engine.device_decode import (
 from penstock.workers.engines.torch_engine.generator import TorchGenerator
 from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rollout.response_sampler import ResponseSampler
-from penstock.workers.rollout.responses import Begun, Ended, Responses, collected
+from penstock.workers.rollout.responses import BegunRows, EndedRows, Responses, collected
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
 from torch_models import EOS, VOCAB, make_policy, make_prompts
@@ -57,8 +57,8 @@ def network_of(name: str, dtype: str = "float32") -> Any:
 
 
 def stream(
-    network: Any, sampling: Sampling, max_rows: int, begun: Begun | None = None
-) -> Iterator[Ended]:
+    network: Any, sampling: Sampling, max_rows: int, begun: BegunRows | None = None
+) -> Iterator[EndedRows]:
     prompt, prompt_id = make_prompts(9, longest=40)
     streams = SampleStreams(7, "actor", CallKey(4, 1), prompt_id, sampling.num_samples)
     engine = TorchGenerator(network, [EOS], max_rows, TOKENIZER)
@@ -66,7 +66,7 @@ def stream(
 
 
 def sampled(
-    network: Any, sampling: Sampling, max_rows: int = 512, begun: Begun | None = None
+    network: Any, sampling: Sampling, max_rows: int = 512, begun: BegunRows | None = None
 ) -> Responses:
     given = stream(network, sampling, max_rows, begun)
     return collected(given, 9 * sampling.num_samples, sampling.max_new_tokens)
@@ -112,7 +112,7 @@ def test_responses_go_on_as_in_the_plain_loop(way: str, monkeypatch: pytest.Monk
     first = sampled(network, sampling)
     kept = torch.arange(40) < torch.arange(18)[:, None]  # row n goes on after n tokens
     token, logprob = first.token.where(kept, -1), first.logprob.where(kept, 0)
-    begun = Begun(token, logprob, (token >= 0).sum(1) == first.length, 19)
+    begun = BegunRows(token, logprob, (token >= 0).sum(1) == first.length, 19)
     expected = sampled(network, sampling, 512, begun)
     assert not torch.equal(expected.length, first.length)
     for max_rows in (512, 5):

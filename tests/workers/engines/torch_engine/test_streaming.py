@@ -20,7 +20,7 @@ from penstock.dataflow.runtime.call_context import CallKey
 from penstock.workers.engines.torch_engine.generator import TorchGenerator
 from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rollout.response_sampler import ResponseSampler
-from penstock.workers.rollout.responses import Begun, Ended, Responses, collected
+from penstock.workers.rollout.responses import BegunRows, EndedRows, Responses, collected
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
 from torch_models import EOS, PLAIN, VOCAB, make_policy, make_prompts
@@ -46,8 +46,8 @@ def stream(
     engine: TorchGenerator,
     prompts: tuple[Tensor, Tensor],
     sampling: Sampling,
-    begun: Begun | None = None,
-) -> Iterator[Ended]:
+    begun: BegunRows | None = None,
+) -> Iterator[EndedRows]:
     prompt, prompt_id = prompts
     return engine.stream(prompt, streams_of(prompt_id, sampling), sampling, begun)
 
@@ -76,7 +76,7 @@ def assert_same(left: Responses, right: Responses, *, tolerance: float = 0) -> N
     torch.testing.assert_close(left.logprob, right.logprob, atol=tolerance, rtol=0)
 
 
-def check_promises(given_: list[Ended], num_rows: int) -> None:
+def check_promises(given_: list[EndedRows], num_rows: int) -> None:
     """Every row once, in order where together, and none shorter than was promised."""
     rows = [row for ended in given_ for row in ended.rows.tolist()]
     assert sorted(rows) == list(range(num_rows))
@@ -181,10 +181,10 @@ def in_segments(
         if made is None:
             none = torch.full((rows, sampling.max_new_tokens), -1)
             ended = torch.zeros(rows, dtype=torch.bool)
-            begun = Begun(none, torch.zeros(none.shape), ended, most_new)
+            begun = BegunRows(none, torch.zeros(none.shape), ended, most_new)
         else:
             ended = _is_over(made, prompts[0], sampling)
-            begun = Begun(made.token, made.logprob, ended, most_new)
+            begun = BegunRows(made.token, made.logprob, ended, most_new)
         given_ = list(stream(engine, prompts, sampling, begun))
         check_promises(given_, rows)
         if bool(ended.any()):
@@ -242,13 +242,13 @@ def test_what_goes_on_does_not_depend_on_its_batch_either():
     kept = torch.arange(30) <= torch.arange(18)[:, None]
     token, logprob = first.token.where(kept, -1), first.logprob.where(kept, 0)
     ended = (token >= 0).sum(1) == first.length
-    begun = Begun(token, logprob, ended, 30)
+    begun = BegunRows(token, logprob, ended, 30)
     steps = stream(generator(max_rows=5), (prompt, prompt_id), sampling, begun)
     every = collected(steps, 18, 30)
     assert every.token.tolist() == first.token.tolist()
     for at in range(9):
         own = slice(2 * at, 2 * at + 2)
-        part = Begun(token[own], logprob[own], ended[own], 30)
+        part = BegunRows(token[own], logprob[own], ended[own], 30)
         pair = prompt[at : at + 1], prompt_id[at : at + 1]
         few = collected(stream(generator(), pair, sampling, part), 2, 30)
         assert few.token.tolist() == every.token[own].tolist()

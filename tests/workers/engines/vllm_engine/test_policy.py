@@ -36,7 +36,13 @@ from penstock.workers.engines.vllm_engine.generator import (
 )
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
-from penstock.workers.rollout.responses import Begun, Ended, Responses, collected, to_rollout
+from penstock.workers.rollout.responses import (
+    BegunRows,
+    EndedRows,
+    Responses,
+    collected,
+    to_rollout,
+)
 from penstock.workers.rollout.sampling import SampleStreams
 from penstock.workers.training.flat_parameters import read_tensors, write_tensors
 from torch import Tensor
@@ -107,7 +113,7 @@ def test_responses_leave_as_they_end(policy: VllmPolicy):
     prompt, prompt_id = make_prompts(8)
     sampling = Sampling(num_samples=3, max_new_tokens=80)
     whole = generate(policy, prompt, prompt_id, sampling)
-    steps: list[Ended] = []
+    steps: list[EndedRows] = []
     for ended in policy.engine.stream(prompt, streams_of(prompt_id, sampling), sampling):
         assert all(bool((ended.responses.length >= one.at_least).all()) for one in steps)
         steps.append(ended)
@@ -175,7 +181,7 @@ def test_responses_go_on_where_earlier_calls_have_left_them(
         """What there is after each segment of 5 tokens."""
         found = [Responses.none_yet(rows, most)]
         while not bool((is_over := found[-1].finished | (found[-1].length >= limits)).all()):
-            begun = Begun(found[-1].token, found[-1].logprob, is_over, most_new=5)
+            begun = BegunRows(found[-1].token, found[-1].logprob, is_over, most_new=5)
             steps = list(policy.engine.stream(prompt, streams, sampling, begun))
             if bool(is_over.any()):
                 assert steps[0].rows.tolist() == torch.nonzero(is_over)[:, 0].tolist()

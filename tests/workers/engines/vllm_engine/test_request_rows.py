@@ -7,7 +7,7 @@ from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.call_context import CallKey
 from penstock.workers.engines.vllm_engine.generator import as_columns, as_requests
 from penstock.workers.engines.vllm_engine.requests import Progress, Request, Sampled
-from penstock.workers.rollout.responses import Begun
+from penstock.workers.rollout.responses import BegunRows
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
 
@@ -17,7 +17,7 @@ STREAMS = SampleStreams(7, "actor", CallKey(3, 0), torch.tensor([40, 41, 42]), 2
 SAMPLING = Sampling(num_samples=2, max_new_tokens=6, max_total_tokens=8)
 
 
-def requests(sampling: Sampling, begun: Begun | None, *completing: tuple[int, int]):
+def requests(sampling: Sampling, begun: BegunRows | None, *completing: tuple[int, int]):
     told: list[tuple[int, int]] = []
 
     def completes(row: int, token: int) -> bool:
@@ -28,12 +28,12 @@ def requests(sampling: Sampling, begun: Begun | None, *completing: tuple[int, in
     return (*asked, told)
 
 
-def so_far(*rows: list[int], ended: tuple[int, ...] = (), most_new: int | Tensor = 3) -> Begun:
+def so_far(*rows: list[int], ended: tuple[int, ...] = (), most_new: int | Tensor = 3) -> BegunRows:
     token = torch.full((6, 6), -1)
     for row, tokens in enumerate(rows):
         token[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
     logprob = (token >= 0) * -0.5
-    return Begun(token, logprob, torch.tensor([row in ended for row in range(6)]), most_new)
+    return BegunRows(token, logprob, torch.tensor([row in ended for row in range(6)]), most_new)
 
 
 def test_every_sample_of_a_prompt_is_a_request():

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from bench import parser, report, table
-from penstock.launch.runs.series import History
+from penstock.launch.runs.values import History
 
 DEADLINE_S = 1800.0
 

@@ -7,7 +7,7 @@ message:
 - 1: something failed while running; the message says which node, and what happened before.
 - 2: what was typed, configured or defined cannot run; nothing was trained.
 - 130, 143: interrupted, terminated; workers are ended and checkpoints are intact. While steps are
-  taken a checkpoint is written first; see `stop.py`.
+  taken a checkpoint is written first; see `run_dir/stop.py`.
 
 Nothing heavy is imported before a command needs it.
 """
@@ -21,25 +21,49 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
 from ..dataflow.errors import NOT_STARTED, ConfigError, PenstockError, nearest
 from .openmp import spin_briefly
-from .run_dir.stop import Terminated, say, visible
+from .run_dir.stop import Terminated, say, tell, visible
 
-COMMANDS: Mapping[str, str] = {
-    "run": "train as an algorithm, a model and a task say; or continue a run",
-    "graph": "show the graph that an algorithm's step function makes",
-    "plan": "say where each node should run, in which layout, and how long a step takes",
-    "eval": "answer held-out problems with the policy of a run, or with any model",
-    "export": "write a run's model at a checkpoint as a Hugging Face folder, or upload it",
-    "profile": "measure this machine or a cluster, for plans and for runs that are planned",
-    "samples": "show what a run sampled, and what it earned",
-    "scale": "have a run that goes on sample with more replicas, or fewer",
-    "runs": "list, compare, plot, check, reproduce and send runs",
-    "watch": "show runs in the browser while they go on: curves, samples, timelines",
-    "doctor": "say what is installed and what this machine has, for a report of a fault",
+# Name -> what runs it on the words after it and returns the exit code, and its help. Modules are
+# imported when they are needed: each needs what the others do not.
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "run": ("run:run_command", "train as an algorithm, a model and a task say; or continue a run"),
+    "graph": ("plan:graph_command", "show the graph that an algorithm's step function makes"),
+    "plan": (
+        "plan:plan_command",
+        "say where each node should run, in which layout, and how long a step takes",
+    ),
+    "eval": (
+        "evaluate:eval_command",
+        "answer held-out problems with the policy of a run, or with any model",
+    ),
+    "export": (
+        "export:export_command",
+        "write a run's model at a checkpoint as a Hugging Face folder, or upload it",
+    ),
+    "profile": (
+        "plan:profile_command",
+        "measure this machine or a cluster, for plans and for runs that are planned",
+    ),
+    "samples": ("run_commands:samples_command", "show what a run sampled, and what it earned"),
+    "scale": (
+        "run_commands:scale_command",
+        "have a run that goes on sample with more replicas, or fewer",
+    ),
+    "runs": ("runs:runs_command", "list, compare, plot, check, reproduce and send runs"),
+    "watch": (
+        "run_commands:watch_command",
+        "show runs in the browser while they go on: curves, samples, timelines",
+    ),
+    "doctor": (
+        "doctor:doctor_command",
+        "say what is installed and what this machine has, for a report of a fault",
+    ),
 }
 
 _HELP = """\
@@ -57,14 +81,7 @@ _DEBUG = "--debug"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: Words after `penstock`; those of this process by default.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = _DEBUG in words
     return _guarded(lambda: _dispatch([word for word in words if word != _DEBUG]), debug)
@@ -72,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        shown = "\n".join(f"  {name:<9}{what}" for name, what in COMMANDS.items())
+        shown = "\n".join(f"  {name:<9}{what}" for name, (_, what) in COMMANDS.items())
         print(_HELP.format(commands=shown), end="")
         return 0
     if words[0] == "--version":
@@ -93,62 +110,16 @@ def _dispatch(words: list[str]) -> int:
     spin_briefly()
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_VisibleFormatter())
-    return _command(command)(arguments)
+    module, _, function = COMMANDS[command][0].partition(":")
+    run: Callable[[list[str]], int] = getattr(
+        import_module(f".cli.{module}", __package__), function
+    )
+    return run(arguments)
 
 
 class _VisibleFormatter(logging.Formatter):
-    """Of records that nobody else handles: their text only shows."""
-
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
-
-
-def _command(name: str) -> Callable[[list[str]], int]:
-    """What runs the command on the words after it, and returns the exit code."""
-    # Imported only now: each needs what the others do not.
-    if name == "graph":
-        from .cli.graph import graph_command
-
-        return graph_command
-    if name == "plan":
-        from .cli.plan import plan_command
-
-        return plan_command
-    if name == "profile":
-        from .cli.plan import profile_command
-
-        return profile_command
-    if name == "doctor":
-        from .cli.doctor import doctor_command
-
-        return doctor_command
-    if name == "runs":
-        from .cli.runs.command import runs_command
-
-        return runs_command
-    if name == "samples":
-        from .cli.samples import samples_command
-
-        return samples_command
-    if name == "scale":
-        from .cli.scale import scale_command
-
-        return scale_command
-    if name == "watch":
-        from .cli.watch import watch_command
-
-        return watch_command
-    if name == "eval":
-        from .cli.evaluate import eval_command
-
-        return eval_command
-    if name == "export":
-        from .cli.export import export_command
-
-        return export_command
-    from .cli.run import run_command
-
-    return run_command
 
 
 def _guarded(body: Callable[[], int], debug: bool) -> int:
@@ -168,14 +139,15 @@ def _guarded(body: Callable[[], int], debug: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 - no traceback but the user's own is ever shown
-        from .inputs.failures import left_debugger
+        from .inputs.failures import in_our_words, left_debugger, may_go_on
 
         if left_debugger(error):
             return _say("interrupted in the debugger", 130, error)
         if debug:
             traceback.print_exception(error)
-        known = _known(error)
-        _tell_parent(known)
+        # What is raised while a run is under way has got our words there.
+        known = error if isinstance(error, PenstockError) else in_our_words(error, running=False)
+        tell(may_go_on=may_go_on(known))
         return _say(str(known), 2 if isinstance(known, NOT_STARTED) else 1, known)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -183,10 +155,8 @@ def _guarded(body: Callable[[], int], debug: bool) -> int:
 
 @contextmanager
 def _no_sudden_end() -> Generator[None]:
-    """Have `os._exit` raise in this process: the user's code would end the run with its own code.
-
-    A process that was forked from this one may still end so, as `multiprocessing` has it.
-    """
+    # The user's code would end the run with its own code, so `os._exit` raises here. A process that
+    # was forked from this one may still end so, as `multiprocessing` has it.
     own, end = os.getpid(), os._exit
 
     def refused(status: int) -> NoReturn:
@@ -205,25 +175,7 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _known(error: Exception) -> PenstockError:
-    """The error in our words; what is raised while a run is under way has got them there."""
-    if isinstance(error, PenstockError):
-        return error
-    from .inputs.failures import in_our_words
-
-    return in_our_words(error, running=False)
-
-
-def _tell_parent(error: PenstockError) -> None:
-    """Tell who looks after this process whether starting it again may help."""
-    from .inputs.failures import may_go_on
-    from .run_dir.supervised import tell
-
-    tell(may_go_on=may_go_on(error))
-
-
 def _say(message: str, code: int, error: BaseException) -> int:
-    """Say it, with what was noted of how to go on."""
     say("\n    ".join([message, *getattr(error, "__notes__", ())]))
     return code
 

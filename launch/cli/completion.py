@@ -36,15 +36,7 @@ _COMPOSE_NOTHING = ("samples", "scale", "runs", "watch")
 
 
 def complete(words: list[str], commands: Iterable[str]) -> int:
-    """Answer `[COMMAND] -sc install=SHELL | uninstall=SHELL | query=SHELL`.
-
-    Args:
-        words: After `penstock`.
-        commands: The commands there are.
-
-    Raises:
-        ConfigError: For another shell than bash or zsh, or another request.
-    """
+    """Answer `[COMMAND] -sc install=SHELL | uninstall=SHELL | query=SHELL`."""
     request = next((word for word in words if "=" in word), "")
     action, _, shell = request.partition("=")
     if action not in ("install", "uninstall", "query") or shell not in ("bash", "zsh"):
@@ -61,7 +53,7 @@ def complete(words: list[str], commands: Iterable[str]) -> int:
     elif words[0] == "doctor":  # no Hydra application: it has nothing to compose
         print(" ".join(OPTIONS))
     elif words[0] == "runs":
-        from .runs.command import ACTIONS  # here: what it needs takes half a second
+        from .runs import ACTIONS  # here: what it needs takes half a second
 
         print(" ".join(ACTIONS))
     elif words[0] in commands and words[0] not in _COMPOSE_NOTHING:

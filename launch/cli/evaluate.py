@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from ..run_dir.evaluations import Measured
 
 _OWN = ("run", "step", "output")
-_TAKEN = ("evaluation", "executor")
-"""Sections of which keys may be given with a run."""
+_TAKEN = ("evaluation", "executor")  # sections of which keys may be given with a run
 
 
 def eval_command(arguments: list[str]) -> int:
@@ -58,7 +57,6 @@ def _eval(composed: dict[str, Any]) -> None:
 def _of_run(
     path: str, keys: EvalConfig, composed: Mapping[str, Any]
 ) -> tuple[str, int | None, dict[str, Measured], dict[str, Measured]]:
-    """What is evaluated, its step, what was found before training, and what is found now."""
     from ..run_dir.evaluations import WHOLE, Evaluations, Measured
     from ..stages.evaluation import evaluate, held_out_losses, options_of_agent, rule_of
     from ..stages.kept_run import kept_run
@@ -101,7 +99,6 @@ def _of_run(
 def _changed(
     path: str, words: Sequence[str], composed: Mapping[str, Any], stored: dict[str, Any]
 ) -> dict[str, Any]:
-    """A run's configuration with the keys on the command line instead of its own."""
     from ..run_dir.resume import copy_value
 
     for word in words:
@@ -118,7 +115,6 @@ def _changed(
 
 
 def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
-    """What is found of the section `model`."""
     from ...workers.engines.registry import DEFAULT
     from ...workers.models.hub import hub_folder
     from ..inputs.compose import check_model, on_a_device, run_config
@@ -167,19 +163,8 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
     )
 
 
-def example_text(example: Mapping[str, Any]) -> str:
-    """Describe a prompt, or a conversation's turns, with the response and its score."""
-    from ..run_dir.evaluations import score_text
-
-    said = f"{example['response']!r} ({score_text(example)})"
-    if "messages" not in example:
-        return f"{example['prompt']!r}: {said}"
-    turns = (f"{message['role']}: {message['content']!r}" for message in example["messages"])
-    return "\n".join((*turns, f"    assistant: {said}"))
-
-
 def _show(what: str, found: Mapping[str, Measured], before: Mapping[str, Measured]) -> None:
-    from ..run_dir.evaluations import Change
+    from ..run_dir.evaluations import Change, example_text
     from ..run_dir.stop import visible
     from ..stages.report import measured_text
 

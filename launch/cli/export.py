@@ -63,11 +63,7 @@ def _role(kept: KeptRun, given: str | None) -> str:
 
 
 def target_folder(given: str) -> Path:
-    """The folder to write, which must be new or empty: nobody's files are replaced.
-
-    Raises:
-        ConfigError: If it is something else, or there is no folder to make it in.
-    """
+    """The folder to write, which must be new or empty: nobody's files are replaced."""
     folder = Path(given)
     if folder.is_dir() and not any(folder.iterdir()):
         return folder
@@ -82,7 +78,6 @@ def target_folder(given: str) -> Path:
 
 
 def _write(kept: KeptRun, point: KeptCheckpoint, role: str, folder: Path, *, adapter: bool) -> str:
-    """Write the folder, of the adapter or the whole model; returns the hash of the weights."""
     from ..stages.export import export_roles
     from ..stages.model_card import write_card, write_generation_config
 
@@ -113,7 +108,6 @@ def _write(kept: KeptRun, point: KeptCheckpoint, role: str, folder: Path, *, ada
 
 
 def _adapter_of(model: Path, role: str, tokenizer: Tokenizer | None) -> Path:
-    """Return an exported model's adapter folder, completed with tokenizer and scalar head."""
     from ...workers.engines.roles import ADAPTER
     from ...workers.models.heads import HEAD_FILE
 
@@ -131,26 +125,12 @@ def _adapter_of(model: Path, role: str, tokenizer: Tokenizer | None) -> Path:
 
 
 def _pushed(keys: ExportConfig, folder: Path, message: str) -> str:
-    """Upload the folder and return its address."""
     assert keys.push is not None, "who asks for no upload does not come here"
     return push_folder(folder, keys.push, message, private=keys.private)
 
 
 def push_folder(folder: Path, repository: str, message: str, *, private: bool) -> str:
-    """Upload a folder to the hub that HF_ENDPOINT names, made there if need be.
-
-    Args:
-        folder: What to upload.
-        repository: `ORG/NAME`.
-        message: Of the commit.
-        private: Whether a repository that is made is private.
-
-    Returns:
-        The address of the repository.
-
-    Raises:
-        WorkerError: If the hub refuses it or cannot be reached; what it said never has the token.
-    """
+    """Upload a folder to the hub that HF_ENDPOINT names, made there if need be."""
     import huggingface_hub
 
     token = os.environ["HF_TOKEN"]

@@ -42,23 +42,12 @@ class UserFiles(FileConfigSource):
     """Hydra's source of users' own configuration files, with the bounds of `yaml_text`."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Load the configuration of a file, once its text is safe to load."""
         yaml_text(Path(self.path) / self._normalize_file_name(config_path))
         return super().load_config(config_path)
 
 
 def hydra_app(command: str, arguments: list[str], task: Task) -> None:
-    """Run `task` on the composed configuration, once or, with `--multirun`, once per combination.
-
-    Args:
-        command: Name of the primary config: "run", "graph", "plan", "eval"...
-        arguments: The words after the command.
-        task: Takes the composition as plain data.
-
-    Raises:
-        ConfigError: If the configuration cannot be composed.
-        Exception: Whatever `task` raises, untouched.
-    """
+    """Run `task` on the composed configuration, or with `--multirun` on each combination."""
     if "-sc" in arguments:
         line = CommandLine((), tuple(arguments), command)
     else:
@@ -91,32 +80,19 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
 
 
 def compose(command: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Compose the words after a command into plain data, without running anything.
-
-    Raises:
-        ConfigError: If it cannot be composed.
-    """
+    """Compose the words after a command into plain data, without running anything."""
     with _our_messages():
         line = command_line(command, arguments)
     return composed(line.config, line.keys)
 
 
 def composed(config: str, keys: Sequence[str]) -> dict[str, Any]:
-    """Compose the keys that `command_line` has read.
-
-    Args:
-        config: Name of the primary configuration, which is the command's.
-        keys: `key=value`.
-
-    Raises:
-        ConfigError: If they cannot be composed.
-    """
+    """Compose the keys that `command_line` has read."""
     with _our_messages(), hydra.initialize_config_module(CONFIGS, version_base="1.3"):
         return _plain(hydra.compose(config, overrides(keys)))
 
 
 def given_overrides() -> list[str]:
-    """What the user typed for the running job, as `key=value`."""
     return [word.lstrip("+") for word in HydraConfig.get().overrides.task]
 
 
@@ -145,7 +121,6 @@ def _check_only(command: str, composed: Mapping[str, Any]) -> None:
 
 
 def _check_sweep(command: str, line: CommandLine) -> None:
-    """Refuse a sweep of which one job cannot be, before the first is run."""
     if any(word.lstrip("+").startswith("resume=") for word in line.keys):
         raise ConfigError("resume= continues one run\n    leave --multirun out")
     if any("hydra/sweeper=" in key for key in line.keys):
@@ -161,11 +136,7 @@ def _check_sweep(command: str, line: CommandLine) -> None:
 
 
 def refuse_resume(composed: dict[str, Any], command: str) -> None:
-    """Take the key `resume` out of a composition of another command, which has none to follow.
-
-    Raises:
-        ConfigError: If it is set.
-    """
+    """Take the key `resume` out of a composition of another command, which has none to follow."""
     if composed.pop("resume", None) is not None:
         raise ConfigError(
             f"penstock {command} has no key 'resume'\n    give the keys of the run, which are in "
@@ -173,6 +144,7 @@ def refuse_resume(composed: dict[str, Any], command: str) -> None:
         )
 
 
+# keys of a command that are no part of a run's configuration
 _OWN = {
     "run": ("resume",),
     "dry_run": ("resume", "cluster"),
@@ -180,12 +152,10 @@ _OWN = {
     "eval": ("resume", "run", "step", "output"),
     "plan": ("resume", "json", "html", "trace", "output"),
 }
-"""Keys of a command that are no part of a run's configuration."""
 
 
 @contextmanager
 def _hydra_process(command: str, words: list[str]) -> Generator[None]:
-    """What `hydra.main` reads from the process: its arguments, and whether to keep exceptions."""
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [f"penstock-{command}", *words]
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -201,7 +171,6 @@ def _hydra_process(command: str, words: list[str]) -> Generator[None]:
 
 @contextmanager
 def _our_messages() -> Generator[None]:
-    """Bound what Hydra reads of users' files, and turn its errors into `ConfigError`s."""
     Plugins.instance()  # registers Hydra's sources, one of which is replaced here
     SourcesRegistry.instance().types[UserFiles.scheme()] = UserFiles
     try:

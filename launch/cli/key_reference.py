@@ -62,7 +62,6 @@ def key_reference() -> str:
 
 
 def _below(kind: Any, at: str) -> Iterator[tuple[type, str]]:
-    """A class and the classes of its fields, with the key under which each stands."""
     yield kind, at
     for key, annotation in (fields_of(kind) or {}).items():
         for part in _parts(annotation):
@@ -79,7 +78,6 @@ def _parts(annotation: Any) -> Iterator[type]:
 
 
 def _table(kind: type, at: str, keys: Iterable[str] | None = None) -> str:
-    """Of all keys of a class, or of some."""
     title = f"`{at}`" if at and " " not in at else at or "The run"
     lines = [
         f"## {title}",

@@ -24,42 +24,34 @@ from ...configs.references import groups, options_of
 from ...dataflow.errors import ConfigError
 from ...workers.models.hub import is_hub_id
 
+# most characters of a word: Hydra's grammar takes many seconds for a longer one
 _MOST_CHARACTERS = 10_000
-"""Most characters of a word: Hydra's grammar takes many seconds for a longer one."""
+# most jobs of a sweep over every combination: all are composed before the first is run
 _MOST_JOBS = 10_000
-"""Most jobs of a sweep over every combination: all are composed before the first is run."""
 
 _FOLDER = "--config-dir"
 _SEARCH_PATH = "hydra.searchpath="
 _KEY = re.compile(r"^[A-Za-z_][\w.]*=")
+# A part of a value: a text in quotes, or characters up to a separator
 _VALUE_PART = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s'"()\[\]{}:=,]+""", re.DOTALL)
-"""A part of a value: a text in quotes, or characters up to a separator."""
 _ESCAPE = re.compile(r"(\\+)([ntr])")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The words after a command, sorted into keys and options.
+    """The words after a command, sorted into keys and options."""
 
-    Attributes:
-        keys: `key=value`, `+key=value` and `~key`, with escapes read.
-        options: All others, such as `--multirun`.
-        config: Name of the primary configuration.
-    """
-
-    keys: tuple[str, ...]
-    options: tuple[str, ...]
-    config: str
+    keys: tuple[str, ...]  # `key=value`, `+key=value` and `~key`, with escapes read
+    options: tuple[str, ...]  # all others, such as `--multirun`
+    config: str  # name of the primary configuration
 
     @property
     def words(self) -> list[str]:
-        """Return the words in the order that Hydra expects, keys first."""
         return [*overrides(self.keys), *self.options]
 
     @property
     def is_sweep(self) -> bool:
-        """Whether the words ask for several jobs."""
         return not {"-m", "--multirun"}.isdisjoint(self.options)
 
 
@@ -68,10 +60,6 @@ def command_line(command: str, arguments: Sequence[str]) -> CommandLine:
 
     Folders of `--config-dir` become part of Hydra's search path, of which the first that has a file
     counts.
-
-    Raises:
-        ConfigError: If an option is unknown or lacks its value, a word is too long, or a folder
-            does not exist.
     """
     for word in arguments:
         if len(word) > _MOST_CHARACTERS:
@@ -141,11 +129,7 @@ def quoted(text: str) -> str:
 
 
 def read_override(word: str) -> Override:
-    """Parse a key with its value or values by Hydra's grammar.
-
-    Raises:
-        ConfigError: If it cannot be read, or a range has no step or more values than a sweep may.
-    """
+    """Parse a key with its value or values by Hydra's grammar."""
     try:
         (override,) = OverridesParser.create().parse_overrides([word])
         value = override.value()
@@ -162,7 +146,6 @@ def read_override(word: str) -> Override:
 
 
 def _length(values: RangeSweep) -> float:
-    """Return how many values a range has, without listing them."""
     start, stop, step = (float(one or 0) for one in (values.start, values.stop, values.step))
     if not step:
         raise ValueError("the step of a range is 0")
@@ -179,11 +162,7 @@ def unreadable(error: OverrideParseException) -> ConfigError:
 
 
 def jobs_of(line: CommandLine) -> list[list[str]]:
-    """Return the overrides of every combination that a sweep asks for.
-
-    Raises:
-        ConfigError: If there are too many.
-    """
+    """Return the overrides of every combination that a sweep asks for."""
     found = [read_override(word) for word in overrides(line.keys)]
     numbers = [len([*one.sweep_iterator()]) for one in found if one.is_discrete_sweep()]
     if not 0 < math.prod(numbers) <= _MOST_JOBS:
@@ -195,7 +174,6 @@ def jobs_of(line: CommandLine) -> list[list[str]]:
 
 
 def _parser(command: str) -> Any:
-    """Return Hydra's parser of options, which accepts `--config-dir` several times."""
     parser: Any = get_args_parser()
     known = [name for one in parser._actions for name in one.option_strings]
     # Hydra's own action keeps the last folder alone.
@@ -226,7 +204,6 @@ def _without_folders(options: Sequence[str]) -> list[str]:
 
 
 def _with_folders(keys: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Return the keys with the folders in Hydra's search path, before those already there."""
     for folder in folders:
         if not Path(folder).is_dir():
             raise ConfigError(f"{_FOLDER}: there is no folder '{folder}'")
@@ -236,7 +213,6 @@ def _with_folders(keys: Sequence[str], folders: Sequence[str]) -> list[str]:
 
 
 def _search_path(keys: Sequence[str]) -> list[str]:
-    """Return the folders of `hydra.searchpath`; none if it is not set."""
     for key in keys:
         if key.startswith(_SEARCH_PATH):
             value: Any = read_override(key).value()
@@ -250,7 +226,6 @@ def _search_path(keys: Sequence[str]) -> list[str]:
 
 
 def _places(keys: Sequence[str]) -> list[Path]:
-    """Return the folders of the user's own configurations."""
     return [Path(place.removeprefix("file://")) for place in _search_path(keys)]
 
 
@@ -259,7 +234,6 @@ def _own_options(group: str, places: Sequence[Path]) -> set[str]:
 
 
 def _listed(word: str, places: Sequence[Path]) -> str:
-    """Replace `group=glob(*)` by its options: Hydra looks only in its own folders."""
     if "glob(" not in word or not isinstance(found := read_override(word).value(), Glob):
         return word
     group = word.partition("=")[0]
@@ -273,7 +247,6 @@ def _listed(word: str, places: Sequence[Path]) -> str:
 
 
 def _spelled_out(word: str, own: set[str]) -> list[str]:
-    """Turn `model=org/name` and `model=PATH` into an option of the group and its key."""
     key, _, name = word.partition("=")
     if key != "model" or name in options_of("model") or name in own:
         return [word]
@@ -289,7 +262,6 @@ def _spelled_out(word: str, own: set[str]) -> list[str]:
 
 
 def _forced(word: str) -> str:
-    """Turn `a.b=1` into `++a.b=1`, unless `a` is a group or Hydra's own."""
     if not _KEY.match(word):
         return word
     key = word.partition("=")[0]

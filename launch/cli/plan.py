@@ -1,8 +1,9 @@
-"""`penstock plan`: where each node of a step runs, in which layout, and how long it takes.
+"""`penstock graph`, `plan` and `profile`: commands that train nothing.
 
-Builds no model, reads no data and needs none of the devices it plans for. What it writes with
-`output=` is a plan that a run can follow. `penstock profile` measures machines, and writes what
-was found for plans and runs.
+`graph` shows the graph of an algorithm's step. `plan` says where each node of a step runs, in which
+layout, and how long it takes; it builds no model, reads no data and needs none of the devices it
+plans for, and what it writes with `output=` is a plan that a run can follow. `profile` measures
+machines, for plans and runs.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from ...dataflow.errors import ConfigError, InfeasibleError
 from .hydra_app import chosen, hydra_app, refuse_resume
 
 if TYPE_CHECKING:
+    from ...dataflow.graph.graph import Graph
     from ...planner.plan.plan import Plan
     from ...planner.report.comparison import Comparison
     from ..placement.plan_request import PlanRequest
 
-OUTPUTS = ("json", "html", "trace", "output")
-"""Keys that name files to write."""
+OUTPUTS = ("json", "html", "trace", "output")  # keys that name files to write
 
 _TERMINAL = "-"
 
@@ -52,15 +53,6 @@ def _plan(composed: dict[str, Any]) -> None:
 
 
 def found_plan(composed: dict[str, Any]) -> tuple[PlanRequest, Plan, tuple[Comparison, ...]]:
-    """What is asked for, the plan, and the plans beside it.
-
-    Args:
-        composed: As Hydra composed it for the job that runs, without `OUTPUTS`.
-
-    Raises:
-        ConfigError: For whatever is unknown, missing or out of range.
-        PlanError: If no plan fits.
-    """
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
     from ..placement.plan_request import answered, plan_request
 
@@ -103,11 +95,7 @@ def _show(
 
 
 def output_file(key: str, given: Any) -> str | None:
-    """The file's name, if one can be written there: a search should not end in a refusal.
-
-    Raises:
-        ConfigError: If it is none, or its folder is not there.
-    """
+    """The file's name, if one can be written there: a search should not end in a refusal."""
     if given is None or given == _TERMINAL and key == "json":
         return given
     other = isinstance(given, str) and Path(given).is_fifo() and not given.startswith("/dev/")
@@ -119,11 +107,7 @@ def output_file(key: str, given: Any) -> str | None:
 
 
 def write_output(key: str, file: str, text: str) -> None:
-    """Write a file that a key names, or to the terminal.
-
-    Raises:
-        ConfigError: If it cannot be written.
-    """
+    """Write a file that a key names, or to the terminal."""
     if file == _TERMINAL:
         print(text, end="")
         return
@@ -148,7 +132,6 @@ def profile_command(arguments: list[str]) -> int:
 
 @contextmanager
 def _folder_of(file: Path) -> Generator[None]:
-    """Make the folder that a file is to be written to, unless the body refuses what was asked."""
     made = [folder for folder in file.parents if not folder.exists()]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +151,7 @@ def _profile(composed: dict[str, Any]) -> None:
     from ...configs.validate import validated
     from ..profile.profile import profile
     from ..profile.show import calibration_text
-    from ..run_dir.atomic import write_text
+    from ..run_dir.files import write_text
 
     config = validated(ProfileConfig, composed)
     file = Path(config.output)
@@ -180,3 +163,44 @@ def _profile(composed: dict[str, Any]) -> None:
         write_text(file, calibration.model_dump_json(indent=2) + "\n")
     print(calibration_text(calibration))
     print(f"wrote {file} after {time.monotonic() - began_s:.0f} s")
+
+
+def graph_command(arguments: list[str]) -> int:
+    """Run the command; `arguments` are the words after `penstock graph`."""
+    hydra_app("graph", arguments, _graph)
+    return 0
+
+
+def _graph(composed: dict[str, Any]) -> None:
+    # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
+    from ...dataflow.graph.graph import Graph
+    from ...dataflow.render.mermaid import to_mermaid
+    from ...dataflow.render.svg import to_svg
+    from ..inputs.compose import resolved
+
+    formats = {"text": _graph_text, "mermaid": to_mermaid, "svg": to_svg, "json": Graph.to_json}
+    form, output = composed.pop("format"), output_file("output", composed.pop("output"))
+    refuse_resume(composed, "graph")
+    if not isinstance(form, str) or form not in formats:
+        raise ConfigError(f"'format': expected one of {', '.join(formats)}, got {form!r}")
+    run = resolved(composed)
+    graph, unlike = run.main.graph, run.config.schedule.why_not_reproducible
+    text = formats[form](graph)
+    if unlike and form == "text":
+        text += f"\n\nnot reproducible: {unlike}"
+    if output is None:
+        print(text)
+        return
+    write_output("output", output, text + "\n")
+    print(f"wrote {output}")
+
+
+def _graph_text(graph: Graph) -> str:
+    """Describe the graph, and what of it could stream if something is sampled."""
+    from ...dataflow.graph.graph import NodeKind
+    from ...dataflow.graph.streaming import streaming
+
+    if not any(node.kind is NodeKind.ROLLOUT for node in graph.nodes):
+        return str(graph)
+    lines = [f"  {line}" for line in str(streaming(graph)).splitlines()]
+    return "\n".join([str(graph), "", "with schedule.streaming above 0", *lines])

@@ -1,4 +1,10 @@
-"""`penstock run`: from nothing to a trained policy, or on from where a run was stopped."""
+"""`penstock run`: from nothing to a trained policy, or on from where a run was stopped.
+
+With `--dry-run`, all that a launch checks is checked, against the cluster that `cluster=` describes
+or, without it, the one that a plan's file was made for. Nothing is started, downloaded or written,
+so a laptop can say what a cluster would. Only `placement=auto` without a described cluster asks the
+Ray that `RAY_ADDRESS` names, if it is set, what there is.
+"""
 
 from __future__ import annotations
 
@@ -14,62 +20,48 @@ import yaml
 
 from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, WorkerError, no_exit
 from ..inputs.failures import in_our_words, left_debugger
-from ..run_dir.stop import Terminated, say
-from ..run_dir.supervised import tell
-from .hydra_app import given_overrides, hydra_app
+from ..run_dir.stop import Terminated, say, tell
+from .hydra_app import given_overrides, hydra_app, refuse_resume
 from .supervise import SUPERVISE, supervise_command
 
 if TYPE_CHECKING:
+    from ...planner.inputs.cluster import ClusterSpec
     from ..inputs.run import Run
-    from ..run_dir.environment import Environment
-    from ..run_dir.origins import Origins
     from ..run_dir.process_usage import ProcessUsage
     from ..run_dir.progress import RunProgress
+    from ..run_dir.provenance import CodeVersion, Environment, Origins
     from ..run_dir.resume import Resumed
-    from ..run_dir.run_folder import CodeVersion, RunFolder, RunRecord
+    from ..run_dir.run_folder import RunFolder, RunRecord
     from ..run_dir.trackers.registry import Trackers
     from ..run_dir.trackers.tracker import Tracker
 
-DRY_RUN = "--dry-run"
-"""As an option of `penstock run`: check everything, and start nothing."""
+DRY_RUN = "--dry-run"  # as an option of `penstock run`: check everything, and start nothing
 
 
 def run_command(arguments: list[str]) -> int:
     """Run the command; `arguments` are the words after `penstock run`."""
     if DRY_RUN in arguments:
-        from .dry_run import dry_run_command
-
-        return dry_run_command([w for w in arguments if w not in (DRY_RUN, SUPERVISE)])
+        words = [word for word in arguments if word not in (DRY_RUN, SUPERVISE)]
+        hydra_app("dry_run", words, _dry_run)
+        return 0
     if SUPERVISE in arguments:
         return supervise_command([word for word in arguments if word != SUPERVISE])
     if any(word.startswith("sweep.") for word in arguments):
         from .sweep import sweep_command
 
         return sweep_command(arguments, lambda composed: run_composed(composed, ()))
-    hydra_app("run", arguments, _run)
+
+    def run(composed: dict[str, Any]) -> None:
+        run_composed(composed, given_overrides())
+
+    hydra_app("run", arguments, run)
     return 0
-
-
-def _run(composed: dict[str, Any]) -> None:
-    run_composed(composed, given_overrides())
 
 
 def run_composed(
     composed: dict[str, Any], given: Sequence[str], shown: Tracker | None = None
 ) -> RunFolder:
-    """Carry out what was composed: a new run, or one that goes on.
-
-    Args:
-        composed: As Hydra composed it.
-        given: The words it was composed of, `key=value`; a run that goes on takes no others.
-        shown: Who shows the run's metrics as they come, beside its trackers.
-
-    Returns:
-        The run's folder.
-
-    Raises:
-        ConfigError: If it cannot be run.
-    """
+    """Carry out what was composed: a new run, or one that goes on."""
     path, resumed = composed.pop("resume"), None
     if path is not None:
         if not isinstance(path, str):
@@ -84,18 +76,7 @@ def run_composed(
 
 
 def carry_out_again(before: RunRecord, config: dict[str, Any]) -> RunFolder:
-    """Run what another run was, where its nodes ran.
-
-    Args:
-        before: The run.
-        config: Its configuration.
-
-    Returns:
-        The new run's folder.
-
-    Raises:
-        ConfigError: If the configuration cannot be run here, or makes other problems.
-    """
+    """Run what another run was, where its nodes ran."""
     with _plain_warnings(), no_exit(ConfigError):
         return _carry_out(config, None, before)
 
@@ -111,11 +92,9 @@ def _carry_out(
     from ...workers.executors.process_setup import threads_within
     from ..inputs.compose import dumped, resolve, run_config
     from ..placement.machine import machine_name
-    from ..run_dir.environment import environment_now
-    from ..run_dir.origins import origins_of
     from ..run_dir.process_usage import ProcessUsage
     from ..run_dir.progress import RunProgress
-    from ..run_dir.run_folder import code_version
+    from ..run_dir.provenance import code_version, environment_now, origins_of
     from ..run_dir.trackers.registry import Trackers
     from ..stages.observers import stage_plans
     from ..stages.prepare import about_model, first_notes, model_folders, prepare
@@ -172,7 +151,6 @@ def _created(
     code: CodeVersion,
     environment: Environment,
 ) -> RunFolder:
-    """The folder of a new run."""
     from ...dataflow.render.svg import to_svg
     from ..run_dir.run_folder import create_run
     from ..stages.prepare import not_reproducible
@@ -193,7 +171,6 @@ def _created(
 
 
 def _check_data(record: RunRecord, found: str) -> None:
-    """Refuse to go on with a run, or to repeat it, on other problems."""
     if record.data not in (None, found):
         raise ConfigError(
             f"run '{record.folder.id}' was started on other problems: the data's fingerprint was "
@@ -205,7 +182,6 @@ def _check_data(record: RunRecord, found: str) -> None:
 def _tracked(
     run: Run, folder: RunFolder, config: Mapping[str, Any], resumed: bool, trackers: Trackers
 ) -> dict[str, RunFolder]:
-    """Begin to track the run; the folder of each of its stages."""
     from ..run_dir.run_folder import record_of
     from ..run_dir.trackers.tracker import RunInfo
 
@@ -219,7 +195,6 @@ def _tracked(
 
 
 def _note_changes(resumed: Resumed, run: Run, config: str, plan: str) -> None:
-    """Record that the run goes on with other settings, once it is clear that it can."""
     from ..run_dir.run_folder import change_config
     from ..stages.prepare import not_reproducible
     from ..stages.run_stage import steps_taken
@@ -243,9 +218,7 @@ def _check_unchanged(
     code: CodeVersion,
     environment: Environment,
 ) -> None:
-    """Refuse to go on with other problems or models than the run began with; mention other code."""
-    from ..run_dir.environment import changed_versions, versions_text
-    from ..run_dir.origins import changed_files, check_models
+    from ..run_dir.provenance import changed_files, changed_versions, check_models, versions_text
     from ..run_dir.run_folder import record_of
 
     record = record_of(folder)
@@ -273,9 +246,8 @@ def _stages(
     resumed: bool,
     trackers: Trackers,
 ) -> None:
-    """Run what is left of a run's stages, each in its folder, and write the run's summary."""
-    from ..run_dir.events import count_kinds
     from ..run_dir.run_folder import record_of
+    from ..run_dir.step_logs import count_kinds
     from ..stages.prepare import statistics
     from ..stages.report import summary_of, write_report
     from ..stages.run_stage import MODELS, check_stage_models, run_stage
@@ -318,11 +290,9 @@ def _stages(
 def _ended_early(
     folder: RunFolder, is_new: bool, had_runs: bool, trackers: Trackers
 ) -> Generator[None]:
-    """Say how a run that has ended early goes on; a new one that is refused leaves nothing.
-
-    Some of what cannot be is found only when workers are built. What is refused cannot go on as it
-    is, so nothing is said of that.
-    """
+    # Say how a run that has ended early goes on; a new one that is refused leaves nothing.
+    # Some of what cannot be is found only when workers are built. What is refused cannot go on as
+    # it is, so nothing is said of that.
     try:
         yield
     except BaseException as error:
@@ -349,7 +319,6 @@ def _ended_early(
 
 @contextmanager
 def _plain_warnings() -> Generator[None]:
-    """Show warnings as one message each, without the line of our code that raised them."""
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         yield
@@ -365,3 +334,78 @@ def _show_warning(
 ) -> None:
     if category.__module__.startswith("penstock.") or issubclass(category, UserWarning):
         say(f"warning: {message}")
+
+
+# --- dry run
+
+
+def _dry_run(composed: dict[str, Any]) -> None:
+    # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
+    from dataclasses import replace
+
+    from ..inputs.compose import AUTO, resolve, run_config
+    from ..placement.machine import joined
+    from ..run_dir.trackers.registry import TRACKERS, Trackers
+    from ..stages.prepare import prepare
+
+    refuse_resume(composed, "run --dry-run")
+    cluster = _described(composed.pop("cluster", None))
+    config = run_config(composed)
+    # Refuses what a tracker lacks. One of the user's own may open files as soon as it is made.
+    if config.tracker.all.keys() <= TRACKERS.keys():
+        Trackers(config.tracker, tables=config.samples.track_every is not None)
+    run = resolve(config, None if cluster is None else cluster.device_type)
+    if cluster is not None or config.placement != AUTO:
+        run = replace(run, cluster=cluster)
+    else:
+        run = joined(run)
+    print(_dry_run_text(prepare(run, dry=True), cluster))
+
+
+def _described(section: Any) -> ClusterSpec | None:
+    from ...configs.plan_schema import ClusterConfig
+    from ...configs.validate import validated
+    from ..placement.machine import cluster_spec, named_devices
+
+    if section is None:
+        return None
+    return cluster_spec(validated(ClusterConfig, named_devices(section), "cluster"))
+
+
+def _dry_run_text(run: Run, cluster: ClusterSpec | None) -> str:
+    from ...planner.formatting import aligned, bytes_text
+    from ...planner.inputs.cluster import ClusterSpec
+    from ...planner.report.plan_texts import cluster_text
+    from ..inputs.run import executor_kind
+    from ..placement.place import check_fits, seats
+    from ..stages.prepare import first_notes, statistics
+    from ..stages.streaming import streaming_lines
+
+    plan, placement = run.placed, run.main.placement
+    if cluster is None and isinstance(plan.cluster, ClusterSpec):
+        cluster = plan.cluster
+    nodes = {} if cluster is None else check_fits(plan, placement, cluster)
+    lines = [f"{run.main.graph.name} can start; this was a dry run, and nothing was started"]
+    lines += [f"cluster  {cluster_text(cluster)}"] if cluster is not None else []
+    lines += [*first_notes(run, tries=True), *statistics(run)]
+    kind = executor_kind(run.executor.kind)
+    for stage in run.stages:
+        lines += streaming_lines(
+            stage, stage.placement, run.config.schedule, in_processes=kind.has_processes
+        )
+    memory = plan.memory_bytes_per_device
+    rows = [["group", "process", "rank", "node", "device", "memory", "roles"]]
+    for seat in seats(run.main.graph, placement, nodes):
+        needed = None if seat.device is None else memory.get(seat.device)
+        rows.append(
+            [
+                seat.group,
+                str(seat.process),
+                str(seat.rank),
+                seat.node.removeprefix("node ") or "any",
+                "any" if seat.device is None else str(seat.device),
+                "-" if needed is None else bytes_text(needed),
+                ", ".join(seat.roles) or "-",
+            ]
+        )
+    return "\n".join([*lines, *aligned(rows)])

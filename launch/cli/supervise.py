@@ -25,32 +25,22 @@ from typing import Any
 from ...dataflow.errors import ConfigError
 from ...dataflow.runtime.recovery.limits import Recoveries, Recovery, WorkerLost
 from ..run_dir.run_folder import RunFolder
-from ..run_dir.stop import say
-from ..run_dir.supervised import environment_of, what_was_told
-from ..run_dir.trackers.jsonl import read_metrics
+from ..run_dir.step_logs import read_metrics
+from ..run_dir.stop import environment_of, say, what_was_told
 
-SUPERVISE = "--supervise"
-"""As an option of `penstock run`: start it again when its process dies."""
+SUPERVISE = "--supervise"  # as an option of `penstock run`: start it again when its process dies
 
 _PROGRAM = (sys.executable, "-P", "-m", "penstock.launch.main")
 _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+# Exit codes of runs that are over: done, refused, interrupted, terminated.
 _ENDED = frozenset({0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM})
-"""Exit codes that are an end: done, refused, interrupted, terminated."""
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
-_LOOK_S = 0.1
-"""How soon a signal ends a pause."""
+_LOOK_S = 0.1  # how soon a signal ends a pause
 
 
 def supervise_command(arguments: Sequence[str]) -> int:
-    """Run the command; `arguments` are the words after `penstock run`, without `--supervise`.
-
-    Returns:
-        The exit code of the run's last process; 128 and its number if that was a signal.
-
-    Raises:
-        ConfigError: If the words are of several runs.
-    """
+    """Run the command; `arguments` are the words after `penstock run`, without `--supervise`."""
     several = [word for word in arguments if word in ("-m", "--multirun") or word[:6] == "sweep."]
     if several:
         raise ConfigError(
@@ -63,31 +53,19 @@ def supervise_command(arguments: Sequence[str]) -> int:
 
 
 class _Child:
-    """The run's process, of which there is one at a time.
-
-    Attributes:
-        asked: The first signal that came for it; None if none has.
-    """
-
     def __init__(self) -> None:
         self.asked: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on."""
         self.asked = self.asked or number
         if self._process is not None:
             self._process.send_signal(number)
 
     def run(self, words: Sequence[str], told: int) -> int:
-        """Start the process and wait until it ends, which may take days.
-
-        In a process group of its own: what a terminal sends at Ctrl-C comes once, from here. A
-        second signal would end the run without its checkpoint.
-
-        Returns:
-            Its exit code, the negative number of a signal.
-        """
+        # Start the process and wait until it ends, which may take days.
+        # In a process group of its own: what a terminal sends at Ctrl-C comes once, from here. A
+        # second signal would end the run without its checkpoint.
         environment = {**os.environ, **environment_of(told)}
         self._process = subprocess.Popen(
             [*_PROGRAM, "run", *words],
@@ -103,7 +81,6 @@ class _Child:
         return code
 
     def pause(self, seconds: float) -> bool:
-        """Wait that long; returns whether a signal has ended it."""
         end_s = time.monotonic() + seconds
         while self.asked is None and (left_s := end_s - time.monotonic()) > 0:
             time.sleep(min(left_s, _LOOK_S))
@@ -112,7 +89,6 @@ class _Child:
 
 @contextmanager
 def _passing_on() -> Generator[_Child]:
-    """While it is entered, signals for this process are for the run's."""
     child = _Child()
     heard = [number for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, child.hear) for number in heard}
@@ -124,13 +100,12 @@ def _passing_on() -> Generator[_Child]:
 
 
 def _end_with_parent() -> None:
-    """Ask the system to stop the run, with a checkpoint, when its supervisor is killed."""
+    # When the supervisor is killed, the system has the run stop, with a checkpoint.
     if sys.platform == "linux":  # elsewhere the run goes on without it
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _looked_after(child: _Child, words: list[str], file: int) -> int:
-    """Have the run's process started until it is over."""
     recoveries = Recoveries(Recovery())
     while True:
         os.ftruncate(file, 0)
@@ -144,15 +119,18 @@ def _looked_after(child: _Child, words: list[str], file: int) -> int:
             say(f"{_how(code)}, but the run had finished: {run.summary}")
             return 0
         if "recovery" in told:
-            recoveries.recovery = _limits(told["recovery"])
+            given = told["recovery"]
+            known = {one.name: given[one.name] for one in fields(Recovery) if one.name in given}
+            recoveries.recovery = Recovery(**known)
         said = _how(code) if run is None else f"{_how(code)} after {_completed(run)} steps"
         try:
             pause_s = recoveries.pause_s(WorkerLost(said), _completed(run) if run else 0)
         except WorkerLost as spent:
             say(str(spent))
             return code if code >= 0 else 128 - code
-        if run is not None:
-            words = _to_resume(words, run)
+        if run is not None and not any(word.startswith("resume=") for word in words):
+            quoted = str(run.path).replace("'", "\\'")
+            words = [f"resume='{quoted}'"]
         where = "it is started anew" if run is None else f"it goes on from its folder {run.path}"
         say(f"{said}; {where} (start {recoveries.number + 1}, after {pause_s:.1f} s)")
         if child.pause(pause_s):
@@ -160,7 +138,6 @@ def _looked_after(child: _Child, words: list[str], file: int) -> int:
 
 
 def _may_go_on(code: int, told: Mapping[str, Any]) -> bool:
-    """Whether the process has died, or ended with what starting again may fix."""
     if code < 0:
         return -code not in _PASSED_ON  # somebody wanted it to end
     return bool(told.get("may_go_on", code not in _ENDED))
@@ -173,21 +150,7 @@ def _how(code: int) -> str:
     return f"the run's process was killed by {known.get(-code, f'signal {-code}')}"
 
 
-def _limits(given: Mapping[str, Any]) -> Recovery:
-    """How often it may be started again, as its configuration says."""
-    return Recovery(**{one.name: given[one.name] for one in fields(Recovery) if one.name in given})
-
-
 def _completed(run: RunFolder) -> int:
-    """Steps that have been complete, those of all stages together."""
     stages = sorted((run.path / "stages").glob("*"))
     found = (read_metrics(RunFolder(path).metrics) for path in (*stages, run.path))
     return sum(lines[-1]["step"] + 1 for lines in found if lines)
-
-
-def _to_resume(words: Sequence[str], run: RunFolder) -> list[str]:
-    """The words that go on with the run: those that did already, or else its folder alone."""
-    if any(word.startswith("resume=") for word in words):
-        return list(words)
-    quoted = str(run.path).replace("'", "\\'")
-    return [f"resume='{quoted}'"]

@@ -10,47 +10,47 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, nearest, no_exit
-from ..run_dir.atomic import write_text
+from ..run_dir.files import write_text
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.stop import say, visible
 from ..runs.drawing import draw_sweep
-from ..runs.figures import SUMMARIZED
 from ..runs.sweep import DIRECTIONS, Key, Sweep, Trial, next_values
-from ..runs.values import value_text
+from ..runs.values import SUMMARIZED, value_text
 from .hydra_app import composed
 from .overrides import command_line, read_override
-from .runs.table import print_table
-from .words import chosen, whole_number
+from .words import chosen, print_table, whole_number
 
-OWN = "sweep."
-"""How the sweep's own words begin."""
+OWN = "sweep."  # how the sweep's own words begin
 
 _MULTIRUN = ("-m", "--multirun")
 _KEYS = ("metric", "direction", "trials", "minutes", "seed", "name")
-_MOST_FAILED = 3
-"""Trials that may fail one after the other."""
+_MOST_FAILED = 3  # trials that may fail one after the other
 
+# runs a composed configuration, or goes on with the run of its key `resume`
 CarryOut = Callable[[dict[str, Any]], RunFolder]
-"""Runs a composed configuration, or goes on with the run of its key `resume`."""
 
 
 def sweep_command(arguments: Sequence[str], carry_out: CarryOut) -> int:
-    """Run trials until the budget is spent, and say what came out; `arguments` follow `run`.
-
-    Raises:
-        ConfigError: If a word is wrong, Optuna is not installed, or the first trial cannot run.
-        PenstockError: If several trials in a row fail.
-    """
-    _check_optuna()
+    """Run trials until the budget is spent, and say what came out; `arguments` follow `run`."""
+    try:
+        import optuna  # noqa: F401  # pyright: ignore[reportUnusedImport] - whether it is there
+    except ImportError as error:
+        raise ConfigError(
+            f"a sweep needs a package that is not installed ({error})\n"
+            "    pip install 'penstock-rl[optuna]'"
+        ) from error
     sweep, options, home = _read(arguments)
     most, minutes = whole_number("sweep.trials", options.get("trials", "20")), _minutes(options)
     if not most:
         raise ConfigError("'sweep.trials': expected a whole number of at least 1, got '0'")
     _check_metric(sweep)
-    folder = _folder(home, options.get("name", sweep.name))
+    name = options.get("name", sweep.name)
+    if Path(name).name != name or name in ("", ".."):
+        raise ConfigError(f"'sweep.name': expected a name without folders, got '{name:.80}'")
+    folder = home / "sweeps" / name
     folder.mkdir(parents=True, exist_ok=True)
     with RunFolder(folder).locked(), _said_where(sweep, folder, most):
         sweep.load(folder)
@@ -63,18 +63,7 @@ def sweep_command(arguments: Sequence[str], carry_out: CarryOut) -> int:
     return 0
 
 
-def _check_optuna() -> None:
-    try:
-        import optuna  # noqa: F401  # pyright: ignore[reportUnusedImport] - whether it is there
-    except ImportError as error:
-        raise ConfigError(
-            f"a sweep needs a package that is not installed ({error})\n"
-            "    pip install 'penstock-rl[optuna]'"
-        ) from error
-
-
 def _read(arguments: Sequence[str]) -> tuple[Sweep, dict[str, str], Path]:
-    """The search, its other options, and the folder of runs."""
     line = command_line("run", arguments)
     if not line.is_sweep:
         word = next(word for word in arguments if word.startswith(OWN))
@@ -88,7 +77,14 @@ def _read(arguments: Sequence[str]) -> tuple[Sweep, dict[str, str], Path]:
         if not equals or word.startswith("-") or name == "resume":
             raise ConfigError(f"penstock run --multirun: expected KEY=VALUE, got '{word:.80}'")
         if name.startswith(OWN):
-            options[_own(name)] = value
+            key_name = name.removeprefix(OWN)
+            if key_name not in _KEYS:
+                raise ConfigError(
+                    f"penstock run --multirun: there is no key '{name:.80}'"
+                    f"{nearest(key_name, _KEYS)}\n"
+                    f"    keys are: {', '.join(OWN + one for one in _KEYS)}"
+                )
+            options[key_name] = value
         elif name == "runs":
             home = Path(value)
         elif (key := _varied(word)) is not None:
@@ -113,7 +109,6 @@ def _read(arguments: Sequence[str]) -> tuple[Sweep, dict[str, str], Path]:
 
 
 def _check_metric(sweep: Sweep) -> None:
-    """Refuse a metric that no trial can have, as far as that is known before the first has run."""
     metric = sweep.metric
     node, slash, _ = metric.partition("/")
     if not slash:
@@ -141,25 +136,7 @@ def _check_metric(sweep: Sweep) -> None:
         )
 
 
-def _folder(home: Path, name: str) -> Path:
-    """Where the sweep of a name is, below the folder of runs."""
-    if Path(name).name != name or name in ("", ".."):
-        raise ConfigError(f"'sweep.name': expected a name without folders, got '{name:.80}'")
-    return home / "sweeps" / name
-
-
-def _own(name: str) -> str:
-    key = name.removeprefix(OWN)
-    if key not in _KEYS:
-        raise ConfigError(
-            f"penstock run --multirun: there is no key '{name:.80}'{nearest(key, _KEYS)}\n"
-            f"    keys are: {', '.join(OWN + one for one in _KEYS)}"
-        )
-    return key
-
-
 def _varied(word: str) -> Key | None:
-    """The key and its values; None of a word with one value."""
     override = read_override(word)
     name, value = override.get_key_element(), override.value()
     if isinstance(value, IntervalSweep):
@@ -170,18 +147,14 @@ def _varied(word: str) -> Key | None:
             raise ConfigError(f"'{word:.80}': expected two ascending numbers{above}")
         return Key(name, low=low, high=high, log=log)
     if isinstance(value, RangeSweep):
-        return _stepped(name, override)
+        found = [float(text) for text in override.sweep_string_iterator()]
+        if len(found) < 2 or found[0] > found[1]:
+            raise ConfigError(f"'{name}': expected a range of at least two ascending numbers")
+        whole = all(number.is_integer() for number in found)
+        return Key(name, low=found[0], high=found[-1], step=found[1] - found[0], whole=whole)
     if not override.is_sweep_override():
         return None
     return Key(name, choices=tuple(override.sweep_string_iterator()))
-
-
-def _stepped(name: str, override: Override) -> Key:
-    found = [float(text) for text in override.sweep_string_iterator()]
-    if len(found) < 2 or found[0] > found[1]:
-        raise ConfigError(f"'{name}': expected a range of at least two ascending numbers")
-    whole = all(number.is_integer() for number in found)
-    return Key(name, low=found[0], high=found[-1], step=found[1] - found[0], whole=whole)
 
 
 def _minutes(options: dict[str, str]) -> float:
@@ -199,7 +172,6 @@ def _minutes(options: dict[str, str]) -> float:
 
 @contextmanager
 def _said_where(sweep: Sweep, folder: Path, most: int) -> Generator[None]:
-    """Add to what ends a sweep early how it goes on."""
     try:
         yield
     except BaseException as error:
@@ -213,7 +185,6 @@ def _said_where(sweep: Sweep, folder: Path, most: int) -> Generator[None]:
 
 
 def _next_trial(sweep: Sweep, most: int, minutes: float) -> Trial | None:
-    """The one that was interrupted, or a new one; None if the budget is spent."""
     left = next((trial for trial in sweep.trials if not trial.ended), None)
     if left is not None:
         return left
@@ -229,7 +200,6 @@ def _next_trial(sweep: Sweep, most: int, minutes: float) -> Trial | None:
 
 
 def _try(sweep: Sweep, trial: Trial, folder: Path, carry_out: CarryOut) -> None:
-    """Run a trial, or go on with it; one that fails is noted."""
     words = [f"{key}={_typed(value)}" for key, value in trial.values.items()]
     number = sweep.trials.index(trial) + 1
     say(f"trial {number}: {' '.join(words)}")
@@ -264,7 +234,6 @@ def _typed(value: str | int | float) -> str:
 
 
 def _report(sweep: Sweep, folder: Path) -> None:
-    """Print the trials, the best first, and leave them as a table and a picture."""
     names = [key.name for key in sweep.keys]
     rows = [[sweep.metric, *names, "run"]]
     for trial in sweep.ranked():

@@ -1,9 +1,16 @@
-"""A run as Python sees it: its folder read into tables, curves, its graph and its plan."""
+"""A run as Python sees it: its folder read into tables, curves, its graph and its plan.
+
+In a notebook a run that goes on shows its curve: one picture, drawn again now and then.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -14,19 +21,133 @@ from ...dataflow.graph.graph import Graph
 from ...planner.plan.plan import Plan
 from ..inputs.compose import run_config
 from ..inputs.record import recorded
+from ..run_dir.curve import draw_curve
+from ..run_dir.progress import format_values
 from ..run_dir.resume import stored_config
-from ..run_dir.run_folder import RunFolder, RunRecord, record_of
+from ..run_dir.run_folder import RunFolder, RunRecord, State, record_of, state_of
 from ..run_dir.run_folder import open_run as open_folder
-from ..run_dir.run_state import State, state_of
 from ..run_dir.samples import Sample, read_samples
-from ..run_dir.trackers.jsonl import read_metrics
-from ..runs.series import History, Over
-from ..runs.values import value_text
-from ..stages.headline import Headline
-from .live_curve import Curve
+from ..run_dir.step_logs import read_metrics
+from ..run_dir.trackers.tracker import RunInfo
+from ..runs.values import History, Over, value_text
+from ..stages.headline import CURVE_ENDS, Headline
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+_MOST_POINTS = 400  # of a curve: more are not seen, and each change sends a picture again
+
+_EVERY_S = 1.0  # between two pictures of a run that goes on
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric of a run, as a picture.
+
+    Attributes:
+        title: Written above it.
+        label: What its values are.
+        points: (step, value), by step; values are finite.
+        over: What is counted from left to right.
+    """
+
+    title: str
+    label: str
+    points: Sequence[tuple[float, float]] = field(repr=False)
+    over: str = "steps"
+
+    def _repr_svg_(self) -> str:
+        """The picture, for Jupyter."""
+        stride = math.ceil(len(self.points) / _MOST_POINTS) or 1
+        points = self.points[::stride]
+        return draw_curve(points, title=self.title, label=self.label, over=self.over)
+
+    def __str__(self) -> str:
+        """The picture as SVG text, to be written to a file."""
+        return self._repr_svg_()
+
+
+def in_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+class LiveCurve:
+    """A `Tracker` that shows each stage's curve in the output of the cell that runs.
+
+    Which metric is shown is found as for the curve that a run leaves behind.
+
+    Args:
+        every_s: Seconds between two pictures.
+    """
+
+    def __init__(self, every_s: float = _EVERY_S) -> None:
+        self._every_s = every_s
+        self._run: RunInfo | None = None
+        self._stage = ""
+        self._lines: list[tuple[int, Mapping[str, float]]] = []  # of what a curve may be of
+        self._last: Mapping[str, float] = {}
+        self._shown_s = -math.inf
+        self._display: Any = None
+
+    def start(self, run: RunInfo) -> str | None:
+        self._run = run
+        return None
+
+    def rewind(self, step: int, stage: str) -> None:
+        """A stage begins: its curve comes below that of the stage before."""
+        self._show()
+        self._stage, self._lines = stage, []
+        self._shown_s, self._display = -math.inf, None
+
+    def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
+        """Note a step, and draw the curve again if the last picture is old enough."""
+        own = {name: value for name, value in metrics.items() if not name.startswith("evaluation/")}
+        if not own:
+            return  # an evaluation between two steps
+        kept = {name: value for name, value in own.items() if name.endswith(CURVE_ENDS)}
+        self._lines.append((step, kept))
+        self._last = own
+        if time.monotonic() - self._shown_s >= self._every_s:
+            self._show()
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Draw what has come since the last picture."""
+        self._show()
+
+    def _show(self) -> None:
+        if not self._lines or self._run is None:
+            return
+        # Imported here: only in a notebook is it there for certain.
+        from IPython.display import (  # pyright: ignore[reportMissingImports]
+            HTML,
+            display,
+        )
+
+        page = HTML(self.html())
+        if self._display is None:
+            self._display = display(page, display_id=True)
+        else:
+            self._display.update(page)
+        self._shown_s = time.monotonic()
+
+    def html(self) -> str:
+        """A line on the last step, and below it the curve if there is a metric to judge by."""
+        step, last = self._lines[-1][0], self._last
+        headline = Headline(None)
+        run = self._run.id if self._run is not None else ""
+        said = f"{self._stage}: {step + 1} steps  {format_values(headline.shown(last))}"
+        metric = headline.curve(last)
+        if metric is None:
+            return f"<p>{escape(said)}</p>"
+        points = [
+            (float(number), line[metric.name])
+            for number, line in self._lines
+            if math.isfinite(line.get(metric.name, math.nan))
+        ]
+        curve = Curve(f"{run}, {self._stage}", metric.label, points)
+        return f"<p>{escape(said)}</p>{curve}"
+
 
 _FACTS = (
     "num_steps",
@@ -38,7 +159,6 @@ _FACTS = (
     "wall_time_s",
     "stopped",
 )
-"""Of the summary: what is shown of a run at a glance."""
 
 
 class RunHandle:
@@ -67,7 +187,7 @@ class RunHandle:
 
     @property
     def state(self) -> State:
-        """How it stands: "running", "finished", "stopped"..."""
+        """The run's state: "running", "finished", "stopped"..."""
         return state_of(self.record)
 
     @property
@@ -81,7 +201,7 @@ class RunHandle:
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """What came out, as in summary.json; empty as long as the run is not over."""
+        """The summary, as in summary.json; empty as long as the run is not over."""
         return self.record.summary or {}
 
     def stage(self, name: str) -> RunHandle:
@@ -162,7 +282,7 @@ class RunHandle:
 
     @property
     def plan(self) -> Plan:
-        """Where the main stage's nodes run.
+        """The plan of the main stage.
 
         Raises:
             PlanError: If it cannot be read.

@@ -19,8 +19,8 @@ from ...planner.report.explain import explain
 from ...planner.report.html_report import to_html
 from ..cli.hydra_app import hydra_app
 from ..cli.plan import OUTPUTS, found_plan
-from ..run_dir.atomic import write_text
-from .words import as_words
+from ..run_dir.files import write_text
+from .run import as_words
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -85,7 +85,7 @@ class Planned:
         return f"<plan of {self.graph.name}{step}>"
 
     def __str__(self) -> str:
-        """What `penstock plan` prints."""
+        """The text that `penstock plan` prints."""
         tables = (comparison_text(self.graph, one) for one in self.comparisons)
         return "\n\n".join([explain(self.graph, self.plan, self.simulation), *tables])
 
@@ -96,7 +96,7 @@ class Planned:
 
 
 def plan(*words: str, **keys: Any) -> Planned:
-    """Where each call of a step should run, in which layout, and how long a step takes.
+    """Plan where each call of a step should run, in which layout, and how long a step takes.
 
     It answers what `penstock plan` would with the same words; no model is built, and none of the
     devices need be here.

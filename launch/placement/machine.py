@@ -34,7 +34,7 @@ from ...workers.executors.assignment import Machine
 from ...workers.executors.registry import PARALLEL_EXECUTOR
 from ..inputs.compose import check_calibration
 from ..inputs.run import Run, executor_kind
-from ..run_dir.run_files import optional_field, parse_object, parsed
+from ..run_dir.files import optional_field, parse_object, parsed
 from ..run_dir.run_folder import RunFolder
 
 _MOST_RANKS = 8

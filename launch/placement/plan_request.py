@@ -40,7 +40,7 @@ from ...planner.report.comparison import Alternative, Comparison
 from ...planner.search.pins import Pins
 from ..inputs.compose import resolved
 from ..run_dir.run_folder import RunFolder
-from ..run_dir.trace import read_trace
+from ..run_dir.step_logs import read_trace
 from .machine import cluster_spec, named_devices, read_calibration
 from .models import local_model, with_dtype
 from .plan_inputs import PlanInputs

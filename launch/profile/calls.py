@@ -27,16 +27,14 @@ from ...workers.engines.roles import PolicyWorker
 from ...workers.models.spec import ModelSpec
 from ...workers.training.optimizer import OptimizerSpec
 
-MICRO_BATCH_TOKENS = 4096
-"""Tokens that a worker computes at once, unless its options say otherwise."""
+MICRO_BATCH_TOKENS = 4096  # tokens that a worker computes at once, unless its options say otherwise
 
 _LAYERS = 4
 _PROMPT = 16
-_RESPONSE = 48
-"""Tokens of a row; `_LONG` times as many in a call for attention."""
+_RESPONSE = 48  # tokens of a row; `_LONG` times as many in a call for attention
 _LONG = 3
+# of the vocabulary: the head is as large a share of these models as of small language models
 _WORDS = 4096
-"""Of the vocabulary: the head is as large a share of these models as of small language models."""
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 
@@ -44,24 +42,18 @@ AtLeastOne = Annotated[int, Field(ge=1)]
 class ProfileCall(BaseModel):
     """One call of a policy."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: CallKind
-    """What the policy does."""
-    width: AtLeastOne
-    """Its hidden size."""
-    rows: AtLeastOne
-    """Prompts, with one response each."""
-    dtype: str
-    """Of its weights."""
-    long: bool = False
-    """Whether its rows are long ones."""
+    kind: CallKind  # what the policy does
+    width: AtLeastOne  # its hidden size
+    rows: AtLeastOne  # prompts, with one response each
+    dtype: str  # of its weights
+    long: bool = False  # whether its rows are long ones
+    # optimizer steps, if it trains: the rows are cut into so many minibatches
     updates: AtLeastOne = 1
-    """Optimizer steps, if it trains: the rows are cut into so many minibatches."""
 
     @property
     def name(self) -> str:
-        """For a table."""
         updates = f", {self.updates} updates" if self.updates > 1 else ""
         return f"{self.kind} {self.rows} x {self._prompt + self._response} tokens{updates}"
 
@@ -74,7 +66,6 @@ class ProfileCall(BaseModel):
         return _RESPONSE * (_LONG if self.long else 1)
 
     def timed(self, measured_s: float) -> Timed:
-        """The same for the planner, with what was measured."""
         at_once = min(self.rows, max(1, MICRO_BATCH_TOKENS // (self._prompt + self._response)))
         return Timed(self._call(), at_once, measured_s)
 
@@ -93,7 +84,6 @@ class ProfileCall(BaseModel):
         )
 
     def prepared(self, policy: PolicyWorker) -> Callable[[], None]:
-        """The call, ready to be made as often as one likes; its inputs are made here."""
         random = torch.Generator().manual_seed(0)
         prompt, response = self._prompt, self._response
         tokens = torch.randint(0, _WORDS, (self.rows, prompt + response), generator=random)
@@ -124,11 +114,8 @@ def _scoped(method: Callable[..., Any], *arguments: Any, **options: Any) -> None
 
 
 def calls_of_width(width: int, rows: int, dtype: str) -> tuple[ProfileCall, ...]:
-    """What is timed at one width: many tokens and few of them, for each kind of call.
-
-    The first fills a micro-batch nearly, as most calls of a run do. In the third the optimizer's
-    step weighs most: it takes one for each row. In the fourth attention does.
-    """
+    # The first fills a micro-batch nearly, as most calls of a run do. In the third the optimizer's
+    # step weighs most: it takes one for each row. In the fourth attention does.
     few, many = max(1, rows // 4), 3 * rows
     sizes: tuple[tuple[CallKind, int, int, bool], ...] = (
         ("train", many, 1, False),

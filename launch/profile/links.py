@@ -19,11 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from ...planner.cost.constants import Constants
 from ...planner.inputs.cluster import LinkSpec
 
-_LONG_BYTES = {"cpu": 2**27, "cuda": 2**28}
-"""Gradients of a model do not stay in a cache."""
+_LONG_BYTES = {"cpu": 2**27, "cuda": 2**28}  # gradients of a model do not stay in a cache
 _SHORT_BYTES = 64
-_TRIPS = 20
-"""Short messages there and back in one measurement."""
+_TRIPS = 20  # short messages there and back in one measurement
 
 _REPEATS = 9
 
@@ -31,38 +29,24 @@ _REPEATS = 9
 class LinkTimes(BaseModel):
     """Seconds, medians over repeats, of the slowest rank of a part."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_ranks: int = Field(ge=2)
-    """That took part in the sums."""
-    long_bytes: int
-    """Size of a long message or sum."""
-    short_message_s: float
-    """A few bytes, one way."""
-    long_message_s: float
-    """`long_bytes`, one way."""
-    short_sum_s: float
-    """Adding up a few bytes over all ranks."""
-    long_sum_s: float
-    """Adding up `long_bytes` over all ranks."""
+    num_ranks: int = Field(ge=2)  # that took part in the sums
+    long_bytes: int  # size of a long message or sum
+    short_message_s: float  # A few bytes, one way
+    long_message_s: float  # `long_bytes`, one way
+    short_sum_s: float  # adding up a few bytes over all ranks
+    long_sum_s: float  # adding up `long_bytes` over all ranks
 
 
 def within_nodes(nodes: Sequence[int]) -> list[list[int]]:
-    """The ranks of each node.
-
-    Args:
-        nodes: Number of the node of each rank, by rank.
-    """
+    """The ranks of each node."""
     ranks = range(len(nodes))
     return [[rank for rank in ranks if nodes[rank] == node] for node in sorted(set(nodes))]
 
 
 def across_nodes(nodes: Sequence[int]) -> list[list[int]]:
-    """The first rank of every node, then the second of every node that has one, and so on.
-
-    Args:
-        nodes: As above.
-    """
+    """The first rank of every node, then the second of every node that has one, and so on."""
     by_node = within_nodes(nodes)
     most = max(map(len, by_node))
     return [[ranks[i] for ranks in by_node if i < len(ranks)] for i in range(most)]
@@ -74,17 +58,7 @@ def link_times(
     device: str,
     once_s: Callable[[Callable[[], object]], float],
 ) -> LinkTimes | None:
-    """Measure in all parts at once; every rank of the default group must call this at that time.
-
-    Args:
-        parts: Ranks that send to each other; each rank is in one part.
-        rank: This one.
-        device: "cpu", or this rank's CUDA device, whose messages go over NCCL.
-        once_s: Times a body that all ranks begin together.
-
-    Returns:
-        What this rank measured; None if it is alone in its part.
-    """
+    """Measure in all parts at once; every rank of the default group must call this at that time."""
     if all(len(part) == 1 for part in parts):
         return None
     backend = "nccl" if device.startswith("cuda") else "gloo"
@@ -161,6 +135,5 @@ def _hops(times: LinkTimes) -> int:
 
 
 def _sum_rate(times: LinkTimes) -> float:
-    """Bytes per second and hop of a long sum."""
     summed_s = max(times.long_sum_s - times.short_sum_s, 1e-9)
     return _hops(times) / times.num_ranks * times.long_bytes / summed_s

@@ -4,17 +4,29 @@ Every rank that a run would have is started as a process of its own, and all of 
 same time: peaks, copies, links, and real calls of our engine at several widths. From the calls the
 constants of the model of time are found. It takes two to three minutes; a machine that does other
 work meanwhile is measured with what is left of it.
+
+The cost of a call besides its work is measured with a step whose nodes do nothing: each hands a
+column on to the next, so a step takes as long as its calls cost.
 """
 
 from __future__ import annotations
 
 import datetime
+import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
+from ...algorithms.roles.language import Prompts, PromptTokenIds
 from ...configs.references import option_file
 from ...dataflow.errors import ConfigError
+from ...dataflow.graph.tracer import build, op
+from ...dataflow.runtime.engine import Engine
+from ...dataflow.runtime.executor import Executor
+from ...dataflow.runtime.placement import one_group
 from ...planner.cost.constants import CPU_DEFAULTS, GPU_DEFAULTS, Constants
 from ...planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from ..placement.machine import ALIKE
@@ -24,8 +36,6 @@ from .rank import RankResult
 if TYPE_CHECKING:
     from ...configs.plan_schema import ProfileConfig
     from ...planner.cost.calibration import Calibration, DtypeConstants, MeasuredCall
-    from ...planner.cost.constants import Constants
-    from ...planner.inputs.cluster import ClusterSpec
     from ...workers.executors.assignment import Machine
     from ...workers.executors.executor_kind import ExecutorKind
     from .calls import ProfileCall
@@ -33,20 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeasuredNode:
-    """One machine and what was measured on it.
+    """One machine and what was measured on it."""
 
-    Attributes:
-        ranks: Results of its ranks.
-        device_name: Its GPUs' name in an option of `cluster=`; "" for the maker's name.
-        labels: Labels that a machine needs to have such devices.
-    """
-
-    ranks: Sequence[RankResult]
-    device_name: str = ""
+    ranks: Sequence[RankResult]  # results of its ranks
+    device_name: str = ""  # its GPUs' name in an option of `cluster=`; "" for the maker's name
+    # labels that a machine needs to have such devices
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def is_like(self, other: MeasuredNode) -> bool:
-        """Whether both have as many of the same devices, with about the same memory."""
         first, second = self.ranks[0], other.ranks[0]
         low, high = sorted((first.memory_bytes, second.memory_bytes))
         return (
@@ -86,12 +90,6 @@ def measured_cluster(
 
     The share of bandwidth that collectives reach is that of the slowest node's link, or of the link
     between nodes if they have one device each.
-
-    Args:
-        name: Name of the cluster in plans.
-        device: "cpu" or "cuda".
-        kinds: From `alike`.
-        notes: Receives a note on everything that could not be measured.
     """
     constants = CPU_DEFAULTS if device == "cpu" else GPU_DEFAULTS
     ranks = [rank for kind in kinds for node in kind for rank in node.ranks]
@@ -128,7 +126,6 @@ def _group(
     link: LinkSpec,
     constants: Constants,
 ) -> NodeGroup:
-    """Return a group of equal nodes; one with a single device takes its link from a preset."""
     ranks = [rank for node in kind for rank in node.ranks]
     own = _slowest([rank.within for rank in ranks])
     within = link if own is not None and own is decisive else preset
@@ -144,7 +141,6 @@ def _group(
 
 
 def _device(device: str, name: str, ranks: Sequence[RankResult]) -> DeviceSpec:
-    """Return a spec with the lowest speed and the least memory of several devices."""
     return DeviceSpec(
         name="cpu" if device == "cpu" else name or ranks[0].device_name,
         memory_bytes=min(rank.memory_bytes for rank in ranks),
@@ -161,13 +157,7 @@ _WIDTHS = {"cpu": (64, 128, 256, 512), "cuda": (512, 1024, 2048, 4096)}
 
 
 def profile(config: ProfileConfig) -> Calibration:
-    """Measure the cluster that the executor has joined, or else this machine.
-
-    Raises:
-        ConfigError: If there is no such device, or fewer than were asked for.
-        PlanError: If others have devices of the cluster.
-        WorkerError: If a rank fails or does not end in time.
-    """
+    """Measure the cluster that the executor has joined, or else this machine."""
     from ...planner.cost.calibration import Calibration
     from ..inputs.run import executor_kind
     from .calls import calls_of_width
@@ -209,7 +199,6 @@ def profile(config: ProfileConfig) -> Calibration:
 def _fitted(
     calls: Sequence[ProfileCall], seconds: Sequence[float], cluster: ClusterSpec, start: Constants
 ) -> tuple[dict[str, DtypeConstants], list[MeasuredCall]]:
-    """What was found for the models in each dtype, and what that predicts of each call."""
     from ...planner.cost.calibration import MeasuredCall
     from ...planner.cost.calibration_fit import fit_constants
     from ...workers.engines.registry import DEFAULT
@@ -230,7 +219,6 @@ def _fitted(
 
 
 def _dtypes(device: str) -> list[str]:
-    """What models are in on such a device: on a CUDA device bfloat16, on a CPU what is fast."""
     from ..placement.machine import has_fast_bfloat16
 
     if device == "cuda":
@@ -244,10 +232,9 @@ def _dtypes(device: str) -> list[str]:
 def _on_this_machine(
     config: ProfileConfig, calls: Sequence[ProfileCall]
 ) -> tuple[list[MeasuredNode], int]:
-    """What all ranks here found, and their threads."""
     from ..placement.machine import default_ranks, threads_of
-    from .local_ranks import local_ranks
     from .rank import RankRequest
+    from .ranks import local_ranks
 
     num_ranks = config.num_ranks or default_ranks(config.device)
     _check_device(config.device, num_ranks)
@@ -287,9 +274,8 @@ def _on_cluster(
     machines: Sequence[Machine],
     calls: Sequence[ProfileCall],
 ) -> tuple[list[MeasuredNode], int]:
-    """What all ranks on all machines found, and their threads: as many on each machine."""
-    from .joined_ranks import joined_ranks, seats_on
     from .rank import RankRequest
+    from .ranks import joined_ranks, seats_on
 
     try:
         seats = seats_on(machines, config.device, config.num_ranks)
@@ -322,10 +308,8 @@ def _on_cluster(
 
 
 def _call_seconds(kind: ExecutorKind, threads: int, notes: list[str]) -> tuple[str, float]:
-    """With which executor, and what a call costs there."""
     from ...workers.executors.registry import DEFAULT_EXECUTOR, EXECUTORS
     from ...workers.weight_sync.registry import DEFAULT_TRANSPORT
-    from .dispatch import call_seconds
 
     if not kind.is_installed:
         notes.append(
@@ -336,3 +320,39 @@ def _call_seconds(kind: ExecutorKind, threads: int, notes: list[str]) -> tuple[s
         return kind.name, call_seconds(kind.make(threads, DEFAULT_TRANSPORT))
     finally:
         kind.end()
+
+
+_CALLS = 8
+_ROWS, _TOKENS = 64, 64
+_WARM_UP = 3
+
+
+@op(scope="row")
+def hand_on(prompt: PromptTokenIds) -> PromptTokenIds:
+    return prompt
+
+
+def relay_step(prompts: Prompts) -> PromptTokenIds:
+    """Hand the prompts on from node to node."""
+    column = prompts.prompt
+    for _ in range(_CALLS):
+        column = hand_on(column)
+    return column
+
+
+class _Rows:
+    def batch(self, step: int) -> Prompts:
+        return Prompts(
+            prompt=torch.zeros(_ROWS, _TOKENS, dtype=torch.int64), prompt_id=torch.arange(_ROWS)
+        )
+
+
+def call_seconds(executor: Executor, num_steps: int = 20) -> float:
+    """Seconds that one call costs on an executor, one rank and nothing else running."""
+    graph = build(relay_step, name="relay")
+    ends_s: list[float] = []
+    with Engine(graph, one_group(graph), workers={}, executor=executor) as engine:
+        for _ in engine.run({"prompts": _Rows()}, num_steps + _WARM_UP):
+            ends_s.append(time.perf_counter())
+    taken = [end - begin for begin, end in zip(ends_s, ends_s[1:], strict=False)]
+    return statistics.median(taken[_WARM_UP - 1 :]) / _CALLS

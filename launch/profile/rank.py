@@ -28,8 +28,7 @@ from ..placement.machine import machine_name
 from .calls import ProfileCall, make_policy
 from .links import LinkTimes, across_nodes, link_times, within_nodes
 
-_FEWEST, _MOST = 2, 25
-"""Repeats of anything."""
+_FEWEST, _MOST = 2, 25  # repeats of anything
 
 _MATRIX = {"cpu": 1024, "cuda": 8192}
 _COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
@@ -41,67 +40,45 @@ AtLeastOne = Annotated[int, Field(ge=1)]
 class RankRequest(BaseModel):
     """What a rank is to measure."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rank: Annotated[int, Field(ge=0)]
-    """Which one it is."""
+    rank: Annotated[int, Field(ge=0)]  # which one it is
+    # number of the node that each rank is on, by rank; there are as many ranks
     nodes: tuple[int, ...]
-    """Number of the node that each rank is on, by rank; there are as many ranks."""
+    # `cpu`, or the CUDA device of this rank
     device: Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
-    """`cpu`, or the CUDA device of this rank."""
-    num_threads: AtLeastOne
-    """Torch threads."""
-    calls: tuple[ProfileCall, ...]
-    """Calls to time; those of one dtype and width stand together."""
-    seconds: Annotated[float, Field(gt=0)]
-    """How long each is repeated, about."""
-    deadline_s: Annotated[float, Field(gt=0)]
-    """Longest time for all of it."""
+    num_threads: AtLeastOne  # torch threads
+    calls: tuple[ProfileCall, ...]  # calls to time; those of one dtype and width stand together
+    seconds: Annotated[float, Field(gt=0)]  # how long each is repeated, about
+    deadline_s: Annotated[float, Field(gt=0)]  # longest time for all of it
 
     @property
     def num_ranks(self) -> int:
-        """How many there are."""
         return len(self.nodes)
 
     @property
     def kind(self) -> str:
-        """Of the device: "cpu" or "cuda"."""
         return self.device.partition(":")[0]
 
 
 class RankResult(BaseModel):
     """What a rank found."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    device_name: str
-    """Of a CUDA device its maker's; else the processor's."""
-    memory_bytes: AtLeastOne
-    """Of the device; on a CPU its share of the machine's."""
-    reserved_bytes: Annotated[int, Field(ge=0)]
-    """Held before any model is there."""
-    flops_per_s: Mapping[str, float]
-    """dtype -> rate of a large matrix product."""
-    memory_bytes_per_s: float
-    """A long copy, bytes read and bytes written together."""
-    host_bytes_per_s: float
-    """To host memory, one direction."""
-    within: LinkTimes | None
-    """To the ranks of its node; None if it is the only one there."""
-    between: LinkTimes | None
-    """To ranks of other nodes; None if there are none."""
-    calls_s: tuple[float, ...]
-    """Median seconds of each call."""
+    device_name: str  # of a CUDA device its maker's; else the processor's
+    memory_bytes: AtLeastOne  # of the device; on a CPU its share of the machine's
+    reserved_bytes: Annotated[int, Field(ge=0)]  # held before any model is there
+    flops_per_s: Mapping[str, float]  # dtype -> rate of a large matrix product
+    memory_bytes_per_s: float  # A long copy, bytes read and bytes written together
+    host_bytes_per_s: float  # to host memory, one direction
+    within: LinkTimes | None  # to the ranks of its node; None if it is the only one there
+    between: LinkTimes | None  # to ranks of other nodes; None if there are none
+    calls_s: tuple[float, ...]  # median seconds of each call
 
 
 class Together:
-    """Times things on all ranks at once.
-
-    Args:
-        num_ranks: How many take part; all must make the same calls.
-        device: Where the work runs.
-        seconds: How long each thing is repeated, about.
-    """
+    """Times things on all ranks at once."""
 
     def __init__(self, num_ranks: int, device: str, seconds: float) -> None:
         self._alone = num_ranks == 1
@@ -109,7 +86,6 @@ class Together:
         self._seconds = seconds
 
     def median_s(self, body: Callable[[], object]) -> float:
-        """Seconds of `body`; done once before, so that what happens once is not counted."""
         self.once_s(body)
         first_s = self.once_s(body)
         count = int(self._slowest(self._seconds / max(first_s, 1e-6)))
@@ -117,7 +93,6 @@ class Together:
         return statistics.median([first_s, *(self.once_s(body) for _ in range(count - 1))])
 
     def once_s(self, body: Callable[[], object]) -> float:
-        """Seconds of `body` from when all ranks are ready."""
         if not self._alone:
             dist.barrier()
         self._synchronize()
@@ -131,7 +106,6 @@ class Together:
             torch.cuda.synchronize()
 
     def _slowest(self, count: float) -> float:
-        """All ranks must repeat equally often."""
         if self._alone:
             return count
         agreed = torch.tensor(count, dtype=torch.float64)
@@ -140,28 +114,17 @@ class Together:
 
 
 class ProfileRank:
-    """A rank that lives in a process of an executor's backend.
-
-    Args:
-        home: What it has of the backend.
-        request: What it is to measure.
-    """
+    """A rank that lives in a process of an executor's backend."""
 
     def __init__(self, home: ProcessHome, request: RankRequest) -> None:
         self._host, self._request = home.host, request
         self._listener: socket.socket | None = None
 
     def listen(self) -> Address:
-        """The address of this process; that of rank 0 is where all meet."""
         self._listener = socket.create_server((self._host, 0))
         return self._listener.getsockname()
 
     def measure(self, address: Address) -> RankResult:
-        """See `measured`.
-
-        Args:
-            address: What rank 0 said.
-        """
         request = self._request
         listener = self._listener if request.rank == 0 else None
         return measured(
@@ -170,12 +133,7 @@ class ProfileRank:
 
 
 def measured(request: RankRequest, store: Store) -> RankResult:
-    """Measure all that is asked for; every rank must do so at the same time.
-
-    Args:
-        request: What is asked for.
-        store: Where the ranks find each other.
-    """
+    """Measure all that is asked for; every rank must do so at the same time."""
     torch.set_num_threads(request.num_threads)
     cuda, device = request.kind == "cuda", request.device
     if cuda:
@@ -210,7 +168,6 @@ def measured(request: RankRequest, store: Store) -> RankResult:
 
 
 def _memory(sharing: int, cuda: bool) -> tuple[int, int]:
-    """Bytes that the device has, and those held already; ranks that share a node share its own."""
     if cuda:
         free, total = torch.cuda.mem_get_info()
         return total, total - free
@@ -218,7 +175,6 @@ def _memory(sharing: int, cuda: bool) -> tuple[int, int]:
 
 
 def _flops(together: Together, device: str, dtype: str) -> float:
-    """Rate of a square matrix product."""
     size = _MATRIX[device.partition(":")[0]]
     left, right = (
         torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2)
@@ -228,7 +184,6 @@ def _flops(together: Together, device: str, dtype: str) -> float:
 
 
 def _copy_s(together: Together, device: str) -> float:
-    """Seconds to copy `_COPY_BYTES` within the device's memory."""
     size = _COPY_BYTES[device.partition(":")[0]] // 4
     source = torch.zeros(size, device=device)
     target = torch.empty_like(source)
@@ -236,14 +191,12 @@ def _copy_s(together: Together, device: str) -> float:
 
 
 def _host_s(together: Together, device: str) -> float:
-    """Seconds to copy `_COPY_BYTES` from pinned host memory to a CUDA device."""
     host = torch.zeros(_COPY_BYTES["cuda"] // 4, pin_memory=True)
     target = torch.empty_like(host, device=device)
     return together.median_s(lambda: target.copy_(host, non_blocking=True))
 
 
 def _calls_s(request: RankRequest, device: str, together: Together) -> tuple[float, ...]:
-    """Median seconds of every call; a policy is made once for the calls that follow each other."""
     seconds: list[float] = []
     policy, made = None, None
     for call in request.calls:
@@ -256,7 +209,6 @@ def _calls_s(request: RankRequest, device: str, together: Together) -> tuple[flo
 
 
 def answer_file(folder: Path, rank: int) -> Path:
-    """Where a rank on this machine writes its result."""
     return folder / f"rank-{rank}.json"
 
 

@@ -8,6 +8,7 @@ from ...planner.cost.calibration import Calibration
 from ...planner.formatting import aligned, bytes_text, percent_text, seconds_text
 from ...planner.inputs.cluster import LinkSpec, NodeGroup
 
+# of the constants that are found for each dtype
 _NAMES = (
     "matmul efficiency by width",
     "attention efficiency",
@@ -17,14 +18,11 @@ _NAMES = (
     "a backward pass",
     "an optimizer step besides",
 )
-"""Of the constants that are found for each dtype."""
 
-_MOST_ERROR = 0.2
-"""Mean error over the calls above which a measurement should be repeated."""
+_MOST_ERROR = 0.2  # mean error over the calls above which a measurement should be repeated
 
 
 def calibration_text(calibration: Calibration) -> str:
-    """What was measured, what follows from it, and how well that predicts the calls."""
     parts = [
         calibration.machine,
         _table(_device_rows(calibration)),
@@ -39,7 +37,6 @@ def calibration_text(calibration: Calibration) -> str:
 
 
 def _warning(calibration: Calibration) -> list[str]:
-    """Calls that are predicted badly were mostly measured while something else was running."""
     if calibration.error <= _MOST_ERROR:
         return []
     return [
@@ -80,7 +77,6 @@ def _link_rows(name: str, link: LinkSpec) -> list[list[str]]:
 
 
 def _constant_rows(calibration: Calibration) -> list[list[str]]:
-    """What was found for the models in each dtype, a column of each."""
     rows = [[""], *([name] for name in _NAMES)]
     for dtype, models in calibration.dtypes.items():
         by_width = models.matmul_efficiency.items()

@@ -1,4 +1,4 @@
-"""What a run leaves behind (folder, checkpoints, metrics, trace, curve), and tells as it goes on.
+"""The folder of a run (checkpoints, metrics, trace, curve), and its progress as it goes on.
 
 Nothing here knows how a stage is carried out.
 """

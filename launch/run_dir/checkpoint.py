@@ -11,7 +11,6 @@ writes to a store. What the files mean is the business of those who write them.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import warnings
@@ -22,9 +21,9 @@ from typing import Any, TypedDict, cast
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.file_errors import disk_refusal, writing
-from ...dataflow.regular_files import opened, read_json
+from ...dataflow.regular_files import read_json
 from ...dataflow.written_files import WrittenFile
-from .atomic import sync_file, sync_folder, write_json
+from .files import file_sha256, sync_file, sync_folder, write_json
 
 _MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -37,32 +36,12 @@ class CheckpointWarning(UserWarning):
 
 
 class _Entry(TypedDict):
-    """What the manifest says of one file."""
-
     size_bytes: int
     sha256: str
 
 
 class CheckpointStore:
-    """The checkpoints of one run.
-
-    Args:
-        folder: Where they are; made when the first one is written, in a folder that exists.
-        keep: How many of the newest usable ones to keep, at least 1.
-
-    Attributes:
-        kept: Steps whose checkpoints are kept besides.
-
-    Raises:
-        ValueError: If `keep` is below 1.
-
-    Example:
-        >>> store = CheckpointStore(run_folder / "checkpoints")
-        >>> with store.write(42) as folder:
-        ...     actor.save_state(folder / "actor")
-        >>> store.latest()
-        PosixPath('.../checkpoints/step-00000042')
-    """
+    """The checkpoints of one run."""
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         if keep < 1:
@@ -80,10 +59,6 @@ class CheckpointStore:
         If the block raises, or the process stops, the checkpoints that were there are untouched. A
         usable checkpoint of the same step is replaced only once the new one is complete. Older ones
         beyond `keep` are removed afterwards.
-
-        Raises:
-            ValueError: If `step` is negative, or the block made something that is not a plain file
-                or folder, or a file with the manifest's name.
         """
         draft = self.begin(step)
         try:
@@ -96,11 +71,6 @@ class CheckpointStore:
         self._prune()
 
     def begin(self, step: int) -> Path:
-        """A folder to fill, which `seal` makes the checkpoint of `step`.
-
-        Raises:
-            ValueError: If `step` is negative.
-        """
         if step < 0:
             raise ValueError(f"step={step}: a checkpoint belongs to a step, counted from 0")
         self.folder.mkdir(exist_ok=True)
@@ -110,20 +80,6 @@ class CheckpointStore:
         return draft
 
     def seal(self, step: int, written: Mapping[str, WrittenFile]) -> str:
-        """Make what was begun the checkpoint of `step`, and remove older ones beyond `keep`.
-
-        Args:
-            step: The same.
-            written: File name -> what it was hashed to as it was written; the file is on the disk,
-                and is not read again.
-
-        Returns:
-            What kept older ones from being removed; "" if nothing did.
-
-        Raises:
-            OSError: If it cannot be completed; it is gone then, and the others are untouched.
-            ValueError: See `write`; and if a file is not as long as was written.
-        """
         try:
             self._complete(step, written)
         except BaseException:
@@ -140,20 +96,16 @@ class CheckpointStore:
         return ""
 
     def abandon(self, step: int) -> None:
-        """Remove what was begun; what cannot be removed now is removed before the next one."""
         shutil.rmtree(self._draft(step), ignore_errors=True)
 
     def missed(self, step: int) -> None:
-        """Note that there is no checkpoint of a step at which one was due."""
         self._missed.add(step)
 
     @property
     def num_missed(self) -> int:
-        """Steps at which a checkpoint was due that is not there."""
         return len(self._missed)
 
     def warn(self, text: str) -> None:
-        """Warn of something that keeps nobody from going on."""
         warnings.warn(text, CheckpointWarning, stacklevel=2)
 
     def _draft(self, step: int) -> Path:
@@ -175,9 +127,6 @@ class CheckpointStore:
 
         Leftovers of interrupted writes are removed. A checkpoint that does not verify is passed
         over with a `CheckpointWarning` saying what is wrong with it, and is left for inspection.
-
-        Raises:
-            ConfigError: If a file stands where a folder of checkpoints belongs.
         """
         self._clean()
         for folder in reversed(self._named()):
@@ -198,7 +147,6 @@ class CheckpointStore:
         return list(checkpoints_in(self.folder).values())
 
     def _clean(self) -> None:
-        """Finish what an interrupted process left half done."""
         if not self.folder.exists():
             return
         self._check_folders()
@@ -214,14 +162,12 @@ class CheckpointStore:
         sync_folder(self.folder)
 
     def _check_folders(self) -> None:
-        """Refuse files in places of folders, which would end the run when it writes there."""
         entries = self.folder.iterdir() if self.folder.is_dir() else ()
         for path in (self.folder, *(path for path in entries if _NAME.fullmatch(path.name))):
             if not path.is_dir():
                 raise ConfigError(f"'{path}' is a file where a folder belongs\n    remove it")
 
     def _prune(self) -> None:
-        """Remove what is older than the newest `keep` usable checkpoints."""
         num_good = 0
         for folder in reversed(self._named()):
             if num_good >= self.keep and _step(folder) in self.kept:
@@ -252,7 +198,6 @@ def _step(folder: Path) -> int:
 
 
 def fault_of(folder: Path) -> str | None:
-    """What keeps a checkpoint from being used, in words; None if every byte is as written."""
     try:
         found = set(_files(folder)) - {_MANIFEST}
         entries = _read_manifest(folder)
@@ -262,7 +207,7 @@ def fault_of(folder: Path) -> str | None:
             size = (folder / name).stat().st_size
             if size != entry["size_bytes"]:
                 return f"file '{name}' has {size} bytes, expected {entry['size_bytes']}"
-            if _sha256(folder / name) != entry["sha256"]:
+            if file_sha256(folder / name) != entry["sha256"]:
                 return f"file '{name}' has another SHA-256 than when it was written"
         extra = sorted(found - set(entries))
         return f"file '{extra[0]}' is not in {_MANIFEST}" if extra else None
@@ -271,7 +216,6 @@ def fault_of(folder: Path) -> str | None:
 
 
 def _read_manifest(folder: Path) -> dict[str, _Entry]:
-    """Return file name -> entry."""
     try:
         content: Any = read_json(folder / _MANIFEST)
         version, step, entries = content["format"], content["step"], content["files"]
@@ -297,14 +241,13 @@ def _name(step: object) -> str:
 
 
 def _seal(folder: Path, step: int, written: Mapping[str, WrittenFile]) -> None:
-    """Make the files durable, then add the manifest that declares the checkpoint complete."""
     files: dict[str, _Entry] = {}
     for name in sorted({*_files(folder), *written}):
         path, known = folder / name, written.get(name)
         size_bytes = path.stat().st_size
         if known is None:
             sync_file(path)
-            files[name] = {"size_bytes": size_bytes, "sha256": _sha256(path)}
+            files[name] = {"size_bytes": size_bytes, "sha256": file_sha256(path)}
             continue
         if known.size_bytes != size_bytes:
             raise ValueError(f"'{path}' has {size_bytes} bytes, {known.size_bytes} were written")
@@ -318,7 +261,6 @@ def _seal(folder: Path, step: int, written: Mapping[str, WrittenFile]) -> None:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Yield the path of every file below `folder`, relative to it."""
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise ValueError(f"'{path.relative_to(folder)}' is neither a plain file nor a folder")
@@ -326,13 +268,7 @@ def _files(folder: Path) -> Iterator[str]:
             yield path.relative_to(folder).as_posix()
 
 
-def _sha256(path: Path) -> str:
-    with opened(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _retire(folder: Path) -> Path:
-    """Give a checkpoint a leftover's name, in one step."""
     retired = folder.with_name(f"{folder.name}.retired")
     folder.rename(retired)
     return retired

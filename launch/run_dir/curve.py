@@ -8,21 +8,13 @@ from html import escape
 
 _WIDTH, _HEIGHT = 640, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 36, 44
-_SMOOTHING = 0.1
-"""Share of each new point in the moving mean."""
+_SMOOTHING = 0.1  # share of each new point in the moving mean
 
 
 def draw_curve(
     points: Sequence[tuple[float, float]], *, title: str, label: str, over: str = "step"
 ) -> str:
-    """The chart as SVG text: the points in light grey, their moving mean on top.
-
-    Args:
-        points: (step, value), by step; values are finite.
-        title: Written above.
-        label: What the values are, beside the vertical axis.
-        over: What is counted along the horizontal one.
-    """
+    """The chart as SVG text: the points in light grey, their moving mean on top."""
     xs = [x for x, _ in points] or [0.0]
     ys = [y for _, y in points] or [0.0]
     x_ticks, y_ticks = _ticks(min(xs), max(xs)), _ticks(min(ys), max(ys))
@@ -57,7 +49,6 @@ def draw_curve(
 
 
 def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The moving mean, unbiased at its start."""
     total = weight = 0.0
     smooth: list[tuple[float, float]] = []
     for x, y in points:
@@ -68,7 +59,6 @@ def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers that span [low, high]; always at least two."""
     if high <= low:
         low, high = low - 0.5, low + 0.5
     raw = (high - low) / about

@@ -1,4 +1,4 @@
-"""What evaluations of a run found: `evaluations/step-00000020.json`, and figures made of it.
+"""Evaluations of a run: `evaluations/step-00000020.json`, and figures made of it.
 
 One file per evaluation, with the scores of every problem, so that two of them can be compared
 problem by problem. It is written in one step when the evaluation is over: a run that is killed in
@@ -17,20 +17,13 @@ from typing import Any
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.regular_files import read_json
-from .atomic import write_json
-from .run_folder import plain
+from .files import plain, write_json
 
-WHOLE = ""
-"""Name of the suite that has none: the first held-out problems of the run's own task."""
+WHOLE = ""  # the suite without a name: the first held-out problems of the run's own task
+LOSS = "loss"  # on held-out demonstrations or pairs; lower is better
+SHARES = "verifier.score/reward"  # begins the names of metrics that are shares of the answers
 
-LOSS = "loss"
-"""Name of the loss on held-out demonstrations or pairs; lower is better."""
-
-SHARES = "verifier.score/reward"
-"""Begins the metrics of an evaluation that tell which share of the answers is what."""
-
-_95 = 1.959963984540054
-"""Standard errors on each side of a mean that hold 95 % of a normal distribution."""
+_95 = 1.959963984540054  # standard errors around a mean that hold 95 % of a normal distribution
 
 _FOLDER, _BEFORE = "evaluations", "before.json"
 _FILE = re.compile(r"step-(\d{1,18})\.json")
@@ -56,50 +49,40 @@ def pass_at(num_samples: int, num_correct: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one evaluation found on one suite.
+    """The results of one evaluation on one suite."""
 
-    Attributes:
-        metrics: Everything it reported.
-        accuracy: Share of the answers to held-out problems that are right, 0 to 1; the mean over
-            its samples counts for a problem, and an answer without a score is not right. None if
-            there are no problems.
-        examples: The first responses: prompt_id, prompt, response, score.
-        episode_return: Actor -> what it earned in a held-out episode, on average.
-        num_episodes: Episodes of each.
-        scores: Problem's index in its task -> the score of each of its samples; None where there
-            is none.
-        correct: Problem's index -> how many of them are right.
-        losses: `loss` on held-out demonstrations or pairs; `loss/accuracy`, the share of pairs that
-            are told apart.
-    """
-
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # everything it reported
+    # share of the answers to held-out problems that are right, 0 to 1; the mean over its samples
+    # counts for a problem, and an answer without a score is not right. None if there are no
+    # problems.
     accuracy: float | None = None
+    # the first responses: prompt_id, prompt, response, score
     examples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    # actor -> what it earned in a held-out episode, on average
     episode_return: dict[str, float] = field(default_factory=dict[str, float])
-    num_episodes: int = 0
+    num_episodes: int = 0  # episodes of each
+    # problem's index in its task -> the score of each of its samples; None where there is none
     scores: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
+    # problem's index -> how many of them are right
     correct: dict[str, int] = field(default_factory=dict[str, int])
+    # `loss` on held-out demonstrations or pairs; `loss/accuracy`, the share of pairs that are told
+    # apart
     losses: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def num_samples(self) -> int:
-        """Samples of each problem."""
         return max(map(len, self.scores.values()), default=0)
 
     @property
     def unscored(self) -> float | None:
-        """Share of the answers without a score, 0 to 1; they are not right."""
         return self.metrics.get(f"{SHARES}/unscored")
 
     @property
     def errors(self) -> float | None:
-        """Share of the answers on which the verifier failed, 0 to 1."""
         return self.metrics.get(f"{SHARES}/errors")
 
     @property
     def timeouts(self) -> float | None:
-        """Share of the answers on which the verifier ran out of time; they count as wrong."""
         return self.metrics.get(f"{SHARES}/timeouts")
 
     @property
@@ -125,13 +108,20 @@ def score_text(example: Mapping[str, Any]) -> str:
     return "no score" if example["score"] is None else f"{example['score']:g}"
 
 
+def example_text(example: Mapping[str, Any]) -> str:
+    """Describe a prompt, or a conversation's turns, with the response and its score."""
+    said = f"{example['response']!r} ({score_text(example)})"
+    if "messages" not in example:
+        return f"{example['prompt']!r}: {said}"
+    turns = (f"{message['role']}: {message['content']!r}" for message in example["messages"])
+    return "\n".join((*turns, f"    assistant: {said}"))
+
+
 def _passes(num_samples: int) -> list[int]:
-    """The k of pass@k: powers of two below the number of samples, and that number; none is 1."""
     return sorted({1 << i for i in range(1, num_samples.bit_length())} | {num_samples} - {0, 1})
 
 
 def names_of(num_samples: int) -> list[str]:
-    """What is measured with so many samples of each problem; see `Measured.values`."""
     return ["accuracy", *(f"pass@{k}" for k in _passes(num_samples))]
 
 
@@ -150,22 +140,16 @@ def _half_width(values: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Change:
-    """How the accuracy of a suite changed, problem by problem.
+    """The change of a suite's accuracy, problem by problem."""
 
-    Attributes:
-        mean: Mean over problems of the change of a problem's share of right answers, -1 to 1.
-        half_width: Half of the 95 % interval around it, by the normal approximation: 1.96 standard
-            errors of that mean. Samples of one problem count together.
-        num_problems: Problems that both evaluations asked.
-    """
-
-    mean: float
+    mean: float  # mean over problems of the change of a problem's share of right answers, -1 to 1
+    # half of the 95 % interval around it, by the normal approximation: 1.96 standard errors of that
+    # mean. Samples of one problem count together.
     half_width: float
-    num_problems: int
+    num_problems: int  # problems that both evaluations asked
 
     @classmethod
     def between(cls, before: Measured, after: Measured) -> Change | None:
-        """From one evaluation to a later one; None unless they share two problems or more."""
         both = [problem for problem in before.correct if problem in after.correct]
         if len(both) < 2:
             return None
@@ -178,7 +162,6 @@ class Change:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The interval's ends."""
         return self.mean - self.half_width, self.mean + self.half_width
 
     def __str__(self) -> str:
@@ -188,18 +171,13 @@ class Change:
 
 
 class Evaluations:
-    """The evaluations of one run, by the number of steps that were complete.
-
-    Args:
-        home: The run's folder.
-    """
+    """The evaluations of one run, by the number of steps that were complete."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
         self._folder = home / _FOLDER
 
     def steps(self) -> list[int]:
-        """The steps there are evaluations of, in order; 0 is that before training."""
         names = [file.name for file in self._folder.iterdir()] if self._folder.is_dir() else []
         found = {int(match[1]) for name in names if (match := _FILE.fullmatch(name))}
         if (self._home / _BEFORE).exists():
@@ -207,17 +185,11 @@ class Evaluations:
         return sorted(found)
 
     def write(self, step: int, found: Mapping[str, Measured]) -> None:
-        """Keep what an evaluation after so many steps found, suite by suite."""
         self._folder.mkdir(exist_ok=True)
         suites = {name: plain(asdict(measured)) for name, measured in found.items()}
         write_json(self._file(step), {"step": step, "suites": suites})
 
     def read(self, step: int) -> dict[str, Measured]:
-        """What one of them found.
-
-        Raises:
-            ConfigError: If the file cannot be read.
-        """
         file = self._file(step)
         try:
             if step == 0 and not file.exists():  # of a run of a version that kept no others
@@ -233,17 +205,11 @@ class Evaluations:
             ) from error
 
     def rewind(self, step: int) -> None:
-        """Forget the evaluations after a step: the run takes the steps up to them again."""
         for later in self.steps():
             if later > step:
                 self._file(later).unlink()
 
     def curve(self, metric: str) -> dict[int, float]:
-        """Step -> a metric's value, where there is one.
-
-        Args:
-            metric: Of one of `Measured.values`, after its suite: "accuracy", "hard/pass@4".
-        """
         points: dict[int, float] = {}
         for step in self.steps():
             for suite, found in self.read(step).items():
@@ -253,17 +219,14 @@ class Evaluations:
         return points
 
     def best(self, metric: str) -> int | None:
-        """Return the step above 0 with the best value, the earliest of equals; None without any."""
         points = {step: value for step, value in self._merits(metric).items() if step}
         return max(points, key=lambda step: (points[step], -step), default=None)
 
     def without_improvement(self, metric: str) -> int:
-        """Count the evaluations since the metric was at its best."""
         values = list(self._merits(metric).values())
         return len(values) - 1 - values.index(max(values)) if values else 0
 
     def _merits(self, metric: str) -> dict[int, float]:
-        """Return the metric's curve with higher values better: a loss has the other sign."""
         sign = -1.0 if metric == LOSS else 1.0
         return {step: sign * value for step, value in self.curve(metric).items()}
 
@@ -272,7 +235,6 @@ class Evaluations:
 
 
 def _known(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a suite as written, without the nulls that stand for numbers that were not finite."""
     for kind in ("metrics", "losses", "episode_return"):
         values = found.get(kind, {})
         found[kind] = {name: value for name, value in values.items() if value is not None}

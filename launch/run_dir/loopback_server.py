@@ -38,10 +38,8 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "X-Frame-Options": "DENY",
 }
-_LOOPBACK = ("127.0.0.1", "localhost")
 _REQUEST_DEADLINE_S = 10.0
-_ANSWER_DEADLINE_S = 30.0
-"""Longest time to compute an answer: a file system may hang."""
+_ANSWER_DEADLINE_S = 30.0  # longest time to compute an answer: a file system may hang
 
 _MOST_CONNECTIONS = 64
 _MOST_TARGET_CHARACTERS = 8192
@@ -49,19 +47,12 @@ _MOST_TARGET_CHARACTERS = 8192
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request gets.
-
-    Attributes:
-        body: The bytes.
-        content_type: What they are.
-        status: Of HTTP.
-        policy: Another Content-Security-Policy than the page's; "" for that.
-    """
+    """The answer to one request."""
 
     body: bytes
     content_type: str
     status: int = 200
-    policy: str = ""
+    policy: str = ""  # another Content-Security-Policy than the page's; "" for that
 
 
 _BUSY = Answer(b"the files of this page cannot be read in time\n", "text/plain", 503)
@@ -73,11 +64,8 @@ class PageServer(ThreadingHTTPServer):
     Args:
         answer: Gives what stands at a target behind the token, such as `api/runs?x=1`; None if
             there is nothing.
-        port: On which it listens; 0 for any that is free.
-        token: Which stands in front of every target; "" for a new one.
-
-    Raises:
-        OSError: If the port is taken.
+        port: Where it listens; 0 for any that is free.
+        token: Stands in front of every target; "" for a new one.
     """
 
     daemon_threads = True
@@ -110,26 +98,23 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The page's address."""
         return f"http://127.0.0.1:{self.server_port}/{self.token}/"
 
     def server_bind(self) -> None:
-        """Bind without asking a name service for this machine's name, as the base class does."""
+        # The base class asks a name service for this machine's name.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = "127.0.0.1", self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread; more at a time than a page ever makes are turned away."""
-        if not self._free.acquire(blocking=False):
+        if not self._free.acquire(blocking=False):  # more at a time than a page ever makes
             self.shutdown_request(request)
             return
         self._open.add(request)
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and leave room for the next one."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -137,15 +122,13 @@ class PageServer(ThreadingHTTPServer):
             self._free.release()
 
     def server_close(self) -> None:
-        """Listen no more, and let go of whoever is connected: browsers connect ahead of asking."""
-        super().server_close()
+        super().server_close()  # and let go of open connections: browsers connect ahead of asking
         for connection in tuple(self._open):
             with suppress(OSError):  # it has ended meanwhile
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that left while it was answered; all else is a fault of ours."""
-        if not isinstance(sys.exception(), OSError):
+        if not isinstance(sys.exception(), OSError):  # else the browser left while it was answered
             super().handle_error(request, client_address)
 
 
@@ -157,18 +140,17 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._reply(self._found())
 
-    def do_HEAD(self) -> None:
-        self._reply(self._found())
+    do_HEAD = do_GET
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Whatever is wrong with a request, it gets what one without the token gets."""
-        self._reply(None)
+        self._reply(None)  # a faulty request gets what one without the token gets
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: their paths hold the token."""
+        pass  # paths hold the token
 
     def _found(self) -> Answer | None:
-        if not self._is_for_us():
+        port = self.server.server_port
+        if self.headers.get_all("Host", []) not in ([f"127.0.0.1:{port}"], [f"localhost:{port}"]):
             return None
         token, slash, target = self.path.removeprefix("/").partition("/")
         if len(self.path) > _MOST_TARGET_CHARACTERS or not self.path.startswith("/"):
@@ -177,20 +159,15 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         return self.server.answered(target)
 
-    def _is_for_us(self) -> bool:
-        hosts = self.headers.get_all("Host", [])
-        return hosts in [[f"{name}:{self.server.server_port}"] for name in _LOOPBACK]
-
     def _reply(self, answer: Answer | None) -> None:
         self.close_connection = True
-        body = b"" if answer is None else answer.body
+        headers, body = dict(_HEADERS), b"" if answer is None else answer.body
         self.send_response(404 if answer is None else answer.status)
-        for name, value in _HEADERS.items():
-            special = answer is not None and answer.policy and name == "Content-Security-Policy"
-            self.send_header(name, answer.policy if special and answer else value)
         if answer is not None:
-            self.send_header("Content-Type", answer.content_type)
-        self.send_header("Content-Length", str(len(body)))
+            headers["Content-Security-Policy"] = answer.policy or headers["Content-Security-Policy"]
+            headers["Content-Type"] = answer.content_type
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

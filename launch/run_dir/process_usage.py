@@ -16,12 +16,6 @@ class ProcessUsage:
     """Watches this process and all below it, while entered.
 
     The sum of resident memory counts pages that processes share once for each of them.
-
-    Args:
-        every_s: Seconds between samples; a shorter peak may be missed.
-
-    Attributes:
-        peak_bytes: The largest sum of resident memory seen.
     """
 
     def __init__(self, every_s: float = 0.5) -> None:
@@ -34,7 +28,6 @@ class ProcessUsage:
         self._thread = threading.Thread(target=self._watch, name="process-usage", daemon=True)
 
     def sample(self) -> int:
-        """Resident bytes of the process tree now."""
         total = 0
         for process in (self._root, *self._root.children(recursive=True)):
             try:
@@ -47,7 +40,6 @@ class ProcessUsage:
 
     @property
     def cpu_s(self) -> float:
-        """Processor seconds since this was entered, of every process as far as it was last seen."""
         return sum(self._cpu_s.values()) - self._cpu_s_before
 
     def _watch(self) -> None:

@@ -1,82 +1,339 @@
-"""What a person, or a program, sees while a run goes on.
+"""The progress of a run: events, how much time is left, and how both are shown.
 
-A live line on a terminal, plain lines elsewhere, warnings and the last line alone, or JSON: what is
-told is an `Event`, and every way of telling takes all of them. It only shows: everything in it is
-in the run's folder too.
+A line that changes on a terminal, plain lines elsewhere, warnings and the last line alone, or JSON:
+the run reports `Event`s, and every mode takes all of them. Everything in them is in the run's
+folder too. Estimates of time read no clock: seconds come in.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn
 from rich.text import Text
 
-from .progress_events import (
-    Ended,
-    Evaluated,
-    Event,
-    Note,
-    StageBegun,
-    StepDone,
-    Warned,
-    format_duration,
-    json_line,
-    step_status,
-    text_line,
-    titled,
-)
+from .files import plain
 from .stop import drop_output, say, visible
-from .time_left import WINDOW_STEPS, StagePlan, TimeLeft
 
-ProgressMode = Literal["auto", "plain", "quiet", "json"]
-"""How it is told; see the key `progress`."""
+# The latest steps that rates, waits and the time left are computed of: a run's pace changes.
+_WINDOW_STEPS = 20
+_MOST_WAITS, _LEAST_WAIT = 2, 0.05  # how many waits a line shows, and the least share of time
+_BAR, _SPACES = 12, 3  # characters of a live line's bar, and between its columns
+_LONG_S = 2.0  # the least time of a task that a live line shows
 
+ProgressMode = Literal["auto", "plain", "quiet", "json"]  # the key `progress`
+
+# What workers are doing now, and for how many seconds; None if nothing.
 Working = Callable[[], tuple[str, float] | None]
-"""What workers are doing now, in words, and for how many seconds; None if nothing."""
 
-_BAR, _SPACES = 12, 3
-"""Characters of a live line's bar, and between its columns."""
-_LONG_S = 2.0
-"""From which on a live line says what is being done."""
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The steps and evaluations of a stage."""
+
+    name: str
+    num_steps: int
+    step_s: float | None = None  # seconds that the plan predicts for one; None without a prediction
+    evaluated_after: tuple[int, ...] = ()  # numbers of completed steps at which it is evaluated
+
+
+@dataclass(frozen=True)
+class Left:
+    """Seconds that are left."""
+
+    stage_s: float | None  # None before the first step, if nothing was predicted
+    run_s: float | None  # None if nothing is known
+    is_least: bool  # later stages take longer, of some of which nothing is known
+
+
+@dataclass(frozen=True)
+class Share:
+    """A stage's part of the run: of its time where every stage's is known, else of its steps."""
+
+    part: float
+    of_time: bool
+
+
+@dataclass
+class _Stage:
+    plan: StagePlan
+    num_done: int = 0
+    took_s: float = 0.0
+    is_over: bool = False
+    evaluations_s: dict[int, float] = field(default_factory=dict[int, float])
+    recent: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque[tuple[float, float]](maxlen=_WINDOW_STEPS)
+    )
+
+    @property
+    def pace_s(self) -> float | None:
+        if not self.recent:
+            return self.plan.step_s
+        return sum(seconds for seconds, _ in self.recent) / len(self.recent)
+
+    @property
+    def left_s(self) -> float | None:
+        if self.is_over:
+            return 0.0
+        num_left, pace_s = self.plan.num_steps - self.num_done, self.pace_s
+        known = self.evaluations_s
+        each_s = sum(known.values()) / len(known) if known else 0.0
+        due = {step for step in self.plan.evaluated_after if step >= self.num_done}
+        to_come_s = each_s * len(due - set(known))
+        if not num_left:
+            return to_come_s
+        return None if pace_s is None else num_left * pace_s + to_come_s
+
+
+class TimeLeft:
+    """Estimates the time left of a run's stages."""
+
+    def __init__(self, stages: Sequence[StagePlan]) -> None:
+        self._stages = {stage.name: _Stage(stage) for stage in stages}
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._stages)
+
+    def num_steps(self, name: str) -> int:
+        return self._stages[name].plan.num_steps
+
+    def number(self, name: str) -> int:
+        return list(self._stages).index(name) + 1
+
+    def begin(self, name: str, num_done: int) -> None:
+        self._stages[name].num_done = num_done
+
+    def step(self, name: str, num_done: int, took_s: float, amount: float) -> None:
+        stage = self._stages[name]
+        stage.num_done = num_done
+        stage.recent.append((took_s, amount))
+
+    def evaluation(self, name: str, step: int, took_s: float) -> None:
+        self._stages[name].evaluations_s[step] = took_s
+
+    def end(self, name: str, took_s: float) -> None:
+        self._stages[name].is_over, self._stages[name].took_s = True, took_s
+
+    def rate(self, name: str) -> float | None:
+        recent = self._stages[name].recent
+        seconds = sum(took_s for took_s, _ in recent)
+        return sum(amount for _, amount in recent) / seconds if seconds > 0 else None
+
+    def left(self, name: str) -> Left:
+        stages = list(self._stages.values())
+        here = stages[self.number(name) - 1 :]
+        known = [stage.left_s for stage in here]
+        certain = [seconds for seconds in known if seconds is not None]
+        return Left(known[0], sum(certain) if certain else None, len(certain) < len(known))
+
+    def share(self, name: str) -> Share:
+        seconds = [self._whole_s(stage) for stage in self._stages.values()]
+        index = self.number(name) - 1
+        times = [each for each in seconds if each is not None]
+        if len(times) == len(seconds) and sum(times) > 0:
+            return Share(times[index] / sum(times), True)
+        steps = [stage.plan.num_steps for stage in self._stages.values()]
+        return Share(steps[index] / sum(steps), False)
+
+    @property
+    def took_s(self) -> dict[str, float]:
+        return {name: stage.took_s for name, stage in self._stages.items() if stage.took_s}
+
+    def _whole_s(self, stage: _Stage) -> float | None:
+        if stage.is_over:
+            return stage.took_s
+        return None if stage.pace_s is None else stage.plan.num_steps * stage.pace_s
+
+
+@dataclass(frozen=True)
+class Note:
+    """A note about the run as a whole."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class StageBegun:
+    """A stage begins, or goes on after `first_step` steps."""
+
+    stage: str
+    number: int  # from 1
+    num_stages: int
+    first_step: int  # steps taken before
+    num_steps: int  # steps in all
+    share: float  # of the run, from 0 to 1
+    share_of: str  # "time", or "steps" where a stage's time is unknown
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """A step is complete."""
+
+    stage: str
+    number: int  # from 1
+    num_stages: int
+    step: int  # index of the step, from 0
+    num_steps: int
+    took_s: float
+    rate: float | None  # samples per second, or what else is counted; None if unknown
+    unit: str
+    values: Mapping[str, float]  # short name -> number, in the order shown
+    waits: Mapping[str, float]  # share of the latest steps' time, the largest first
+    left: Left
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The stage was evaluated after so many steps."""
+
+    stage: str
+    step: int
+    took_s: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A sign that the run goes wrong."""
+
+    stage: str
+    kind: str
+    step: int
+    text: str
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The run is over."""
+
+    text: str
+    run: str
+    summary: Mapping[str, Any]
+
+
+Event = Note | StageBegun | StepDone | Evaluated | Warned | Ended
+
+_NAMES: Mapping[type, str] = {
+    Note: "note",
+    StageBegun: "stage",
+    StepDone: "step",
+    Evaluated: "evaluation",
+    Warned: "warning",
+    Ended: "end",
+}
+
+
+def json_line(event: Event) -> str:
+    """Return the event as a JSON object on one line; null stands for NaN and the infinities."""
+    values = asdict(event)
+    if isinstance(event, StepDone):
+        del values["left"]
+        values |= {
+            "stage_left_s": event.left.stage_s,
+            "run_left_s": event.left.run_s,
+            "run_left_is_least": event.left.is_least,
+        }
+    values |= values.pop("fields", None) or {}
+    return json.dumps({"event": _NAMES[type(event)], **plain(values)}, allow_nan=False)
+
+
+def text_line(event: Event) -> str:
+    """Return the event in words, on one line but for warnings; "" for none."""
+    match event:
+        case Note() | Ended() | Warned():
+            return event.text
+        case StageBegun():
+            if event.num_stages == 1:
+                return ""
+            share = f"{event.share:.0%} of the run's {event.share_of}"
+            return (
+                f"stage {event.number} of {event.num_stages}: {event.stage}, {event.num_steps} "
+                f"steps, {share}"
+            )
+        case StepDone():
+            done = f"{event.step + 1}/{event.num_steps}"
+            return f"{titled(event)} {done}  {step_status(event)}".rstrip()
+        case Evaluated():
+            when = f"after {event.step} steps" if event.step else "before the first step"
+            took = format_duration(event.took_s)
+            return f"evaluation {when}, {took}: {format_values(event.values)}"
+
+
+def titled(event: StepDone | StageBegun) -> str:
+    """`grpo`, or `grpo (2 of 2)` where there are several stages."""
+    several = f" ({event.number} of {event.num_stages})" if event.num_stages > 1 else ""
+    return f"{event.stage}{several}"
+
+
+def step_status(event: StepDone, *, left_first: bool = False) -> str:
+    rate = "" if event.rate is None else f"{event.rate:.4g} {event.unit}/s"
+    parts = [rate, format_values(event.values), _waits(event.waits)]
+    return "  ".join(filter(None, [_left(event), *parts] if left_first else [*parts, _left(event)]))
+
+
+def _waits(waits: Mapping[str, float]) -> str:
+    said = [f"{what} {share:.0%}" for what, share in waits.items() if share >= _LEAST_WAIT]
+    return f"waits for {', '.join(said[:_MOST_WAITS])}" if said else ""
+
+
+def _left(event: StepDone) -> str:
+    left = event.left
+    here = f"{format_duration(left.stage_s)} left" if left.stage_s else ""
+    if event.number == event.num_stages or not left.run_s:
+        return here
+    least = "at least " if left.is_least else ""
+    return f"{here} (run: {least}{format_duration(left.run_s)})".strip()
+
+
+def format_values(values: Mapping[str, float | str]) -> str:
+    """`reward 0.5  loss 0.02`: names with numbers to four significant digits."""
+    return "  ".join(
+        f"{name} {value if isinstance(value, str) else format(value, '.4g')}"
+        for name, value in values.items()
+    )
+
+
+def format_duration(seconds: float) -> str:
+    """`8.1 s`, `2 min 05 s`, `3 h 07 min`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 class LastingConsole(Console):
     """A console on standard error that a run outlives; rich's own ends the process."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print texts so that they only show; see `visible`."""
         shown = (visible(one) if isinstance(one, str) else one for one in objects)
         super().print(*shown, **options)
 
     def on_broken_pipe(self) -> None:
-        """Go on with nobody to read it."""
         drop_output(sys.stderr)
 
 
 class RunProgress:
-    """Tells how a run goes, stage by stage.
+    """Shows how a run goes, stage by stage.
 
     Args:
-        stages: What is to be done, in order.
-        mode: How it is told.
+        stages: The stages in order.
+        mode: How it is shown.
         console: For a person; on standard error by default, so that output can be piped.
         every_s: Seconds between plain lines about steps where there is no terminal.
         clock: Seconds from any origin; for tests.
-
-    Example:
-        >>> progress = RunProgress([StagePlan("grpo", 200)])
-        >>> with progress.stage("grpo") as stage:
-        ...     for result in engine.run(sources, num_steps=200):
-        ...         stage.step(result.step, took_s=0.5, amount=128, values={"reward": 0.5})
-        >>> progress.end("grpo: 200 steps, accuracy 12.0% -> 61.0%")
     """
 
     def __init__(
@@ -93,90 +350,66 @@ class RunProgress:
         self.clock = clock
         self._mode, self._every_s = mode, every_s
         self._said_s = -math.inf
-        self._reader = True
+        self._has_reader = True
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a line that changes, as on a terminal."""
         return self._mode == "auto" and self.console.is_terminal
 
     @property
     def shows_text(self) -> bool:
-        """Whether a person reads how it goes on."""
         return self._mode in ("auto", "plain")
 
     def tell(self, event: Event) -> None:
-        """Tell of what happened, as the mode has it."""
         if self._mode == "json":
-            self._write(json_line(event))
+            if not self._has_reader:
+                return
+            try:
+                print(json_line(event), flush=True)
+            except (OSError, ValueError):  # ValueError: the user's code has closed it
+                self._has_reader = False
+                drop_output(sys.stdout)
         elif isinstance(event, Warned):
             say(f"warning: {event.text}")
         elif self.shows_text or isinstance(event, Ended):
             self._print(event)
 
     def note(self, text: str) -> None:
-        """Say something about the run as a whole."""
         self.tell(Note(text))
 
     def end(self, text: str, run: str = "", summary: Mapping[str, Any] | None = None) -> None:
-        """Say in the last line what came out."""
         self.tell(Ended(text, run, summary or {}))
 
     def show(self, text: Text) -> None:
-        """Print something between the lines, where a person reads them."""
         if self.shows_text:
             self.console.print(text, soft_wrap=True, highlight=False)
 
     @contextmanager
     def stage(self, name: str, first_step: int = 0) -> Generator[StageProgress]:
-        """While it is entered, the stage is carried out."""
         shown = StageProgress(self, name, first_step)
         with shown.live():
             yield shown
         shown.end()
 
     def _print(self, event: Event) -> None:
-        if isinstance(event, StepDone) and not self._is_due(event):
-            return
+        if isinstance(event, StepDone):
+            now_s, is_last = self.clock(), event.step + 1 >= event.num_steps
+            if self.is_live or (now_s - self._said_s < self._every_s and not is_last):
+                return
+            self._said_s = now_s
         # As Text, and unwrapped: one line stays one line in a log, and brackets are not markup.
         line = visible(text_line(event))
         if line:
             self.console.print(Text(line), soft_wrap=True, highlight=False)
 
-    def _is_due(self, event: StepDone) -> bool:
-        """Whether a line about a step is due; a live line says it otherwise."""
-        now_s = self.clock()
-        if self.is_live:
-            return False
-        if now_s - self._said_s < self._every_s and event.step + 1 < event.num_steps:
-            return False
-        self._said_s = now_s
-        return True
-
-    def _write(self, line: str) -> None:
-        """Write to standard output, as long as somebody reads it; a run outlives who does."""
-        if not self._reader:
-            return
-        try:
-            print(line, flush=True)
-        except (OSError, ValueError):  # ValueError: the user's code has closed it
-            self._reader = False
-            drop_output(sys.stdout)
-
 
 class StageProgress:
-    """Tells how one stage goes.
-
-    Args:
-        run: The run.
-        name: The stage.
-        first_step: The step it starts from, when resumed.
-    """
+    """Shows how one stage goes."""
 
     def __init__(self, run: RunProgress, name: str, first_step: int = 0) -> None:
         self._run, self._name = run, name
         self._started_s = run.clock()
-        self._waited: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=WINDOW_STEPS)
+        self._waited: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_WINDOW_STEPS)
         self._evaluates_s: float | None = None
         self._live: Progress | None = None
         self.working: Working = lambda: None
@@ -187,7 +420,7 @@ class StageProgress:
             run.time.number(name),
             run.time.num_stages,
             first_step,
-            run.time.plan(name).num_steps,
+            run.time.num_steps(name),
             share.part,
             "time" if share.of_time else "steps",
         )
@@ -195,7 +428,6 @@ class StageProgress:
 
     @contextmanager
     def live(self) -> Generator[None]:
-        """Show the line that changes, where there is one."""
         if not self._run.is_live:
             yield
             return
@@ -227,16 +459,6 @@ class StageProgress:
         unit: str = "samples",
         waits_s: Mapping[str, float] | None = None,
     ) -> None:
-        """Tell that a step is complete.
-
-        Args:
-            step: Its index.
-            took_s: Seconds it took.
-            amount: Rows it made, or whatever else is counted.
-            values: Short name -> number, in the order shown.
-            unit: What is counted.
-            waits_s: What it waited for -> seconds.
-        """
         run, name = self._run, self._name
         run.time.step(name, step + 1, took_s, amount)
         self._waited.append((took_s, waits_s or {}))
@@ -261,7 +483,6 @@ class StageProgress:
 
     @contextmanager
     def evaluation(self) -> Generator[None]:
-        """While it is entered the stage is evaluated, and that is what everything waits for."""
         self._evaluates_s = self._run.clock()
         try:
             yield
@@ -269,33 +490,26 @@ class StageProgress:
             self._evaluates_s = None
 
     def evaluated(self, step: int, took_s: float, values: Mapping[str, float]) -> None:
-        """Tell what an evaluation after so many steps found."""
         self._run.time.evaluation(self._name, step, took_s)
         self._run.tell(Evaluated(self._name, step, took_s, dict(values)))
 
     def note(self, text: str) -> None:
-        """Say something about the run as a whole."""
         self._run.note(text)
 
     def warn(self, kind: str, step: int, text: str, fields: Mapping[str, Any]) -> None:
-        """Tell of a sign that the run goes wrong."""
         self._run.tell(Warned(self._name, kind, step, text, dict(fields)))
 
     @property
     def is_live(self) -> bool:
-        """See `RunProgress.is_live`."""
         return self._run.is_live
 
     def show(self, text: Text) -> None:
-        """Print something between the lines about steps."""
         self._run.show(text)
 
     def end(self) -> None:
-        """The stage is over."""
         self._run.time.end(self._name, self._run.clock() - self._started_s)
 
     def _waits(self) -> dict[str, float]:
-        """What the latest steps waited for -> share of their time, the largest first."""
         total_s = sum(took_s for took_s, _ in self._waited)
         sums: dict[str, float] = {}
         for _, waited in self._waited:
@@ -305,28 +519,22 @@ class StageProgress:
         return {what: seconds / total_s for what, seconds in ranked} if total_s > 0 else {}
 
     def _now(self) -> str:
-        """What is being done, if it takes long: `step 4: actor.generate for 35 s`."""
-        working = self.working()
-        since_s = self._evaluates_s
-        if since_s is not None:
-            what: str = "evaluation"
-            elapsed_s = self._run.clock() - since_s
-        elif working is not None:
-            what, elapsed_s = working
-        else:
+        found = self.working()
+        if self._evaluates_s is not None:
+            found = "evaluation", self._run.clock() - self._evaluates_s
+        if found is None or found[1] < _LONG_S:
             return ""
-        return "" if elapsed_s < _LONG_S else f"{what} for {format_duration(elapsed_s)}"
+        return f"{found[0]} for {format_duration(found[1])}"
 
 
 class _Status(TextColumn):
-    """How it stands when the line is drawn, and what is being done; cut off where the line ends."""
+    """The latest step and the current task, cut off where the line ends."""
 
     def __init__(self, now: Callable[[], str], console: Console) -> None:
         super().__init__("")
         self._now, self._console = now, console
 
     def render(self, task: Task) -> Text:
-        """The text, as long as there is room for it behind the other columns."""
         said = "  ".join(filter(None, [self._now(), str(task.fields["status"])]))
         text = Text(visible(said))
         others = len(task.description) + _BAR + 2 * len(str(task.total)) + 1 + _SPACES

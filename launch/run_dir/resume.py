@@ -20,50 +20,39 @@ from ...configs.validate import check_renamed
 from ...configs.yaml_files import load_yaml
 from ...dataflow.errors import ConfigError
 from ...workers.data.task import PATIENCE
-from .run_folder import RunFolder, differences, open_run, plain, record_of
+from .files import differences, plain
+from .run_folder import RunFolder, open_run, record_of
 
+# A resumed run may change where it runs: checkpoints are the same for every engine and layout; how
+# long this process waits; and how it learns from there on, where ROLE stands for any role.
 _ELSEWHERE = ("engine", "rollout", "executor", "placement")
-"""What a resumed run may change: checkpoints are the same for every engine and layout."""
-
 _PATIENCE = (
     *(f"task.{name}" for name in PATIENCE),
     *(f"recovery.{name}" for name in ("max_restarts", "max_repeats", "pause_s")),
     "checkpoint.mirror",
     "progress",
 )
-"""And further keys, for as long as the process lasts."""
 
 _NUM_STEPS = "algorithm.num_steps"
 _LEARNING = (_NUM_STEPS, "algorithm.optimizer.lr", "algorithm.roles.ROLE.optimizer.lr")
-"""And how it learns from there on; ROLE stands for any role."""
-
-_MOST_BYTES = 10_000_000
-"""Largest config.yaml, in which every default is spelled out."""
-
 _MAY_CHANGE = (*_ELSEWHERE, *_PATIENCE, *_LEARNING)
+
+_MOST_BYTES = 10_000_000  # largest config.yaml, in which every default is spelled out
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """How a run goes on.
-
-    Attributes:
-        folder: Its folder.
-        config: Its configuration.
-        moved: Whether it goes on in another place.
-        noted: Whether its configuration is to be written anew, and what changed to be noted.
-        extended: Whether it had finished, and takes further steps.
-    """
+    """A run to go on with, and its configuration."""
 
     folder: RunFolder
     config: dict[str, Any]
-    moved: bool = False
-    noted: bool = False
-    extended: bool = False
+    moved: bool = False  # it goes on in another place
+    noted: bool = False  # the configuration is written anew, with a note of what changed
+    extended: bool = False  # it had finished, and takes further steps
 
 
 def resumed_config(path: Path, composed: Mapping[str, Any], given: Sequence[str]) -> Resumed:
-    """The configuration of the run to resume.
+    """Return the run at `path` with the keys that the command line gives anew.
 
     Args:
         path: The run's folder.
@@ -86,7 +75,14 @@ def resumed_config(path: Path, composed: Mapping[str, Any], given: Sequence[str]
         raise ConfigError(f"run '{folder.id}': {record.fault}\n    start a new run")
     recorded = record.config
     before = found if recorded is None else recorded
-    num_steps, following = _value(before, _NUM_STEPS), _following(before)
+    num_steps = _value(before, _NUM_STEPS)
+    roles = (
+        "algorithm",
+        *(f"algorithm.roles.{r}" for r in _value(before, "algorithm.roles") or {}),
+    )
+    totals = [f"{role}.optimizer.total_calls" for role in roles]
+    # Schedules of learning rates that end with the run's last step follow it.
+    following = [key for key in totals if num_steps and _value(before, key) == num_steps]
     if recorded is not None:
         _check_unedited(
             folder, recorded, found, [*keys, *(following if _NUM_STEPS in keys else ())]
@@ -135,11 +131,6 @@ def _check_words(path: Path, words: Sequence[str]) -> None:
 
 
 def stored_config(folder: RunFolder) -> dict[str, Any]:
-    """A run's configuration as its config.yaml has it.
-
-    Raises:
-        ConfigError: If that cannot be read, or holds something else.
-    """
     try:
         config: Any = load_yaml(folder.config, _MOST_BYTES)
     except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -153,7 +144,6 @@ def stored_config(folder: RunFolder) -> dict[str, Any]:
 def _check_unedited(
     folder: RunFolder, recorded: Mapping[str, Any], found: Mapping[str, Any], given: Sequence[str]
 ) -> None:
-    """What stands in config.yaml is what was written there, but for keys that change anyway."""
     edited = {
         key: two
         for key, two in differences(recorded, plain(found)).items()
@@ -175,25 +165,15 @@ def _learns(key: str) -> bool:
 
 
 def _value(config: Any, key: str) -> Any:
-    """What stands at `a.b.c`; None if nothing does."""
     for name in key.split("."):
         config = config.get(name) if isinstance(config, Mapping) else None
     return config
 
 
 def copy_value(path: Sequence[str], source: Any, target: Any) -> None:
-    """Adopt the value at a path; sections on the way are made if need be."""
+    """Copy the value at a path; sections on the way are made if need be."""
     *sections, name = path
     for section in sections:
         source = source[section]
         target = target.setdefault(section, {})
     target[name] = source[name]
-
-
-def _following(config: Mapping[str, Any]) -> list[str]:
-    """The keys of learning rates' schedules that end with the run's last step, wherever it is."""
-    num_steps = _value(config, _NUM_STEPS)
-    roles = _value(config, "algorithm.roles") or {}
-    sections = ("algorithm", *(f"algorithm.roles.{role}" for role in roles))
-    keys = [f"{section}.optimizer.total_calls" for section in sections]
-    return [key for key in keys if num_steps and _value(config, key) == num_steps]

@@ -5,14 +5,15 @@
                      machine, the configuration and what was changed of it when, why it is not
                      reproducible if it is not; its presence makes the folder a run
     config.yaml      the composed configuration, as it is run
-    plan.json        where the main stage's nodes run
+    plan.json        where the main stage's nodes run; a resumed run goes on there
     graph.svg        the graph of the main stage's step
-    metrics.jsonl    one line per step               (trackers/jsonl.py)
-    events.jsonl     what it warned of, if it did    (events.py)
-    ledger.jsonl     the rows that each step read, made and trained on (ledger.py)
-    trace.json       the timeline of every task      (trace.py)
-    checkpoints/     the newest usable ones          (checkpoint.py)
+    metrics.jsonl    one line per step, beside events.jsonl, ledger.jsonl and trace.json (step_logs)
+    checkpoints/     the newest usable ones (checkpoint)
+    evaluations/     one file for each evaluation (evaluations)
     stages/          of each stage before the main one, a folder like this
+    groups.json      the groups whose number of ranks can change
+    scale.json       the ranks that `penstock scale` asked for; a resumed run begins with its plan's
+    .lock            held by the run's process
     summary.json     written at the end; its presence means that the run finished
 
 Trackers write theirs beside these (`trackers/`). No service is needed to list or compare runs:
@@ -26,121 +27,71 @@ import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import yaml
 
-from ... import __version__
 from ...dataflow.errors import ConfigError, WorkerError
 from ...dataflow.regular_files import open_regular
-from .atomic import write_json, write_text
-from .environment import Environment
-from .origins import Origins
-from .run_files import field as json_field
-from .run_files import optional_field, parse_object, parsed, read_object, required_object, typed
-from .trackers.jsonl import METRICS, finite_or_none
+from .files import (
+    differences,
+    json_field,
+    optional_field,
+    parse_object,
+    parsed,
+    plain,
+    read_object,
+    required_object,
+    typed,
+    write_json,
+    write_text,
+)
+from .provenance import CodeVersion, Environment, Origins, code_version
+from .step_logs import METRICS
 
-_ROOT = Path(__file__).resolve().parents[2]
-_GIT_DEADLINE_S = 20.0
 
+class _Part:
+    """A file or folder of a run by its name."""
 
-@dataclass(frozen=True)
-class CodeVersion:
-    """Which code ran.
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    Attributes:
-        package: The package's version.
-        commit: The git commit of the source tree, or None outside one.
-        dirty: Whether that tree differed from its commit.
-    """
-
-    package: str
-    commit: str | None = None
-    dirty: bool = False
-
-    def __str__(self) -> str:
-        if self.commit is None:
-            return self.package
-        return f"{self.package} ({self.commit[:12]}{', changed' if self.dirty else ''})"
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.path / self._name
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run, and where its parts are."""
+    """The folder of one run, or of one of its stages, and where its parts are."""
 
     path: Path
+    about = _Part("run.json")
+    config = _Part("config.yaml")
+    plan = _Part("plan.json")
+    graph = _Part("graph.svg")
+    metrics = _Part(METRICS)
+    trace = _Part("trace.json")
+    checkpoints = _Part("checkpoints")
+    lock = _Part(".lock")
+    summary = _Part("summary.json")
 
     @property
     def id(self) -> str:
-        """The run's name among all runs."""
         return self.path.name
 
-    @property
-    def about(self) -> Path:
-        """Name, seed, start, code version, data and configuration, as JSON."""
-        return self.path / "run.json"
-
-    @property
-    def config(self) -> Path:
-        """The composed configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """Where the main stage's nodes run, as JSON; a resumed run goes on there."""
-        return self.path / "plan.json"
-
-    @property
-    def graph(self) -> Path:
-        """The graph of the main stage's step, as a picture."""
-        return self.path / "graph.svg"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per step."""
-        return self.path / METRICS
-
-    @property
-    def trace(self) -> Path:
-        """The timeline, for Perfetto or chrome://tracing."""
-        return self.path / "trace.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def lock(self) -> Path:
-        """The file whose lock the run's process holds."""
-        return self.path / ".lock"
-
     def stage(self, name: str) -> RunFolder:
-        """The folder of a stage before the main one."""
         return RunFolder(self.path / "stages" / name)
 
-    @property
-    def summary(self) -> Path:
-        """What came out, as JSON."""
-        return self.path / "summary.json"
-
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        """Write summary.json in one step; NaN and infinities become null.
-
-        Raises:
-            TypeError: If a value is none of what JSON can say.
-        """
         write_json(self.summary, {name: plain(value) for name, value in values.items()})
 
     def set_summary_aside(self) -> None:
-        """The run goes on: what came out so far becomes `summary-200-steps.json`."""
         num_steps = required_object(self.summary).get("num_steps", "unknown")
         self.summary.rename(self.path / f"summary-{num_steps!s:.20}-steps.json")
 
@@ -149,9 +100,6 @@ class RunFolder:
         """Give a check that this folder has been neither removed nor renamed.
 
         Open files can still be written to after they were removed, so no write would fail.
-
-        Raises:
-            WorkerError: By the check.
         """
         held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         is_run = self.about.exists()  # the folder of a stage is not a run's
@@ -180,9 +128,6 @@ class RunFolder:
 
         It is a POSIX record lock: a child that outlives its parent does not keep it. The kernel
         knows who holds it, so nothing is written to the file.
-
-        Raises:
-            ConfigError: If another process is running it, or `.lock` is a link or no file.
         """
         descriptor = open_regular(self.lock, os.O_RDWR | os.O_CREAT, links=False)
         try:
@@ -219,38 +164,25 @@ def lock_holder(descriptor: int) -> int | None:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a listing says of a run.
+    """The contents of a run's run.json and summary.json.
 
-    Attributes:
-        folder: Where it is.
-        name: Its short name, such as the algorithm's.
-        seed: Its seed.
-        created: When it was started, in UTC.
-        code: Which code ran.
-        data: Fingerprint of the problems it was started on; None in a run older than these.
-        summary: What came out, or None if it has not finished.
-        config: Its configuration as JSON has it, in which no number is NaN or infinite; None of a
-            run of a version that did not record it.
-        changes: What was changed of it when the run was resumed, oldest first: `step`, `at`, and
-            `keys`, of each its value before and since.
-        fault: Why its files cannot be read in full; None if they can.
-        origins: What else it began with; empty in a run older than these.
-        not_reproducible: Why what came out does not follow from its seed, in words; "" if it does.
-        environment: What it was run with; empty in a run older than these.
+    Older versions recorded less: what they did not is None or empty.
     """
 
     folder: RunFolder
-    name: str
+    name: str  # such as the algorithm's
     seed: int
-    created: datetime
+    created: datetime  # when it was started, in UTC
     code: CodeVersion
-    data: str | None = None
-    summary: Mapping[str, Any] | None = field(default=None, hash=False)
-    config: Mapping[str, Any] | None = field(default=None, hash=False)
+    data: str | None = None  # fingerprint of the problems it was started on
+    summary: Mapping[str, Any] | None = field(default=None, hash=False)  # None until it finishes
+    config: Mapping[str, Any] | None = field(default=None, hash=False)  # NaN and inf are None
+    # Changes of the configuration when the run was resumed, oldest first: `step`, `at`, and `keys`,
+    # of each its value before and since.
     changes: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
-    fault: str | None = None
+    fault: str | None = None  # why its files cannot be read in full
     origins: Origins = field(default_factory=Origins, hash=False)
-    not_reproducible: str = ""
+    not_reproducible: str = ""  # why what came out does not follow from its seed; "" if it does
     environment: Environment = field(default_factory=Environment, hash=False)
 
 
@@ -277,19 +209,16 @@ def create_run(
         seed: The run's seed.
         config: The composed configuration as YAML.
         data: Fingerprint of the problems; a resumed run must have the same.
-        origins: What else it begins with; if that is to be kept.
-        plan: Where the main stage's nodes run, as JSON; if that is to be kept.
-        graph: The graph of the main stage's step as SVG; if that is to be kept.
-        code: Which code runs; read now if it is not given.
+        origins: The user's files and the models that it begins with.
+        plan: Where the main stage's nodes run, as JSON.
+        graph: The graph of the main stage's step as SVG.
+        code: The code that runs; read now if it is not given.
         not_reproducible: Why what comes out will not follow from the seed; "" if it will.
-        environment: What it is run with; if that is to be kept.
+        environment: The packages and the machine.
         now: When the run starts; for tests.
 
     Returns:
         The folder, named `20261121-031454-grpo-seed0`, in UTC, so that names sort by time.
-
-    Raises:
-        OSError: If it cannot be written; nothing of it is left.
     """
     created = (now or datetime.now(UTC)).astimezone(UTC)
     short = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
@@ -327,18 +256,10 @@ def change_config(
     not_reproducible: str = "",
     now: datetime | None = None,
 ) -> None:
-    """Go on with another configuration, and note what changed, when, and after how many steps.
+    """Write another configuration, and note what changed, when, and after how many steps.
 
     A process that stops halfway leaves a configuration that looks edited in the keys it was to
     change, until the run is resumed with them again.
-
-    Args:
-        folder: Of a run that nobody else goes on with.
-        config: The configuration as YAML.
-        step: Steps taken so far.
-        plan: Where the main stage's nodes run from now on, as JSON; None if where they did.
-        not_reproducible: Why what comes out will not follow from the seed; it stays so.
-        now: When that is; for tests.
     """
     about = required_object(folder.about)
     recorded = plain(yaml.safe_load(config))
@@ -355,47 +276,6 @@ def change_config(
     write_json(folder.about, about)
 
 
-def differences(
-    before: Mapping[str, Any], after: Mapping[str, Any], at: str = ""
-) -> dict[str, tuple[Any, Any]]:
-    """The keys in which two configurations differ, with both values; None stands for no value.
-
-    Args:
-        before: One.
-        after: The other.
-        at: What stands before each key.
-
-    Returns:
-        `section.key` -> the value in each.
-    """
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in dict.fromkeys((*before, *after)):
-        one, other = before.get(key), after.get(key)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            sections = cast(Mapping[str, Any], one), cast(Mapping[str, Any], other)
-            found |= differences(*sections, f"{at}{key}.")
-        elif one != other:
-            found[f"{at}{key}"] = (one, other)
-    return found
-
-
-def flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Nested sections as one mapping, `section.key` -> value.
-
-    Args:
-        values: Sections and values; what has no name, as the suite of the run's own task, adds
-            nothing to a key.
-        at: What stands before each key.
-    """
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flat(cast(Mapping[str, Any], value), f"{at}{key}." if key else at)
-        else:
-            found[f"{at}{key}"] = value
-    return found
-
-
 def _new_folder(runs: Path, wanted: str) -> RunFolder:
     runs.mkdir(parents=True, exist_ok=True)
     number = 1
@@ -410,11 +290,7 @@ def _new_folder(runs: Path, wanted: str) -> RunFolder:
 
 
 def open_run(path: Path) -> RunFolder:
-    """The folder of a run that exists, to read or to resume it.
-
-    Raises:
-        ConfigError: If there is no run.
-    """
+    """Return the folder of a run, which must exist."""
     folder = RunFolder(path)
     if not folder.about.is_file():
         near = "runs" / path
@@ -427,7 +303,7 @@ def open_run(path: Path) -> RunFolder:
 
 
 def list_runs(runs: Path) -> list[RunRecord]:
-    """Every run in a folder of runs, oldest first; a damaged one is listed with its fault."""
+    """Return every run of a folder, oldest first; a damaged one has a fault."""
     if not runs.is_dir():
         return []
     folders = [RunFolder(path) for path in runs.iterdir() if (path / "run.json").is_file()]
@@ -436,7 +312,6 @@ def list_runs(runs: Path) -> list[RunRecord]:
 
 
 def record_of(folder: RunFolder) -> RunRecord:
-    """What a run's own files say of it; what cannot be read is its fault."""
     unknown = RunRecord(
         folder, folder.id, 0, datetime.fromtimestamp(0, UTC), CodeVersion("unknown")
     )
@@ -452,11 +327,17 @@ def record_of(folder: RunFolder) -> RunRecord:
 
 
 def _record(folder: RunFolder, about: Mapping[str, Any]) -> RunRecord:
-    """Parse run.json; raises `ValueError`, or what follows from values of an unexpected kind."""
     created = datetime.fromisoformat(json_field(about, "created", str))
     if created.tzinfo is None:
         raise ValueError(f"'created' has no time zone: {about['created']:.40}")
-    code, changes = json_field(about, "code", dict), optional_field(about, "changes", list) or []
+    code = json_field(about, "code", dict)
+    changes = [
+        typed(entry, dict[str, Any], "a change")
+        for entry in optional_field(about, "changes", list) or []
+    ]
+    for change in changes:
+        for name, kind in (("step", int), ("at", str), ("keys", dict)):
+            json_field(change, name, kind)
     sections = {
         name: optional_field(about, name, dict) or {}
         for name in ("files", "models", "versions", "hardware")
@@ -473,52 +354,109 @@ def _record(folder: RunFolder, about: Mapping[str, Any]) -> RunRecord:
         ),
         optional_field(about, "data", str),
         config=optional_field(about, "config", dict),
-        changes=tuple(_change(one) for one in changes),
+        changes=tuple(changes),
         origins=Origins(sections["files"], sections["models"]),
         not_reproducible=optional_field(about, "not_reproducible", str) or "",
         environment=Environment(sections["versions"], sections["hardware"]),
     )
 
 
-def _change(entry: Any) -> dict[str, Any]:
-    """Parse a change of configuration; raises `ValueError` unless `change_config` can write it."""
-    change = typed(entry, dict[str, Any], "a change")
-    for name, kind in (("step", int), ("at", str), ("keys", dict)):
-        json_field(change, name, kind)
-    return change
+State = Literal["running", "finished", "stopped", "not running", "damaged", "gone"]
+
+# The evidence for each.
+WHY: Mapping[State, str] = {
+    "running": "a process holds the run's lock",
+    "finished": "it has a summary.json",
+    "stopped": "its summary.json says that it ended before its last step",
+    "not running": (
+        "no process holds the run's lock, and there is no summary.json: it was interrupted or "
+        "killed; penstock run resume=FOLDER goes on with it"
+    ),
+    "damaged": "its run.json or summary.json cannot be read",
+    "gone": "its folder is no longer there",
+}
 
 
-def code_version(root: Path = _ROOT) -> CodeVersion:
-    """The version of the code at `root`: this package's own source tree by default.
+def state_of(record: RunRecord) -> State:
+    if not record.folder.about.is_file():
+        return "gone"
+    if _is_held(record.folder.lock):
+        return "running"
+    if record.fault:
+        return "damaged"
+    if record.summary is None:
+        return "not running"
+    summary = cast(Any, record.summary)
+    stopped = isinstance(summary, Mapping) and cast(Mapping[str, Any], summary).get("stopped")
+    return "stopped" if stopped else "finished"
 
-    A package installed below somebody else's repository does not take that repository's commit.
-    """
-    top = _git(root, "rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != root.resolve():
-        return CodeVersion(__version__)
-    commit = _git(root, "rev-parse", "--verify", "HEAD")
-    status = _git(root, "status", "--porcelain")
-    return CodeVersion(__version__, commit, status is None or status != "")
 
-
-def _git(root: Path, *arguments: str) -> str | None:
-    """What git answers, or None where it is not installed, has nothing to say, or does not end."""
-    command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+def _is_held(lock: Path) -> bool:
     try:
-        ran = subprocess.run(
-            command, capture_output=True, text=True, timeout=_GIT_DEADLINE_S, check=False
+        descriptor = open_regular(lock, links=False)
+    except OSError:
+        return False
+    try:
+        return lock_holder(descriptor) is not None
+    finally:
+        os.close(descriptor)
+
+
+_GROUPS, _WISH = "groups.json", "scale.json"
+
+
+@dataclass(frozen=True)
+class ElasticGroup:
+    """A group whose number of ranks can change, unless there is a reason why not."""
+
+    most: int  # of its ranks
+    why_not: str = ""
+
+
+def write_groups(folder: Path, groups: Mapping[str, ElasticGroup]) -> None:
+    write_json(folder / _GROUPS, {name: asdict(group) for name, group in groups.items()})
+
+
+def read_groups(folder: Path) -> dict[str, ElasticGroup]:
+
+    def parse(content: bytes) -> dict[str, ElasticGroup]:
+        return {
+            name: ElasticGroup(json_field(group, "most", int), json_field(group, "why_not", str))
+            for name, group in parse_object(content).items()
+        }
+
+    groups = parsed(folder / _GROUPS, parse)
+    if groups is None:
+        raise ConfigError(
+            f"run '{folder.name}' has no {_GROUPS}: it has not come to its main stage yet, or an "
+            "older version made it\n    try again once it takes steps"
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return ran.stdout.strip() if ran.returncode == 0 else None
+    return groups
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON can say it: keys are texts, and NaN and the infinities are None."""
-    if isinstance(value, float):
-        return finite_or_none(value)
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in cast(Mapping[Any, Any], value).items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in cast(list[Any], value)]
-    return value
+def write_wish(folder: Path, wish: Mapping[str, int]) -> None:
+    """Ask for numbers of ranks by group, beside those that are asked for already."""
+    write_json(folder / _WISH, {**read_wish(folder), **wish})
+
+
+def read_wish(folder: Path) -> dict[str, int]:
+    try:
+        return parsed(folder / _WISH, _wish) or {}
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or delete it, and call `penstock scale` again") from error
+
+
+def _wish(content: bytes) -> dict[str, int]:
+    wish = parse_object(content)
+    for name in wish:
+        if json_field(wish, name, int) < 1:
+            raise ValueError(f"'{name}' is {wish[name]}, and a group has at least one rank")
+    return wish
+
+
+def wish_version(folder: Path) -> int:
+    """Another number each time that something has been wished; 0 if nothing has."""
+    try:
+        return (folder / _WISH).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

@@ -21,11 +21,10 @@ from ...dataflow.regular_files import MOST_TEXT_BYTES, opened
 from ...workers.data.sample_files import step_files
 from .stop import visible
 
+# errors that reading a file may raise which no run has written
 _DAMAGED = (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
-"""Errors that reading a file may raise which no run has written."""
 
-SAMPLES = "samples"
-"""Below a stage's folder."""
+SAMPLES = "samples"  # below a stage's folder
 
 Sort = Literal["step", "reward", "advantage", "length"]
 SORTS: tuple[Sort, ...] = ("step", "reward", "advantage", "length")
@@ -93,7 +92,6 @@ _FIELDS = frozenset(Sample.__dataclass_fields__) - {"parts"}
 
 
 def sample_steps(folder: Path) -> list[int]:
-    """The steps of which a stage's folder has samples, in order."""
     return list(step_files(folder / SAMPLES))
 
 
@@ -126,7 +124,14 @@ def _read(path: Path) -> list[Sample]:
             content = file.read(MOST_TEXT_BYTES + 1)
         if len(content) > MOST_TEXT_BYTES:
             raise ValueError(f"it unpacks to more than {MOST_TEXT_BYTES} bytes")
-        return [_sample(json.loads(line)) for line in content.splitlines()]
+        samples: list[Sample] = []
+        for row in map(json.loads, content.splitlines()):
+            own = {name: value for name, value in row.items() if name in _FIELDS}
+            own["turns"] = tuple(SaidTurn(**turn) for turn in row.get("turns", ()))
+            rest = {name: value for name, value in row.items() if name not in _FIELDS}
+            parts = {name: float(value) for name, value in rest.items() if value is not None}
+            samples.append(Sample(**own, parts=parts))
+        return samples
     except _DAMAGED as error:
         raise ConfigError(
             f"'{path}' cannot be read ({type(error).__name__}: {error})\n"
@@ -134,19 +139,8 @@ def _read(path: Path) -> list[Sample]:
         ) from error
 
 
-def _sample(row: dict[str, Any]) -> Sample:
-    parts = {
-        name: float(value)
-        for name, value in row.items()
-        if name not in _FIELDS and value is not None
-    }
-    known = {name: value for name, value in row.items() if name in _FIELDS}
-    known["turns"] = tuple(SaidTurn(**turn) for turn in row.get("turns", ()))
-    return Sample(**known, parts=parts)
-
-
 def sample_rows(samples: Iterable[Sample]) -> tuple[list[str], list[list[Any]]]:
-    """A table of samples: its columns, and a row of texts, numbers and None for each.
+    """Return the columns of a table of samples, and a row of texts, numbers and None for each.
 
     The parts of a reward have columns of their own; the turns of a conversation are in `response`.
     """
@@ -160,16 +154,8 @@ def sample_rows(samples: Iterable[Sample]) -> tuple[list[str], list[list[Any]]]:
     return [*own, *parts], rows
 
 
-def sorted_samples(samples: Iterable[Sample], sort: Sort, order: Order = "highest") -> list[Sample]:
-    """The highest or the lowest first; in the order of steps as they are.
-
-    What has no such number comes last.
-    """
-    return sorted(samples, key=sample_key(sort, order))
-
-
 def sample_key(sort: Sort, order: Order = "highest") -> Callable[[Sample], float]:
-    """By which samples are sorted; see `sorted_samples`."""
+    """Return the key to sort samples by; those without the number come last."""
     sign = -1.0 if order == "highest" else 1.0
 
     def key(sample: Sample) -> float:
@@ -180,7 +166,7 @@ def sample_key(sort: Sort, order: Order = "highest") -> Callable[[Sample], float
 
 
 def shown(sample: Sample) -> Text:
-    """A block: a line about the sample, its prompt, and its response or its turns."""
+    """Return a block: a line about the sample, its prompt, and its response or its turns."""
     text = Text(_headline(sample) + "\n", "bold")
     text.append(_indented(sample.prompt), "cyan")
     if not sample.turns:
@@ -201,7 +187,6 @@ def _indented(said: str) -> str:
 
 
 def _headline(sample: Sample) -> str:
-    """`step 10, version 10, prompt 3: reward 1 (rule.score 1, style.score 0.5), 12 tokens`."""
     said: list[str] = []
     if sample.reward is not None:
         parts = {name: f"{value:.4g}" for name, value in sample.parts.items()}

@@ -1,25 +1,31 @@
-"""Ending a run in good order: who asks once gets a checkpoint first, who asks twice does not.
+"""Messages on standard error, and how a run is stopped: by signals, or under a supervisor.
 
 While steps are taken, SIGINT (Ctrl-C) and SIGTERM ask the run to stop: it completes what it has
 begun to train, writes a checkpoint and ends. The second signal ends it at once, and so does a wait
-that outlasts its deadline. A process that was started deaf to SIGINT, as a script starts what is to
-run on in the background, stays deaf to it; SIGTERM always counts.
+that outlasts its deadline. A process that was started with SIGINT ignored, as a script starts what
+is to run on in the background, ignores it still; SIGTERM always counts.
 
-Ctrl-C ends the reader of standard error as well in `penstock run ... 2>&1 | tee log`. What is said
-from then on is lost, and no more than that.
+Ctrl-C ends the reader of standard error as well in `penstock run ... 2>&1 | tee log`. What is
+printed from then on is lost, and no more than that.
+
+A run under `penstock run --supervise` reports to its parent by lines of JSON in a file without a
+name, which both hold open: the parent reads it once the run's process has ended, however it ended.
+The parent gives its descriptor in an environment variable, with its own process, so that no other
+process that inherits the variable reports to it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 
 class Terminated(BaseException):
@@ -27,11 +33,7 @@ class Terminated(BaseException):
 
 
 class StopRequest:
-    """Whether a run is to stop.
-
-    Args:
-        deadline_s: How long it may take to, from the first signal on.
-    """
+    """A request to stop the run within `deadline_s`, which the first signal makes."""
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -39,16 +41,10 @@ class StopRequest:
         self._timer: threading.Timer | None = None
 
     def __call__(self) -> bool:
-        """Whether somebody asked."""
         return self._signal is not None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal.
-
-        Raises:
-            KeyboardInterrupt: If it is the second one, and SIGINT.
-            Terminated: If it is the second one, and SIGTERM.
-        """
+        """Take a signal; the second one raises `KeyboardInterrupt` or `Terminated`."""
         if self._signal is not None:
             raise _error(number, "")
         self._signal = number
@@ -61,20 +57,11 @@ class StopRequest:
         )
 
     def end(self, what: str) -> None:
-        """The steps are over; stop if that was asked for.
-
-        Args:
-            what: How far the run has come: "after 3 of 10 steps".
-
-        Raises:
-            KeyboardInterrupt: If SIGINT asked.
-            Terminated: If SIGTERM did.
-        """
+        """Raise what was asked for, once the steps are over; `what`: "after 3 of 10 steps"."""
         if self._signal is not None:
             raise _error(self._signal, what)
 
     def close(self) -> None:
-        """Forget the deadline."""
         if self._timer is not None:
             self._timer.cancel()
             if self._timer.is_alive():  # else a second signal came before it was started
@@ -92,21 +79,20 @@ def _error(number: int, what: str) -> BaseException:
 
 
 def _tell(text: str) -> None:
-    """Say it at once, and from within a signal handler, where a buffered file may be in use."""
-    # If nobody reads it any longer, an error here would be raised wherever the run is and take its
-    # checkpoint, or the deadline, away.
+    # At once: in a signal handler a buffered file may be in use. If nobody reads it any longer, an
+    # error would be raised wherever the run is and take its checkpoint, or the deadline, away.
     with suppress(OSError):
         os.write(2, f"penstock: {text}\n".encode())
 
 
+# Characters that command a terminal, turn the order of others, or cannot be written.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Characters that command a terminal, turn the order of others, or cannot be written."""
 
 
 def visible(text: str) -> str:
-    """A text that only shows: control characters as Python writes them, lines and tabs as they are.
+    """Write control characters as Python does, but for lines and tabs.
 
     File names, rows of data, sources and errors of the user's code end up in messages, and what
     a model wrote in some of them.
@@ -114,12 +100,11 @@ def visible(text: str) -> str:
     return _UNSEEN.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-_MOST_CHARACTERS = 20_000
-"""Of a message: an error's text may be as long as the user's code likes."""
+_MOST_CHARACTERS = 20_000  # of a message: an error's text may be as long as the user's code likes
 
 
 def say(message: str) -> None:
-    """Print `penstock: message` to standard error, if somebody reads it still."""
+    """Print `penstock: message` to standard error, if it still has a reader."""
     if len(message) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2
         left_out = len(message) - 2 * half
@@ -134,7 +119,7 @@ def say(message: str) -> None:
 
 
 def drop_output(stream: TextIO) -> None:
-    """Have standard error or output lead nowhere: a write to it has failed, as every other would.
+    """Have standard error or output lead nowhere, after a write to it has failed.
 
     The next one may be that of the interpreter when it ends, which would change the exit code.
     """
@@ -147,15 +132,7 @@ def drop_output(stream: TextIO) -> None:
 
 @contextmanager
 def stoppable(deadline_s: float) -> Generator[StopRequest]:
-    """Have signals ask for a stop while the body runs, which must be in the main thread.
-
-    Args:
-        deadline_s: How long the body may go on from the first signal on.
-
-    Raises:
-        KeyboardInterrupt: In the body, if the second signal is SIGINT or the deadline passes.
-        Terminated: The same of SIGTERM.
-    """
+    """Have signals request a stop while the body runs, which must be in the main thread."""
     request = StopRequest(deadline_s)
     heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, request.handle) for number in heard}
@@ -165,3 +142,35 @@ def stoppable(deadline_s: float) -> Generator[StopRequest]:
         for number, handler in before.items():
             signal.signal(number, handler)
         request.close()
+
+
+_VARIABLE = "PENSTOCK_SUPERVISED"
+
+
+def environment_of(descriptor: int) -> dict[str, str]:
+    """Return environment variables that tell a child process where to write to its parent."""
+    return {_VARIABLE: f"{os.getpid()}:{descriptor}"}
+
+
+def tell(**said: Any) -> None:
+    """Report to the supervisor, if there is one.
+
+    Args:
+        **said: `recovery`: how often it may start the run again. `folder`: where the run is.
+            `may_go_on`: whether starting again may fix the error with which this process ends.
+    """
+    parent, _, descriptor = os.environ.get(_VARIABLE, "").partition(":")
+    if parent != str(os.getppid()):
+        return
+    # A full disk of the parent's is no reason for the run to end.
+    with suppress(OSError):
+        os.write(int(descriptor), f"{json.dumps(said)}\n".encode())
+
+
+def what_was_told(descriptor: int) -> Mapping[str, Any]:
+    """Return the latest report of each kind; a line cut short by a kill is left out."""
+    found: dict[str, Any] = {}
+    told = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    for line in told.split(b"\n")[:-1]:
+        found |= json.loads(line)
+    return found

@@ -1,4 +1,4 @@
-"""What is done with runs that exist: found, compared, drawn, held to a reference, archived, swept.
+"""Runs that exist: found, compared, drawn, archived, swept.
 
 Everything is read from the files of `run_dir`; nothing here starts a run or needs a service.
 """

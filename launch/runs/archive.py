@@ -1,40 +1,49 @@
-"""A run as one file that can be sent: a tar archive with a checksum of every file in it.
+"""A run as one file that can be sent, and curves that another program exported, as runs.
 
     penstock-run.json     the format, the run's name, and the size and SHA-256 of each file
     <run>/...             the run's folder
     own/...               files of the user's own that the run imported
 
-Nothing in it is code that unpacking runs, and nothing is unpacked by the names that it has: a
-member must be a regular file that the list names, in the order of the list, and of the listed size
-and hash. It is unpacked beside its place and moved there when all of it was right.
+Nothing in an archive is code that unpacking runs, and nothing is unpacked by the names that it has:
+a member must be a regular file that the list names, in the order of the list, and of the listed
+size and hash. It is unpacked beside its place and moved there when all of it was right.
+
+Open RL Benchmark's command line and the web pages of W&B export CSV files with points of one run or
+of several: a column names the run, one counts steps or moves in the environment, and each further
+column of numbers is a metric. What is made has the curves of a run, and nothing else of it.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import io
 import json
+import math
 import shutil
 import tarfile
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
+
+import yaml
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.file_errors import writing
 from ...dataflow.regular_files import created, opened
-from ..run_dir.run_files import field, parse_object
-from ..run_dir.run_folder import RunFolder, RunRecord
+from ..run_dir.files import file_sha256, json_field, parse_object
+from ..run_dir.provenance import CodeVersion
+from ..run_dir.run_folder import RunFolder, RunRecord, create_run
+from ..run_dir.step_logs import MetricsLog
 
 _MANIFEST = "penstock-run.json"
 _FORMAT = 1
-_OWN = "own-files"
-"""Below an imported run's folder: the user's own files, which nothing imports by itself."""
-
+_OWN = "own-files"  # below an imported run's folder; nothing imports them by itself
+# Only the machine it ran on goes on with these; models and results are all there.
 _LEFT_OUT = ("checkpoints", ".lock")
-"""What only the machine it ran on goes on with; models and results are all there."""
 
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 _PIECE_BYTES = 1 << 20
@@ -43,23 +52,21 @@ _MOST_MANIFEST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Member:
-    """One file: its name in the archive, size in bytes, and SHA-256 in hex."""
-
     name: str
     size_bytes: int
     sha256: str
 
 
 def export_run(record: RunRecord, path: Path, *, checkpoints: bool = False) -> int:
-    """Write a run's archive; what is written halfway has another name.
+    """Write a run's archive, which is complete once it has its name.
 
     Args:
-        record: Of the run, which nobody changes meanwhile.
-        path: Of the archive, which must not be there.
+        record: The run; nothing may change it meanwhile.
+        path: The archive, which must not exist.
         checkpoints: Whether checkpoints are in it too: with them the run can be resumed.
 
     Returns:
-        Its size, bytes.
+        The archive's size in bytes.
 
     Raises:
         ConfigError: If there is something at `path`, or the run is being run.
@@ -83,9 +90,10 @@ def export_run(record: RunRecord, path: Path, *, checkpoints: bool = False) -> i
             created(draft) as file,
             tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar,
         ):
-            members = [_member(name, file) for name, file in files.items()]
+            members = [_Member(n, f.stat().st_size, file_sha256(f)) for n, f in files.items()]
             about = {"format": _FORMAT, "run": folder.id, "files": [asdict(m) for m in members]}
-            _add(tar, _MANIFEST, json.dumps(about, indent=1).encode())
+            listing = json.dumps(about, indent=1).encode()
+            tar.addfile(_header(_MANIFEST, len(listing)), io.BytesIO(listing))
             for member in members:
                 with opened(files[member.name]) as content:
                     tar.addfile(_header(member.name, member.size_bytes), content)
@@ -96,49 +104,28 @@ def export_run(record: RunRecord, path: Path, *, checkpoints: bool = False) -> i
 
 
 def _own_files(record: RunRecord) -> Iterable[tuple[str, Path]]:
-    """The files that the run imported, as far as they are still what it imported."""
     own = record.folder.path / _OWN
     for name, recorded in record.origins.files.items():
         inside = name.lstrip("/").replace("..", "__")
         for path in (own / inside, Path(name)):
-            if path.is_file() and _hash(path) == recorded:
+            if path.is_file() and file_sha256(path) == recorded:
                 yield f"{record.folder.id}/{_OWN}/{inside}", path
                 break
 
 
-def _member(name: str, path: Path) -> _Member:
-    return _Member(name, path.stat().st_size, _hash(path))
-
-
-def _hash(path: Path) -> str:
-    with opened(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _header(name: str, size_bytes: int) -> tarfile.TarInfo:
-    """Without owner, time and rights: the same run has the same archive."""
+    # Without owner, time and rights: the same run has the same archive.
     header = tarfile.TarInfo(name)
     header.size, header.mode = size_bytes, 0o644
     return header
 
 
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    tar.addfile(_header(name, len(content)), io.BytesIO(content))
-
-
 def import_run(path: Path, runs: Path) -> RunFolder:
-    """Unpack an archive into a folder of runs.
-
-    Args:
-        path: Of the archive.
-        runs: The folder of runs; made if it is not there.
-
-    Returns:
-        The run's folder.
+    """Unpack an archive into a folder of runs, which is made if need be.
 
     Raises:
-        ConfigError: If it is no such archive, is damaged, or the run is there already; nothing
-            is left of it then.
+        ConfigError: If it is no such archive, is damaged, or the run is there already; nothing is
+            left of it then.
     """
     with _opened(path) as tar:
         name, members = _manifest(tar, path)
@@ -193,7 +180,8 @@ def _manifest(tar: tarfile.TarFile, path: Path) -> tuple[str, list[_Member]]:
         about = parse_object(_content(tar, header).read())
         if about["format"] != _FORMAT:
             raise ValueError(f"of format {about['format']!r:.20}, which this version does not read")
-        name, members = field(about, "run", str), [*map(_listed, field(about, "files", list))]
+        name = json_field(about, "run", str)
+        members = [*map(_listed, json_field(about, "files", list))]
         for member in members:
             _check_name(member.name, name)
     except (ValueError, TypeError, KeyError) as error:
@@ -205,7 +193,9 @@ def _manifest(tar: tarfile.TarFile, path: Path) -> tuple[str, list[_Member]]:
 
 def _listed(entry: Any) -> _Member:
     member = _Member(
-        field(entry, "name", str), field(entry, "size_bytes", int), field(entry, "sha256", str)
+        json_field(entry, "name", str),
+        json_field(entry, "size_bytes", int),
+        json_field(entry, "sha256", str),
     )
     if member.size_bytes < 0:
         raise ValueError(f"{member.name!r:.100} has {member.size_bytes} bytes")
@@ -213,7 +203,6 @@ def _listed(entry: Any) -> _Member:
 
 
 def _next(tar: tarfile.TarFile) -> tarfile.TarInfo | None:
-    """Return the next member; None after the last one."""
     try:
         header = tar.next()
     except (ValueError, LookupError, ArithmeticError, TypeError) as error:  # of damaged headers
@@ -224,7 +213,6 @@ def _next(tar: tarfile.TarFile) -> tarfile.TarInfo | None:
 
 
 def _check_name(name: str, run: str) -> None:
-    """Of a file: below the run's folder, whose name is one part."""
     parts = name.split("/")
     name.encode()  # fails for half of a surrogate pair
     strange = "/" in run or run.startswith(".") or "\\" in name or "\0" in name
@@ -241,9 +229,7 @@ def _content(tar: tarfile.TarFile, header: tarfile.TarInfo) -> IO[bytes]:
 def _unpack(tar: tarfile.TarFile, member: _Member, draft: Path, path: Path) -> None:
     header = _next(tar)
     damaged = ConfigError(f"'{path}' is damaged at {member.name}\n    get it anew")
-    if header is None or header.name != member.name:
-        raise damaged
-    if header.size != member.size_bytes:
+    if header is None or (header.name, header.size) != (member.name, member.size_bytes):
         raise damaged
     target, digest = draft / member.name, hashlib.sha256()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -254,3 +240,107 @@ def _unpack(tar: tarfile.TarFile, member: _Member, draft: Path, path: Path) -> N
             file.write(piece)
     if digest.hexdigest() != member.sha256:
         raise damaged
+
+
+_STEPS = ("global_step", "_step", "step", "Step")
+_TIMES = ("_timestamp", "wall_time_s")
+_RUNS = ("run_id", "run", "name", "Name", "run_name")
+_SEEDS = ("seed", "Seed")
+# W&B's pages write the lowest and highest of a point beside it: `run - metric__MIN`
+_SPREADS = ("__MIN", "__MAX")
+
+_MOST_STEP = 2**53
+
+
+@dataclass
+class _Curves:
+    points: dict[int, dict[str, float]]
+    times_s: dict[int, float]
+    seed: int = 0
+
+
+def import_curves(path: Path, runs: Path) -> list[RunFolder]:
+    """Make a run of each that a CSV file has points of."""
+    found = _read(path)
+    made: list[RunFolder] = []
+    try:
+        for name, curves in found.items():
+            made.append(_made(runs, name, curves, path))
+    except BaseException:
+        for folder in made:
+            shutil.rmtree(folder.path)
+        raise
+    return made
+
+
+def _read(path: Path) -> dict[str, _Curves]:
+    try:
+        with TextIOWrapper(opened(path), encoding="utf-8-sig", newline="") as file:
+            rows = [*csv.reader(file, strict=True)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"'{path}' is no CSV file ({error})") from error
+    names = rows[0] if rows else []
+    step = next((name for name in _STEPS if name in names), None)
+    if step is None:
+        raise ConfigError(
+            f"'{path}': expected a column of steps, called one of {', '.join(_STEPS)}\n"
+            f"    its columns are: {', '.join(names):.300}"
+        )
+    found: dict[str, _Curves] = {}
+    for number, cells in enumerate(rows[1:], 2):
+        if len(cells) != len(names):
+            raise ConfigError(f"{path}:{number}: expected {len(names)} cells, got {len(cells)}")
+        row = dict(zip(names, cells, strict=True))
+        _add_row(found, row, _step(path, number, row.pop(step)))
+    found = {name: curves for name, curves in found.items() if curves.points}
+    if not found:
+        raise ConfigError(f"'{path}' has no column of numbers beside its steps")
+    return found
+
+
+def _step(path: Path, number: int, text: str) -> int:
+    value = _number(text)
+    if value is None or not 0 <= value <= _MOST_STEP or value != int(value):
+        raise ConfigError(f"{path}:{number}: expected a step, a whole number, got '{text:.40}'")
+    return int(value)
+
+
+def _add_row(found: dict[str, _Curves], row: Mapping[str, str], step: int) -> None:
+    whose = next((row[name] for name in _RUNS if row.get(name)), "")
+    seed = next((_number(row[name]) for name in _SEEDS if row.get(name)), None)
+    time_s = next((_number(row[name]) for name in _TIMES if row.get(name)), None)
+    for column, text in row.items():
+        value = _number(text)
+        if value is None or column in (*_RUNS, *_SEEDS, *_TIMES) or column.endswith(_SPREADS):
+            continue
+        name, dash, metric = column.rpartition(" - ")
+        curves = found.setdefault(whose or name, _Curves({}, {}))
+        curves.seed = curves.seed if seed is None else int(seed)
+        curves.points.setdefault(step, {})[metric if dash else column] = value
+        if time_s is not None:
+            curves.times_s[step] = time_s
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _made(runs: Path, name: str, curves: _Curves, path: Path) -> RunFolder:
+    folder = create_run(
+        runs,
+        name=name or path.stem,
+        seed=curves.seed,
+        config=yaml.safe_dump({"imported": {"file": path.name, "run": name or path.stem}}),
+        data="",
+        code=CodeVersion("another program"),
+    )
+    steps: Sequence[int] = sorted(curves.points)
+    with MetricsLog(folder.metrics) as log:
+        for step in steps:
+            log.write(step, curves.points[step], curves.times_s.get(step))
+    folder.write_summary({"num_steps": steps[-1]})
+    return folder

@@ -1,4 +1,9 @@
-"""Two sets of runs in one figure of each run: their means, the difference, and how sure it is."""
+"""Two sets of runs in one figure of each run: their means, the difference, and how sure it is.
+
+Interquartile means and bootstrap intervals after Agarwal et al. 2021, "Deep reinforcement learning
+at the edge of the statistical precipice": sections 4.2 (bootstrap intervals) and 4.3 (interquartile
+mean, probability of improvement).
+"""
 
 from __future__ import annotations
 
@@ -6,32 +11,121 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..run_dir.run_folder import differences
-from .figures import Figures
-from .intervals import FEW, Figure, difference, probability_of_improvement, summarized
-from .values import RunValues, value_text
+import numpy as np
+from numpy.typing import NDArray
+
+from ..run_dir.files import differences
+from .values import Figures, RunValues, value_text
+
+FEW = 5  # fewer runs have a bootstrap's interval that is narrower than it says
+
+_RESAMPLES, _CURVE_RESAMPLES = 10_000, 2_000
+_PERCENTILES = (2.5, 97.5)
+_SEED = 0  # the same runs have the same interval whenever they are asked for
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure and the 95 % interval around it, which is NaN to NaN for a single run."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        if np.isnan(self.low):
+            return f"{self.value:.4g} (one run)"
+        return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+
+def interquartile_mean(values: Any, axis: int = -1) -> Any:
+    """Mean of what is left without a quarter of the values, rounded down, at each end.
+
+    Args:
+        values: At least one along the axis.
+        axis: Along which the mean is taken.
+    """
+    ordered: Values = np.sort(np.asarray(values, dtype=np.float64), axis=axis)
+    num = ordered.shape[axis]
+    kept = np.take(ordered, range(num // 4, num - num // 4), axis=axis)
+    return kept.mean(axis=axis)
+
+
+def summarized(values: Sequence[float]) -> Figure:
+    """The interquartile mean of some runs, with its interval."""
+    drawn = _resampled(np.random.default_rng(_SEED), np.asarray(values), _RESAMPLES)
+    return _figure(float(interquartile_mean(values)), interquartile_mean(drawn), values)
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> Figure:
+    """Return how much higher the second runs' interquartile mean is; both are resampled apart."""
+    rng = np.random.default_rng(_SEED)
+    drawn = [
+        interquartile_mean(_resampled(rng, np.asarray(values), _RESAMPLES))
+        for values in (one, other)
+    ]
+    value = float(interquartile_mean(other)) - float(interquartile_mean(one))
+    return _figure(value, drawn[1] - drawn[0], one, other)
+
+
+def probability_of_improvement(one: Sequence[float], other: Sequence[float]) -> Figure:
+    """Return how likely a run of the second is above one of the first; a tie counts a half."""
+    rng = np.random.default_rng(_SEED)
+    lower, higher = (_resampled(rng, np.asarray(v), _CURVE_RESAMPLES) for v in (one, other))
+    value = _share_above(np.asarray(one)[None], np.asarray(other)[None])[0]
+    return _figure(float(value), _share_above(lower, higher), one, other)
+
+
+def mean_curve(curves: Any) -> tuple[Values, Values, Values]:
+    """The interquartile mean of several runs at each point, with its interval.
+
+    Args:
+        curves: Runs, points.
+
+    Returns:
+        Mean, low and high: each of points.
+    """
+    values: Values = np.asarray(curves, dtype=np.float64)
+    rng = np.random.default_rng(_SEED)
+    chosen = rng.integers(len(values), size=(_CURVE_RESAMPLES, len(values)))
+    means: Values = interquartile_mean(values, axis=0)
+    low, high = np.empty_like(means), np.empty_like(means)
+    for at in range(values.shape[1]):  # point by point: all at once would take gigabytes
+        drawn = interquartile_mean(values[:, at][chosen])
+        low[at], high[at] = np.percentile(drawn, _PERCENTILES)
+    return means, low, high
+
+
+def _resampled(rng: np.random.Generator, values: Values, num: int) -> Values:
+    return values[rng.integers(len(values), size=(num, len(values)))]
+
+
+def _share_above(lower: Values, higher: Values) -> Values:
+    pairs = higher[:, :, None] - lower[:, None, :]
+    return ((pairs > 0) + 0.5 * (pairs == 0)).mean(axis=(1, 2))
+
+
+def _figure(value: float, drawn: Values, *sets: Sequence[float]) -> Figure:
+    # Draws of a single run are all that run: an interval of width zero would look like certainty.
+    if min(map(len, sets)) < 2:
+        return Figure(value, float("nan"), float("nan"))
+    low, high = np.percentile(drawn, _PERCENTILES)
+    return Figure(value, float(low), float(high))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two sets of runs compare.
-
-    Attributes:
-        key: What is compared.
-        values: Label of each set -> run -> its value.
-        means: Label -> interquartile mean over its runs.
-        difference: How much higher the second's mean is.
-        improvement: How likely a run of the second is above one of the first.
-    """
+    """The figures of two sets of runs."""
 
     key: str
-    values: Mapping[str, Mapping[str, float]]
-    means: Mapping[str, Figure]
-    difference: Figure
-    improvement: Figure
+    values: Mapping[str, Mapping[str, float]]  # label of each set -> run -> its value
+    means: Mapping[str, Figure]  # label -> interquartile mean over its runs
+    difference: Figure  # how much higher the second's mean is
+    improvement: Figure  # how likely a run of the second is above one of the first
 
     def rows(self) -> list[list[str]]:
-        """A table: a row for each set, one for the difference, one for the probability."""
         second = [*self.values][1]
         rows = [[self.key, "runs", "mean [95 % interval]", "of each run"]]
         for label, found in self.values.items():
@@ -42,7 +136,6 @@ class Comparison:
         return rows
 
     def remarks(self) -> list[str]:
-        """What somebody who reads the table must know."""
         fewest = min(map(len, self.values.values()))
         if fewest < 2:
             return [
@@ -60,15 +153,6 @@ class Comparison:
 
 
 def compared(key: str, sets: Mapping[str, Sequence[Figures]]) -> Comparison:
-    """Compare two sets.
-
-    Args:
-        key: What is compared; see `Figures.of`.
-        sets: Label -> runs; two sets, each of at least one run.
-
-    Raises:
-        ConfigError: If a run has no such number.
-    """
     values = {
         label: {run.record.folder.id: run.number(key) for run in runs}
         for label, runs in sets.items()
@@ -83,7 +167,6 @@ def compared(key: str, sets: Mapping[str, Sequence[Figures]]) -> Comparison:
 def comparison_markdown(
     found: Sequence[Comparison], sets: Mapping[str, Sequence[RunValues]]
 ) -> str:
-    """A report that can be read by itself: the tables, what differs, and which runs they are."""
     first, second = sets
     lines = [f"# {_escaped(second)} against {_escaped(first)}", ""]
     for one in found:
@@ -102,15 +185,16 @@ def comparison_markdown(
 
 
 def _differing(sets: Mapping[str, Sequence[RunValues]]) -> dict[str, tuple[Any, Any]]:
-    """The keys that all runs of a set have the same value of, and the other set another one."""
-    common: list[dict[str, Any]] = []
-    for runs in sets.values():
-        configs = [record.config or {} for record, _ in runs]
-        varying = {key for other in configs[1:] for key in differences(configs[0], other)}
-        common.append({"config": configs[0], "varying": varying})
-    one, other = common
-    found = differences(one["config"], other["config"])
-    return {key: two for key, two in found.items() if key not in one["varying"] | other["varying"]}
+    """Return the keys that are the same in all runs of a set, and other in the other set."""
+    one, other = ([record.config or {} for record, _ in runs] for runs in sets.values())
+    varying = {
+        key
+        for configs in (one, other)
+        for config in configs[1:]
+        for key in differences(configs[0], config)
+    }
+    found = differences(one[0], other[0])
+    return {key: two for key, two in found.items() if key not in varying}
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -118,5 +202,4 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text that stands in a table as it is."""
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")

@@ -12,26 +12,22 @@ from numpy.typing import NDArray
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.file_errors import writing
-from .intervals import mean_curve
-from .series import Series
+from .comparison import mean_curve
 from .sweep import Sweep
+from .values import Series
 
 FORMATS = (".svg", ".png")
-_MOST_POINTS = 400
-"""Of a curve: more are not seen, and make a large file."""
+_MOST_POINTS = 400  # of a curve: more are not seen, and make a large file
 
+# Positions, the mean at each, and its interval's ends.
 Curve = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
-"""Where, the mean there, and its interval's ends."""
 
 
 def joined(runs: Sequence[Series]) -> Curve:
-    """One curve of several runs: their interquartile mean with its 95 % interval.
+    """Return the interquartile mean of several runs with its 95 % interval, as one curve.
 
     It reaches as far as every run does. Runs are read where any of them has points, and between
     two points of its own a run is taken to be on the line between them.
-
-    Args:
-        runs: At least one; each has a point.
     """
     first, last = max(run.xs[0] for run in runs), min(run.xs[-1] for run in runs)
     xs = np.unique(np.concatenate([np.asarray(run.xs) for run in runs]))
@@ -44,32 +40,23 @@ def joined(runs: Sequence[Series]) -> Curve:
     return (xs, *mean_curve(np.stack(means)))
 
 
-def draw(
-    path: Path, sets: Mapping[str, Mapping[str, Sequence[Series]]], over: str, title: str = ""
-) -> None:
-    """Draw a chart for each metric, with one curve for each set of runs, and a band around it.
-
-    Args:
-        path: `.svg` or `.png`; the same runs give the same bytes.
-        sets: Metric -> label of a set -> its runs.
-        over: What is counted from left to right.
-        title: Written above.
-
-    Raises:
-        ConfigError: If runs of a set have no steps in common, or the file is neither of the two.
-    """
-    with _charts(path, len(sets), title) as places:
+def draw(path: Path, sets: Mapping[str, Mapping[str, Sequence[Series]]], over: str) -> None:
+    """Draw a chart for each metric, with a curve and its band for each set of runs."""
+    with _charts(path, len(sets)) as places:
         for place, (metric, curves) in zip(places, sets.items(), strict=True):
-            _chart(place, metric, curves, over)
+            for label, runs in curves.items():
+                xs, means, lows, highs = joined(runs)
+                num = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
+                (line,) = place.plot(xs, means, label=_plain(f"{label} ({num})"), linewidth=1.5)
+                if len(runs) > 1:
+                    band = {"color": line.get_color(), "alpha": 0.2, "linewidth": 0}
+                    place.fill_between(xs, lows, highs, **band)
+            _label(place, over, metric)
+            place.legend(frameon=False, fontsize="small")
 
 
 def draw_sweep(path: Path, sweep: Sweep) -> None:
-    """Draw what came out of each trial: in their order with the best so far, and over each key.
-
-    Args:
-        path: As for `draw`.
-        sweep: At least one trial, and something came out of each.
-    """
+    """Draw the objective of each trial: in order with the best so far, and over each key."""
     found = np.asarray([trial.objective for trial in sweep.trials], dtype=np.float64)
     best = (np.maximum if sweep.direction == "maximize" else np.minimum).accumulate(found)
     numbers = np.arange(1, len(found) + 1)
@@ -83,17 +70,14 @@ def draw_sweep(path: Path, sweep: Sweep) -> None:
             strict=True,
         ):
             place.scatter(values, found, s=18, zorder=3)
-            place.set_xlabel(_plain(name))
-            place.set_ylabel(_plain(sweep.metric))
-            place.grid(visible=True, color="#ddd")
+            _label(place, name, sweep.metric)
         for place, key in zip(places[1:], sweep.keys, strict=True):
             if key.log:
                 place.set_xscale("log")
 
 
 @contextmanager
-def _charts(path: Path, number: int, title: str = "") -> Generator[list[Any]]:
-    """Axes one below the other, which are written when they are done."""
+def _charts(path: Path, number: int) -> Generator[list[Any]]:
     if path.suffix not in FORMATS:
         raise ConfigError(f"'{path}': expected a name that ends in {' or '.join(FORMATS)}")
     # Imported here: it takes most of a second, and only a picture needs it.
@@ -105,25 +89,15 @@ def _charts(path: Path, number: int, title: str = "") -> Generator[list[Any]]:
         figure = Figure(figsize=(6.4, 3.6 * number), layout="constrained")
         FigureCanvasAgg(figure)
         yield [*figure.subplots(number, squeeze=False).flat]
-        if title:
-            figure.suptitle(_plain(title))
         with writing(path):
             figure.savefig(path, dpi=144, metadata={"Date": None} if path.suffix == ".svg" else {})
 
 
-def _chart(place: Any, metric: str, curves: Mapping[str, Sequence[Series]], over: str) -> None:
-    for label, runs in curves.items():
-        xs, means, lows, highs = joined(runs)
-        num = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
-        (line,) = place.plot(xs, means, label=_plain(f"{label} ({num})"), linewidth=1.5)
-        if len(runs) > 1:
-            place.fill_between(xs, lows, highs, color=line.get_color(), alpha=0.2, linewidth=0)
-    place.set_xlabel(over)
-    place.set_ylabel(_plain(metric))
+def _label(place: Any, x: str, y: str) -> None:
+    place.set_xlabel(_plain(x))
+    place.set_ylabel(_plain(y))
     place.grid(visible=True, color="#ddd")
-    place.legend(frameon=False, fontsize="small")
 
 
 def _plain(text: str) -> str:
-    """A text that matplotlib does not take for a formula."""
-    return text.replace("$", r"\$")
+    return text.replace("$", r"\$")  # which would begin a formula

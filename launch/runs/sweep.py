@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ...dataflow.errors import ConfigError
-from ..run_dir.atomic import write_json
-from ..run_dir.run_files import parse_object, parsed
+from ..run_dir.files import parse_object, parsed, write_json
 from ..run_dir.run_folder import RunFolder, record_of
-from .figures import Figures
-from .values import flat_values
+from .values import Figures, flat_values
 
 SWEEP = "sweep.json"
 
@@ -33,28 +31,17 @@ Value = str | int | float
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the configuration and what it may be.
-
-    Attributes:
-        name: Of the key.
-        choices: Its values, as they are typed; empty if it is a number between two others.
-        low: The lowest.
-        high: The highest.
-        step: From one value to the next; 0 for any number between.
-        log: Whether its logarithm is what is searched.
-        whole: Whether it is a whole number.
-    """
+    """A key of the configuration that is varied."""
 
     name: str
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # values as they are typed; empty for a number
     low: float = 0.0
     high: float = 0.0
-    step: float = 0.0
-    log: bool = False
-    whole: bool = False
+    step: float = 0.0  # from one value to the next; 0 for any number between
+    log: bool = False  # the logarithm is searched
+    whole: bool = False  # whole numbers only
 
     def distribution(self) -> Any:
-        """As Optuna has it."""
         from optuna import distributions
 
         if self.choices:
@@ -68,12 +55,10 @@ class Key:
 
     @property
     def first(self) -> Value:
-        """One of the values: the first choice, or the lowest number."""
         low = int(self.low) if self.whole else self.low
         return self.choices[0] if self.choices else low
 
     def values(self) -> Sequence[Value] | None:
-        """All of them; None if they cannot be counted."""
         if self.choices:
             return self.choices
         if not self.step:
@@ -85,64 +70,47 @@ class Key:
 
 @dataclass
 class Trial:
-    """One of a sweep.
-
-    Attributes:
-        values: Key -> what it was given.
-        run: The name of its run's folder; "" if there is none yet.
-        failed: Why nothing came out of it, in words.
-        took_s: Seconds from its beginning to its end, without what an interrupted process took.
-        objective: What came out; None if it failed or has not ended.
-    """
+    """One run of a sweep."""
 
     values: dict[str, Value]
-    run: str = ""
-    failed: str = ""
-    took_s: float = 0.0
+    run: str = ""  # the name of its folder; "" if there is none yet
+    failed: str = ""  # why it has no objective
+    took_s: float = 0.0  # without the time of interrupted processes
     objective: float | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to do for it."""
         return bool(self.failed) or self.objective is not None
 
 
 @dataclass
 class Sweep:
-    """What is looked for, and the trials so far.
+    """A search and its trials so far."""
 
-    Attributes:
-        metric: A key of summary.json, or a metric of the steps; see `Figures.of`.
-        direction: Which of its values are good.
-        seed: Of the search, not of the runs.
-        fixed: Words that every run is given.
-        keys: What is varied.
-        trials: In the order they were begun.
-    """
-
-    metric: str
+    metric: str  # a key of summary.json, or a metric of the steps
     direction: Direction
-    seed: int
-    fixed: tuple[str, ...]
+    seed: int  # of the search, not of the runs
+    fixed: tuple[str, ...]  # words of every run
     keys: tuple[Key, ...]
-    trials: list[Trial] = field(default_factory=list[Trial])
+    trials: list[Trial] = field(default_factory=list[Trial])  # in the order they were begun
 
     @property
     def name(self) -> str:
-        """The same for the same search, whatever its budget is."""
+        """A name that is the same for the same search, whatever its budget."""
         said = json.dumps(self._about(), sort_keys=True)
         return f"{self.metric.replace('/', '-')}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
 
     def load(self, folder: Path) -> None:
-        """Take over the trials that the folder has.
+        """Take over the trials that the folder has; refuse those of another search."""
 
-        Raises:
-            ConfigError: If they are of another search, or the file cannot be read.
-        """
-        read = parsed(folder / SWEEP, _trials)
-        if read is None:
+        def read(content: bytes) -> tuple[dict[str, Any], list[Trial]]:
+            about = parse_object(content)
+            return about, [Trial(**one) for one in about.pop("trials")]
+
+        before = parsed(folder / SWEEP, read)
+        if before is None:
             return
-        found, trials = read
+        found, trials = before
         if found != json.loads(json.dumps(self._about())):
             raise ConfigError(
                 f"'{folder}' is a sweep of other keys, another metric or another seed\n"
@@ -156,7 +124,6 @@ class Sweep:
                     self.note(trial, folder)
 
     def save(self, folder: Path) -> None:
-        """Write everything but what came out, which the runs say themselves."""
         trials = [
             {name: value for name, value in asdict(trial).items() if name != "objective"}
             for trial in self.trials
@@ -164,11 +131,6 @@ class Sweep:
         write_json(folder / SWEEP, {**self._about(), "trials": trials})
 
     def note(self, trial: Trial, folder: Path) -> None:
-        """Read what came out of a trial's run.
-
-        Raises:
-            ConfigError: If the run has no such figure, or it is no number.
-        """
         record = record_of(RunFolder(folder / trial.run))
         found = Figures((record, flat_values(record))).of(self.metric)
         if isinstance(found, str):
@@ -179,7 +141,6 @@ class Sweep:
             trial.failed = f"{self.metric} is {found}"
 
     def ranked(self) -> list[Trial]:
-        """The best trial first; those of which nothing came out last."""
         sign = -1.0 if self.direction == "maximize" else 1.0
         return sorted(
             self.trials,
@@ -187,7 +148,7 @@ class Sweep:
         )
 
     def find_run(self, trial: Trial, folder: Path) -> None:
-        """Note the run of a trial that ended before it could be told: no other trial has it."""
+        """Note the run of a trial that ended before its name was saved: no other trial has it."""
         if not trial.run:
             known = {one.run for one in self.trials}
             there = [path.parent.name for path in folder.glob("*/run.json")]
@@ -197,17 +158,10 @@ class Sweep:
         return {name: value for name, value in asdict(self).items() if name != "trials"}
 
 
-def _trials(content: bytes) -> tuple[dict[str, Any], list[Trial]]:
-    """Return the search of a sweep.json, and its trials."""
-    found = parse_object(content)
-    return found, [Trial(**one) for one in found.pop("trials")]
-
-
 def next_values(sweep: Sweep) -> dict[str, Value] | None:
-    """What to try after the trials that have ended; None if everything has been tried.
+    """Choose values by Optuna's tree-structured Parzen estimator; None if all have been tried.
 
-    Optuna's tree-structured Parzen estimator chooses; of a search whose values can be counted,
-    nothing twice.
+    Of a search whose values can be counted, nothing is tried twice.
     """
     import optuna
 

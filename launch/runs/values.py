@@ -1,36 +1,32 @@
-"""Which runs are meant: by a name, by values that they have, and in which sets.
+"""The values of runs: of their files and of their steps, and which runs a word means.
 
 A value is named as it stands in a run's files: a key of the configuration by its path, such as
-`algorithm.step` or `max_lag`, and what came out as in `summary.json`, such as `accuracy_after_rl`
-or `suites.change`.
+`algorithm.step` or `max_lag`, what came out as in `summary.json`, such as `accuracy_after_rl` or
+`suites.change`, and else a metric of the steps, such as `actor.train/loss`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 from ...dataflow.errors import ConfigError, nearest
-from ..run_dir.run_folder import RunFolder, RunRecord, flat, list_runs, open_run, record_of
-from ..run_dir.run_state import state_of
+from ..run_dir.files import flat
+from ..run_dir.run_folder import RunFolder, RunRecord, list_runs, open_run, record_of, state_of
+from ..run_dir.step_logs import METRICS, read_metrics
 from ..run_dir.stop import say
 
-RunValues = tuple[RunRecord, dict[str, Any]]
-"""A run with everything that its files say of it."""
+RunValues = tuple[RunRecord, dict[str, Any]]  # a run, and its values
 
 
 def flat_values(record: RunRecord, *, own: bool = True) -> dict[str, Any]:
-    """Everything that a run's files say of it, `section.key` -> number, text, list or None.
-
-    What came out does not hide a key of the configuration with the same name, as `seed` would not.
-
-    Args:
-        record: Of the run.
-        own: Whether its name, state, code and configuration are among them, or only what came out.
-    """
+    """Return all values of a run's files, or the summary's alone unless `own`, by `section.key`."""
     if not own:
         return flat(record.summary or {})
     about = {
@@ -41,6 +37,7 @@ def flat_values(record: RunRecord, *, own: bool = True) -> dict[str, Any]:
         "code": str(record.code),
         "data": record.data,
     }
+    # The summary comes first: it must not hide a key of the configuration with the same name.
     return {**flat(record.summary or {}), **flat(record.config or {}), **about}
 
 
@@ -50,13 +47,12 @@ def selected(
     sort: str = "",
     known: Sequence[str] = (),
 ) -> list[RunValues]:
-    """The runs in which keys have values, with all that is known of each.
+    """Return the runs that have all of the values in `where`, in the order of `sort`.
 
     Args:
         records: Runs, in any order.
         where: Key -> its value, as a person writes it.
-        sort: By this key, the highest or the latest first, runs without it last; "" keeps
-            the order.
+        sort: A key, of which the highest or latest comes first; "" keeps the order.
         known: Further keys that some run must have.
 
     Raises:
@@ -67,20 +63,23 @@ def selected(
     for key in (*where, *([sort] if sort else ()), *known):
         if found and key not in there:
             raise ConfigError(f"penstock runs: no run here has a key '{key}'{nearest(key, there)}")
-    found = [one for one in found if all(_has(*one, key, text) for key, text in where.items())]
-    if not sort:
-        return found
-    having = [one for one in found if one[1].get(sort) is not None]
-    rest = [one for one in found if one[1].get(sort) is None]
-    return sorted(having, key=lambda one: _order(one[1][sort]), reverse=True) + rest
+
+    def has(one: RunValues, key: str, text: str) -> bool:
+        return _is(one[1].get(key), text) or (key == "name" and text == one[0].folder.id)
+
+    def order(one: RunValues) -> tuple[int, float, str]:
+        value = one[1].get(sort)
+        if value is None:
+            return (0, 0.0, "")
+        is_number = isinstance(value, bool | int | float)
+        return (2, float(value), "") if is_number else (1, 0.0, value_text(value))
+
+    found = [one for one in found if all(has(one, key, text) for key, text in where.items())]
+    return sorted(found, key=order, reverse=True) if sort else found
 
 
 def folder_of(word: str, home: Path) -> RunFolder:
-    """The folder of the run that a word names: that itself, or its name in the folder of runs.
-
-    Raises:
-        ConfigError: If there is none.
-    """
+    """Return the run's folder that a word names, by its path or its name in the folder of runs."""
     path = Path(word)
     if not path.exists() and (home / word).exists():
         path = home / word
@@ -88,11 +87,6 @@ def folder_of(word: str, home: Path) -> RunFolder:
 
 
 def run_of(word: str, home: Path) -> RunRecord:
-    """The run that a word names; see `folder_of`.
-
-    Raises:
-        ConfigError: If there is none, or its files cannot be read.
-    """
     record = record_of(folder_of(word, home))
     if record.fault:
         raise ConfigError(f"run '{record.folder.id}': {record.fault}")
@@ -100,13 +94,7 @@ def run_of(word: str, home: Path) -> RunRecord:
 
 
 def named_runs(word: str, home: Path) -> list[RunRecord]:
-    """The runs that a word names: one, several with commas between them, or a pattern with `*`.
-
-    A pattern leaves out damaged runs, which is said.
-
-    Raises:
-        ConfigError: If there is none, or the files of one that is named cannot be read.
-    """
+    """Return the runs that a word names: one, several with commas between, or a pattern."""
     found: list[RunRecord] = []
     for one in word.split(","):
         if "*" not in one:
@@ -123,7 +111,6 @@ def named_runs(word: str, home: Path) -> list[RunRecord]:
 
 
 def _whole(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the records whose files can be read, and say which ones are left out."""
     for record in records:
         if record.fault:
             say(f"run '{record.folder.id}' is left out: {record.fault}")
@@ -133,18 +120,7 @@ def _whole(records: Sequence[RunRecord]) -> list[RunRecord]:
 def sets_by(
     words: Sequence[str], where: Mapping[str, str], by: str, home: Path
 ) -> dict[str, list[RunValues]]:
-    """Runs in sets, each with its label, the oldest run first.
-
-    Args:
-        words: Names of runs; see `named_runs`. None stands for all in the folder of runs.
-        where: Key -> its value; only runs that have it.
-        by: Runs with the same value of this key make a set; "" makes one of each word, or one of
-            all where no word is given.
-        home: The folder of runs.
-
-    Raises:
-        ConfigError: If there is no run, or none has a key.
-    """
+    """Runs in sets, each with its label, the oldest run first."""
     named = {word: named_runs(word, home) for word in words} or {"": _whole(list_runs(home))}
     sets: dict[str, list[RunValues]] = {}
     if by:
@@ -161,13 +137,8 @@ def sets_by(
     return sets
 
 
-def _has(record: RunRecord, values: Mapping[str, Any], key: str, text: str) -> bool:
-    """Return whether a key has a value; a run's name is also that of its folder."""
-    return _is(values.get(key), text) or (key == "name" and text == record.folder.id)
-
-
 def _is(value: Any, text: str) -> bool:
-    """Whether a person means the value by a text: 1e-5 is 0.00001, and true is True."""
+    """Compare a value with a person's text: 1e-5 is 0.00001, and true is True."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(text) == value
@@ -176,15 +147,8 @@ def _is(value: Any, text: str) -> bool:
     return value_text(value) == text
 
 
-def _order(value: Any) -> tuple[int, float, str]:
-    """Numbers by size and above all others, which go by their text."""
-    if isinstance(value, bool | int | float):
-        return (1, float(value), "")
-    return (0, 0.0, value_text(value))
-
-
 def value_text(value: Any) -> str:
-    """A value as a person writes it on the command line; numbers to six digits."""
+    """Return a value as a person writes it on the command line; numbers to six digits."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -192,3 +156,138 @@ def value_text(value: Any) -> str:
     if isinstance(value, list) and all(isinstance(one, str) for one in cast(list[Any], value)):
         return ", ".join(cast(list[str], value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+Over = Literal["steps", "samples", "tokens", "seconds"]
+OVER: tuple[Over, ...] = get_args(Over)
+
+_STEP, _STEP_TIME, _RATE = "step", "run/step_time_s", "run/samples_per_s"
+# Ends of the metrics that count tokens: those that were generated, else those trained on.
+_TOKENS = ("/new_tokens", "/tokens")
+
+
+@dataclass(frozen=True)
+class Series:
+    """The points of a metric."""
+
+    xs: tuple[float, ...]  # steps, samples, tokens or seconds that were over, rising
+    ys: tuple[float, ...]  # finite
+
+    @property
+    def end(self) -> float:
+        """The mean over the last tenth of its points, at least one."""
+        last = self.ys[-max(1, len(self.ys) // 10) :]
+        return math.fsum(last) / len(last)
+
+
+class History:
+    """Every step of a run, or of a stage's folder below it, as `metrics.jsonl` has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._name = folder.name
+        self._lines = read_metrics(folder / METRICS)
+        names = dict.fromkeys(name for line in self._lines for name in line)
+        self.metrics = [name for name in names if name not in (_STEP, "wall_time_s")]
+
+    def series(self, metric: str, over: Over = "steps") -> Series:
+        """Return a metric where it was measured and finite.
+
+        Samples and seconds are the steps' own: a pause between two processes counts for nothing.
+        """
+        if metric not in self.metrics:
+            raise ConfigError(
+                f"run '{self._name}' has no metric '{metric}'{nearest(str(metric), self.metrics)}\n"
+                f"    penstock runs show {self._name} lists those that it has"
+            )
+        points = [
+            (x, float(line[metric]))
+            for x, line in zip(self._ends(over), self._lines, strict=True)
+            if line.get(metric) is not None
+        ]
+        return Series(tuple(x for x, _ in points), tuple(y for _, y in points))
+
+    def _ends(self, over: Over) -> list[float]:
+        lines = self._lines
+        if over == "steps":
+            return [float(line[_STEP]) + 1 for line in lines]
+        if over == "seconds":
+            amounts = [line.get(_STEP_TIME) for line in lines]
+        elif over == "samples":
+            amounts = [(line.get(_STEP_TIME) or 0.0) * (line.get(_RATE) or 0.0) for line in lines]
+        else:
+            by_end = ([name for name in self.metrics if name.endswith(end)] for end in _TOKENS)
+            names = next(filter(None, by_end), [])
+            amounts = [sum(line.get(name) or 0.0 for name in names) for line in lines if names]
+        if not any(amounts):
+            raise ConfigError(f"run '{self._name}' has not counted its {over}\n    use over=steps")
+        total, ends = 0.0, list[float]()
+        for amount in amounts:
+            total += amount or 0.0
+            ends.append(total)
+        return ends
+
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(ys: Sequence[float], width: int = 32) -> str:
+    """Return values as characters of eight heights; neighbors are averaged to fit the width."""
+    num = min(width, len(ys))
+    edges = [round(at * len(ys) / num) for at in range(num + 1)] if num else []
+    means = [
+        math.fsum(ys[low:high]) / (high - low) for low, high in zip(edges, edges[1:], strict=False)
+    ]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    if low == high:
+        return _LEVELS[0] * num
+    most = len(_LEVELS) - 1
+    return "".join(_LEVELS[round((y - low) / (high - low) * most)] for y in means)
+
+
+# Numbers of a run's summary, and sections of such numbers, by which runs can be judged.
+SUMMARIZED = (
+    *("accuracy_after_rl", "accuracy_before_rl", "reward_after_rl", "reward_before_rl"),
+    *("num_held_out", "suites"),
+    *("episode_return_after", "episode_return_before", "num_episodes"),
+    *("samples_per_s", "env_steps_per_s", "step_time_s", "wall_time_s", "main_stage_wall_time_s"),
+    *("peak_memory_bytes", "cpu_utilization", "nodes", "stage_times_s", "warnings", "num_steps"),
+    *("verifier_errors", "verifier_timeouts", "env_restarts"),
+)
+
+
+class Figures:
+    """The figures of one run; its steps are read once, and only if they are asked for."""
+
+    def __init__(self, run: RunValues) -> None:
+        self.record, self._values = run
+
+    @cached_property
+    def _history(self) -> History:
+        return History(self.record.folder.path)
+
+    def of(self, key: str) -> float | str:
+        """Return a value of its files, or a metric's mean over the last tenth of its points."""
+        value: Any = self._values.get(key)
+        if value is None:
+            value = self._of_steps(key)
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ConfigError(f"{self._named(key)}: expected a number or a text, got {value!r:.60}")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.of(key)
+        if isinstance(value, str):
+            raise ConfigError(f"{self._named(key)}: expected a number, got {value!r:.60}")
+        return float(value)
+
+    def _of_steps(self, key: str) -> float:
+        if key not in self._history.metrics:
+            known = [name for name, value in self._values.items() if isinstance(value, int | float)]
+            raise ConfigError(
+                f"run '{self.record.folder.id}' has no key and no metric '{key}'"
+                f"{nearest(key, [*known, *self._history.metrics])}"
+            )
+        return self._history.series(key).end
+
+    def _named(self, key: str) -> str:
+        return f"'{key}' of run '{self.record.folder.id}'"

@@ -43,8 +43,8 @@ from ..inputs.record import Stage
 from ..inputs.suites import HELD_OUT_LOSS, HeldOutRows, Suite
 from ..run_dir.checkpoint import CheckpointStore
 from ..run_dir.evaluations import LOSS, SHARES, WHOLE, Evaluations, Measured
+from ..run_dir.files import required_object
 from ..run_dir.progress import StageProgress
-from ..run_dir.run_files import required_object
 from .worker_specs import agent_spec
 
 _PROGRAM = "evaluate"

@@ -23,7 +23,7 @@ from ...workers.models.tokenizer import folder_end
 from ..inputs.run import Run
 from ..run_dir.evaluations import Evaluations, logged_name
 from ..run_dir.run_folder import RunFolder, record_of
-from ..run_dir.trackers.jsonl import read_metrics
+from ..run_dir.step_logs import read_metrics
 from .headline import Headline
 from .roles import MODEL
 

@@ -20,12 +20,9 @@ from ...dataflow.runtime.engine import StepResult
 from ..inputs.record import Stage
 from ..inputs.run import Run
 from ..run_dir.evaluations import Measured, logged_name
-from ..run_dir.events import EVENTS, EventLog
-from ..run_dir.progress import StageProgress
+from ..run_dir.progress import StagePlan, StageProgress
 from ..run_dir.run_folder import RunFolder
-from ..run_dir.time_left import StagePlan
-from ..run_dir.trace import TraceLog
-from ..run_dir.trackers.jsonl import read_metrics
+from ..run_dir.step_logs import EVENTS, EventLog, TraceLog, read_metrics
 from ..run_dir.trackers.registry import Trackers
 from .evaluation import env_actors
 from .headline import Headline

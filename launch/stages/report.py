@@ -15,7 +15,6 @@ from ...planner.plan.plan import Plan
 from ..inputs.record import Stage
 from ..inputs.run import Run
 from ..placement.machine import num_cores
-from ..run_dir.atomic import write_text
 from ..run_dir.curve import draw_curve
 from ..run_dir.evaluations import (
     LOSS,
@@ -27,11 +26,12 @@ from ..run_dir.evaluations import (
     accuracy_interval,
     score_text,
 )
+from ..run_dir.files import write_text
 from ..run_dir.process_usage import ProcessUsage
-from ..run_dir.progress import RunProgress
-from ..run_dir.progress_events import format_duration
-from ..run_dir.run_folder import CodeVersion, RunFolder, RunRecord
-from ..run_dir.trackers.jsonl import read_metrics
+from ..run_dir.progress import RunProgress, format_duration
+from ..run_dir.provenance import CodeVersion
+from ..run_dir.run_folder import RunFolder, RunRecord
+from ..run_dir.step_logs import read_metrics
 from .headline import Headline
 from .stage_result import StageResult
 

@@ -28,11 +28,10 @@ from ..inputs.run import Run
 from ..placement.place import make_executor
 from ..run_dir.checkpoint import CheckpointStore, checkpoints_in
 from ..run_dir.evaluations import Evaluations, Measured
-from ..run_dir.ledger import LEDGER, opened_ledger, read_ledger
+from ..run_dir.files import required_object
 from ..run_dir.progress import RunProgress, StageProgress
-from ..run_dir.run_files import required_object
-from ..run_dir.run_folder import RunFolder
-from ..run_dir.scaling import ElasticGroup, read_wish, wish_version, write_groups
+from ..run_dir.run_folder import ElasticGroup, RunFolder, read_wish, wish_version, write_groups
+from ..run_dir.step_logs import LEDGER, opened_ledger, read_ledger
 from ..run_dir.stop import stoppable
 from ..run_dir.trackers.registry import Trackers
 from .evaluation import (

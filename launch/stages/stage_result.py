@@ -13,7 +13,7 @@ from ...dataflow.runtime.executor import Restart, TaskSpan
 from ...dataflow.runtime.recovery.limits import Recovered
 from ..inputs.record import Stage
 from ..run_dir.evaluations import Measured
-from ..run_dir.progress_events import format_duration
+from ..run_dir.progress import format_duration
 
 Tell = Callable[[str, int, str, dict[str, Any]], None]
 """Called with a death: its kind, the step, a message, and further fields of the event."""

@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..run_dir.evaluations import Evaluations
-from ..run_dir.trackers.jsonl import METRICS
-from .regular_file import Line, RegularFile, opened
+from ..run_dir.step_logs import METRICS
+from .known_runs import Line, RegularFile, opened
 
-NUM_POINTS = 1000
-"""Of a curve, about: as many as a wide screen has room for."""
+NUM_POINTS = 1000  # of a curve, about: as many as a wide screen has room for
 
+# begins the names of what is measured now and then, whose lines are looked up one by one
 EVALUATION = "evaluation/"
-"""Begins the names of what is measured now and then, whose lines are looked up one by one."""
 
-_WHOLE_BYTES = 1 << 20
-"""Up to so many bytes every line is read."""
+_WHOLE_BYTES = 1 << 20  # up to so many bytes every line is read
 _MOST_APPENDED_BYTES = 4 << 20
 _MOST_EVALUATIONS = 500
 _MOST_DAMAGED_IN_A_ROW = 16
@@ -40,25 +38,17 @@ class _Point:
 
 @dataclass(frozen=True)
 class Points:
-    """Points of some curves of one stage; each is a line that stands in the file.
-
-    Attributes:
-        steps: The step of each.
-        seconds: Since the stage's first line, by the clock: pauses of a resumed run count.
-        columns: Metric -> its value at each, None where the line has none.
-        offset: Up to which byte the file has been seen.
-        mark: Of the bytes before; see `RegularFile.mark`.
-        is_whole: Whether every line of the range is among them.
-        num_damaged: Lines met that no run has written.
-    """
+    """Points of some curves of one stage; each is a line that stands in the file."""
 
     steps: list[int]
+    # since the stage's first line, by the clock: pauses of a resumed run count
     seconds: list[float]
+    # metric -> its value at each, None where the line has none
     columns: dict[str, list[float | None]]
-    offset: int
-    mark: str
-    is_whole: bool
-    num_damaged: int
+    offset: int  # up to which byte the file has been seen
+    mark: str  # of the bytes before; see `RegularFile.mark`
+    is_whole: bool  # whether every line of the range is among them
+    num_damaged: int  # lines met that no run has written
 
 
 def sampled(
@@ -69,18 +59,7 @@ def sampled(
     first_step: int | None = None,
     last_step: int | None = None,
 ) -> Points:
-    """About so many points of a stage's curves, evenly spaced in the file, with both ends.
-
-    Args:
-        home: The stage's folder.
-        metrics: Which curves.
-        num_points: At least 2; more are read where the file is small or a metric is rare.
-        first_step: From this step on, if not from the first.
-        last_step: Up to this step, if not to the last.
-
-    Raises:
-        Gone: If there is no metrics.jsonl.
-    """
+    """About so many points of a stage's curves, evenly spaced in the file, with both ends."""
     with opened(home / METRICS) as file:
         low = 0 if first_step is None else _offset_of(file, first_step)
         high = file.end if last_step is None else _offset_of(file, last_step + 1)
@@ -92,15 +71,6 @@ def sampled(
 
 
 def appended(home: Path, metrics: Sequence[str], offset: int, mark: str) -> Points | None:
-    """What was written behind an offset.
-
-    Returns:
-        The points; None if the file is no longer the one that was seen up to there, or has grown so
-        much since that it is better sampled again.
-
-    Raises:
-        Gone: If there is no metrics.jsonl.
-    """
     with opened(home / METRICS) as file:
         if offset > file.end or file.mark(offset) != mark:
             return None
@@ -110,11 +80,7 @@ def appended(home: Path, metrics: Sequence[str], offset: int, mark: str) -> Poin
 
 
 def metric_names(home: Path) -> list[str]:
-    """The metrics of a stage: those of its first line, its last ones, and its last evaluation's.
-
-    Raises:
-        Gone: If there is no metrics.jsonl.
-    """
+    """The metrics of a stage: those of its first line, its last ones, and its last evaluation's."""
     with opened(home / METRICS) as file:
         found = [file.line_from(0), *_last_lines(file, 16)]
         found += list(_evaluated(file, home, 0, file.end, most=1).values())
@@ -123,11 +89,7 @@ def metric_names(home: Path) -> list[str]:
 
 
 def last_values(home: Path) -> tuple[int, dict[str, float]] | None:
-    """The last complete step of a stage and its numbers; None before the first.
-
-    Raises:
-        Gone: If there is no metrics.jsonl.
-    """
+    """The last complete step of a stage and its numbers; None before the first."""
     with opened(home / METRICS) as file:
         points = [point for line in _last_lines(file, 2) if (point := _parsed(line)) is not None]
     if not points:
@@ -142,7 +104,6 @@ def last_values(home: Path) -> tuple[int, dict[str, float]] | None:
 def _spread(
     file: RegularFile, low: int, high: int, num_points: int
 ) -> tuple[dict[int, Line], bool]:
-    """Lines of a range by their offset, and whether these are all of it."""
     num_points = max(2, num_points)
     if high - low <= _WHOLE_BYTES:
         every = list(file.lines(low, high))
@@ -164,7 +125,6 @@ def _spread(
 def _evaluated(
     file: RegularFile, home: Path, low: int, high: int, most: int = _MOST_EVALUATIONS
 ) -> dict[int, Line]:
-    """The lines of the newest steps after which an evaluation was made."""
     lines: dict[int, Line] = {}
     for step in Evaluations(home).steps()[-most:]:
         line = file.line_from(_offset_of(file, step))
@@ -174,7 +134,6 @@ def _evaluated(
 
 
 def _offset_of(file: RegularFile, step: int) -> int:
-    """Where the first line of a step at or after this one begins; the end if there is none."""
     low, high = 0, file.end
     while low < high:
         middle = (low + high) // 2
@@ -188,7 +147,6 @@ def _offset_of(file: RegularFile, step: int) -> int:
 
 
 def _readable_from(file: RegularFile, offset: int) -> tuple[Line | None, _Point | None]:
-    """The first line at or after an offset that a run has written."""
     line: Line | None = None
     for _ in range(_MOST_DAMAGED_IN_A_ROW):
         line = file.line_from(offset)
@@ -202,7 +160,6 @@ def _readable_from(file: RegularFile, offset: int) -> tuple[Line | None, _Point 
 
 
 def _last_lines(file: RegularFile, most: int) -> list[Line]:
-    """The last complete lines, the last one first."""
     lines: list[Line] = []
     line = file.line_before(file.end)
     while line is not None and len(lines) < most:
@@ -239,7 +196,6 @@ def _points(
 
 
 def _parsed(line: Line) -> _Point | None:
-    """The step on a line; None if no run has written it."""
     try:
         content: Any = json.loads(line.text)
     except (ValueError, RecursionError):
@@ -256,7 +212,6 @@ def _parsed(line: Line) -> _Point | None:
 
 
 def _number(value: Any) -> float | None:
-    """The value if it is a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.launch.run_dir.trackers.jsonl import read_metrics
+from penstock.launch.run_dir.step_logs import read_metrics
 from penstock.workers.data.chat import ChatOptions
 from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.sources import DemonstrationSource

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from penstock.launch.main import main
-from penstock.launch.run_dir.trackers.jsonl import read_metrics
+from penstock.launch.run_dir.step_logs import read_metrics
 
 from ..launch.cli.test_run import TINY
 

@@ -26,7 +26,6 @@ import psutil
 
 _HEAVY = (
     "hydra",
-    "penstock.launch.cli.graph",
     "penstock.launch.cli.plan",
     "penstock.launch.cli.run",
     "penstock.launch.inputs.compose",

@@ -1,4 +1,4 @@
-"""Where a run's metrics go: the protocol of a tracker, and one file for each that there is.
+"""Trackers of a run's metrics: the protocol, and one file for each that is shipped.
 
 Which metrics there are is the algorithm's; when they are logged is decided in `stages`.
 """

@@ -18,22 +18,21 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from ..run_folder import flat, plain
+from ..files import flat, plain
 from ..samples import SAMPLES, Sample, sample_rows
 from .tracker import RunInfo, need_package
 
 _PACKAGE = "mlflow"
-_STORE, _FILES = "mlflow.db", "mlflow-artifacts"
-"""In the folder of runs."""
+_STORE, _FILES = "mlflow.db", "mlflow-artifacts"  # in the folder of runs
 
+# of MLflow's documented variables, unless they are set; read when it is first imported
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SQLALCHEMYSTORE_POOLCLASS": "NullPool",  # no file stays open
 }
-"""Of MLflow's documented variables, unless they are set; read when it is first imported."""
 
+# in a request: metrics, parameters or tags; and of the text of one of these
 _MOST_METRICS, _MOST_WORDS, _MOST_CHARACTERS = 1000, 100, 6000
-"""In a request: metrics, parameters or tags; and of the text of one of these."""
 
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 
@@ -45,14 +44,6 @@ class MlflowTracker:
     MLflow knows no `#`, so `ref.logprob#2` is `ref.logprob:2`. The configuration is in a run's
     parameters. What came out is in metrics `summary/...` and, where it is a text, in tags. Samples
     are tables among its artifacts.
-
-    Args:
-        experiment: Which the run is one of.
-        uri: Another store, as MLflow names it: `http://...`, `sqlite:////...`.
-        tags: Of the run.
-
-    Raises:
-        ConfigError: If the package is not installed.
     """
 
     def __init__(
@@ -70,11 +61,6 @@ class MlflowTracker:
         self._id = ""
 
     def start(self, run: RunInfo) -> str:
-        """Begin the run, or go on with the one of this name.
-
-        Returns:
-            The command that shows the store.
-        """
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient  # here: it takes seconds, and most runs do without
@@ -102,7 +88,6 @@ class MlflowTracker:
         """Nothing is taken back: what comes again has the same step and a later time stamp."""
 
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Write the metrics."""
         self._log({self._name(stage, name): value for name, value in metrics.items()}, step)
 
     def log_samples(self, step: int, stage: str, samples: Sequence[Sample]) -> None:
@@ -115,7 +100,6 @@ class MlflowTracker:
         self._client.log_text(self._id, table, f"{SAMPLES}/{stage}-step-{step:06d}.json")
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """Write what came out, and how the run ended."""
         if not self._id:
             return
         came_out = {f"summary/{key}": value for key, value in flat(summary or {}).items()}
@@ -131,7 +115,6 @@ class MlflowTracker:
         self._id = ""
 
     def _experiment_id(self, files: str | None) -> str:
-        """The experiment, which another run may be making at this moment."""
         from mlflow.exceptions import MlflowException
 
         found = self._client.get_experiment_by_name(self._experiment)
@@ -155,7 +138,6 @@ class MlflowTracker:
             self._client.log_batch(self._id, metrics=batch)
 
     def _log_words(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Parameters or tags."""
         from mlflow.entities import Param, RunTag
 
         make = Param if kind == "params" else RunTag
@@ -168,7 +150,6 @@ class MlflowTracker:
 
 
 def _known(name: str) -> str:
-    """The name as MLflow takes it."""
     return _NOT_IN_NAMES.sub(":", name)
 
 

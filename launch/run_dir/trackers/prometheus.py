@@ -24,26 +24,14 @@ from .tracker import RunInfo
 
 _TARGET = "metrics"
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_LEAST_CHARACTERS = 16
-"""Fewest characters of a token that the user chose."""
-_MOST_TOKEN_BYTES = 4096
-"""Largest token file."""
+_LEAST_CHARACTERS = 16  # fewest characters of a token that the user chose
+_MOST_TOKEN_BYTES = 4096  # largest token file
 
-_DEADLINE_S = 10.0
-"""For the server's thread to end."""
+_DEADLINE_S = 10.0  # for the server's thread to end
 
 
 class PrometheusTracker:
-    """Serves `http://127.0.0.1:PORT/TOKEN/metrics`; see `Tracker`.
-
-    Args:
-        port: On which it listens; 0 for any that is free.
-        token_file: A file with the token, so that Prometheus' own configuration can name the
-            address; without it, a new one for each run.
-
-    Raises:
-        ConfigError: If there is no such port, or the file has no token.
-    """
+    """Serves `http://127.0.0.1:PORT/TOKEN/metrics`; see `Tracker`."""
 
     def __init__(self, port: int = 0, token_file: str | None = None) -> None:
         if type(port) is not int or not 0 <= port < 65536:
@@ -60,7 +48,6 @@ class PrometheusTracker:
         self._server: PageServer | None = None
 
     def start(self, run: RunInfo) -> None:
-        """Listen, and say where."""
         self._run = run.id
         server = PageServer(self._answer, self._port, self._token)
         self._thread = threading.Thread(
@@ -75,19 +62,16 @@ class PrometheusTracker:
         say(f"metrics for Prometheus: {server.url}{_TARGET}")
 
     def rewind(self, step: int, stage: str) -> None:
-        """Forget the stage's numbers."""
         with self._lock:
             self._values[stage] = {}
             self._steps.pop(stage, None)
 
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Have these numbers shown from now on."""
         with self._lock:
             self._values[stage] |= metrics
             self._steps[stage] = step
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """Listen no more."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 from ....configs.references import entry_or_own
@@ -16,11 +17,12 @@ from ....configs.schema import TrackerConfig
 from ....dataflow.errors import ConfigError, PenstockError, one_process, users_line
 from ....dataflow.registry import Registry
 from ..samples import Sample
-from .jsonl import JsonlTracker
+from ..step_logs import METRICS, MetricsLog
 from .tracker import RunInfo, TakesSamples, Tracker
 
 _FOLDER = "penstock.launch.run_dir.trackers"
 
+# Kind -> what makes it of `tracker.options`.
 TRACKERS = Registry[Callable[..., Tracker]](
     {
         "tensorboard": f"{_FOLDER}.tensorboard:TensorBoardTracker",
@@ -30,25 +32,50 @@ TRACKERS = Registry[Callable[..., Tracker]](
         "prometheus": f"{_FOLDER}.prometheus:PrometheusTracker",
     }
 )
-"""Kind -> what makes it of `tracker.options`."""
 
 _TABLES = TakesSamples.log_samples.__name__
 
+# what a tracker may raise that counts as its failure, and does not end the run
 _FAILURES = (Exception, SystemExit, GeneratorExit)
-"""What a tracker may raise that counts as its failure, and does not end the run."""
+
+
+class JsonlTracker:
+    """Writes `metrics.jsonl`, the run's own record, which cannot fail without ending the run.
+
+    What an evaluation found after n steps may be part of line n, whose step began with those
+    weights; after the last step it has a line of its own.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[int, Mapping[str, float]] = {}
+        self._folders: Mapping[str, Path] = {}
+        self._log: MetricsLog | None = None
+
+    def start(self, run: RunInfo) -> None:
+        self._folders = run.folders
+
+    def rewind(self, step: int, stage: str) -> None:
+        self.finish(None)
+        self._log = MetricsLog(self._folders[stage] / METRICS, first_step=step)
+
+    def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
+        assert self._log is not None, f"stage '{stage}' has not begun"
+        self._log.write(step, {**metrics, **self._noted.pop(step, {})})
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._noted[step] = metrics
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        if self._log is not None:
+            for step, metrics in self._noted.items():
+                self._log.write(step, metrics)
+            self._noted.clear()
+            self._log.close()
+            self._log = None
 
 
 class Trackers:
-    """The trackers of one run: its record, and those that are configured.
-
-    Args:
-        config: The section `tracker`.
-        tables: Whether one of them is to take samples.
-
-    Raises:
-        ConfigError: If there is no such tracker, it does not take these options, or none of them
-            takes samples.
-    """
+    """The trackers of one run: its record, and those that are configured."""
 
     def __init__(self, config: TrackerConfig, *, tables: bool = False) -> None:
         self._record = JsonlTracker()
@@ -61,28 +88,22 @@ class Trackers:
                 "'samples.track_every': none of the trackers "
                 f"({', '.join(self._others) or 'none'}) has tables\n    those that have: {having}"
             )
-        self.place: str | None = None
-        """How a person looks at what is tracked; see `Tracker.start`."""
-        self.num_steps = 0
-        """Steps that are in the record since this process began."""
+        self.place: str | None = None  # an address or a command, as `Tracker.start` returns it
+        self.num_steps = 0  # in the record since this process began
 
     def add(self, name: str, tracker: Tracker) -> None:
-        """Tell one more, which is not configured, before the run begins."""
         self._others[name] = tracker
 
     def start(self, run: RunInfo) -> None:
-        """Begin the run; see `Tracker.start`."""
         self._record.start(run)
         places = self._call("start", lambda tracker: tracker.start(run))
         self.place = "; ".join(filter(None, places)) or None
 
     def rewind(self, step: int, stage: str) -> None:
-        """Begin a stage at this step; see `Tracker.rewind`."""
         self._record.rewind(step, stage)
         self._call(f"rewind of stage '{stage}'", lambda tracker: tracker.rewind(step, stage))
 
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Log a step, each of them once and in order."""
         self._record.log(step, stage, metrics)
         self.num_steps += 1
         self.note(step, stage, metrics)
@@ -90,15 +111,12 @@ class Trackers:
     def note(
         self, step: int, stage: str, metrics: Mapping[str, float], *, recorded: bool = False
     ) -> None:
-        """Log what was measured after so many steps; the record may leave it to summary.json."""
         if recorded:
             self._record.note(step, metrics)
         where = f"log of step {step} of stage '{stage}'"
         self._call(where, lambda tracker: tracker.log(step, stage, dict(metrics)))
 
     def log_samples(self, step: int, stage: str, samples: Sequence[Sample]) -> None:
-        """Give a step's responses to those that have tables; see `TakesSamples`."""
-
         def give(tracker: Tracker) -> None:
             if isinstance(tracker, TakesSamples):
                 tracker.log_samples(step, stage, samples)
@@ -106,7 +124,6 @@ class Trackers:
         self._call(f"log_samples of step {step} of stage '{stage}'", give)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """End the run; see `Tracker.finish`. Afterwards nothing may be called but this again."""
         self._record.finish(summary)
         self._call("finish", lambda tracker: tracker.finish(deepcopy(summary)))
         self._others.clear()
@@ -118,7 +135,6 @@ class Trackers:
         self.finish(None)
 
     def _call(self, where: str, call: Callable[[Tracker], Any]) -> list[Any]:
-        """What each tracker answers; one that fails is told to finish, and is not called again."""
         answers: list[Any] = []
         for kind, tracker in (*self._others.items(),):
             try:
@@ -141,7 +157,6 @@ class Trackers:
 
 
 def _keys(config: TrackerConfig, kind: str) -> tuple[str, str]:
-    """The key that names a tracker, and the one that holds its options."""
     if kind == config.kind:
         return "tracker.kind", "tracker.options"
     return "tracker.also", f"tracker.also.{kind}"

@@ -12,12 +12,10 @@ from typing import Any
 from ....dataflow.file_errors import writing
 from .tracker import RunInfo
 
-_FOLDER = "tensorboard"
-"""Below a stage's folder; every start adds a file to it."""
+_FOLDER = "tensorboard"  # below a stage's folder; every start adds a file to it
 
 
-_STRING = 7
-"""`DT_STRING` of TensorBoard's `DataType`."""
+_STRING = 7  # `DT_STRING` of TensorBoard's `DataType`
 
 
 class TensorBoardTracker:
@@ -29,17 +27,11 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def start(self, run: RunInfo) -> str:
-        """Remember the stages' folders.
-
-        Returns:
-            The command that shows all of them.
-        """
         self._folders = run.folders
         self._not_reproducible = run.not_reproducible
         return f"tensorboard --logdir {[*run.folders.values()][-1]}"
 
     def rewind(self, step: int, stage: str) -> None:
-        """Begin a file; TensorBoard is told to forget what earlier ones hold from the step on."""
         # Imported here: it costs most of a second, and a run may do without.
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -62,12 +54,10 @@ class TensorBoardTracker:
             self._write(step, session_log=begin)
 
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Add scalars and flush them."""
         values = [{"tag": name, "simple_value": float(x)} for name, x in metrics.items()]
         self._write(step, summary={"value": values})
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """Close the file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             with writing(self._path):
@@ -81,17 +71,14 @@ class TensorBoardTracker:
 
 
 def _text(tag: str, text: str) -> dict[str, Any]:
-    """What TensorBoard shows among its texts."""
     plugin = {"plugin_data": {"plugin_name": "text"}}
     tensor = {"dtype": _STRING, "string_val": [text.encode()]}
     return {"tag": tag, "metadata": plugin, "tensor": tensor}
 
 
 def _wait_for_a_later_name(folder: Path) -> None:
-    """Wait, for a second at most, until a new file's name sorts behind those in the folder.
-
-    TensorBoard reads files in the order of their names, which hold the second of their start.
-    """
+    # Wait, for a second at most, until a new file's name sorts behind those in the folder.
+    # TensorBoard reads files in the order of their names, which hold the second of their start.
     seconds = [int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")]
     if max(seconds, default=0) >= int(time.time()):
         time.sleep(1.0)

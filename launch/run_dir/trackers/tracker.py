@@ -1,4 +1,4 @@
-"""What a tracker is: something that is told of a run's metrics as they come.
+"""The `Tracker` seam: an observer of a run's metrics.
 
 One tracker serves one run with all of its stages. It is made by a factory from
 `tracker.options` before anything is trained, and `start` is called when the run's folder is there.
@@ -18,7 +18,7 @@ from ..samples import Sample
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told of the run.
+    """The run, as trackers see it.
 
     Attributes:
         id: The run's name among all runs, which is its folder's; the same when it is resumed.

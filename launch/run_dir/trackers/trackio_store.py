@@ -15,13 +15,12 @@ from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
 
-from ..run_folder import flat
+from ..files import flat
 from ..samples import SAMPLES, Sample, sample_rows
 from .tracker import RunInfo, need_package
 
 _PACKAGE = "trackio"
-_DEADLINE_S = 30.0
-"""For whoever else writes to the project."""
+_DEADLINE_S = 30.0  # for whoever else writes to the project
 
 
 class TrackioTracker:
@@ -30,13 +29,6 @@ class TrackioTracker:
     Each stage is a run of Trackio, for its steps begin at 0: the main one has the run's name, and
     another has its own behind that. They make a group. What came out is in the metrics
     `summary/...` after the last step; samples are tables.
-
-    Args:
-        project: Where the run stands.
-        group: Of runs, such as the seeds of one experiment; by default the run's own stages.
-
-    Raises:
-        ConfigError: If the package is not installed.
     """
 
     def __init__(self, project: str = "penstock", group: str | None = None) -> None:
@@ -50,11 +42,6 @@ class TrackioTracker:
         self._store: Any = None
 
     def start(self, run: RunInfo) -> str:
-        """Make the project's file if it is not there.
-
-        Returns:
-            The command that shows it.
-        """
         # Here: it takes seconds, and most runs do without.
         from trackio.sqlite_storage import SQLiteStorage
 
@@ -65,7 +52,6 @@ class TrackioTracker:
         return f"trackio show --project {shlex.quote(self._project)}"
 
     def rewind(self, step: int, stage: str) -> None:
-        """Delete what is there of the stage from the step on."""
         assert self._run is not None, "started before"
         self._stage, self._next_step = stage, step
         self._config = {
@@ -81,12 +67,10 @@ class TrackioTracker:
             )
 
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Write a row."""
         self._write(step, stage, metrics)
         self._next_step = max(self._next_step, step + 1)
 
     def log_samples(self, step: int, stage: str, samples: Sequence[Sample]) -> None:
-        """Write a row with a table, which Trackio shows as text."""
         from trackio import Table
 
         columns, rows = sample_rows(samples)
@@ -94,7 +78,6 @@ class TrackioTracker:
         self._write(step, stage, {SAMPLES: {"_type": Table.TYPE, "_value": cells}})
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """Write what came out; no file is open between two rows."""
         numbers = {
             f"summary/{key}": value
             for key, value in flat(summary or {}).items()

@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ....dataflow.errors import ConfigError
-from ..run_folder import flat
+from ..files import flat
 from ..samples import SAMPLES, Sample, sample_rows
 from .tracker import RunInfo, need_package
 
 _PACKAGE = "wandb"
-_FOLDER = "wandb"
-"""What the package itself makes below the folder that it is given."""
+_FOLDER = "wandb"  # what the package itself makes below the folder that it is given
 
 _STEP = "step"
+# for the package's own process to start, to answer, and to send what is left at the end
 _DEADLINE_S = 60.0
-"""For the package's own process to start, to answer, and to send what is left at the end."""
 
 Mode = Literal["offline", "online"]
 
@@ -35,16 +34,6 @@ class WandbTracker:
 
     The main stage's metrics have their names, with `step` as their axis; those of a stage before it
     have `stage/` in front, also of their step.
-
-    Args:
-        project: Where the run stands.
-        mode: Whether metrics are sent (`online`, which needs `wandb login` once) or only written.
-        entity: Whose project; the user's own by default.
-        group: Of runs, such as the seeds of one experiment.
-        tags: Of the run.
-
-    Raises:
-        ConfigError: If the package is not installed, or there is no such mode.
     """
 
     def __init__(
@@ -72,11 +61,6 @@ class WandbTracker:
         self._run: Any = None
 
     def start(self, run: RunInfo) -> str:
-        """Begin the run, or go on with it under the same name.
-
-        Returns:
-            The run's address, or the command that sends it.
-        """
         # Reports of the package's own errors would leave the machine in both modes.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # here: it takes half a second, and most runs do without
@@ -111,18 +95,15 @@ class WandbTracker:
         """Nothing is taken back: what comes again stands at the same step of the stage's axis."""
 
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Write a row with the step beside the metrics."""
         self._write(step, stage, metrics)
 
     def log_samples(self, step: int, stage: str, samples: Sequence[Sample]) -> None:
-        """Write them as a table."""
         import wandb  # as above
 
         columns, rows = sample_rows(samples)
         self._write(step, stage, {SAMPLES: wandb.Table([*columns], [*rows])})
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """Write what came out, and end the package's own process."""
         import wandb  # as above
 
         run, self._run = self._run, None
@@ -151,10 +132,9 @@ class WandbTracker:
 
 @contextmanager
 def _process_hooks_kept() -> Generator[None]:
-    """Undo what the package does to the whole process, and never takes back.
-
-    It puts itself between a program and `sys.exit`, to learn how the run ends, which `finish` says.
-    """
+    # Undo what the package does to the whole process, and never takes back.
+    # It puts itself between a program and `sys.exit`, to learn how the run ends, which `finish`
+    # says.
     exit_before, hook_before = sys.exit, sys.excepthook
     try:
         yield

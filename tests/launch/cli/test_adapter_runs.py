@@ -11,7 +11,7 @@ import pytest
 import torch
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.launch.run_dir.trackers.jsonl import read_metrics
+from penstock.launch.run_dir.step_logs import read_metrics
 from penstock.launch.stages.kept_run import kept_run
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.lora import LoraSpec

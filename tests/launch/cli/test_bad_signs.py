@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.launch.run_dir.events import EVENTS, read_events
+from penstock.launch.run_dir.step_logs import EVENTS, read_events
 
 from ..conftest import Penstock, Said
 

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from penstock.launch.run_dir.trackers.jsonl import read_metrics
+from penstock.launch.run_dir.step_logs import read_metrics
 
 from ..conftest import Penstock
 

@@ -11,7 +11,7 @@ import torch
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.inputs.run import Run
-from penstock.launch.run_dir.trackers.jsonl import read_metrics
+from penstock.launch.run_dir.step_logs import read_metrics
 from penstock.launch.stages.prepare import prepare
 from penstock.launch.stages.worker_specs import worker_specs
 

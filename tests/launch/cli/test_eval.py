@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.launch.run_dir.trackers.jsonl import read_metrics
+from penstock.launch.run_dir.step_logs import read_metrics
 
 from ..conftest import Penstock
 

@@ -8,7 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from penstock.launch.run_dir.trace import read_trace
+from penstock.launch.run_dir.step_logs import read_trace
 from penstock.planner.plan.plan import Plan
 
 from ..conftest import Penstock

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from penstock.dataflow.runtime.executor import TaskSpan
-from penstock.launch.run_dir.trace import TraceLog
+from penstock.launch.run_dir.step_logs import TraceLog
 from penstock.planner.plan.plan import Plan
 
 from ..conftest import Penstock

@@ -17,10 +17,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from penstock.launch.run_dir.run_folder import CodeVersion, RunFolder, record_of
+from penstock.launch.run_dir.provenance import CodeVersion
+from penstock.launch.run_dir.run_folder import RunFolder, record_of
 from penstock.launch.run_dir.samples import read_samples, sample_steps
-from penstock.launch.run_dir.trace import read_trace
-from penstock.launch.run_dir.trackers.jsonl import read_metrics
+from penstock.launch.run_dir.step_logs import read_metrics, read_trace
 
 from ..conftest import Penstock
 

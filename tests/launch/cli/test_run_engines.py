@@ -15,7 +15,7 @@ import torch
 import transformers
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.main import main
-from penstock.launch.run_dir.trackers.jsonl import read_metrics
+from penstock.launch.run_dir.step_logs import read_metrics
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.plan.plan import GroupPlan, Plan
 from penstock.workers.engines.roles import PolicyWorker

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.run_dir.evaluations import Evaluations, Measured
-from penstock.launch.run_dir.samples import Sample, read_samples, shown, sorted_samples
+from penstock.launch.run_dir.samples import Sample, read_samples, sample_key, shown
 
 from ..conftest import Penstock
 
@@ -85,10 +85,10 @@ def test_they_are_read_from_python(run: Path) -> None:
     assert [sample.step for sample in found] == [0, 7, 7]
     assert found[0] == Sample(0, 0, "1+1=", "3", 1, True, 0.0, -1.0, 5, parts={"rule.score": 0.0})
     assert read_samples(run, [0]) == found[:1]
-    longest = sorted_samples(found, "length")[0]
+    longest = min(found, key=sample_key("length"))
     assert longest.length == 10
     none = Sample(1, 1, "", "", 0)
-    assert sorted_samples([none, *found], "reward")[-1] == none
+    assert max([none, *found], key=sample_key("reward")) == none
 
 
 @pytest.mark.parametrize(

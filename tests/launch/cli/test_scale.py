@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from penstock.launch.run_dir.scaling import ElasticGroup, read_wish, write_groups, write_wish
+from penstock.launch.run_dir.run_folder import ElasticGroup, read_wish, write_groups, write_wish
 
 from ..conftest import Penstock
 

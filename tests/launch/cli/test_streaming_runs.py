@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.launch.run_dir.trace import read_trace
+from penstock.launch.run_dir.step_logs import read_trace
 
 from ..conftest import Penstock
 from .test_run import GRPO

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from penstock.launch.cli import supervise
 from penstock.launch.cli.supervise import supervise_command
-from penstock.launch.run_dir.ledger import LEDGER, read_ledger
 from penstock.launch.run_dir.run_folder import lock_holder
+from penstock.launch.run_dir.step_logs import LEDGER, read_ledger
 
 from ..conftest import Penstock
 from .test_run import TINY, only_run, summary_of

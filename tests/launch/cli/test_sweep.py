@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from penstock.launch.runs.figures import SUMMARIZED
 from penstock.launch.runs.sweep import Key, Sweep, next_values
+from penstock.launch.runs.values import SUMMARIZED
 from penstock.launch.stages.report import summary_of
 
 from ..conftest import Penstock

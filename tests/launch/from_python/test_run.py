@@ -22,7 +22,7 @@ from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.launch.from_python.handle import RunHandle
 from penstock.launch.inputs.failures import left_debugger
 from penstock.launch.run_dir.run_folder import create_run
-from penstock.launch.run_dir.trackers.jsonl import read_metrics
+from penstock.launch.run_dir.step_logs import read_metrics
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
 
 from ..cli.test_run import GRPO, only_run, summary_of

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.overrides import with_escapes
-from penstock.launch.from_python.words import as_words
+from penstock.launch.from_python.run import as_words
 
 
 def read_back(word: str) -> tuple[str, Any]:

@@ -14,7 +14,6 @@ from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.worker_protocol import drain_metrics
 from penstock.launch.profile.calls import ProfileCall, architecture, calls_of_width, make_policy
-from penstock.launch.profile.dispatch import call_seconds
 from penstock.launch.profile.links import (
     LinkTimes,
     across_nodes,
@@ -25,6 +24,7 @@ from penstock.launch.profile.links import (
 from penstock.launch.profile.profile import (
     MeasuredNode,
     alike,
+    call_seconds,
     machine_text,
     measured_cluster,
     profile,

@@ -16,8 +16,7 @@ from penstock.dataflow.file_errors import file_error, writing
 from penstock.dataflow.runtime.executor import TaskSpan
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.launch.run_dir.run_folder import create_run
-from penstock.launch.run_dir.trace import TraceLog, read_trace
-from penstock.launch.run_dir.trackers.jsonl import MetricsLog, read_metrics
+from penstock.launch.run_dir.step_logs import MetricsLog, TraceLog, read_metrics, read_trace
 from penstock.launch.run_dir.trackers.tensorboard import TensorBoardTracker
 from penstock.launch.run_dir.trackers.tracker import RunInfo
 from penstock.workers.training.flat_parameters import write_tensors

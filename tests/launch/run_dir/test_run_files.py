@@ -14,15 +14,18 @@ import penstock
 import pytest
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.launch.run_dir.evaluations import Evaluations
-from penstock.launch.run_dir.events import read_events
-from penstock.launch.run_dir.ledger import read_ledger
 from penstock.launch.run_dir.resume import stored_config
-from penstock.launch.run_dir.run_folder import RunFolder, create_run, list_runs, record_of
-from penstock.launch.run_dir.run_state import state_of
+from penstock.launch.run_dir.run_folder import (
+    RunFolder,
+    create_run,
+    list_runs,
+    read_groups,
+    read_wish,
+    record_of,
+    state_of,
+)
 from penstock.launch.run_dir.samples import read_samples
-from penstock.launch.run_dir.scaling import read_groups, read_wish
-from penstock.launch.run_dir.trace import read_trace
-from penstock.launch.run_dir.trackers.jsonl import read_metrics
+from penstock.launch.run_dir.step_logs import read_events, read_ledger, read_metrics, read_trace
 
 DEEP = "[" * 100_000
 
@@ -235,18 +238,17 @@ OWN_PLACE = {
     # Not files of a run's folder.
     "main.py": {"os.open"},  # /dev/null
     "placement/machine.py": {"read_text"},  # /proc/cpuinfo
-    "profile/local_ranks.py": {"read_text"},  # in a folder of its own for its own children
+    "profile/ranks.py": {"read_text"},  # in a folder of its own for its own children
     "watch/pages.py": {"read_bytes", "opened"},  # the page's own files, and a run's picture
-    # Parts of files that are too long to be read as a whole, by `watch.regular_file.opened`.
-    "watch/regular_file.py": {"open_regular"},
+    # Parts of files that are too long to be read as a whole, by `watch.known_runs.opened`.
+    "watch/known_runs.py": {"open_regular"},
     "watch/curve_points.py": {"json.loads", "opened"},
-    "watch/timeline.py": {"json.loads", "opened"},
+    "watch/overview.py": {"json.loads", "opened"},
     "cli/doctor.py": {"json.loads"},  # what a child printed
-    "runs/exported_curves.py": {"opened"},  # a CSV file of the user's
-    "runs/archive.py": {"opened", "created"},  # archives
+    "runs/archive.py": {"opened", "created"},  # archives, and CSV files of the user's
     "runs/sweep.py": {"json.loads"},  # its own text, to compare
     "stages/export.py": {"opened"},  # hashes models
-    "placement/pin_inputs.py": {"json.loads"},  # of YAML that `load_yaml` has read
+    "placement/plan_request.py": {"json.loads"},  # of YAML that `load_yaml` has read
     "placement/plan_inputs.py": {"read_json"},  # a model folder's config.json
 }
 OPENERS = {

@@ -17,11 +17,10 @@ import yaml
 from penstock import __version__
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.hydra_app import compose
+from penstock.launch.run_dir.provenance import CodeVersion, code_version
 from penstock.launch.run_dir.run_folder import (
-    CodeVersion,
     RunFolder,
     change_config,
-    code_version,
     create_run,
     list_runs,
     open_run,

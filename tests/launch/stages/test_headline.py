@@ -9,7 +9,7 @@ from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.inputs.record import Stage
 from penstock.launch.run_dir.run_folder import list_runs
-from penstock.launch.run_dir.trackers.jsonl import read_metrics
+from penstock.launch.run_dir.step_logs import read_metrics
 from penstock.launch.stages.headline import CurveMetric, Headline
 from penstock.launch.stages.roles import build_stages
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.launch.run_dir.run_folder import CodeVersion, RunFolder, create_run
-from penstock.launch.run_dir.trackers.jsonl import MetricsLog
+from penstock.launch.run_dir.provenance import CodeVersion
+from penstock.launch.run_dir.run_folder import RunFolder, create_run
+from penstock.launch.run_dir.step_logs import MetricsLog
 
 BEGUN_S = 1_795_000_000.0
 PLAN: Mapping[str, Any] = {

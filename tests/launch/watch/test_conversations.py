@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.launch.run_dir.samples import SaidTurn, Sample
-from penstock.launch.watch.conversations import differing, spoken
+from penstock.launch.watch.pages import differing, spoken
 
 TEXTS = st.text(alphabet=st.sampled_from("ab \n.<>é"), max_size=60)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.launch.run_dir.trackers.jsonl import MetricsLog
+from penstock.launch.run_dir.step_logs import MetricsLog
 from penstock.launch.watch.curve_points import appended, last_values, metric_names, sampled
 from penstock.launch.watch.known_runs import Gone
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from penstock.launch.run_dir.loopback_server import PageServer
 from penstock.launch.run_dir.run_folder import RunFolder
-from penstock.launch.run_dir.trackers.jsonl import MetricsLog
+from penstock.launch.run_dir.step_logs import MetricsLog
 
 from .browser import Browser, started
 from .conftest import served
@@ -37,7 +37,7 @@ _RUN = """
 import sys, time
 from pathlib import Path
 from penstock.launch.run_dir.run_folder import RunFolder
-from penstock.launch.run_dir.trackers.jsonl import MetricsLog
+from penstock.launch.run_dir.step_logs import MetricsLog
 run = RunFolder(Path(sys.argv[1]))
 with run.locked(), MetricsLog(run.metrics) as log:
     for step in range(1_000_000):

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from penstock.launch.run_dir.run_folder import RunFolder, record_of
-from penstock.launch.run_dir.run_state import state_of
+from penstock.launch.run_dir.run_folder import RunFolder, record_of, state_of
 from penstock.launch.watch.known_runs import Gone, KnownRuns, home_of, stages_of
 
 from .conftest import Ask

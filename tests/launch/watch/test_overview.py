@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from penstock.launch.run_dir.evaluations import Evaluations, Measured
-from penstock.launch.run_dir.events import EVENTS, EventLog
+from penstock.launch.run_dir.step_logs import EVENTS, EventLog
 
 from .conftest import Ask
 from .folders import add_steps, new_run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.runtime.executor import TaskSpan
-from penstock.launch.run_dir.trace import TraceLog
+from penstock.launch.run_dir.step_logs import TraceLog
 
 from .conftest import Ask
 from .folders import BEGUN_S, new_run

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.launch.run_dir.trace import read_trace
+from penstock.launch.run_dir.step_logs import read_trace
 from penstock.planner.plan.simulate import simulate_plan
 from penstock.planner.report.trace_report import to_trace
 

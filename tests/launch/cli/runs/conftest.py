@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.launch.run_dir.environment import Environment
-from penstock.launch.run_dir.origins import Origins
-from penstock.launch.run_dir.run_folder import CodeVersion, RunFolder, create_run
-from penstock.launch.run_dir.trackers.jsonl import MetricsLog
+from penstock.launch.run_dir.provenance import CodeVersion, Environment, Origins
+from penstock.launch.run_dir.run_folder import RunFolder, create_run
+from penstock.launch.run_dir.step_logs import MetricsLog
 
 NOW = datetime(2026, 11, 21, 3, 14, 54, tzinfo=UTC)
 HERE = Environment({"python": "3.12.1", "torch": "2.13.0"}, {"processor": "one", "num_cores": 2})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from penstock.launch.run_dir.environment import Environment
+from penstock.launch.run_dir.provenance import Environment
 from penstock.launch.run_dir.run_folder import RunFolder
 
 from ...conftest import Penstock

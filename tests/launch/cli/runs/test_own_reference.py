@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from penstock.launch.runs.series import History
+from penstock.launch.runs.values import History
 
 WORDS = (
     "algorithm=sft",

@@ -7,8 +7,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from penstock.launch.run_dir.run_folder import CodeVersion, RunFolder, create_run
-from penstock.launch.run_dir.trackers.jsonl import METRICS, MetricsLog
+from penstock.launch.run_dir.provenance import CodeVersion
+from penstock.launch.run_dir.run_folder import RunFolder, create_run
+from penstock.launch.run_dir.step_logs import METRICS, MetricsLog
 
 from ...conftest import Penstock
 

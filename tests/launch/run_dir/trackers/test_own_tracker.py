@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from penstock.configs.schema import TrackerConfig
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.run_dir.trackers.jsonl import read_metrics
+from penstock.launch.run_dir.step_logs import read_metrics
 from penstock.launch.run_dir.trackers.registry import TRACKERS, Trackers
 from penstock.launch.run_dir.trackers.tracker import RunInfo, Tracker
 

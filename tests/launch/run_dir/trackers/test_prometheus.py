@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.run_dir.trackers.jsonl import read_metrics
+from penstock.launch.run_dir.step_logs import read_metrics
 from penstock.launch.run_dir.trackers.prometheus import PrometheusTracker
 
 from .logged import ODD, bits, info

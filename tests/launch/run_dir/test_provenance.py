@@ -12,7 +12,7 @@ import penstock
 import pytest
 import torch
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.run_dir.origins import Origins, changed_files, check_models, origins_of
+from penstock.launch.run_dir.provenance import Origins, changed_files, check_models, origins_of
 from penstock.launch.run_dir.run_folder import create_run, record_of
 
 

@@ -7,46 +7,67 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ....dataflow.errors import ConfigError, nearest
-from ...run_dir.atomic import write_text
-from ...run_dir.environment import changed_versions, environment_now, required, versions_text
-from ...run_dir.events import stage_events
-from ...run_dir.origins import Origins, changed_files, origins_of
-from ...run_dir.resume import stored_config
-from ...run_dir.run_folder import RunRecord, code_version, differences, list_runs, record_of
-from ...run_dir.stop import say, visible
-from ...runs.archive import export_run, import_run
-from ...runs.comparison import compared, comparison_markdown
-from ...runs.drawing import draw, joined
-from ...runs.exported_curves import import_curves
-from ...runs.figures import Figures
-from ...runs.series import OVER, History, Over, Series, sparkline
-from ...runs.values import RunValues, flat_values, run_of, selected, sets_by, value_text
-from ..words import Words, chosen, split_words, whole_number
-from .table import print_table
+from ...dataflow.errors import ConfigError, nearest
+from ..run_dir.files import differences, write_text
+from ..run_dir.provenance import (
+    Origins,
+    changed_files,
+    changed_versions,
+    code_version,
+    environment_now,
+    origins_of,
+    required,
+    versions_text,
+)
+from ..run_dir.resume import stored_config
+from ..run_dir.run_folder import RunRecord, list_runs, record_of
+from ..run_dir.step_logs import stage_events
+from ..run_dir.stop import say, visible
+from ..runs.archive import export_run, import_curves, import_run
+from ..runs.comparison import compared, comparison_markdown
+from ..runs.drawing import draw, joined
+from ..runs.values import (
+    OVER,
+    Figures,
+    History,
+    Over,
+    Series,
+    flat_values,
+    run_of,
+    selected,
+    sets_by,
+    sparkline,
+    value_text,
+)
+from .words import Words, chosen, print_table, split_words, whole_number
 
+# Figures of a listing, where any of the runs has them.
 _SHOWN = ("state", "num_steps", "accuracy_after_rl", "wall_time_s")
-"""Figures that a listing shows by default, where any of the runs has them."""
-
+# Beginnings of keys that `show` does not print; summary.json has them.
 _LEFT_OUT = ("examples_", "changes", "nodes.")
-"""Beginnings of keys that `show` does not print; summary.json has them."""
+_ONE_RUN = (1, "one run, got {}")
+_CAME_OUT = ("weights_sha256", "roles_sha256", "num_steps", "accuracy_after_rl")
 
 
 def list_command(arguments: Sequence[str]) -> int:
     """Print a line per run."""
-    words = split_words("runs list", arguments, ("sort", "show", "limit", "runs"), where=True)
-    if words.names:
-        raise ConfigError(f"penstock runs list: expected KEY=VALUE, got '{words.names[0]:.80}'")
+    keys = ("sort", "show", "limit", "runs")
+    words = split_words(
+        "runs list", arguments, keys, where=True, num_names=(0, "KEY=VALUE, got {}")
+    )
     limit = whole_number("limit", words.option("limit", "0"))
     found = selected(list_runs(words.home), words.where, words.option("sort"))
     if words.where and not found:
         conditions = ", ".join(f"{key}={value}" for key, value in words.where.items())
         print(visible(f"no run in '{words.home}' has {conditions:.200}"))
         return 0
-    shown = words.options.get("show")
-    wanted = _SHOWN if shown is None else tuple(shown.split(","))
-    if shown is not None:
-        _check_shown(wanted, found)
+    wanted = _SHOWN
+    if "show" in words.options:
+        wanted = tuple(words.option("show").split(","))
+        known = {key for _, values in found for key in values}
+        for key in wanted:
+            if found and key not in known:
+                raise ConfigError(f"'show': no run here has a key '{key}'{nearest(key, known)}")
     having = [key for key in wanted if any(values.get(key) is not None for _, values in found)]
     rows = [["run", *having]]
     for record, values in found[: limit or None]:
@@ -58,18 +79,9 @@ def list_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check_shown(wanted: Sequence[str], found: Sequence[RunValues]) -> None:
-    known = {key for _, values in found for key in values}
-    for key in wanted:
-        if found and key not in known:
-            raise ConfigError(f"'show': no run here has a key '{key}'{nearest(key, known)}")
-
-
 def show_run(arguments: Sequence[str]) -> int:
     """Print what one run is, its results, and the course of each of its metrics."""
-    words = split_words("runs show", arguments, ("runs",))
-    if len(words.names) != 1:
-        raise ConfigError(f"penstock runs show: expected one run, got {len(words.names)}")
+    words = split_words("runs show", arguments, ("runs",), num_names=_ONE_RUN)
     record = run_of(words.names[0], words.home)
     print(visible(str(record.folder.path)))
     _section("the run", _about(record))
@@ -93,7 +105,6 @@ def show_run(arguments: Sequence[str]) -> int:
 
 
 def _print_warnings(record: RunRecord) -> None:
-    """Print the run's warnings."""
     found = stage_events(record.folder.path)
     if found:
         print("\nwarnings")
@@ -127,9 +138,7 @@ def _section(title: str, values: Mapping[str, Any]) -> None:
 
 def diff_runs(arguments: Sequence[str]) -> int:
     """Print what two runs differ in, with both values."""
-    words = split_words("runs diff", arguments, ("runs",))
-    if len(words.names) != 2:
-        raise ConfigError(f"penstock runs diff: expected two runs, got {len(words.names)}")
+    words = split_words("runs diff", arguments, ("runs",), num_names=(2, "two runs, got {}"))
     one, other = (run_of(word, words.home) for word in words.names)
     parts = (
         ("code", {"code": str(one.code)}, {"code": str(other.code)}),
@@ -154,32 +163,30 @@ def diff_runs(arguments: Sequence[str]) -> int:
     return 0
 
 
-_CAME_OUT = ("weights_sha256", "roles_sha256", "num_steps", "accuracy_after_rl")
-
-
 def reproduce_run(arguments: Sequence[str]) -> int:
     """Run it again in the folder of runs; 1 if other weights came out."""
-    words = split_words("runs reproduce", arguments, ("into", "runs"))
-    if len(words.names) != 1:
-        raise ConfigError(f"penstock runs reproduce: expected one run, got {len(words.names)}")
+    words = split_words("runs reproduce", arguments, ("into", "runs"), num_names=_ONE_RUN)
     before = repeatable(words.names[0], words.home)
     for line in _differing(before):
         print(visible(f"differs: {line}"), flush=True)
-    from ..run import carry_out_again  # imported here: no other subcommand starts a run
+    from .run import carry_out_again  # imported here: no other subcommand starts a run
 
     config = stored_config(before.folder)
     config.pop("resume", None)
     into = words.option("into", words.option("runs", "runs"))
     folder = carry_out_again(before, {**config, "runs": into})
-    return _compared(before, record_of(folder))
+    now = record_of(folder)
+    then, since = before.summary or {}, now.summary or {}
+    same = then.get("weights_sha256") == since.get("weights_sha256")
+    print(visible(f"{now.folder.path}: {'the same' if same else 'other'} weights"))
+    for key in _CAME_OUT:
+        if then.get(key) != since.get(key):
+            print(visible(f"  {key}: {then.get(key)} then and {since.get(key)} now"))
+    return 0 if same else 1
 
 
 def repeatable(word: str, home: Path) -> RunRecord:
-    """Return the run that a word names, if it can be run again as it was.
-
-    Raises:
-        ConfigError: If there is none, it has not finished, or its configuration changed on its way.
-    """
+    """Return the run that a word names, if it can be run again as it was."""
     record = run_of(word, home)
     if record.summary is None or record.summary.get("stopped"):
         raise ConfigError(
@@ -196,8 +203,7 @@ def repeatable(word: str, home: Path) -> RunRecord:
 
 
 def _differing(record: RunRecord) -> Iterator[str]:
-    """Yield what is known to have changed since the run, before anything is run."""
-    from ...placement.machine import machine_name  # here: it needs torch
+    from ..placement.machine import machine_name  # here: it needs torch
 
     code, now = code_version(), environment_now(machine_name())
     if record.not_reproducible:
@@ -222,24 +228,10 @@ def _differing(record: RunRecord) -> Iterator[str]:
             yield f"the model in {folder} is another"
 
 
-def _compared(before: RunRecord, now: RunRecord) -> int:
-    then, since = before.summary or {}, now.summary or {}
-    same = then.get("weights_sha256") == since.get("weights_sha256")
-    print(visible(f"{now.folder.path}: {'the same' if same else 'other'} weights"))
-    for key in _CAME_OUT:
-        if then.get(key) != since.get(key):
-            print(visible(f"  {key}: {then.get(key)} then and {since.get(key)} now"))
-    return 0 if same else 1
-
-
-_KEY = "accuracy_after_rl"
-_PLOT = ("metric", "over", "by", "stage", "file", "runs")
-_COMPARE = ("key", "by", "report", "runs")
-
-
 def plot_runs(arguments: Sequence[str]) -> int:
     """Draw curves of sets of runs into a file, or one line each on the terminal."""
-    words = split_words("runs plot", arguments, _PLOT, where=True)
+    keys = ("metric", "over", "by", "stage", "file", "runs")
+    words = split_words("runs plot", arguments, keys, where=True)
     if "metric" not in words.options:
         raise ConfigError(
             "penstock runs plot: which metric?\n    give metric=NAME; penstock runs show RUN lists "
@@ -261,7 +253,7 @@ def plot_runs(arguments: Sequence[str]) -> int:
 
 
 def _curves(words: Words, metrics: Sequence[str], over: Over) -> dict[str, dict[str, list[Series]]]:
-    """Return metric -> label -> a series of each run."""
+    """Return metric -> label of a set -> a series of each of its runs."""
     sets = sets_by(words.names, words.where, words.option("by"), words.home)
     curves: dict[str, dict[str, list[Series]]] = {metric: {} for metric in metrics}
     for label, runs in sets.items():
@@ -284,7 +276,7 @@ def _curves(words: Words, metrics: Sequence[str], over: Over) -> dict[str, dict[
 
 def compare_runs(arguments: Sequence[str]) -> int:
     """Print how much better one set of runs is than another, and how sure that is."""
-    words = split_words("runs compare", arguments, _COMPARE, where=True)
+    words = split_words("runs compare", arguments, ("key", "by", "report", "runs"), where=True)
     sets = sets_by(words.names, words.where, words.option("by"), words.home)
     if len(sets) != 2:
         labels = ", ".join(sets)
@@ -293,7 +285,7 @@ def compare_runs(arguments: Sequence[str]) -> int:
             "    name two, such as 'A*' 'B*', or give by=KEY, of which the runs have two values"
         )
     figures = {label: [Figures(run) for run in runs] for label, runs in sets.items()}
-    found = [compared(key, figures) for key in words.option("key", _KEY).split(",")]
+    found = [compared(key, figures) for key in words.option("key", "accuracy_after_rl").split(",")]
     for number, one in enumerate(found):
         if number:
             print()
@@ -309,10 +301,8 @@ def compare_runs(arguments: Sequence[str]) -> int:
 
 def export_command(arguments: Sequence[str]) -> int:
     """Write a run's archive."""
-    words = split_words("runs export", arguments, ("checkpoints", "runs"))
-    if len(words.names) != 2:
-        num = len(words.names)
-        raise ConfigError(f"penstock runs export: expected a run and a file, got {num} words")
+    keys, two = ("checkpoints", "runs"), (2, "a run and a file, got {} words")
+    words = split_words("runs export", arguments, keys, num_names=two)
     run, file = words.names
     whole = chosen("checkpoints", words.option("checkpoints", "false"), ("true", "false"))
     size_bytes = export_run(run_of(run, words.home), Path(file), checkpoints=whole == "true")
@@ -322,9 +312,8 @@ def export_command(arguments: Sequence[str]) -> int:
 
 def import_command(arguments: Sequence[str]) -> int:
     """Unpack a run's archive, or make runs of curves that another program exported."""
-    words = split_words("runs import", arguments, ("as", "runs"))
-    if len(words.names) != 1:
-        raise ConfigError(f"penstock runs import: expected one file, got {len(words.names)}")
+    one = (1, "one file, got {}")
+    words = split_words("runs import", arguments, ("as", "runs"), num_names=one)
     path, runs = Path(words.names[0]), Path(words.option("runs", "runs"))
     if not path.is_file():
         raise ConfigError(f"'{path}' is no file\n    give one that penstock runs export has made")
@@ -339,8 +328,6 @@ def import_command(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class _Action:
-    """One of them: what runs it and returns the exit code, its words, and what it does."""
-
     run: Callable[[Sequence[str]], int]
     words: str
     what: str
@@ -392,13 +379,10 @@ KEY is `name`, `seed`, `created`, `state`, `code` or `data`, a key of the config
 
 
 def runs_command(arguments: list[str]) -> int:
-    """Run the command; `arguments` are the words after `penstock runs`.
-
-    Raises:
-        ConfigError: If a word or its value is wrong, or a run is not there.
-    """
+    """Run the command; `arguments` are the words after `penstock runs`."""
     if {"-h", "--help"} & set(arguments):
-        print(_HELP.format(actions="\n".join(map(_help, ACTIONS.items()))), end="")
+        lines = [f"  {name:<10}{a.words}\n{'':12}{a.what}" for name, a in ACTIONS.items()]
+        print(_HELP.format(actions="\n".join(lines)), end="")
         return 0
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     action = ACTIONS.get(name)
@@ -408,8 +392,3 @@ def runs_command(arguments: list[str]) -> int:
             f"{nearest(name, ACTIONS)}\n    penstock runs --help says what each takes"
         )
     return action.run(rest)
-
-
-def _help(one: tuple[str, _Action]) -> str:
-    name, action = one
-    return f"  {name:<10}{action.words}\n{'':12}{action.what}"

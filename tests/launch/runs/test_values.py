@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.run_dir.trackers.jsonl import METRICS, MetricsLog
-from penstock.launch.runs.series import History, Over, Series, sparkline
+from penstock.launch.run_dir.step_logs import METRICS, MetricsLog
+from penstock.launch.runs.values import History, Over, Series, sparkline
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.launch.runs.intervals import (
+from penstock.launch.runs.comparison import (
     difference,
     interquartile_mean,
     mean_curve,

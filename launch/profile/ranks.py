@@ -1,4 +1,6 @@
-"""The ranks of `penstock profile` on a cluster that was joined, as processes of an executor.
+"""The ranks of `penstock profile` as processes of this machine, which meet in a folder.
+
+The ranks of `penstock profile` on a cluster that was joined, as processes of an executor.
 
 Each device is set aside and has a process, as in a run; they meet at an address, so machines need
 share no folder. What goes wrong on one machine ends all of them.
@@ -6,14 +8,20 @@ share no folder. What goes wrong on one machine ends all of them.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ...configs.references import options_of
 from ...dataflow.errors import ConfigError, PenstockError, WorkerError
 from ...dataflow.runtime.placement import ClusterNode, DeviceGroup
+from ...dataflow.runtime.worker_protocol import CLOSE_S
 from ...workers.executors.assignment import Machine
 from ...workers.executors.executor_kind import ExecutorKind
 from ...workers.executors.process_backend import (
@@ -24,40 +32,89 @@ from ...workers.executors.process_backend import (
     Ref,
 )
 from ..placement.machine import labels_of, most_ranks, option_of
-from .local_ranks import too_late
-from .rank import ProfileRank, RankRequest, RankResult
+from .rank import ProfileRank, RankRequest, RankResult, answer_file
+
+
+def too_late(rank: int, deadline_s: float) -> WorkerError:
+    return WorkerError(
+        f"rank {rank} of the profile did not end within {deadline_s:g} s; "
+        "give it longer: deadline_s=..."
+    )
+
+
+def local_ranks(requests: Sequence[RankRequest]) -> list[RankResult]:
+    with tempfile.TemporaryDirectory(prefix="penstock-profile-") as name:
+        _run(requests, name)
+        answers = [answer_file(Path(name), request.rank) for request in requests]
+        return [RankResult.model_validate_json(answer.read_text()) for answer in answers]
+
+
+def _run(requests: Sequence[RankRequest], folder: str) -> None:
+    deadline_s = requests[0].deadline_s
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "penstock.launch.profile.rank", folder],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(request.num_threads)},
+        )
+        for request in requests
+    ]
+    try:
+        for process, request in zip(processes, requests, strict=True):
+            assert process.stdin is not None
+            process.stdin.write(request.model_dump_json())
+            process.stdin.close()
+            process.stdin = None
+        until_s = time.monotonic() + deadline_s
+        for rank, process in enumerate(processes):
+            try:
+                _, said = process.communicate(timeout=max(0.1, until_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise too_late(rank, deadline_s) from None
+            if process.returncode:
+                last = said.strip().rpartition("\n")[2]
+                message = f"rank {rank} of the profile failed: {last}"
+                raise WorkerError(message) from RuntimeError(said)  # which --debug shows
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        for rank, process in enumerate(processes):
+            _reap(rank, process)
+
+
+def _reap(rank: int, process: subprocess.Popen[str]) -> None:
+    try:
+        # Not communicate: what it started may hold its pipes open for ever.
+        process.wait(CLOSE_S)
+    except subprocess.TimeoutExpired as error:
+        raise WorkerError(
+            f"rank {rank} of the profile, process {process.pid}, is still there {CLOSE_S:g} s "
+            "after it was killed"
+        ) from error
+    finally:
+        for pipe in (process.stdin, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
 
 _GROUP = "profile"
 
 
 @dataclass(frozen=True)
 class Seats:
-    """The ranks of one machine.
-
-    Attributes:
-        num_ranks: How many.
-        num_threads: Torch threads of each, if the cores are shared out evenly.
-        device_name: What an option of `cluster=` calls its GPUs; "" if none does.
-        labels: What names its GPUs.
-    """
+    """The ranks of one machine."""
 
     num_ranks: int
-    num_threads: int
-    device_name: str
-    labels: Mapping[str, str]
+    num_threads: int  # torch threads of each, if the cores are shared out evenly
+    device_name: str  # what an option of `cluster=` calls its GPUs; "" if none does
+    labels: Mapping[str, str]  # what names its GPUs
 
 
 def seats_on(machines: Sequence[Machine], device: str, num_ranks: int | None) -> list[Seats]:
-    """The ranks of every machine that has such devices.
-
-    Args:
-        machines: What the executor reports.
-        device: "cpu" or "cuda".
-        num_ranks: Of each machine, if that is given.
-
-    Raises:
-        ConfigError: If no machine has a device, or one has fewer than were asked for.
-    """
+    """The ranks of every machine that has such devices."""
     resource = "CPU" if device == "cpu" else "GPU"
     found: list[Seats] = []
     for machine in machines:
@@ -84,18 +141,6 @@ def seats_on(machines: Sequence[Machine], device: str, num_ranks: int | None) ->
 def joined_ranks(
     kind: ExecutorKind, requests: Sequence[RankRequest], labels: Sequence[Mapping[str, str]]
 ) -> list[RankResult]:
-    """What every rank found, measuring all at once.
-
-    Args:
-        kind: Whose processes they are.
-        requests: What each is to measure.
-        labels: What the machine of each node must be labeled with.
-
-    Raises:
-        ConfigError: If the executor gives its processes to nobody else.
-        PlanError: If others have the devices.
-        WorkerError: If a rank fails or does not end in time; none is left behind.
-    """
     backend = kind.connect()
     if backend is None:
         raise ConfigError(
@@ -130,7 +175,6 @@ def _all(
     until_s: float,
     deadline_s: float,
 ) -> list[Any]:
-    """What a method of every rank returns; the first that fails speaks for all."""
     calls: dict[Ref, int] = {}
     for number, rank in enumerate(ranks):
         (call,) = backend.call(rank, method, arguments)

@@ -1,0 +1,215 @@
+"""Origins of a run besides its configuration and its data.
+
+Written into `run.json` when the run begins, and compared when it is resumed or repeated: the
+version of every package, the machine, the code, the user's own modules, such as a reward or a step,
+and the folders of models that roles start from. A module is hashed in full. Of a large weight file,
+pieces are read: models of 100 GB are compared in seconds, and other weights differ in some piece
+even if a few tensors were left as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distributions, requires
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ... import __version__
+from ...dataflow.errors import ConfigError, is_library
+from ...dataflow.regular_files import opened, read_bytes
+
+_DISTRIBUTION, _FOR_ITS_TESTS = "penstock-rl", 'extra == "dev"'
+_MOST_NAMED = 4  # packages that one line names
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The packages and the machine."""
+
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])  # `python` among them
+    hardware: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def environment_now(processor: str) -> Environment:
+    import torch  # here: reading a record needs none of it
+
+    return Environment(
+        _versions(),
+        {
+            "processor": processor,
+            # Processors of one name may have others, and torch rounds by them.
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "num_cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": psutil.virtual_memory().total,
+            # Counted without asking a device for anything, which would take memory of it.
+            "num_cuda_devices": torch.cuda.device_count(),
+            "system": platform.platform(),
+        },
+    )
+
+
+def changed_versions(
+    before: Mapping[str, str], now: Mapping[str, str]
+) -> dict[str, tuple[str | None, str | None]]:
+    """Return the packages that are not as they were, with both versions; None if it is absent."""
+    if not before or not now:  # a run of an older version did not record them
+        return {}
+    pairs = {name: (before.get(name), now.get(name)) for name in sorted({*before, *now})}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def versions_text(changed: Mapping[str, tuple[str | None, str | None]]) -> str:
+    """`torch 2.12.0 -> 2.13.0, ray 2.50.0 -> none and 7 more`."""
+    said = [f"{name} {then or 'none'} -> {now or 'none'}" for name, (then, now) in changed.items()]
+    more = f" and {len(said) - _MOST_NAMED} more" if len(said) > _MOST_NAMED else ""
+    return f"{', '.join(said[:_MOST_NAMED])}{more}"
+
+
+def required(*, optional: bool = True) -> list[str]:
+    """Return the packages that this one requires; none where it is not installed."""
+    try:
+        listed = requires(_DISTRIBUTION) or []
+    except PackageNotFoundError:
+        return []
+    left_out = _FOR_ITS_TESTS if optional else "extra =="
+    names = [re.split(r"[^\w.-]", line)[0] for line in listed if left_out not in line]
+    return [*dict.fromkeys(names)]
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for one in distributions():
+        name: str | None = one.metadata["Name"]
+        if name:  # a folder that an interrupted installation left has none
+            found.setdefault(name.lower().replace("_", "-"), one.version)
+    return dict(sorted(found.items()))
+
+
+_MAX_MODULE_BYTES = 10_000_000  # a larger file is no module that somebody wrote
+# Of a model's file 2 MiB are hashed, evenly spaced, the first and the last bytes among them.
+_NUM_PIECES, _PIECE_BYTES = 16, 128 * 1024
+
+
+@dataclass(frozen=True)
+class Origins:
+    """The user's own files and the models that a run began with."""
+
+    # A Python file, relative to the working directory if it is below that -> its SHA-256.
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    models: Mapping[str, str] = field(default_factory=dict[str, str])  # folder -> its files' hash
+
+
+def origins_of(folders: Iterable[str]) -> Origins:
+    return Origins(_loaded_files(), {folder: _model_hash(Path(folder)) for folder in folders})
+
+
+def changed_files(before: Origins, now: Origins) -> list[str]:
+    """Return the recorded files that are not as they were; new ones make no difference.
+
+    A file that has not been imported this time, for instance the script that started the run, is
+    compared where it lies, unless another file of its name has been imported in its place.
+    """
+    new = {path: found for path, found in now.files.items() if path not in before.files}
+    changed: list[str] = []
+    for path, recorded in before.files.items():
+        same_name = {found for one, found in new.items() if Path(one).name == Path(path).name}
+        found = {now.files[path]} if path in now.files else same_name
+        if recorded not in (found or {_file_hash(Path(path))}):
+            changed.append(path)
+    return changed
+
+
+def check_models(run: str, before: Origins, now: Origins) -> None:
+    """Refuse to go on from other models than the run began with."""
+    for folder, found in now.models.items():
+        recorded = before.models.get(folder, found)
+        if recorded != found:
+            raise ConfigError(
+                f"run '{run}' was started from another model in '{folder}': the hash of its files "
+                f"was {recorded} and is {found} now\n"
+                "    bring the folder back as it was when the run began, or start a new run"
+            )
+
+
+def _loaded_files() -> dict[str, str]:
+    files: dict[str, str] = {}
+    for module in list(sys.modules.values()):
+        # Not getattr: a module that loads its members when they are asked for may load them all.
+        fields: dict[str, Any] = getattr(module, "__dict__", {})
+        file = fields.get("__file__")
+        if not isinstance(file, str) or is_library(file):
+            continue
+        path, here = Path(file).resolve(), Path.cwd()
+        found = _file_hash(path)
+        if found is not None:
+            files[str(path.relative_to(here) if path.is_relative_to(here) else path)] = found
+    return files
+
+
+def _file_hash(path: Path) -> str | None:
+    if path.suffix != ".py" or not path.is_file() or path.stat().st_size > _MAX_MODULE_BYTES:
+        return None
+    return hashlib.sha256(read_bytes(path)).hexdigest()
+
+
+def _model_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted((*folder.glob("*.json"), *folder.glob("*.safetensors"))):
+        size_bytes = path.stat().st_size
+        digest.update(f"{path.name}\n{size_bytes}\n".encode())
+        last = max(0, size_bytes - _PIECE_BYTES)
+        with opened(path) as file:
+            for offset in sorted({last * n // (_NUM_PIECES - 1) for n in range(_NUM_PIECES)}):
+                file.seek(offset)
+                digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+_GIT_DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True)
+class CodeVersion:
+    """The version of Penstock's code."""
+
+    package: str
+    commit: str | None = None  # of the source tree; None outside one
+    dirty: bool = False  # that tree differed from its commit
+
+    def __str__(self) -> str:
+        if self.commit is None:
+            return self.package
+        return f"{self.package} ({self.commit[:12]}{', changed' if self.dirty else ''})"
+
+
+def code_version(root: Path = _ROOT) -> CodeVersion:
+    top = _git(root, "rev-parse", "--show-toplevel")
+    # A package installed below another repository does not take that repository's commit.
+    if top is None or Path(top).resolve() != root.resolve():
+        return CodeVersion(__version__)
+    commit = _git(root, "rev-parse", "--verify", "HEAD")
+    status = _git(root, "status", "--porcelain")
+    return CodeVersion(__version__, commit, status is None or status != "")
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+    try:
+        ran = subprocess.run(
+            command, capture_output=True, text=True, timeout=_GIT_DEADLINE_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ran.stdout.strip() if ran.returncode == 0 else None

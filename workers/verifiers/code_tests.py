@@ -26,7 +26,7 @@ class CodeTests:
     """Tests of one problem."""
 
     streams: Sequence[tuple[str, str]] = ()
-    """What a program reads, and what it must then write; each in a run of its own."""
+    """Input of a program, and its expected output; each in a run of its own."""
     calls: Sequence[Mapping[str, Any]] = ()
     """`{"function", "args", "kwargs", "expected"}`; all in one run. With `"typed"`, which
     assertions become, arguments and `expected` are as `child.typed` makes them."""
@@ -187,7 +187,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _same(given: Any, expected: Any) -> bool:
-    """Whether JSON values and their types are equal; floats may differ by rounding."""
+    """Compare JSON values and their types; floats may differ by rounding."""
     if isinstance(given, bool) or isinstance(expected, bool):
         return given is expected
     if isinstance(given, float) or isinstance(expected, float):

@@ -211,7 +211,7 @@ _LIKE = {
 
 
 def _is_like(name: str, passed: str) -> bool:
-    """Whether a parameter may be meant for what its place is given; one with "_" is not read."""
+    """Compare a parameter's name with its place; one with "_" is not read."""
     words = (passed, *_LIKE[passed])
     return name.startswith("_") or any(word in name or word.startswith(name) for word in words)
 

@@ -97,7 +97,7 @@ def language_of(text: str) -> str | None:
 
 
 def may_be(text: str, language: str) -> bool:
-    """Whether a text is in a language; short ones get the benefit of doubt."""
+    """Return whether a text is in a language; short ones get the benefit of doubt."""
     code = language.lower().partition("-")[0]
     if code not in LANGUAGES:
         raise ValueError(f"language {language!r} is unknown; known are {', '.join(LANGUAGES)}")
@@ -202,7 +202,7 @@ def number_placeholders(response: str, *, num_placeholders: int) -> bool:
 
 
 def count_placeholders(text: str) -> int:
-    """How many `[...]` a text has."""
+    """Count the `[...]` of a text."""
     return len(re.findall(r"\[.*?\]", text))
 
 

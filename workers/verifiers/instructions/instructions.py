@@ -45,7 +45,7 @@ def known_instructions() -> tuple[str, ...]:
 def follows(
     response: str, instruction: Instruction, *, mode: Mode = "strict", compat: bool = False
 ) -> bool:
-    """Whether a response keeps an instruction; an empty one keeps none."""
+    """Return whether a response keeps an instruction; an empty one keeps none."""
     options = bound_options(instruction)
     check = CHECKS[instruction.name]
     if compat and COMPAT in inspect.signature(check).parameters:

@@ -1,4 +1,4 @@
-"""How instruction checks take a text apart: words, tokens, sentences, paragraphs, languages.
+"""Pieces of a text for instruction checks: words, tokens, sentences, paragraphs, languages.
 
 No data files and no network: sentences end at `.`, `!` or `?` unless a known abbreviation stands
 there, and languages are told apart by script, letters and common words. Published checkers use
@@ -55,7 +55,7 @@ def words(text: str) -> list[str]:
 
 
 def count_words(text: str) -> int:
-    """How many `words` a text has."""
+    """Count the `words` of a text."""
     return len(words(text))
 
 
@@ -95,7 +95,7 @@ def _abbreviates(before: str) -> bool:
 
 
 def count_sentences(text: str) -> int:
-    """How many `sentences` a text has."""
+    """Count the `sentences` of a text."""
     return len(sentences(text))
 
 
@@ -108,14 +108,14 @@ def paragraphs(text: str, separator: str = r"\s?\*\*\*\s?") -> list[str] | None:
 
 
 def compare(count: int, relation: str, bound: Any) -> bool:
-    """Whether `count` stands in that relation to `bound`: "at least", "less than", ..."""
+    """Compare `count` with `bound` by a relation: "at least", "less than", ..."""
     if relation not in _COMPARISONS:
         raise ValueError(f"relation {relation!r} is unknown; choose {', '.join(_COMPARISONS)}")
     return _COMPARISONS[relation](count, int(bound))
 
 
 def count_keyword(text: str, keyword: str, *, compat: bool = False) -> int:
-    """How often a keyword occurs, in any case: as whole words, or as published with `compat`.
+    """Count a keyword, in any case: as whole words, or as published with `compat`.
 
     As published, a keyword is a regular expression and matches inside words: "art" is twice in
     "Art at the party".
@@ -194,12 +194,12 @@ _EMOJI = re.compile(
 
 
 def is_emoji(character: str) -> bool:
-    """Whether one character is an emoji or a part of one."""
+    """Return whether one character is an emoji or a part of one."""
     return _EMOJI.fullmatch(character) is not None
 
 
 def is_verb(word: str) -> bool:
-    """Whether a word is one of the common English verbs, in any of its forms."""
+    """Return whether a word is a common English verb, in any of its forms."""
     word = word.lower()
     if word in _VERBS or word in _IRREGULAR:
         return True

@@ -9,24 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import penstock as ps
 import torch
-from penstock.algorithms.grpo import GRPO, grpo_step
-from penstock.algorithms.roles import Sampling
-from penstock.dataflow import Engine, build, one_group, run_eagerly
-from penstock.workers.data.reasoning_task import ReasoningTaskSpec
-from penstock.workers.data.sources import PromptSource
-from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
-from penstock.workers.models.spec import ModelSpec
-from penstock.workers.models.tokenizer import TokenizerSpec
-from penstock.workers.rewards.rule_reward import RuleRewardSpec
-from penstock.workers.training.optimizer import OptimizerSpec
 
 NUM_STEPS = 5
 torch.set_num_threads(1)  # the same sums in the same order, whatever the machine
 
 # --- data: problems, their characters as tokens, and batches that depend on the step alone
 
-task_spec = ReasoningTaskSpec(
+task_spec = ps.ReasoningTaskSpec(
     name="chain_sum",
     config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     prompt_template="{expression}=",
@@ -34,14 +25,14 @@ task_spec = ReasoningTaskSpec(
     num_train=100,
     num_held_out=16,
 )
-tokenizer_spec = TokenizerSpec(alphabet="0123456789+-=")
+tokenizer_spec = ps.TokenizerSpec(alphabet="0123456789+-=")
 tokenizer = tokenizer_spec.build()
-prompts = PromptSource(task_spec.build(), tokenizer, batch_size=16, seed=0)
+prompts = ps.PromptSource(task_spec.build(), tokenizer, batch_size=16, seed=0)
 
 # --- workers, as recipes: a recipe can be built here, or in a Ray actor elsewhere
 
-actor = TorchPolicySpec(
-    model=ModelSpec(
+actor = ps.TorchPolicySpec(
+    model=ps.ModelSpec(
         architecture={
             "model_type": "qwen2",
             "vocab_size": tokenizer.vocab_size,
@@ -54,25 +45,25 @@ actor = TorchPolicySpec(
         }
     ),
     end_ids=tokenizer.end.ids,
-    optimizer=OptimizerSpec(lr=1e-3),
+    optimizer=ps.OptimizerSpec(lr=1e-3),
 )
-reward = RuleRewardSpec(task=task_spec, tokenizer=tokenizer_spec)
+reward = ps.RuleRewardSpec(task=task_spec, tokenizer=tokenizer_spec)
 workers = {"actor": actor, "reward": reward}
-cfg = GRPO(sampling=Sampling(num_samples=8, max_new_tokens=3))
+cfg = ps.GRPO(sampling=ps.Sampling(num_samples=8, max_new_tokens=3))
 
 # --- by hand: an ordinary function, called; put a breakpoint() anywhere
 
 for step, returned in enumerate(
-    run_eagerly(grpo_step, {"prompts": prompts}, NUM_STEPS, workers=workers, cfg=cfg)
+    ps.run_eagerly(ps.grpo_step, {"prompts": prompts}, NUM_STEPS, workers=workers, cfg=cfg)
 ):
     metrics: dict[str, Any] = returned.metrics
     print(f"by hand    step {step}  grad_norm {metrics['grad_norm'].value:.6f}")
 
 # --- as a graph: recorded once, then driven by the engine; the numbers are the same to the bit
 
-graph = build(grpo_step, cfg=cfg)
+graph = ps.build(ps.grpo_step, cfg=cfg)
 print(graph)
-with Engine(graph, one_group(graph), workers=workers) as engine:
+with ps.Engine(graph, ps.one_group(graph), workers=workers) as engine:
     for result in engine.run({"prompts": prompts}, NUM_STEPS):
         norm = result.metrics["actor.train/grad_norm"]
         print(f"as a graph step {result.step}  grad_norm {norm:.6f}")

@@ -5,12 +5,11 @@
     python benchmarks/same_bits.py --compare before.json --json after.json
 
 The cases are the default run of seed 0 (`make run`) and those of `same_bits_cases.py`: a short run
-for each algorithm, from the model that the default run left, so that rewards differ and gradients
-are not zero; and short runs for engines, executors, schedules, tasks, rewards, adapters, resuming,
-exporting and evaluating. Each gives the hash of all trained weights, the scores before and after,
-and hashes of what was sampled, evaluated and reported but for times and bytes. A case that only
-one of both sides has counts as a difference. `--model FOLDER` takes a model that the default run
-has trained before in place of training it again.
+for each algorithm, from a model that the first case trains; and short runs for engines, executors,
+schedules, tasks, rewards, adapters, resuming, exporting and evaluating. Each gives the hash of all
+trained weights, the scores before and after, and hashes of what was sampled, evaluated and
+reported but for times and bytes. A case that only one of both sides has counts as a difference.
+`--only` takes some of them, and `--model FOLDER` the first one's model, trained before.
 """
 
 from __future__ import annotations
@@ -27,12 +26,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from bench import parser, report, table
 from penstock.launch.main import main as penstock
-from same_bits_cases import MAIN, case_names, commands_of
+from same_bits_cases import BASE, case_names, commands_of
 from same_bits_parts import judge, rows
 
 LIMIT_S = 1800.0
@@ -94,8 +94,8 @@ def carry_out(name: str, root: Path, model: Path | None) -> None:
     runs, output, data = root / "runs", root / "output", root / "data"
     for folder in (output, data):
         folder.mkdir(parents=True)
-    for name in ("sums.jsonl", "calls.jsonl"):
-        (data / name).write_text("".join(json.dumps(row) + "\n" for row in rows(name)))
+    for file in ("sums.jsonl", "calls.jsonl"):
+        (data / file).write_text("".join(json.dumps(row) + "\n" for row in rows(file)))
     with judge() as url:
         for words in commands_of(name):
             run = max(runs.glob("[0-9]*"), default="", key=os.path.getmtime)
@@ -130,26 +130,32 @@ def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--compare", type=Path, metavar="FILE", help="a record to compare with")
     arguments.add_argument("--only", nargs="*", default=[], metavar="CASE", help="these cases")
-    arguments.add_argument("--model", type=Path, metavar="FOLDER", help="the default run's model")
+    arguments.add_argument("--model", type=Path, metavar="FOLDER", help="that of the first case")
+    arguments.add_argument("--jobs", type=int, default=1, help="cases at a time")
     given = arguments.parse_args()
     names = case_names()
     if unknown := set(given.only) - set(names):
         raise SystemExit(f"no such case: {', '.join(unknown)}; there are {', '.join(names)}")
-    wanted = {MAIN, *given.only} if given.only else {*names}
-    wanted -= {MAIN} if given.model else set()
+    wanted = {BASE, *given.only} if given.only else {*names}
+    wanted -= {BASE} if given.model else set()
     multiprocessing.set_forkserver_preload(["transformers", "penstock.launch.cli.run"])
     model: Path | None = given.model and given.model.resolve()
     now: dict[str, Any] = {}
     seconds: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as made:
-        for number, name in enumerate(name for name in names if name in wanted):
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(given.jobs) as pool:
+
+        def note(name: str) -> None:
             start_s = time.monotonic()
-            root = Path(made, str(number))
-            now[name] = measured(name, root, model)
+            now[name] = measured(name, Path(made, str(names.index(name))), model)
             seconds[name] = round(time.monotonic() - start_s, 1)
             print(f"{seconds[name]:7.1f} s  {name}: {now[name]['weights_sha256'][:16]}", flush=True)
-            if name == MAIN:
-                (model,) = (root / "runs").glob("*/models/actor")
+            if given.json is not None:  # what there is, should this be stopped
+                given.json.write_text(json.dumps({"cases": now, "seconds": seconds}))
+
+        if BASE in wanted:
+            note(BASE)
+            (model,) = Path(made, "0", "runs").glob("*/models/actor")
+        list(pool.map(note, [name for name in names if name in wanted - {BASE}]))
     failed = [name for name, case in now.items() if case["weights_sha256"] == "failed"]
     before = now if given.compare is None else json.loads(given.compare.read_text())["cases"]
     names = [name for name in dict.fromkeys([*before, *now]) if name in wanted or not given.only]

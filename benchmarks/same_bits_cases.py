@@ -1,6 +1,6 @@
 """The cases of `same_bits.py`: commands, each of which is a short run or what follows on one.
 
-In a word `{model}` is the folder that the default run left, `{run}` the run of the commands before,
+In a word `{model}` is the folder that the case `BASE` left, `{run}` the run of the commands before,
 `{output}` an empty folder, `{data}` the folder of `rows`, `{judge}` the address of a judge.
 """
 
@@ -17,7 +17,7 @@ from penstock import configs
 from penstock.launch.main import main as penstock
 
 CONFIGS = Path(str(configs.__file__)).parent
-MAIN = "make run"
+BASE, MAIN = "the model of the others", "make run"
 ROWS = {"prompts": 16, "pairs": 16, "demos": 16, "rows": 8}
 """Rows of each kind in a step of a short run."""
 SHORT = (
@@ -28,6 +28,14 @@ SHORT = (
     "evaluation.num_prompts=32",
     "checkpoint_every=2",
 )
+MODEL = (
+    "algorithm=sft",
+    "algorithm.num_steps=30",
+    "algorithm.per_step.demos=64",
+    "evaluation.num_prompts=64",
+    *SHORT[:2],
+)
+"""Enough that rewards differ, so that gradients are not zero."""
 SMALL = (
     "model.architecture.hidden_size=32",
     "model.architecture.intermediate_size=64",
@@ -61,8 +69,14 @@ FILE = (
     "task.path={data}/sums.jsonl",
     "task.num_held_out=8",
     "task.max_response_tokens=5",
+    "evaluation.num_prompts=8",
 )
-OWN = ("task=own", "task.kind=same_bits_parts:DoublesSpec", "task.max_response_tokens=5")
+OWN = (
+    "task=own",
+    "task.kind=same_bits_parts:DoublesSpec",
+    "task.max_response_tokens=5",
+    "evaluation.num_prompts=8",
+)
 CALLS = "{kind: file, path: '{data}/calls.jsonl', response_field: response, num_held_out: 8}"
 TOOLS = (
     "task=tools",
@@ -104,7 +118,7 @@ OF_GRPO = {
         "task=mixture",
         "task.tasks={sums: chain_sum, own: {kind: file, path: '{data}/sums.jsonl', "
         "num_held_out: 8}}",
-        "task.weights={own: 2}",
+        "task.weights={own: 0.25}",
         "task.max_response_tokens=5",
     ),
     "own task": OWN,
@@ -215,13 +229,15 @@ def case_names() -> list[str]:
     """Give the names of all cases."""
     algorithms = sorted(path.stem for path in (CONFIGS / "algorithm").glob("*.yaml"))
     algorithms.remove("own")  # it has no step of its own
-    return [MAIN, *algorithms, *OF_GRPO, *OF_AGENT_GRPO, *OTHERS]
+    return [BASE, MAIN, *algorithms, *OF_GRPO, *OF_AGENT_GRPO, *OTHERS]
 
 
 def commands_of(name: str) -> list[list[str]]:
     """Give the commands of a case, one after another."""
     if name == MAIN:
         return [["run", "seed=0"]]
+    if name == BASE:
+        return [["run", *MODEL]]
     if name == "SmolLM2":
         return [["run", *SMOLLM2]]
     words = {**OF_GRPO, **OF_AGENT_GRPO}.get(name, ())
@@ -229,7 +245,10 @@ def commands_of(name: str) -> list[list[str]]:
     algorithm = "agent_grpo" if name in OF_AGENT_GRPO else algorithm
     words = SERVED if name == "served acting" else words
     words = LORA if name.startswith("LoRA") else words
-    run = ["run", *_last_of_each([*short_words(algorithm), *words])]
+    base = short_words(algorithm)
+    if any(word.startswith("task=") for word in words):
+        base = [word for word in base if not word.startswith("task")]
+    run = ["run", *_last_of_each([*base, *words])]
     adapter = ["export", "run={run}", "adapter=true", "output={output}/adapter"]
     second = [word for word in run if not word.startswith("model.lora")]
     return {

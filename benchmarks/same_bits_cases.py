@@ -73,7 +73,7 @@ FILE = (
 )
 OWN = (
     "task=own",
-    "task.kind=same_bits_parts:DoublesSpec",
+    "task.kind=same_bits_workers:DoublesSpec",
     "task.max_response_tokens=5",
     "evaluation.num_prompts=8",
 )
@@ -123,7 +123,7 @@ OF_GRPO = {
     ),
     "own task": OWN,
     "own task in the pool": (*OWN, "+task.pooled=true"),
-    "own reward": (f"{REWARD}.worker=same_bits_parts:EvenTokens",),
+    "own reward": (f"{REWARD}.worker=same_bits_workers:EvenTokens",),
     "own reward in the pool": (*FILE, "task.reward=same_bits_parts:closeness"),
     "judge": (f"{REWARD}.worker=judge", f"{REWARD}.options={{url: '{{judge}}', model: j}}"),
     "mixture of rewards": (

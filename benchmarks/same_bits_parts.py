@@ -1,6 +1,7 @@
-"""A user's own parts for the cases of `same_bits.py`: a task, rewards, a tool, a program, servers.
+"""A user's own functions for the cases of `same_bits.py`: a reward, a tool, a program, servers.
 
-As an MCP server it is started by path: `python benchmarks/same_bits_parts.py`.
+As an MCP server it is started by path: `python benchmarks/same_bits_parts.py`. Processes that start
+with it have a deadline, so it imports nothing large.
 """
 
 from __future__ import annotations
@@ -10,15 +11,8 @@ import threading
 import urllib.request
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-import torch
-from penstock.algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
-from penstock.workers.data.row_report import DataReport
-from penstock.workers.data.task import Task
-from penstock.workers.verifiers.pool import VerifierSpec
 
 
 def closeness(prompt: str, response: str, answer: str | None) -> float:
@@ -27,70 +21,9 @@ def closeness(prompt: str, response: str, answer: str | None) -> float:
     return sum(a == b for a, b in zip(wanted, response, strict=False)) / (1 + len(wanted))
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoublesSpec:
-    """The numbers below 50: twice the number is asked for."""
-
-    pooled: bool = False
-    """Whether responses are scored in processes of their own."""
-    num_held_out: int = 8
-
-    def build(self) -> Doubles:
-        """Make the task."""
-        return Doubles(self)
-
-
-class Doubles(Task):
-    """The task of `DoublesSpec`."""
-
-    task_id = "doubles"
-    correct_score = 0.5
-
-    def __init__(self, spec: DoublesSpec) -> None:
-        self.train = range(50 - spec.num_held_out)
-        self.held_out = range(50 - spec.num_held_out, 50)
-        self.report = DataReport("doubles")
-        here = f"{__name__}:doubles_verifier"
-        self.verifier = VerifierSpec(factory=here, arguments={}) if spec.pooled else None
-
-    def prompt_text(self, index: int) -> str:
-        """Ask for the sum."""
-        return f"{index}+{index}="
-
-    def answer_text(self, index: int) -> str:
-        """Give the sum."""
-        return str(2 * index)
-
-    def pair_texts(self, index: int) -> tuple[str, str]:
-        """Give the sum, and its neighbor."""
-        return str(2 * index), str(2 * index + 1)
-
-    def score(self, index: int, response: str) -> float:
-        """Score a response."""
-        return closeness("", response, self.answer_text(index))
-
-    def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        """Give what `doubles_verifier` takes."""
-        return (response, self.answer_text(index))
-
-    def where(self, index: int) -> str:
-        """Name a problem."""
-        return f"doubles[{index}]"
-
-
 def doubles_verifier() -> Callable[[str, str], float]:
     """Make the verifier of `Doubles` in a process of its own."""
     return lambda response, answer: closeness("", response, answer)
-
-
-class EvenTokens(Reward):
-    """A worker whose score is the share of even tokens."""
-
-    def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
-        """Score each row."""
-        del prompt_id
-        even = ((tokens % 2 == 0) & mask).sum(1)
-        return even.to(torch.float32) / mask.sum(1).clamp(min=1)
 
 
 def add(a: int, b: int) -> str:

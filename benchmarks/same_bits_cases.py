@@ -138,12 +138,14 @@ OF_GRPO = {
 OF_AGENT_GRPO = {
     "tools": (
         *TOOLS,
-        "task.tools={own: {kind: functions, functions: ['same_bits_parts:add']}}",
+        "task.tools={own: {kind: functions, functions: ['same_bits_parts:add'], "
+        "time_limit_s: 300}}",
     ),
     "MCP": (
         *TOOLS,
         f"task.tools={{own: {{kind: mcp, command: ['{sys.executable}', "
-        f"'{Path(__file__).with_name('same_bits_parts.py')}'], deterministic: true}}}}",
+        f"'{Path(__file__).with_name('same_bits_parts.py')}'], deterministic: true, start_limit_s: 300, "
+        "time_limit_s: 300}}",
     ),
     "program": (
         "task=program",

@@ -144,8 +144,8 @@ OF_AGENT_GRPO = {
     "MCP": (
         *TOOLS,
         f"task.tools={{own: {{kind: mcp, command: ['{sys.executable}', "
-        f"'{Path(__file__).with_name('same_bits_parts.py')}'], deterministic: true, start_limit_s: 300, "
-        "time_limit_s: 300}}",
+        f"'{Path(__file__).with_name('same_bits_parts.py')}'], deterministic: true, "
+        "start_limit_s: 300, time_limit_s: 300}}",
     ),
     "program": (
         "task=program",

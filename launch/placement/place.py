@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...configs.plan_schema import WorkloadConfig
 from ...configs.schema import ExecutorConfig, RoleConfig
@@ -27,10 +27,7 @@ from ...planner.inputs.layout import Layout
 from ...planner.inputs.model_shape import ModelShape
 from ...planner.inputs.workload import Workload
 from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
-from ...planner.plan.planner import plan_step
 from ...planner.report.plan_texts import cluster_text, placement_text
-from ...planner.search.options import Option
-from ...planner.search.pins import Pins
 from ...workers.engines.registry import ENGINES, trainers
 from ...workers.executors.assignment import Machine, NoRoom, assign, shares_of
 from ...workers.executors.executor_kind import ExecutorKind
@@ -43,6 +40,9 @@ from ..inputs.run import Run, executor_kind
 from ..inputs.sizes import train_items
 from .machine import PlannedMachine, planned_machine, threads_of
 from .plan_inputs import PlanInputs
+
+if TYPE_CHECKING:
+    from ...planner.search.options import Option
 
 _SIZES = {"tensor_parallel": "tp", "pipeline_parallel": "pp"}
 """Sections of `executor` that divide models, and the size of a layout that each is."""
@@ -599,6 +599,10 @@ def _best(
     graph = run.main.graph
     items = train_items(graph, run.main.config.per_step)
     engines, others = run.engines.planned()
+    # Imported here: a run in one process plans nothing, and the search is 23 modules.
+    from ...planner.plan.planner import plan_step
+    from ...planner.search.pins import Pins
+
     pins = Pins(allows=_Divides(items, workload))
     found: list[Plan] = []
     refused: list[PlanError] = []

@@ -13,8 +13,7 @@ from ...dataflow.graph.graph import NodeKind, RoleRef
 from ...dataflow.runtime.engine import Source
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.plan.plan import Plan
-from ...workers.agents.registry import TASK_AGENTS
-from ...workers.agents.worker import check_converses
+from ...workers.agents.registry import TASK_AGENTS, check_converses
 from ...workers.data.row_report import DataReport
 from ...workers.data.task import Task
 from ...workers.engines.registry import DEFAULT

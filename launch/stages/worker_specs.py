@@ -21,8 +21,7 @@ from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
-from ...workers.agents.registry import TASK_AGENTS
-from ...workers.agents.worker import AgentSpec
+from ...workers.agents.registry import AGENT, TASK_AGENTS
 from ...workers.engines.engine import Engine
 from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.architecture import empty_model
@@ -296,7 +295,9 @@ def _spec(
 def check_agents(datas: Sequence[Data], options: Mapping[str, Any]) -> None:
     """Refuse problems whose conversations could not be rendered or read."""
     for data in {id(data): data for data in datas if data.task.converses}.values():
-        spec = AgentSpec(task=data.spec, tokenizer=data.tokenizer_spec, chat=data.chat, **options)
+        spec = TASK_AGENTS[AGENT](
+            task=data.spec, tokenizer=data.tokenizer_spec, chat=data.chat, **options
+        )
         spec.ways(data.task, data.tokenizer)
 
 

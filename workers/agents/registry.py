@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ...dataflow.errors import ConfigError
 from ...dataflow.registry import Registry
 
 if TYPE_CHECKING:
-    from .worker import AgentSpec
+    from ..data.task import Task
 
-TASK_AGENTS: Registry[type[AgentSpec]] = Registry(
-    {"agent": "penstock.workers.agents.worker:AgentSpec"}
-)
+AGENT = "agent"
+
+TASK_AGENTS = Registry[Any]({AGENT: "penstock.workers.agents.worker:AgentSpec"})
 """Every agent that a configuration can name, with its spec."""
+
+
+def check_converses(task: Task) -> None:
+    """Require a task whose problems are answered in conversation."""
+    if not task.converses:
+        raise ConfigError(
+            f"task '{task.task_id}' has no environments to talk with\n    choose one that has, "
+            "such as task=calculator, or give your task a method `environment`"
+        )

@@ -39,6 +39,7 @@ from ..rollout.sampling import turn_seed, turn_uniforms
 from .conversation import Conversation, Exchange, Floor, as_table
 from .environment import Reply
 from .programs.program import ProgramHolder
+from .registry import check_converses
 from .rendering import TurnRenderer
 from .tools.parsing import FORMATS, CallFormat, CallParser, FormatName, format_of, format_shown
 
@@ -326,12 +327,3 @@ def _calls_of(
             f"algorithm.roles.agent.options.calls=hermes; there are {', '.join(FORMATS)}"
         )
     return found
-
-
-def check_converses(task: Task) -> None:
-    """Require a task whose problems are answered in conversation."""
-    if not task.converses:
-        raise ConfigError(
-            f"task '{task.task_id}' has no environments to talk with\n    choose one that has, "
-            "such as task=calculator, or give your task a method `environment`"
-        )

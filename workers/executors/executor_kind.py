@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.runtime.executor import Executor
 from ..weight_sync.registry import Transport
-from .assignment import Machine
-from .process_backend import ProcessBackend
+
+if TYPE_CHECKING:
+    from .assignment import Machine
+    from .process_backend import ProcessBackend
 
 
 def _nothing() -> None:
@@ -42,7 +44,7 @@ class ExecutorKind:
     connect: Callable[[], ProcessBackend | None] = _nothing
     # The machines of the cluster that its processes run on, those first that are taken first; none
     # if they run on this one.
-    machines: Callable[[], Sequence[Machine]] = tuple[Machine, ...]
+    machines: Callable[[], Sequence[Machine]] = tuple
     # Ends what stopped executors of the kind have left running for the next.
     end: Callable[[], None] = _nothing
 

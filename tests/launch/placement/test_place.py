@@ -377,6 +377,15 @@ def test_a_planned_run_says_what_was_predicted(tmp_path: Path) -> None:
     assert Plan.read(run / "plan.json").prediction is not None
 
 
+def test_a_channel_that_is_gone_names_what_to_use() -> None:
+    with pytest.raises(ConfigError) as error:
+        config_of("algorithm=grpo", "executor=ray", "executor.transport=point_to_point")
+    assert str(error.value) == (
+        "'executor.transport': the channel 'point_to_point' is gone: the object store was faster "
+        "in every case measured\n    leave executor.transport out, or set it to object_store"
+    )
+
+
 def test_one_process_has_nothing_to_transport() -> None:
     config = config_of("algorithm=grpo", "executor.transport=cuda_ipc")
     with pytest.raises(ConfigError) as error:

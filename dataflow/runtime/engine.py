@@ -33,7 +33,7 @@ from .recovery.going_back import GoingBack
 from .recovery.ledger import Ledger
 from .recovery.limits import Recoveries, Recovery, Told, WorkerLost
 from .recovery.resizing import Resizing, Scale
-from .run import Run, Trained
+from .run import EngineRun, Trained
 from .saving.of_run import Saving, StateInWorkers
 from .source import Source
 from .step_result import StepResult
@@ -355,11 +355,11 @@ class Engine:
         going: GoingBack,
         ahead: frozenset[int],
         suspended: Suspended | None,
-    ) -> Run:
+    ) -> EngineRun:
         schedule, is_main = self.schedule, asked.program == "main"
         if not is_main:
             schedule = replace(schedule, streaming=0, segment_tokens=0, in_flight=False)
-        return Run(
+        return EngineRun(
             self._as_sized(asked.program),
             asked.program,
             asked.sources,

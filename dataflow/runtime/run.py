@@ -138,7 +138,7 @@ Trained = dict[str, tuple[str, str]]
 """Role -> (program, group) where it was trained last: its newest weights."""
 
 
-class Run:
+class EngineRun:
     """The state between instructions and answers; see `Engine.run` for the other arguments."""
 
     def __init__(

@@ -54,11 +54,11 @@ def _plan(composed: dict[str, Any]) -> None:
 
 def found_plan(composed: dict[str, Any]) -> tuple[PlanRequest, Plan, tuple[Comparison, ...]]:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
-    from ..placement.plan_request import answered, plan_request
+    from ..placement.plan_request import plan_and_tables, plan_request
 
     refuse_resume(composed, "plan")
     request = plan_request(composed, chosen("model"))
-    return request, *answered(request)
+    return request, *plan_and_tables(request)
 
 
 def _show(

@@ -344,7 +344,7 @@ def _dry_run(composed: dict[str, Any]) -> None:
     from dataclasses import replace
 
     from ..inputs.compose import AUTO, resolve, run_config
-    from ..placement.machine import joined
+    from ..placement.machine import with_cluster
     from ..run_dir.trackers.registry import TRACKERS, Trackers
     from ..stages.prepare import prepare
 
@@ -358,7 +358,7 @@ def _dry_run(composed: dict[str, Any]) -> None:
     if cluster is not None or config.placement != AUTO:
         run = replace(run, cluster=cluster)
     else:
-        run = joined(run)
+        run = with_cluster(run)
     print(_dry_run_text(prepare(run, dry=True), cluster))
 
 

@@ -212,7 +212,7 @@ ALIKE = 1.1
 """How much more memory a node may have than another that is taken for its equal."""
 
 
-def joined(run: Run) -> Run:
+def with_cluster(run: Run) -> Run:
     """The run with the cluster that its executor has joined, if it has and a device is known."""
     if run.cluster is not None:
         return run

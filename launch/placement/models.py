@@ -24,7 +24,7 @@ from ..run_dir.stop import say
 from .machine import has_fast_bfloat16
 
 
-def settled(run: Run) -> Run:
+def with_models(run: Run) -> Run:
     """The run with a precision and a model that are here.
 
     Of a model of a hub all but the weights is downloaded: what is wrong with the rest of a run

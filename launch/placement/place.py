@@ -173,7 +173,7 @@ def placement_of(graph: Graph, plan: Plan, run: Run) -> Placement:
     given = run.config.placement
     where = "the plan" if given == AUTO else f"plan file {given}"
     check_layouts(plan, graph, run.engines, where)
-    placement = divided(plan, graph, run.engines).placement(graph)
+    placement = divide_groups(plan, graph, run.engines).placement(graph)
     idle = _idle(graph, placement)
     if idle and run.executor.groups:
         raise PlanError(
@@ -198,7 +198,7 @@ def _used(graph: Graph, placement: Placement) -> set[str]:
     return nodes | {server for _, server in placement.serving(graph)}
 
 
-def followed(
+def follow_main(
     graph: Graph,
     main: Graph,
     placement: Placement,
@@ -331,7 +331,7 @@ def check_layouts(plan: Plan, graph: Graph, engines: Engines, where: str) -> Non
             )
 
 
-def divided(plan: Plan, graph: Graph, engines: Engines) -> Plan:
+def divide_groups(plan: Plan, graph: Graph, engines: Engines) -> Plan:
     """The plan with a group for every kind of process.
 
     The first kind of a group, the one that trains if there is any, keeps its name and whatever
@@ -520,7 +520,7 @@ _DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlacementChoice:
     """The plan that the planner chose.
 
     Attributes:
@@ -534,7 +534,7 @@ class Choice:
     note: str
 
 
-def choose(run: Run) -> Choice:
+def choose(run: Run) -> PlacementChoice:
     """Plan the main stage for this machine.
 
     Where the planner knows the model, an infeasible run is refused. Where it does not, everything
@@ -573,12 +573,14 @@ def choose(run: Run) -> Choice:
         *measured,
     )
     notes = "".join(f"\nplacement: {note}" for note in said)
-    return Choice(plan, threads, _said(graph, plan) + notes)
+    return PlacementChoice(plan, threads, _said(graph, plan) + notes)
 
 
-def _one_rank(section: ExecutorConfig, why: str) -> Choice:
+def _one_rank(section: ExecutorConfig, why: str) -> PlacementChoice:
     plan = one_group_plan(device=section.device)
-    return Choice(plan, None, f"placement: everything on one rank; nothing was planned: {why}")
+    return PlacementChoice(
+        plan, None, f"placement: everything on one rank; nothing was planned: {why}"
+    )
 
 
 def _said(graph: Graph, plan: Plan) -> str:
@@ -629,7 +631,9 @@ def _best(
     if not found:
         raise refused[0]
     best = min(found, key=_step_time_s)
-    ranks = [group.device_group.num_ranks for group in divided(best, graph, run.engines).groups]
+    ranks = [
+        group.device_group.num_ranks for group in divide_groups(best, graph, run.engines).groups
+    ]
     chunks = lcm(*ranks) // max(ranks)
     return best.model_copy(update={"cluster": machine.cluster, "chunks_per_rank": chunks})
 

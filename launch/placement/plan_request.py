@@ -592,7 +592,7 @@ def _groups(pins: Pins, call_groups: Sequence[str]) -> list[set[str]]:
     return groups
 
 
-def answered(request: PlanRequest) -> tuple[Plan, tuple[Comparison, ...]]:
+def plan_and_tables(request: PlanRequest) -> tuple[Plan, tuple[Comparison, ...]]:
     """The plan, and the tables that were asked for.
 
     With a time to reach (`target_s`) it is the plan for the fewest nodes that reach it, or else for

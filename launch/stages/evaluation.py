@@ -42,7 +42,7 @@ from ..inputs.env_specs import env_task
 from ..inputs.record import Stage
 from ..inputs.suites import HELD_OUT_LOSS, HeldOutRows, Suite
 from ..run_dir.checkpoint import CheckpointStore
-from ..run_dir.evaluations import LOSS, SHARES, WHOLE, Evaluations, Measured
+from ..run_dir.evaluations import LOSS, SHARES, WHOLE, Evaluations, Measured, logged_name
 from ..run_dir.files import required_object
 from ..run_dir.progress import StageProgress
 from .worker_specs import agent_spec
@@ -442,35 +442,17 @@ class Evaluates(Protocol):
         ...
 
 
-class TimedEvaluator:
-    """An evaluator that shows when it is at work.
+EvaluationReport = Callable[[int, Mapping[str, float], float | None], None]
+"""Called with a step, the metrics of its evaluation, and the seconds of the latest evaluation."""
 
-    Args:
-        inner: Who measures.
-        shown: The stage's console.
 
-    Attributes:
-        took_s: Seconds of the latest evaluation; None if there was none.
-    """
-
-    def __init__(self, inner: Evaluates, shown: StageProgress) -> None:
-        self._inner, self._shown = inner, shown
-        self.took_s: float | None = None
-
-    @property
-    def programs(self) -> dict[str, Program]:
-        return self._inner.programs
-
-    @property
-    def workers(self) -> dict[str, WorkerSpec | Role]:
-        return self._inner.workers
-
-    def measure(self, engine: Engine) -> dict[str, Measured]:
-        since_s = time.monotonic()
-        with self._shown.evaluation():
-            found = self._inner.measure(engine)
-        self.took_s = time.monotonic() - since_s
-        return found
+def logged(found: Mapping[str, Measured]) -> dict[str, float]:
+    """Flatten an evaluation to the names it is logged as."""
+    return {
+        f"evaluation/{logged_name(suite, name)}": value
+        for suite, measured in found.items()
+        for name, value in measured.values.items()
+    }
 
 
 class Measuring:
@@ -483,6 +465,7 @@ class Measuring:
         first_step: The step that the run goes on from.
         num_steps: The stage's.
         store: Its checkpoints.
+        shown: Its console, which shows when an evaluation goes on.
 
     Raises:
         ConfigError: If what was found before a run was interrupted cannot be read.
@@ -502,10 +485,13 @@ class Measuring:
         first_step: int,
         num_steps: int,
         store: CheckpointStore,
+        shown: StageProgress,
     ) -> None:
         self._evaluator, self._config, self._kept = evaluator, config, kept
         self._first_step, self._num_steps, self._store = first_step, num_steps, store
-        self._note: Callable[[int, Mapping[str, Measured]], None] = lambda step, found: None
+        self._shown = shown
+        self._latest_s: float | None = None
+        self._report: EvaluationReport = lambda step, found, took_s: None
         for step in kept.steps() if evaluator else ():
             if step <= first_step:
                 kept.read(step)
@@ -514,17 +500,17 @@ class Measuring:
         self.stopped: int | None = None
         self.took_s = 0.0
 
-    def begin(self, engine: Engine, note: Callable[[int, Mapping[str, Measured]], None]) -> None:
+    def begin(self, engine: Engine, report: EvaluationReport) -> None:
         """Measure what the stage begins with, unless the run did before it was interrupted."""
-        self._note, first_step = note, self._first_step
+        self._report, first_step = report, self._first_step
         if self._evaluator is None:
             return
         self._kept.rewind(first_step)
         if 0 not in self._kept.steps():
-            self._kept.write(0, self._evaluator.measure(engine))
+            self._kept.write(0, self._timed(self._evaluator, engine))
         self.before = self._kept.read(0)
         if first_step in self._kept.steps():
-            self._note(first_step, self._kept.read(first_step))
+            self._report(first_step, logged(self._kept.read(first_step)), self._latest_s)
             self._judge(first_step)
         self._keep_best()
 
@@ -571,9 +557,16 @@ class Measuring:
 
     def _measure(self, engine: Engine, step: int) -> dict[str, Measured]:
         assert self._evaluator is not None, "nothing is measured without an evaluator"
-        found = self._evaluator.measure(engine)
+        found = self._timed(self._evaluator, engine)
         self._kept.write(step, found)
-        self._note(step, found)
+        self._report(step, logged(found), self._latest_s)
+        return found
+
+    def _timed(self, evaluator: Evaluates, engine: Engine) -> dict[str, Measured]:
+        since_s = time.monotonic()
+        with self._shown.evaluation():
+            found = evaluator.measure(engine)
+        self._latest_s = time.monotonic() - since_s
         return found
 
     def _judge(self, step: int) -> bool:

@@ -19,7 +19,6 @@ from ...dataflow.graph.graph import Graph, Node, NodeKind
 from ...dataflow.runtime.engine import StepResult
 from ..inputs.record import Stage
 from ..inputs.run import Run
-from ..run_dir.evaluations import Measured, logged_name
 from ..run_dir.progress import StagePlan, StageProgress
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.step_logs import EVENTS, EventLog, TraceLog, read_metrics
@@ -75,7 +74,7 @@ class ObservedStep:
         return cls(result, took_s, samples, env_steps, unit, time.time(), values, shown)
 
 
-class Observer:
+class StageObserver:
     """Watches a stage; what it does not override does nothing."""
 
     def on_stage(self, first_step: int) -> None:
@@ -94,7 +93,7 @@ class Observer:
         """The last step has been taken, and all that follows is in the stage's folder."""
 
 
-class Observers(Observer):
+class Observers(StageObserver):
     """The observers of one stage, told in order.
 
     Args:
@@ -102,7 +101,7 @@ class Observers(Observer):
         check_there: Raises `WorkerError` if the run's folder was removed.
     """
 
-    def __init__(self, every: Sequence[Observer], check_there: Callable[[], None]) -> None:
+    def __init__(self, every: Sequence[StageObserver], check_there: Callable[[], None]) -> None:
         self._every, self._check_there = every, check_there
 
     @override
@@ -132,7 +131,7 @@ class Observers(Observer):
             one.on_end(num_steps)
 
 
-class TrackerObserver(Observer):
+class TrackerObserver(StageObserver):
     """Hands metrics to the run's trackers.
 
     Args:
@@ -157,7 +156,7 @@ class TrackerObserver(Observer):
         self._trackers.note(step, self._stage, found, recorded=self._curves)
 
 
-class TraceObserver(Observer):
+class TraceObserver(StageObserver):
     """Writes the timeline."""
 
     def __init__(self, trace: TraceLog) -> None:
@@ -171,7 +170,7 @@ class TraceObserver(Observer):
         self._trace.write_counters(step.result.step, step.ended_s, {**step.headline, **waits})
 
 
-class EventObserver(Observer):
+class EventObserver(StageObserver):
     """Writes `events.jsonl`."""
 
     def __init__(self, folder: Path) -> None:
@@ -186,7 +185,7 @@ class EventObserver(Observer):
         self._log.write({"kind": kind, "step": step, **fields})
 
 
-class ConsoleObserver(Observer):
+class ConsoleObserver(StageObserver):
     """Shows how the stage goes to a person, or as JSON to a program."""
 
     def __init__(self, shown: StageProgress, graph: Graph) -> None:
@@ -214,7 +213,7 @@ class ConsoleObserver(Observer):
         self._shown.warn(kind, step, text, fields)
 
 
-class HealthObserver(Observer):
+class HealthObserver(StageObserver):
     """Looks for signs that the stage goes wrong, and reports each as an event."""
 
     def __init__(self, signs: Signs, metrics: Path, report: Callable[..., None]) -> None:
@@ -231,7 +230,7 @@ class HealthObserver(Observer):
             self._report(sign.kind, sign.step, str(sign), asdict(sign))
 
 
-class SampleObserver(Observer):
+class SampleObserver(StageObserver):
     """Shows a response now and then, and gives responses to the trackers that have tables.
 
     Args:
@@ -295,15 +294,6 @@ def observing(
             one.on_stage(first_step)
         yield Observers([tracker, *others], check_there)
         check_there()  # models are written next
-
-
-def evaluation_values(found: Mapping[str, Measured]) -> dict[str, float]:
-    """Flatten an evaluation to the names it is logged as."""
-    return {
-        f"evaluation/{logged_name(suite, name)}": value
-        for suite, measured in found.items()
-        for name, value in measured.values.items()
-    }
 
 
 def is_shown(step: int, num_steps: int, every: int | None, *, live: bool) -> bool:

@@ -26,8 +26,8 @@ from ..inputs.run import Run, executor_kind
 from ..inputs.sizes import check_lengths, longest_sampled
 from ..inputs.suites import HeldOutRows, Suite, suites_of
 from ..inputs.tables import longest_rows, sources_of, statistics_of
-from ..placement.machine import idle_gpus, joined
-from ..placement.models import fetch_weights, settled
+from ..placement.machine import idle_gpus, with_cluster
+from ..placement.models import fetch_weights, with_models
 from ..placement.place import (
     check_devices,
     choose,
@@ -246,7 +246,7 @@ def prepare(run: Run, plan: Plan | None = None, *, dry: bool = False) -> Run:
         FlowError: If a step's loss cannot correct for the schedule's lag.
         PlanError: If the placement does not fit.
     """
-    run = settled(run if dry else joined(run))
+    run = with_models(run if dry else with_cluster(run))
     run = build_stages(run, plan)
     for stage in run.stages:
         check_options(stage, run)

@@ -31,7 +31,7 @@ from ..inputs.record import Stage
 from ..inputs.run import Run
 from ..inputs.sizes import check_sizes
 from ..inputs.tables import check_tables
-from ..placement.place import followed, placement_of, planned_options, written_plan
+from ..placement.place import follow_main, placement_of, planned_options, written_plan
 from .streaming import check_parts, check_streams, stage_flow, stage_schedule
 
 MODEL = "model"
@@ -88,7 +88,7 @@ def place_stages(run: Run, plan: Plan) -> Run:
     stages: list[Stage] = []
     for stage in run.stages[:-1]:
         per_step = stage.config.per_step
-        its = followed(stage.graph, main.graph, placement, per_step, keep_ranks=keep_ranks)
+        its = follow_main(stage.graph, main.graph, placement, per_step, keep_ranks=keep_ranks)
         stages.append(replace(stage, placement=its))
     stages.append(replace(main, placement=placement))
     for stage in stages:

@@ -27,7 +27,7 @@ from ..inputs.record import Stage
 from ..inputs.run import Run
 from ..placement.place import make_executor
 from ..run_dir.checkpoint import CheckpointStore, checkpoints_in
-from ..run_dir.evaluations import Evaluations, Measured
+from ..run_dir.evaluations import Evaluations
 from ..run_dir.files import required_object
 from ..run_dir.progress import RunProgress, StageProgress
 from ..run_dir.run_folder import ElasticGroup, RunFolder, read_wish, wish_version, write_groups
@@ -39,13 +39,12 @@ from .evaluation import (
     Evaluates,
     HeldOutLoss,
     Measuring,
-    TimedEvaluator,
     env_actors,
     stage_evaluator,
 )
 from .export import combined_sha256, export_roles, files_sha256
 from .headline import Headline
-from .observers import ObservedStep, evaluation_values, observing
+from .observers import ObservedStep, observing
 from .samples import sample_watch
 from .stage_result import Deaths, StageResult
 from .streaming import stage_flow, stage_schedule
@@ -86,7 +85,7 @@ def run_stage(
     first_step = point.state.step if point else 0
     with progress.stage(stage.name, first_step) as shown:
         started_s = time.monotonic()
-        evaluator = _evaluator(run, stage, home, shown)
+        evaluator = _evaluator(run, stage, home)
         found = StageResult(first_step=first_step, num_steps=first_step)
         found.deaths.num_complete = first_step
         engine = _engine(run, stage, specs, evaluator, home, found.deaths)
@@ -105,7 +104,7 @@ def _steps(
     stage: Stage,
     home: RunFolder,
     engine: Engine,
-    evaluator: TimedEvaluator | None,
+    evaluator: Evaluates | None,
     trackers: Trackers,
     shown: StageProgress,
     store: CheckpointStore,
@@ -113,17 +112,12 @@ def _steps(
 ) -> WorkerError | None:
     """Take the stage's steps; returns what the evaluation after the last failed of, if it did."""
     first_step, num_steps = found.first_step, stage.config.num_steps
-    kept, headline = Evaluations(home.path), Headline(stage)
-    measuring = Measuring(evaluator, run.config.evaluation, kept, first_step, num_steps, store)
+    config, kept, headline = run.config.evaluation, Evaluations(home.path), Headline(stage)
+    measuring = Measuring(evaluator, config, kept, first_step, num_steps, store, shown)
     shown.working = engine.working
     with engine, observing(run, stage, home, shown, trackers, first_step) as observers:
         found.deaths.tell = observers.on_event
-
-        def evaluated(step: int, measured: Mapping[str, Measured]) -> None:
-            took_s = evaluator.took_s if evaluator else None
-            observers.on_evaluation(step, evaluation_values(measured), took_s)
-
-        measuring.begin(engine, evaluated)
+        measuring.begin(engine, observers.on_evaluation)
         with (
             mirror_of(home.path, mirrored=run.mirrored) as mirror,
             stoppable(engine.longest.limit_s) as stop,
@@ -182,9 +176,7 @@ def _ledger(stage: Stage, home: RunFolder, num_steps: int) -> str:
     return text_of(lines, rollouts)
 
 
-def _evaluator(
-    run: Run, stage: Stage, home: RunFolder, shown: StageProgress
-) -> TimedEvaluator | None:
+def _evaluator(run: Run, stage: Stage, home: RunFolder) -> Evaluates | None:
     if stage is not run.main:
         return None
     found: Evaluates | None = None
@@ -196,7 +188,7 @@ def _evaluator(
         found = HeldOutLoss(
             run.held_out_rows, found, lambda graph: follow(graph, stage.graph, stage.placement)
         )
-    return TimedEvaluator(found, shown) if found else None
+    return found
 
 
 def _engine(

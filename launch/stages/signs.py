@@ -1,8 +1,8 @@
 """Signs that a run goes wrong: thresholds with their reasons, and remedies.
 
 A false alarm costs more trust than silence, so every threshold is far from what a healthy run
-shows; where a low entropy or a large KL is the price of a better policy, which `Progress` judges,
-none is told of.
+shows; none is reported where a low entropy or a large KL is the price of a better policy, which
+`RewardTrend` judges.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Row = Mapping[str, float]
 """A step's metrics, `node/name` -> number."""
 
 SHORT = 3
-"""Steps in a row that show a sign before it is told of, and without it before it has gone away: one
-step may be luck."""
+"""Steps in a row that show a sign before it is reported, and without it before it has gone away:
+one step may be luck."""
 LONG = 5
 """The same of equal groups, of which there are many whenever a task is nearly solved."""
 FEWEST_RESPONSES = 256
@@ -98,7 +98,7 @@ def _names(text: str) -> set[str]:
     return {part.partition("}")[0] for part in text.split("{")[1:]}
 
 
-class Progress:
+class RewardTrend:
     """Judges whether the policy gets better: by its reward, or by its episodes' return.
 
     Args:
@@ -149,7 +149,7 @@ class Past:
     """
 
     facts: SignFacts
-    progress: Progress
+    progress: RewardTrend
     first: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     latest: dict[str, deque[float]] = field(default_factory=dict[str, "deque[float]"])
 
@@ -441,7 +441,7 @@ class Signs:
     """
 
     def __init__(self, facts: SignFacts) -> None:
-        self._past = Past(facts, Progress(facts.order))
+        self._past = Past(facts, RewardTrend(facts.order))
         self._seen: dict[tuple[str, str], _Stretch] = {}
 
     def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:

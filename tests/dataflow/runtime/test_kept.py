@@ -14,7 +14,7 @@ from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Program
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import one_group
-from penstock.dataflow.runtime.run import Run
+from penstock.dataflow.runtime.run import EngineRun
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 
@@ -59,16 +59,17 @@ def test_what_is_kept_is_forgotten_once_it_has_been_handed_out(
 ) -> None:
     """As many outputs are stored at the end of each step as without."""
     stored: dict[bool, list[int]] = {True: [], False: []}
-    result = Run._result  # pyright: ignore[reportPrivateUsage] - what a run stores is seen nowhere else
+    # What a run stores is seen nowhere else.
+    result = EngineRun._result  # pyright: ignore[reportPrivateUsage]
 
     for keeps in (True, False):
 
-        def counted(run: Run, completed: object, keeps: bool = keeps) -> StepResult:
+        def counted(run: EngineRun, completed: object, keeps: bool = keeps) -> StepResult:
             made = result(run, completed)  # pyright: ignore[reportArgumentType]
             stored[keeps].append(len(run._store))  # pyright: ignore[reportPrivateUsage]
             return made
 
-        monkeypatch.setattr(Run, "_result", counted)
+        monkeypatch.setattr(EngineRun, "_result", counted)
         with engine(max_lag=1) as one:
             list(one.run(SOURCES, 6, keep=[SAMPLED] if keeps else []))
     assert stored[True] == stored[False]

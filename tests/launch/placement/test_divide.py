@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.dataflow.runtime.placement import Placement, sharing
-from penstock.launch.placement.place import choose, divided, written_plan
+from penstock.launch.placement.place import choose, divide_groups, written_plan
 from penstock.launch.stages.roles import build_stages
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.plan.plan import GroupPlan, Plan
@@ -102,7 +102,7 @@ def test_one_engine_in_one_layout_is_left_alone(tmp_path: Path) -> None:
     plan = Plan(groups=(GroupPlan(name="all", num_ranks=2),))
     config = config_of(*BOTH, "engine=torch", "rollout=same", written(tmp_path, plan))
     graph = build_stages(config).stages[-1].graph
-    assert divided(plan, graph, config.engines) is plan
+    assert divide_groups(plan, graph, config.engines) is plan
 
 
 def test_a_role_may_have_engines_of_its_own(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from penstock.configs.references import options_of
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
-from penstock.launch.placement.machine import idle_gpus, joined, preset_of
-from penstock.launch.placement.place import Choice, choose
+from penstock.launch.placement.machine import idle_gpus, preset_of, with_cluster
+from penstock.launch.placement.place import PlacementChoice, choose
 from penstock.workers.executors.assignment import Machine
 from penstock.workers.executors.on_ray import declaration
 from penstock.workers.executors.registry import EXECUTORS
@@ -42,10 +42,10 @@ def has(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[tuple[str, int]]) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
 
 
-def chosen(*words: str) -> Choice:
+def chosen(*words: str) -> PlacementChoice:
     composed = compose("run", [*LARGE, "executor=ray", "executor.device=cuda", *words])
     composed.pop("resume")
-    return choose(joined(resolved(composed)))
+    return choose(with_cluster(resolved(composed)))
 
 
 @pytest.mark.parametrize(

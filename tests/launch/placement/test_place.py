@@ -18,7 +18,7 @@ from penstock.launch.inputs.record import Stage
 from penstock.launch.inputs.run import Run
 from penstock.launch.placement.machine import threads_of
 from penstock.launch.placement.place import (
-    Choice,
+    PlacementChoice,
     choose,
     make_executor,
     placement_of,
@@ -75,7 +75,7 @@ def calibration(
     )
 
 
-def planned(tmp_path: Path, made: Calibration, *words: str) -> tuple[Run, Choice]:
+def planned(tmp_path: Path, made: Calibration, *words: str) -> tuple[Run, PlacementChoice]:
     file = tmp_path / "measured.json"
     file.write_text(made.model_dump_json())
     config = config_of(*PPO, f"calibration={file}", *words)

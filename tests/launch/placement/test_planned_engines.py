@@ -18,7 +18,7 @@ from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
 from penstock.launch.inputs.run import Run
-from penstock.launch.placement.place import check_layouts, choose, divided, planned_options
+from penstock.launch.placement.place import check_layouts, choose, divide_groups, planned_options
 from penstock.launch.stages.roles import build_stages
 from penstock.launch.stages.worker_specs import check_options
 from penstock.planner.cost.constants import GPU_DEFAULTS
@@ -166,7 +166,7 @@ def test_a_plan_is_one_that_its_engines_run(
         assert runner.why_not(layout, CALL_KINDS[node.kind], model) is None
     check_layouts(plan, step, run.engines, "the plan")
     planned_options(plan, replace(run.main, graph=step), run.engines)
-    groups = divided(plan, step, run.engines)
+    groups = divide_groups(plan, step, run.engines)
     placement = groups.placement(step)
     for name, layout in plan.layouts.items():
         group = placement.group(placement.nodes[name])
@@ -199,7 +199,7 @@ def test_the_planner_divides_models_for_fsdp() -> None:
         planned_options(plan, replace(run.main, graph=step), run.engines)["actor"]["shards"]
         == layout.dp
     )
-    placement = divided(plan, step, run.engines).placement(step)
+    placement = divide_groups(plan, step, run.engines).placement(step)
     groups = {name: placement.group(group) for name, group in placement.nodes.items()}
     assert (groups["actor.train"].num_ranks, groups["actor.train"].tensor_parallel) == (1, 4)
     assert groups["actor.train"].name == groups["ref.logprob"].name
@@ -229,7 +229,7 @@ def test_rows_are_shared_where_that_is_asked_for() -> None:
     assert (options["shards"], options["context_parallel"]) == (4, 2)
     # Two rows of 64 tokens, of which a process computes half.
     assert plan.micro_batch_tokens["actor.train"] == 64
-    placement = divided(plan, step, run.engines).placement(step)
+    placement = divide_groups(plan, step, run.engines).placement(step)
     group = placement.group(placement.nodes["actor.train"])
     assert (group.num_ranks, group.tensor_parallel) == (1, 4)
     with pytest.raises(PlanError) as caught:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.inputs.data import load_data
-from penstock.launch.placement.models import settled
+from penstock.launch.placement.models import with_models
 from penstock.launch.stages.roles import build_stages
 from penstock.launch.stages.worker_specs import check_options, worker_specs
 from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
@@ -57,7 +57,7 @@ def test_the_folders_adapter_is_not_added_to_what_an_earlier_stage_trained(tmp_p
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     words = [word for word in WORDS if not word.startswith(("~", "model.lora"))]
-    run = settled(config_of(*words, f"model.lora.folder={folder}"))
+    run = with_models(config_of(*words, f"model.lora.folder={folder}"))
     first, main = build_stages(run).stages
     data = load_data(run.config.task, run.model)
     of_first: Any = worker_specs(first, replace(run, data=data), {})

@@ -185,7 +185,7 @@ def test_mutations_belong_to_seed_role_and_step() -> None:
 
 def test_only_workers_with_weights_leave_any() -> None:
     one, _ = members()
-    with pytest.raises(WorkerError, match="'first' was to inherit the weights of a Role, which"):
+    with pytest.raises(WorkerError, match="needs `export_weights` of a Role"):
         inherit_weights(one, Role())
 
 

@@ -214,7 +214,7 @@ def test_every_algorithm_takes_at_least_one_optimizer_step(options: type, name: 
         (PPO, "score_clip", 0),
         (GRPO, "std_eps", -1e-6),
         (ReferenceGRPO, "std_eps", -1e-6),
-        (ReferenceGRPO, "kl_coef", 0),
+        (ReferenceGRPO, "kl_coef", 0.0),
     ],
 )
 def test_options_out_of_range(options: type, name: str, value: float) -> None:

@@ -359,11 +359,11 @@ def test_an_engine_that_is_not_there_is_refused(words: str, message: str) -> Non
             "    give an Engine (penstock.workers.engines.engine)",
         ),
         (
-            "engine.kind=penstock.workers.engines.registry:VLLM",
+            "engine.kind=penstock.workers.engines.vllm_engine.declaration:VLLM",
             "'engine.kind': engine 'vllm' declares no workers that train",
         ),
         (
-            "rollout.kind=penstock.workers.engines.registry:FSDP",
+            "rollout.kind=penstock.workers.engines.fsdp_engine.declaration:FSDP",
             "'rollout.kind': engine 'fsdp' declares no rollout worker",
         ),
     ],

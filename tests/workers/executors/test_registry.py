@@ -63,7 +63,7 @@ def test_what_is_no_executor_is_refused_by_name(made: Any) -> None:
         kind.make(None, DEFAULT_TRANSPORT)
     assert str(caught.value) == (
         f"executor 'slurm': its ExecutorKind.create returned a {type(made).__name__}, which is no "
-        "executor\n    return what has the methods and attributes of Executor "
+        "executor\n    return one of a class that inherits from Executor "
         "(penstock.dataflow.runtime.executor)"
     )
 

@@ -20,6 +20,7 @@ from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
+from ...dataflow.options import check_early
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
 from ...workers.agents.registry import AGENT, TASK_AGENTS
 from ...workers.engines.engine import Engine
@@ -208,11 +209,9 @@ def _check(
             TypeAdapter(hints[key]).validate_python(value, strict=True)
         except ValidationError as error:
             raise ConfigError(f"'{at}.{key}': {error.errors()[0]['msg']}, got {value!r}") from None
-    # What the run fills in is not known yet; the spec itself says which values it takes.
     required = (f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
-    unknown = {field.name: None for field in required if field.name in ours}
     try:
-        kind(**unknown, **options)
+        check_early(kind, options, [field.name for field in required if field.name in ours])
     except ValueError as error:
         raise ConfigError(f"'{at}': {error}") from None
 

@@ -14,9 +14,8 @@ are done in ceil(m / n) rounds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import NonNegativeFloat, option_class
 
 # seconds that a thread takes to get the interpreter's lock from another, twice a turn
 SWITCH_S = 1e-4
@@ -25,17 +24,16 @@ SWITCH_S = 1e-4
 LEAST_GAIN = 0.05
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class LoopTimes:
     """What one turn of a loop took, on average, while it ran alone."""
 
-    step_s: float  # elapsed seconds of a step
-    step_cpu_s: float  # seconds of them in which the process computed
-    ask_s: float  # elapsed seconds until the answer was there
-    ask_cpu_s: float  # seconds of them in which the process computed
+    step_s: NonNegativeFloat  # elapsed seconds of a step
+    step_cpu_s: NonNegativeFloat  # seconds of them in which the process computed
+    ask_s: NonNegativeFloat  # elapsed seconds until the answer was there
+    ask_cpu_s: NonNegativeFloat  # seconds of them in which the process computed
 
     def __post_init__(self) -> None:
-        check_range(self, "step_s", "step_cpu_s", "ask_s", "ask_cpu_s", at_least=0)
         if not self.step_s + self.ask_s > 0:
             raise ValueError("step_s and ask_s are 0; expected measured seconds")
 

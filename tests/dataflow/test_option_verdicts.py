@@ -51,7 +51,10 @@ _REQUIRED: Mapping[str, Any] = {
     "tuple[str, ...]": ("x",),
 }
 """Type of a field without a default -> a value."""
-_TOGETHER = {"ChatOptions": {"url": "x", "model": "x"}, "JudgeSpec": {"url": "x", "model": "x"}}
+_TOGETHER = {
+    "ChatClientOptions": {"url": "x", "model": "x"},
+    "JudgeSpec": {"url": "x", "model": "x"},
+}
 """Fields that are checked together, with values."""
 
 

@@ -12,10 +12,10 @@ import logging
 import math
 from collections.abc import Sequence
 from contextvars import copy_context
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from pydantic import SkipValidation
 from torch import Tensor
 
 from ...algorithms.roles.agents import (
@@ -27,7 +27,7 @@ from ...algorithms.roles.agents import (
 from ...algorithms.roles.language import Sampling
 from ...dataflow.errors import ConfigError, WorkerError
 from ...dataflow.graph.role import Metric, add_metrics
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import PositiveFloat, option_class
 from ...dataflow.runtime.call_context import CallKey, call_key
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.chat import ChatOptions, PromptEncoder
@@ -46,13 +46,13 @@ from .tools.parsing import FORMATS, CallFormat, CallParser, FormatName, format_o
 _LOG = logging.getLogger("penstock.agents")
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class AgentSpec:
     """Recipe for an `AgentWorker`; a `WorkerSpec`."""
 
-    task: TaskSpec
+    task: SkipValidation[TaskSpec]
     """The problems, and the environments that go with them."""
-    tokenizer: TokenizerSpec
+    tokenizer: SkipValidation[TokenizerSpec]
     """The policy's tokenizer, whose chat template renders what is shown."""
     task_fingerprint: str | None = None
     """`fingerprint` of the task the prompts come from, to be sure that both are the same."""
@@ -61,7 +61,7 @@ class AgentSpec:
     calls: FormatName | Literal["auto"] = "auto"
     """How calls of tools are written in a turn; `auto`: as the chat template has them, or as Hermes
     does where it shows no tools. Without tools, it is what the environment makes of the text."""
-    answer_limit_s: float = 30.0
+    answer_limit_s: PositiveFloat = 30.0
     """Longest wait for one answer of an environment, in seconds; then its conversation ends."""
     unscored: float | None = None
     """Score of a conversation whose environment fails or says None or nan; null leaves it out of
@@ -71,7 +71,6 @@ class AgentSpec:
     parts of earlier ones; such a template is refused otherwise."""
 
     def __post_init__(self) -> None:
-        check_range(self, "answer_limit_s", above=0)
         check_unscored(self.unscored)
 
     def build(self, context: WorkerContext) -> AgentWorker:

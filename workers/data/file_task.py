@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from ...dataflow.errors import ConfigError, closest
+from ...dataflow.options import option_class
 from ...dataflow.regular_files import check_regular, opened
 from .row_parts import BadPart, WrittenFloat
 from .row_task import RowSource, RowTask, RowTaskSpec
@@ -52,7 +52,7 @@ _MOST_PASSED_BYTES = 1 << 30  # of a line that is passed over because it is too 
 _ROWS_AT_ONCE = 1024  # of a Parquet file
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class FileTaskSpec(RowTaskSpec):
     """A file of problems and how to read it."""
 

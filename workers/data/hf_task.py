@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import PositiveInt, option_class
 from ...dataflow.regular_files import check_folder_files, check_regular, opened
 from .file_task import arrow_rows
 from .row_task import RowSource, RowTask, RowTaskSpec
@@ -19,7 +18,7 @@ _ROWS_AT_ONCE = 1024
 _SAVED = ("state.json", "dataset_dict.json")  # files that only folders of `save_to_disk` have
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class HfTaskSpec(RowTaskSpec):
     """A data set and how to read it; the fields of its columns are those of a file's rows."""
 
@@ -38,12 +37,8 @@ class HfTaskSpec(RowTaskSpec):
     """Commit, tag or branch of the hub's repository."""
     streaming: bool = False
     """Whether rows are read one by one instead of being downloaded first; needs `max_rows`."""
-    max_rows: int | None = None
+    max_rows: PositiveInt | None = None
     """Rows of each split to read at most, the first ones."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "max_rows", at_least=1)
 
     def build(self) -> RowTask:
         if self.held_out_split is not None and self.num_held_out:

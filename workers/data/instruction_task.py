@@ -18,7 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import NonNegativeInt, PositiveInt, option_class
 from ..verifiers.instructions.instructions import instruction_score
 from .task import Task
 
@@ -285,23 +285,18 @@ _SENTENCE = {
 SEEN_SUITE, UNSEEN_SUITE = "seen_kinds", "unseen_kinds"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class InstructionTaskSpec:
     """Number and seed of requests."""
 
-    num_train: int = 1000
+    num_train: PositiveInt = 1000
     """Training prompts."""
-    num_held_out: int = 240
+    num_held_out: NonNegativeInt = 240
     """Held-out prompts with the kinds of instruction that are trained on, and new topics."""
-    num_unseen: int = 480
+    num_unseen: NonNegativeInt = 480
     """Held-out prompts with other kinds of instruction, and new topics."""
     seed: int = 0
     """Seed of the prompts; the run's seed does not change them."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "num_train", at_least=1)
-        check_range(self, "num_held_out", at_least=0)
-        check_range(self, "num_unseen", at_least=0)
 
     def build(self) -> InstructionTask:
         return InstructionTask(self)

@@ -11,7 +11,6 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Protocol
 
@@ -19,26 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...dataflow.errors import ConfigError, one_process
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import Fraction, PositiveInt, option_class
 from .row_report import DataReport
 from .task import Task
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Order:
     """Choice of the problems of a step."""
 
     kind: Literal["shuffled", "curriculum", "priority"] = "shuffled"
     """`shuffled`: every problem once in an epoch. `curriculum`: the easiest first, more of them
     with every step. `priority`: each by its weight of 1 - pass rate."""
-    curriculum_steps: int = 100
+    curriculum_steps: PositiveInt = 100
     """Steps until a curriculum takes from all problems."""
-    pass_rates: tuple[float, float] = (0.0, 1.0)
+    pass_rates: tuple[Fraction, Fraction] = (0.0, 1.0)
     """Lowest and highest pass rate of problems that are used at all."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "curriculum_steps", at_least=1)
-        check_range(self, "pass_rates", at_least=0, at_most=1)
 
     @property
     def reads_rates(self) -> bool:

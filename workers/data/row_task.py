@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import FiniteFloat, option_class
 from ..verifiers.pool import VerifierSpec
 from ..verifiers.verifiers import (
     BUILT_IN,
@@ -47,7 +47,7 @@ class RowSource:
     rows: Iterable[tuple[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class RowTaskSpec:
     """Options of reading and scoring rows."""
 
@@ -88,15 +88,12 @@ class RowTaskSpec:
     reward_in_process: bool = False
     """Whether your function runs in the worker itself: quicker, but nothing stops it if it
     hangs."""
-    correct_score: float = 1.0
+    correct_score: FiniteFloat = 1.0
     """A response with at least this score counts as right."""
     max_bad_fraction: float = 0.1
     """Largest share of bad rows to go on without; more stops the run before it starts."""
     seed: int = 0
     """Seed of the choice of held-out prompts; the run's seed does not change it."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "correct_score")
 
 
 class RowTask(Task):

@@ -8,7 +8,6 @@ own options, which say how its network is made; what stands in both may be set b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +30,7 @@ from ...algorithms.roles.language import (
 )
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, Streamed, add_metrics
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import PositiveInt, option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.heads import Head
 from ..models.spec import ModelSpec
@@ -52,7 +51,7 @@ B = TypeVar("B")
 O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Recipe:
     """A model, and how much of it is computed at once."""
 
@@ -60,21 +59,10 @@ class Recipe:
     """Architecture and weights; also a folder that such a worker saved."""
     optimizer: OptimizerSpec | None = None
     """None for a frozen model, such as a reference."""
-    micro_batch_tokens: int = 4096
+    micro_batch_tokens: PositiveInt = 4096
     """Tokens a process computes at once in evaluation and training, padding not counted."""
     offload: bool = False
     """Whether the model waits in host memory while none of its calls runs."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "micro_batch_tokens", at_least=1)
-        self.check_options()
-
-    def check_options(self) -> None:
-        """Check the engine's own options.
-
-        Raises:
-            ValueError: Names the option.
-        """
 
     def check_group(self, context: WorkerContext) -> None:
         """Refuse a worker group that the model cannot be built on, without building anything.
@@ -134,7 +122,7 @@ class LanguageWorker(ModelWorker):
         self.network.save_adapter(folder / ADAPTER, self.model.folder)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class PolicyRecipe(Recipe):
     """A causal language model."""
 
@@ -313,7 +301,7 @@ class PolicyWorker(LanguageWorker, Policy):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ValueRecipe(Recipe):
     """A backbone under a value head: the policy's, or one that such a worker saved."""
 
@@ -345,7 +333,7 @@ class ValueWorker(LanguageWorker, ValueModel):
         return spread(outputs.column(), mask, outputs.zeros(mask.shape))
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class RewardRecipe(Recipe):
     """A backbone under a score head: the policy's, or one that such a worker saved."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import Fraction, PositiveFloat, option_class
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Normalization:
     """Which values are scaled, and their bounds."""
 
@@ -29,17 +28,13 @@ class Normalization:
     """Squeeze large observations by `sign(x) ln(1 + |x|)`, before anything else."""
     rewards: bool = False
     """Divide rewards by the deviation of their discounted sum."""
-    discount: float = 0.99
+    discount: Fraction = 0.99
     """Discount of that sum: the algorithm's own."""
-    clip: float = 10.0
+    clip: PositiveFloat = 10.0
     """Largest size of a scaled number."""
     start: str | None = None
     """The folder of the environments in another run's checkpoint, `checkpoints/step-N/env`: every
     group begins with the moments that all groups there had together. By default with none."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "discount", at_least=0, at_most=1)
-        check_range(self, "clip", above=0)
 
 
 class Moments:

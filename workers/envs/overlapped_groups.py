@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 
 from ...algorithms.roles.environment import Actor, Acts
 from ...dataflow.errors import WorkerError
+from ...dataflow.options import PositiveInt
 from ...planner.cost.overlapped_groups import LoopTimes, choose_num_overlapped
 from .live import LiveGroup
 
-NumOverlapped = int | Literal["auto"]
+NumOverlapped = PositiveInt | Literal["auto"]
 """Groups rolled out at the same time; "auto": the planner chooses from what the first rollout
 takes."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import import_module
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import ConfigError, one_process
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import NonNegativeInt, PositiveFloat, PositiveInt, option_class
 from .alarm import StepAlarm
 from .group import EnvGroup, Failure, Stepped, env_seed
 from .loop import LoopGroup
@@ -137,7 +137,7 @@ def team_numbers(numbers: list[int], num_agents: int) -> list[int]:
     return [number // num_agents for number in first]
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class EnvSpec:
     """An environment of Gymnasium or EnvPool."""
 
@@ -151,23 +151,20 @@ class EnvSpec:
     vectorized: bool | None = None
     """Step a group as one numpy object (True) or as single environments (False). By default as one
     object if the environment has such a form, which shows and takes the same, and no options."""
-    num_agents: int = 1
+    num_agents: PositiveInt = 1
     """Agents of one environment, each of them a row; see `teams`."""
     masked: bool = False
     """Whether it says which choices are allowed: `info["action_mask"]`, or a method
     `action_masks`; of EnvPool also `info["legal_action_mask"]`."""
     normalization: Normalization = Normalization()
     """What is scaled by running moments."""
-    step_limit_s: float | None = 10.0
+    step_limit_s: PositiveFloat | None = 10.0
     """Longest time of one step; an environment that takes longer is restarted. None for no limit
     but the engine's."""
-    max_restarts: int = 3
+    max_restarts: NonNegativeInt = 3
     """How often environments of a group may go wrong, and be restarted, within one rollout."""
 
     def __post_init__(self) -> None:
-        check_range(self, "step_limit_s", above=0)
-        check_range(self, "max_restarts", at_least=0)
-        check_range(self, "num_agents", at_least=1)
         if self.backend == "envpool" and (self.vectorized is not None or self.num_agents > 1):
             raise ValueError(
                 "backend is envpool, which steps groups in a way of its own and has no teams; "

@@ -9,32 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import PositiveInt, option_class
 from ..data.row_report import DataReport
 from ..data.task import PATIENCE, Task, TaskSpec
 from .normalization import Normalizer
 from .spec import EnvSpec
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class EnvTaskSpec(EnvSpec):
     """An environment of Gymnasium, and how many step together."""
 
     acts_in: ClassVar[Literal["environment"]] = "environment"
 
-    group_size: int | None = None
+    group_size: PositiveInt | None = None
     """Rows that step together and share a worker, a seed and running moments; results depend on
     it. By default all rows, or an equal part where the algorithm needs several groups. Workers
     without a group have nothing to do."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "group_size", at_least=1)
 
     @property
     def env(self) -> EnvSpec:

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from ...algorithms.roles.environment import ActionSpace, Actor, Env, Trajectories
 from ...dataflow.errors import StateError, WorkerError
 from ...dataflow.graph.role import Metric, add_metrics
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import option_class
 from ...dataflow.runtime.call_context import CallKey, call_key
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..rollout.sampling import row_uniforms, stream_key
@@ -148,7 +148,7 @@ _FORMAT = 1
 _LOG = logging.getLogger("penstock.envs")
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class EnvWorkerSpec:
     """Recipe for an `EnvWorker`."""
 
@@ -158,10 +158,6 @@ class EnvWorkerSpec:
     """Groups that a worker rolls out at the same time; `auto`: the planner chooses from what the
     first rollout takes. Where several are, an environment that hangs ends the run instead of being
     restarted."""
-
-    def __post_init__(self) -> None:
-        if self.num_overlapped != "auto":
-            check_range(self, "num_overlapped", at_least=1)
 
     def build(self, context: WorkerContext) -> EnvWorker:
         """Make the worker; environments are made when their group is first asked for."""

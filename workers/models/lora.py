@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dataflow.errors import ConfigError, nearest
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import NonNegativeInt, PositiveFloat, option_class
 from ..training.flat_parameters import read_tensors, write_tensors
 from ..training.weight_checks import take_tensors
 from .architecture import quiet_transformers
@@ -40,16 +40,16 @@ _ALPHA = 32.0
 """Alpha where neither a configuration nor a folder has one."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class LoraSpec:
     """Which weights get adapters, and how large and how strong they are.
 
     Engines compute with what `resolved` returns; nothing else reads the folder's settings.
     """
 
-    rank: int = 0
+    rank: NonNegativeInt = 0
     """Rows of A and columns of B; 0 takes the folder's, or trains the weights themselves."""
-    alpha: float | None = None
+    alpha: PositiveFloat | None = None
     """Factor of B A x, times the rank; null for the folder's, or else 32."""
     target_modules: tuple[str, ...] = ()
     """Ends of the names of the linear maps that get one: `[q_proj, v_proj]`. Empty for the
@@ -66,8 +66,6 @@ class LoraSpec:
     nothing at first."""
 
     def __post_init__(self) -> None:
-        check_range(self, "rank", at_least=0)
-        check_range(self, "alpha", above=0)
         for key in ("rank_pattern", "alpha_pattern"):
             if not _SETTINGS[key].allows(getattr(self, key)):
                 raise ValueError(f"lora.{key}: expected {_SETTINGS[key].expected}")

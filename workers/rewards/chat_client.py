@@ -19,12 +19,14 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
+from annotated_types import Ge, Le
+
 from ...dataflow.errors import ConfigError
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import FiniteFloat, Int, NonNegativeFloat, PositiveInt, option_class
 from ..verifiers.pool import LONGEST_S, SHORTEST_S
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ class ChatRefused(Exception):
     """The server refuses every such request: a wrong key, address or model."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ChatClientOptions:
     """The model to ask, and limits of patience."""
 
@@ -60,27 +62,22 @@ class ChatClientOptions:
     """The model's name there."""
     api_key_env: str | None = None
     """Environment variable with the API key, where the reward runs; null for none."""
-    temperature: float = 0.0
+    temperature: NonNegativeFloat = 0.0
     """Temperature of the model's answers."""
-    max_tokens: int = 256
+    max_tokens: PositiveInt = 256
     """Longest answer."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further fields of each request, such as `{seed: 0}`."""
-    attempt_s: float = 30.0
+    attempt_s: Annotated[FiniteFloat, Ge(SHORTEST_S), Le(LONGEST_S)] = 30.0
     """Seconds one attempt may take."""
-    deadline_s: float = 120.0
+    deadline_s: Annotated[FiniteFloat, Ge(SHORTEST_S), Le(LONGEST_S)] = 120.0
     """Seconds a request may take with all its attempts and pauses."""
-    max_attempts: int = 4
+    max_attempts: Annotated[Int, Ge(1), Le(_MOST_ATTEMPTS)] = 4
     """Attempts per request; what may pass is tried again after a pause that doubles."""
-    pause_s: float = 0.5
+    pause_s: Annotated[FiniteFloat, Ge(0), Le(LONGEST_S)] = 0.5
     """The first pause, unless the server says how long to wait."""
 
     def __post_init__(self) -> None:
-        check_range(self, "temperature", at_least=0)
-        check_range(self, "pause_s", at_least=0, at_most=LONGEST_S)
-        check_range(self, "max_tokens", at_least=1)
-        check_range(self, "max_attempts", at_least=1, at_most=_MOST_ATTEMPTS)
-        check_range(self, "attempt_s", "deadline_s", at_least=SHORTEST_S, at_most=LONGEST_S)
         if taken := _OWN_FIELDS & self.extra.keys():
             raise ValueError(
                 f"extra holds {', '.join(sorted(taken))}, which would not reach the server: the "

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import field, fields
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Le
+from pydantic import SkipValidation
 
 from ...algorithms.ops.combined_score import constrained_score, weighted_sum
 from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
 from ...dataflow.errors import ConfigError, PenstockError, WorkerError, nearest
 from ...dataflow.graph.role import Metric, add_metrics
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import FiniteFloat, option_class
 from ...dataflow.runtime.worker_protocol import (
     WorkerContext,
     close_workers,
@@ -42,16 +44,16 @@ _FILLED_IN = ("task", "tokenizer", "task_fingerprint")  # options that the launc
 _MAKES = "it must be a function of the part's options that returns a Reward or its spec"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MixturePart:
     """One reward of a mixture."""
 
     worker: str
     """`rule`, `exact`, `math`, `instructions`, `code`, `judge`; `reward_model` with
     `options: {folder: PATH}`; or `module:factory`."""
-    weight: float = 1.0
+    weight: Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)] = 1.0
     """Factor on its score."""
-    at_least: float | None = None
+    at_least: Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)] | None = None
     """What a response must score to pass; None if this part is no constraint."""
     options: Mapping[str, Any] | None = None
     """Fields of that worker's spec."""
@@ -59,22 +61,21 @@ class MixturePart:
     def __post_init__(self) -> None:
         if not isinstance(self.worker, str):  # pyright: ignore[reportUnnecessaryIsInstance] - YAML
             raise ValueError(f"worker is {self.worker!r:.80}; expected a text")
-        check_range(self, "weight", "at_least", at_least=-LARGEST, at_most=LARGEST)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MixtureSpec:
     """Recipe for a `RewardMixture`; a `WorkerSpec`."""
 
-    task: TaskSpec
+    task: SkipValidation[TaskSpec]
     """Where prompts and answers come from."""
-    tokenizer: TokenizerSpec
+    tokenizer: SkipValidation[TokenizerSpec]
     """The policy's tokenizer."""
     parts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Name -> a `MixturePart` or its fields; the name is the metrics'."""
     output: Literal["sum", "passed"] = "sum"
     """The weighted sum, or 1 where all constraints hold and 0 elsewhere."""
-    violation_score: float = 0.0
+    violation_score: Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)] = 0.0
     """What a response that violates a constraint gets in place of the sum."""
     unscored: float | None = None
     """Score of a response that a part cannot score; null leaves it out of training."""
@@ -82,7 +83,6 @@ class MixtureSpec:
     """`fingerprint` of the task the prompts come from."""
 
     def __post_init__(self) -> None:
-        check_range(self, "violation_score", at_least=-LARGEST, at_most=LARGEST)
         check_unscored(self.unscored)
         parts = self.checked()
         if not parts:

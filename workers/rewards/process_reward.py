@@ -7,13 +7,12 @@ steps; it is asked about what came up to each step's end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ...algorithms.roles.language import ProcessReward, StepScores
 from ...dataflow.graph.role import Metric, add_metrics
+from ...dataflow.options import option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..engines.roles import LanguageWorker, Recipe, last_masked
 from ..engines.torch_engine.specs import TorchModel
@@ -22,7 +21,7 @@ from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..training.model_worker import check_columns
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class TorchProcessRewardSpec(TorchModel, Recipe):
     """Recipe for a `TorchProcessReward`.
 
@@ -36,7 +35,7 @@ class TorchProcessRewardSpec(TorchModel, Recipe):
     sigmoid: bool = True
     """Put scores between 0 and 1; False gives them as the head does."""
 
-    def check_options(self) -> None:
+    def __post_init__(self) -> None:
         if not self.delimiter:
             raise ValueError("delimiter is empty, which every token holds; a line break is usual")
 

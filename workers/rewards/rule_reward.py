@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Le
+from pydantic import SkipValidation
 from torch import Tensor
 from typing_extensions import override
 
 from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
 from ...dataflow.errors import one_process
 from ...dataflow.graph.role import Metric, add_metrics
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import FiniteFloat, Int, option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, WrappedTask, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
@@ -64,26 +66,26 @@ class AnsweredTask(WrappedTask):
         return (self.prompt_text(index), response, self._task.reward_answer(index))
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class RuleRewardSpec:
     """Recipe for a `RuleReward`; a `WorkerSpec`."""
 
-    task: TaskSpec
+    task: SkipValidation[TaskSpec]
     """Where prompts and verifier come from."""
-    tokenizer: TokenizerSpec
+    tokenizer: SkipValidation[TokenizerSpec]
     """The policy's tokenizer."""
     partial_credit: bool = True
     """Whether a score below the task's `correct_score` counts; if not, it becomes 0."""
-    time_limit_s: float = 5.0
+    time_limit_s: Annotated[FiniteFloat, Ge(SHORTEST_S), Le(LONGEST_S)] = 5.0
     """Seconds a verifier in a process of its own may take for one response."""
-    num_processes: int = 2
+    num_processes: Annotated[Int, Ge(1), Le(MOST_PROCESSES)] = 2
     """Processes for such verifiers."""
     verifier: str | None = None
     """Which verifier compares a response with the problem's answer: `exact_match`, `math_verify`,
     `instructions`, `code_tests`, or your `module:function`; the task's own by default."""
     verifier_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further arguments of that verifier, such as `{mode: loose}` of `instructions`."""
-    scale: float = 1.0
+    scale: Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)] = 1.0
     """Factor on the score; metrics of correctness are without it."""
     unscored: float | None = None
     """Score where the verifier fails, runs out of time or says None or nan; it is never right. null
@@ -92,9 +94,6 @@ class RuleRewardSpec:
     """`fingerprint` of the task the prompts come from, to be sure that both are the same."""
 
     def __post_init__(self) -> None:
-        check_range(self, "time_limit_s", at_least=SHORTEST_S, at_most=LONGEST_S)
-        check_range(self, "num_processes", at_least=1, at_most=MOST_PROCESSES)
-        check_range(self, "scale", at_least=-LARGEST, at_most=LARGEST)
         check_unscored(self.unscored)
 
     def check_verifiers(self) -> None:
@@ -117,33 +116,33 @@ class RuleRewardSpec:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ExactRewardSpec(RuleRewardSpec):
     """1 for the task's answer, white space around it aside."""
 
     verifier: str | None = "exact_match"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MathRewardSpec(RuleRewardSpec):
     """1 for what equals the task's answer as mathematics."""
 
     verifier: str | None = "math_verify"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class InstructionRewardSpec(RuleRewardSpec):
     """The share of the instructions in the task's answer that a response keeps."""
 
     verifier: str | None = "instructions"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class CodeRewardSpec(RuleRewardSpec):
     """1 for a program that passes the tests in the task's answer; it runs in a sandbox."""
 
     verifier: str | None = "code_tests"
-    time_limit_s: float = 30.0
+    time_limit_s: Annotated[FiniteFloat, Ge(SHORTEST_S), Le(LONGEST_S)] = 30.0
 
 
 class RuleReward(Reward):

@@ -8,7 +8,6 @@ that is refused has changed nothing. If the rollout ran ahead, staleness is in i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ...dataflow.errors import PenstockError
 from ...dataflow.graph.role import Metric
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import NonNegativeFloat, PositiveInt, option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from .data_parallel import RankGroup
 from .transfers import masked
@@ -32,18 +31,14 @@ class MismatchError(PenstockError):
     """Sampling and training disagree about the same tokens on the same weights."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MismatchLimits:
     """When the two are compared, and how far apart they may be."""
 
-    every: int = 1
+    every: PositiveInt = 1
     """Steps from one comparison to the next; a worker's first train call is one always."""
-    stop_above: float | None = None
+    stop_above: NonNegativeFloat | None = None
     """Refuse to train if `rollout_k3` is above this, in nats per token; None never does."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "every", at_least=1)
-        check_range(self, "stop_above", at_least=0)
 
 
 class Mismatch:

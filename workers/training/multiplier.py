@@ -6,7 +6,6 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,19 @@ from torch import Tensor
 from ...algorithms.controllers.multiplier import Ascent, Multiplier
 from ...algorithms.roles.language import TrainMetrics
 from ...dataflow.graph.role import Metric
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import PositiveFloat, option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from .data_parallel import rank_group
 
 _STATE = "multiplier.json"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MultiplierSpec:
     """Recipe for a `LagrangeMultiplier`."""
 
-    initial: float = 1.0
+    initial: PositiveFloat = 1.0
     """The multiplier before the first step."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "initial", above=0)
 
     def build(self, context: WorkerContext) -> LagrangeMultiplier:
         """Make the multiplier."""

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ...dataflow.option_checks import check_range
+from ...dataflow.options import (
+    Fraction,
+    FractionBelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    option_class,
+)
 
 _AT_ONCE, _AT_ONCE_ON_GPU = 1 << 18, 1 << 28
 """Weights stepped together. On a CPU what is read and written of them fits into the cache; on a GPU
@@ -20,32 +27,32 @@ _SUMMED_IN_FLOAT32 = 1 << 16
 loses numbers small beside it: 1.5 % of the norm of 135M normal ones, and 2e-7 in such pieces."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class OptimizerSpec:
     """AdamW (Loshchilov and Hutter 2019, "Decoupled weight decay regularization") and schedule."""
 
-    lr: float = 1e-4
+    lr: NonNegativeFloat = 1e-4
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[FractionBelowOne, FractionBelowOne] = (0.9, 0.999)
     """Decay of the first and second moments per optimizer step."""
-    eps: float = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Weights shrink by `lr * weight_decay` per optimizer step, biases and norms included."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Gradients of a longer global norm are scaled down to it; 0 never clips."""
     schedule: Literal[
         "constant", "linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"
     ] = "constant"
     """How the learning rate falls after warm-up: not at all, or to `min_lr_ratio` of the peak. The
     last two are what transformers calls the first and the third; they are the same here."""
-    warmup_calls: int = 0
+    warmup_calls: NonNegativeInt = 0
     """Train calls over which the learning rate rises: call n (from 0) uses (n + 1) / warmup."""
-    warmup_ratio: float = 0.0
+    warmup_ratio: FractionBelowOne = 0.0
     """Instead of `warmup_calls`: the share of all train calls, rounded up, that are warm-up."""
-    total_calls: int = 0
+    total_calls: NonNegativeInt = 0
     """Train calls over which a schedule falls, warm-up included; 0 stands for all of the stage."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Fraction = 0.0
     """Where a falling schedule ends, as a fraction of the peak."""
     restart_every_call: bool = False
     """Begin every train call without moments, as the first one does (Kimi k1.5, section 2.3.2)."""
@@ -53,12 +60,6 @@ class OptimizerSpec:
     """Parameters that never move, as patterns of their names: `model.embed_tokens.*`."""
 
     def __post_init__(self) -> None:
-        check_range(self, "lr", "weight_decay", "max_grad_norm", at_least=0)
-        check_range(self, "warmup_calls", "total_calls", at_least=0)
-        check_range(self, "betas", at_least=0, below=1)
-        check_range(self, "eps", above=0)
-        check_range(self, "min_lr_ratio", at_least=0, at_most=1)
-        check_range(self, "warmup_ratio", at_least=0, below=1)
         if self.warmup_ratio and self.warmup_calls:
             raise ValueError(
                 f"OptimizerSpec: warmup_ratio is {self.warmup_ratio} and warmup_calls "

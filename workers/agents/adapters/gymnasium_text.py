@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar, cast
 import gymnasium as gym
 
 from ....dataflow.errors import ConfigError, one_process
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import NonNegativeInt, PositiveFloat, PositiveInt, option_class
 from ...data.task import Message
 from ..environment import Environment, Reply, TurnResult
 from ..tasks.generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
@@ -42,22 +42,22 @@ class TextEnvironment(Protocol):
         """End."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class GymnasiumTextTaskSpec(GeneratedSpec):
     """An environment, and the number of its seeds to use."""
 
-    num_train: int = 100
+    num_train: PositiveInt = 100
     """Training problems, exactly: seeds whose first observations differ."""
-    num_held_out: int = 20
+    num_held_out: NonNegativeInt = 20
     """Problems kept for evaluation, exactly."""
     env: str
     """Its registered name, `Name-v0`, or `module:name`: a function or class that makes it, or the
     name of one that the module registers."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of the environment."""
-    max_steps: int = 50
+    max_steps: PositiveInt = 50
     """Turns after which a conversation is over."""
-    step_limit_s: float = 10.0
+    step_limit_s: PositiveFloat = 10.0
     """Longest time of one call; an environment that takes longer ends its conversation, which
     has no score."""
     correct_score: float = 1.0
@@ -69,11 +69,6 @@ class GymnasiumTextTaskSpec(GeneratedSpec):
     characters: str = ""
     """Characters that the environment or the policy may write beyond those of the prompts, for a
     tokenizer whose alphabet is the task's."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "max_steps", at_least=1)
-        check_range(self, "step_limit_s", above=0)
 
     def build(self) -> GymnasiumTextTask:
         return GymnasiumTextTask(self)

@@ -13,12 +13,12 @@ import logging
 import math
 import random
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import import_module
 from typing import Any, NoReturn
 
 from ....dataflow.errors import ConfigError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import NonNegativeInt, PositiveFloat, PositiveInt, option_class
 from ...data.task import Message
 from ..environment import Environment, Reply, TurnResult
 from ..tasks.generated_task import GeneratedSpec, GeneratedTask
@@ -28,13 +28,13 @@ from .gymnasium_text import Seeded
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class OpenEnvTaskSpec(GeneratedSpec):
     """A server, and how texts become actions."""
 
-    num_train: int = 100
+    num_train: PositiveInt = 100
     """Training problems, exactly: seeds whose first observations differ."""
-    num_held_out: int = 20
+    num_held_out: NonNegativeInt = 20
     """Problems kept for evaluation, exactly."""
     url: str
     """Where the server listens: `http://localhost:8000`."""
@@ -46,9 +46,9 @@ class OpenEnvTaskSpec(GeneratedSpec):
     """Further fields of every action."""
     reset_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further arguments of every reset."""
-    max_steps: int = 50
+    max_steps: PositiveInt = 50
     """Turns after which a conversation is over."""
-    step_limit_s: float = 30.0
+    step_limit_s: PositiveFloat = 30.0
     """Longest time of one call of the server."""
     correct_score: float = 1.0
     """Conversations with at least this sum of rewards count as right."""
@@ -57,11 +57,6 @@ class OpenEnvTaskSpec(GeneratedSpec):
     characters: str = ""
     """Characters that the environment or the policy may write beyond those of the prompts, for a
     tokenizer whose alphabet is the task's."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "max_steps", at_least=1)
-        check_range(self, "step_limit_s", above=0)
 
     def build(self) -> OpenEnvTask:
         return OpenEnvTask(self)

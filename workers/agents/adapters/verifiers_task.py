@@ -14,12 +14,12 @@ import signal
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import import_module
 from typing import Any
 
 from ....dataflow.errors import ConfigError, one_process
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import NonNegativeInt, PositiveFloat, PositiveInt, option_class
 from ...data.messages import check_messages, last_user_text
 from ...data.task import Message, Task
 from ...verifiers.child import as_score
@@ -164,7 +164,7 @@ def _response(reply: Reply, model: str) -> Any:
     return types.Response(id=f"turn_{reply.turn}", created=0, model=model, message=message)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class VerifiersTaskSpec:
     """An environment, and the number of rows of its data sets."""
 
@@ -172,12 +172,12 @@ class VerifiersTaskSpec:
     """Its name, as `verifiers.load_environment` takes it."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of its `load_environment`."""
-    num_train: int | None = None
+    num_train: PositiveInt | None = None
     """The most training problems; all of them by default."""
-    num_held_out: int = 100
+    num_held_out: NonNegativeInt = 100
     """The most held-out problems. If the environment has no data set for evaluation, so many rows
     of the other one are held out."""
-    step_limit_s: float = 60.0
+    step_limit_s: PositiveFloat = 60.0
     """Longest time between a turn and its answer; a conversation whose environment takes longer
     ends without a score."""
     correct_score: float = 1.0
@@ -188,11 +188,6 @@ class VerifiersTaskSpec:
     characters: str = ""
     """Characters that it or the policy may write beyond those of the prompts, for a tokenizer whose
     alphabet is the task's."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "num_train", at_least=1)
-        check_range(self, "num_held_out", at_least=0)
-        check_range(self, "step_limit_s", above=0)
 
     def build(self) -> VerifiersTask:
         return VerifiersTask(self)

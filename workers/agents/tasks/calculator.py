@@ -12,11 +12,10 @@ import operator
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ....dataflow.errors import ConfigError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import Fraction, Int, PositiveInt, option_class
 from ...data.task import Message
 from ..environment import BadCall, Reply, ToolCall, TurnResult
 from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
@@ -99,35 +98,33 @@ _NUMBER = re.compile(r"-?[0-9]+", re.ASCII)
 _MOST_VALUE_DIGITS = 15  # of a value on the way to an answer, as `arithmetic` allows
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class CalculatorTaskSpec(GeneratedSpec):
     """Number and length of expressions."""
 
-    min_terms: int = 2
+    min_terms: PositiveInt = 2
     """Fewest numbers of an expression."""
-    max_terms: int = 3
+    max_terms: Int = 3
     """Most numbers of an expression."""
-    min_digits: int = 2
+    min_digits: PositiveInt = 2
     """Fewest digits of a number."""
-    max_digits: int = 3
+    max_digits: Int = 3
     """Most digits of a number."""
     operators: str = "+-*"
     """What stands between numbers, each as likely as the others."""
     prompt_template: str = "{expression}"
     """The prompt, with `{expression}` where the expression stands: a model that knows language
     needs to be told what to do."""
-    expert_calls: float = 1.0
+    expert_calls: Fraction = 1.0
     """Share of the demonstrations that call the calculator; in the others the expert knows the
     value and says it at once."""
-    max_turns: int = 4
+    max_turns: PositiveInt = 4
     """Turns after which a conversation without a final answer is over, and worth 0."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "min_terms", "min_digits", "max_turns", at_least=1)
-        check_range(self, "max_terms", at_least=self.min_terms)
-        check_range(self, "max_digits", at_least=self.min_digits)
-        check_range(self, "expert_calls", at_least=0, at_most=1)
+        for name, least in (("max_terms", self.min_terms), ("max_digits", self.min_digits)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least:g}")
 
     def build(self) -> CalculatorTask:
         _check(self)

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from typing_extensions import override
 
 from ....dataflow.errors import ConfigError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import Fraction, NonNegativeInt, PositiveInt, option_class
 from ...data.task import Message, Task
 from ...models.tokenizer import PRINTABLE
 from ..environment import Environment, Reply, ToolCall, TurnResult
@@ -45,20 +45,16 @@ class PlainEnvironment(ABC):
         """End."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class GeneratedSpec:
     """Number and seed of problems."""
 
-    num_train: int = 1000
+    num_train: PositiveInt = 1000
     """Training problems, exactly."""
-    num_held_out: int = 200
+    num_held_out: NonNegativeInt = 200
     """Problems kept for evaluation, exactly; their prompts are not in training."""
     seed: int = 0
     """Seed of the problems; the run's seed does not change them."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "num_train", at_least=1)
-        check_range(self, "num_held_out", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -201,23 +197,18 @@ ReadCall = Callable[[str], ToolCall | None]
 """From a turn to the call that it is, or None."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ToolQuestionsSpec(GeneratedSpec):
     """Number of questions, and how experts and policies answer them."""
 
     prompt_template: str = "{question}"
     """The prompt, with `{question}` where the question stands: a model that knows language needs to
     be told what to do."""
-    expert_calls: float = 1.0
+    expert_calls: Fraction = 1.0
     """Share of the demonstrations that call the tool; in the others the expert knows the answer and
     says it at once."""
-    max_turns: int = 8
+    max_turns: PositiveInt = 8
     """Turns after which a conversation without an answer is over, and worth 0."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "max_turns", at_least=1)
-        check_range(self, "expert_calls", at_least=0, at_most=1)
 
 
 def check_template(spec: ToolQuestionsSpec) -> None:

@@ -21,8 +21,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
-from ....dataflow.option_checks import check_range
+from annotated_types import Ge, Le
+
+from ....dataflow.options import Fraction, Int, NonNegativeInt, PositiveInt, option_class
 from ...data.task import Message
 from ..environment import Reply, TurnResult
 from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
@@ -92,31 +95,25 @@ _BACK: Mapping[str, str] = {"u": "d", "d": "u", "l": "r", "r": "l"}
 _WORDS = {"u": "up", "d": "down", "l": "left", "r": "right"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MazeTaskSpec(GeneratedSpec):
     """Size of the maze, and observations in it."""
 
-    num_train: int = 400
+    num_train: PositiveInt = 400
     """Training problems: pairs of a start and a goal."""
-    num_held_out: int = 100
+    num_held_out: NonNegativeInt = 100
     """Held-out pairs of the same maze."""
-    size: int = 5
+    size: Annotated[Int, Ge(2), Le(100)] = 5
     """Cells in a row, and rows. There are size^2 (size^2 - 1) pairs of start and goal."""
-    max_steps: int = 50
+    max_steps: PositiveInt = 50
     """Steps after which a conversation is over."""
     observed: bool = True
     """Whether every observation says where the policy stands, and not its walls alone."""
     words: bool = False
     """Whether to speak in sentences, for a model that knows language. Moves are `up` or `move up`
     then, and letters are understood as well."""
-    random_share: float = 0.25
+    random_share: Fraction = 0.25
     """How many of the expert's moves are random ones."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "size", at_least=2, at_most=100)
-        check_range(self, "max_steps", at_least=1)
-        check_range(self, "random_share", at_least=0, at_most=1)
 
     def build(self) -> MazeTask:
         return MazeTask(self)

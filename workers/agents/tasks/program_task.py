@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from typing_extensions import override
 
 from ....dataflow.errors import ConfigError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import PositiveFloat, PositiveInt, option_class
 from ...data.task import Task, TaskSpec, build_task
 from ..programs.endpoint import check_extra
 from ..programs.program import Access, AgentProgram, CommandProgram, FunctionProgram
@@ -25,7 +25,7 @@ from .tool_task import AnsweredOtherwise
 _GIVEN = tuple(field.name for field in fields(Access))
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ProgramTaskSpec:
     """Problems, and what answers them: a function or a command."""
 
@@ -38,20 +38,17 @@ class ProgramTaskSpec:
     command: tuple[str, ...] = ()
     """A command, for each problem in a process of its own with `OPENAI_BASE_URL` and
     `OPENAI_API_KEY` in its environment; it reads the prompt, and prints the answer."""
-    max_running: int = 16
+    max_running: PositiveInt = 16
     """Programs that run at once; the others begin when one ends."""
-    time_limit_s: float = 300.0
+    time_limit_s: PositiveFloat = 300.0
     """Longest time for one problem."""
-    max_branches: int = 16
+    max_branches: PositiveInt = 16
     """Most sequences of tokens of one conversation: branches, sub-agents, rewritten histories."""
     deterministic: bool = False
     """Whether what the program does is a function of the problem, its seed and the policy's turns
     alone; only its author knows."""
 
     def __post_init__(self) -> None:
-        check_range(self, "max_running", at_least=1)
-        check_range(self, "time_limit_s", above=0)
-        check_range(self, "max_branches", at_least=1)
         if (self.function is None) == (not self.command):
             raise ValueError("give either task.function or task.command")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ....dataflow.errors import ConfigError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import Fraction, PositiveInt, option_class
 from ..environment import ToolCall
 from ..tools.search_tool import SearchTool, SearchTools, words_of
 from .generated_task import ToolQuestions, ToolQuestionsSpec, check_template
@@ -103,23 +103,18 @@ _TWO_HOPS = (
 """The same, of the second search; the first is for the mayor."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class SearchTaskSpec(ToolQuestionsSpec):
     """Size of the world, and how its questions are answered."""
 
-    num_towns: int = 2000
+    num_towns: PositiveInt = 2000
     """Towns of the world, five sentences each; the questions are about some of them."""
-    two_hops: float = 0.0
+    two_hops: Fraction = 0.0
     """Share of the questions that take two searches, as the first finds whom to search for next."""
-    num_results: int = 1
+    num_results: PositiveInt = 1
     """Sentences that a search shows, the best first."""
-    max_chars: int = 200
+    max_chars: PositiveInt = 200
     """Characters that are shown of each."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "num_towns", "num_results", "max_chars", at_least=1)
-        check_range(self, "two_hops", at_least=0, at_most=1)
 
     def build(self) -> SearchTask:
         check_template(self)

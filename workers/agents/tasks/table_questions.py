@@ -12,10 +12,12 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
+
+from annotated_types import Ge, Le
 
 from ....dataflow.errors import ConfigError, nearest
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import Int, option_class
 from ..environment import ToolCall
 from ..tools.python_tool import PythonTools
 from .generated_task import ToolQuestions, ToolQuestionsSpec, check_template
@@ -82,11 +84,11 @@ KINDS: Mapping[str, _Kind] = {
 """Name -> a kind of question. `value` is given rows of the column asked for and the other one."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class TableQuestionsSpec(ToolQuestionsSpec):
     """Sizes of tables and kinds of questions."""
 
-    num_rows: int = 5
+    num_rows: Annotated[Int, Ge(2), Le(len(_ITEMS))] = 5
     """Rows of a table, below its header."""
     kinds: tuple[str, ...] = tuple(KINDS)
     """Kinds of questions, each as likely as the others."""
@@ -95,10 +97,6 @@ class TableQuestionsSpec(ToolQuestionsSpec):
     )
     """Limits of the interpreter. A policy that asks for the time makes a run that cannot be
     repeated to the last bit, which `deterministic` says does not happen."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "num_rows", at_least=2, at_most=len(_ITEMS))
 
     def build(self) -> TableQuestionsTask:
         check_template(self)

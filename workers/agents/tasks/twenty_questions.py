@@ -19,9 +19,12 @@ import random
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from ....dataflow.errors import ConfigError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import Fraction, Int, PositiveInt, option_class
 from ...data.task import Message
 from ..environment import Reply, TurnResult
 from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
@@ -33,31 +36,30 @@ _QUESTION = re.compile(r"a([0-9]{1,4})\?", re.ASCII)
 _GUESS = re.compile(r"=([0-9]{1,6})", re.ASCII)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class TwentyQuestionsTaskSpec(GeneratedSpec):
     """Size of the world, and number of candidates."""
 
-    num_objects: int = 32
+    num_objects: Annotated[Int, Ge(2), Le(1000)] = 32
     """Objects of the world."""
-    num_attributes: int = 10
+    num_attributes: Annotated[Int, Ge(1), Le(1000)] = 10
     """Attributes that may be asked for."""
-    num_candidates: int = 8
+    num_candidates: Int = 8
     """Objects of which one is hidden."""
-    max_turns: int = 20
+    max_turns: PositiveInt = 20
     """Questions and guesses together."""
-    random_share: float = 0.5
+    random_share: Fraction = 0.5
     """How many of the expert's questions are random ones."""
     prompt_template: str = "{objects}"
     """The prompt, with `{objects}` where the candidates stand: a model that knows language needs to
     be told what to do."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "num_objects", at_least=2, at_most=1000)
-        check_range(self, "num_attributes", at_least=1, at_most=1000)
-        check_range(self, "num_candidates", at_least=2, at_most=self.num_objects)
-        check_range(self, "max_turns", at_least=1)
-        check_range(self, "random_share", at_least=0, at_most=1)
+        if not 2 <= self.num_candidates <= self.num_objects:
+            raise ValueError(
+                f"num_candidates is {self.num_candidates}; expected at least 2 and at most "
+                f"{self.num_objects:g}"
+            )
 
     def build(self) -> TwentyQuestionsTask:
         if "{objects}" not in self.prompt_template:

@@ -16,15 +16,15 @@ import inspect
 import json
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
+from annotated_types import Ge, Gt, Le
 from typing_extensions import override
 
 from ....dataflow.errors import ConfigError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import FiniteFloat, Int, option_class
 from ...verifiers.child import USER_ERRORS
 from .function_child import called
 from .function_pool import FunctionPool
@@ -45,7 +45,7 @@ _CONTAINERS = (list, dict, set, bytearray)
 _SHOWN = 80  # characters of a wrong argument that are shown
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class FunctionTools:
     """Functions that a model may call, by where they are.
 
@@ -60,22 +60,17 @@ class FunctionTools:
     """Whether they run in this process, where nothing bounds them: for pure functions of ours that
     take no time. Else each call runs in a process that is killed, with all it has started, when it
     overruns its time."""
-    time_limit_s: float = 5.0
+    time_limit_s: Annotated[FiniteFloat, Gt(0), Le(86400)] = 5.0
     """Seconds one call may take, from its turn on."""
-    start_limit_s: float = 120.0
+    start_limit_s: Annotated[FiniteFloat, Gt(0), Le(86400)] = 120.0
     """Seconds a process may take to start and import the functions."""
-    num_processes: int = 2
+    num_processes: Annotated[Int, Ge(1), Le(256)] = 2
     """Calls at once."""
-    max_bytes: int = 16_384
+    max_bytes: Annotated[Int, Ge(1), Le(1 << 26)] = 16_384
     """Of a result, as UTF-8; of a longer one the beginning is told, and how much is missing."""
     deterministic: bool | None = None
     """Whether what they return follows from the calls of their conversation alone. By default yes,
     unless a function is seen to change what its module keeps: all conversations share that."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "time_limit_s", "start_limit_s", above=0, at_most=86_400)
-        check_range(self, "num_processes", at_least=1, at_most=256)
-        check_range(self, "max_bytes", at_least=1, at_most=1 << 26)
 
     def build(self) -> Tool:
         if not self.functions:

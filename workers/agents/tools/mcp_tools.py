@@ -18,14 +18,15 @@ import os
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib.util import find_spec
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
 
+from annotated_types import Ge, Gt, Le
 from typing_extensions import override
 
 from ....dataflow.errors import ConfigError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import FiniteFloat, Int, NonNegativeInt, option_class
 from ..library_logs import SPEAKER, tame
 from .function_child import cut
 from .supervised import supervised
@@ -234,7 +235,7 @@ _OTHERWISE = "the tool's server was started again, and answers otherwise than be
 _MOST_PAGES = 100  # of a list of tools
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class McpTools:
     """The tools of one MCP server.
 
@@ -249,26 +250,21 @@ class McpTools:
     """Of a server that speaks over HTTP."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """What the server finds in its environment besides a few harmless variables of ours."""
-    time_limit_s: float = 30.0
+    time_limit_s: Annotated[FiniteFloat, Gt(0), Le(86400)] = 30.0
     """Seconds one call may take."""
-    start_limit_s: float = 30.0
+    start_limit_s: Annotated[FiniteFloat, Gt(0), Le(86400)] = 30.0
     """Seconds a server may take to start and answer."""
-    max_restarts: int = 3
+    max_restarts: NonNegativeInt = 3
     """How often a lost server is started again, in the whole run or in a conversation."""
     per_conversation: bool = False
     """Whether each conversation has a server of its own, for servers that remember."""
-    max_bytes: int = 16_384
+    max_bytes: Annotated[Int, Ge(1), Le(1 << 26)] = 16_384
     """Of a result, as UTF-8; of a longer one the beginning is told, and how much is missing."""
     allowed: tuple[str, ...] | None = None
     """Names of the tools that a model may call; all if not given."""
     deterministic: bool = False
     """Whether what the server answers depends on the conversation alone; then a call whose server
     ends is made once more."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "time_limit_s", "start_limit_s", above=0, at_most=86_400)
-        check_range(self, "max_restarts", at_least=0)
-        check_range(self, "max_bytes", at_least=1, at_most=1 << 26)
 
     def build(self) -> Tool:
         if bool(self.command) == (self.url is not None):

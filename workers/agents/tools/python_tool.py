@@ -20,13 +20,13 @@ import secrets
 import signal
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Gt, Le
 from typing_extensions import override
 
 from ....dataflow.errors import ConfigError, WorkerError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import FiniteFloat, Int, option_class
 from ...verifiers.sandbox.interpreter import Interpreter
 from ...verifiers.sandbox.kernel import Unconfined
 from ...verifiers.sandbox.kinds import LANDLOCK, SandboxKind
@@ -47,32 +47,26 @@ _DESCRIPTION = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class PythonTools:
     """The tool `python(code)`."""
 
     name: str = "python"
     """What the model calls."""
-    time_limit_s: float = 5.0
+    time_limit_s: Annotated[FiniteFloat, Gt(0), Le(86400)] = 5.0
     """Seconds one piece of code may take, from its turn on."""
-    cpu_limit_s: float = 60.0
+    cpu_limit_s: Annotated[FiniteFloat, Gt(0), Le(86400)] = 60.0
     """Seconds of CPU time that all pieces of an interpreter may take."""
-    memory_mb: int = 512
+    memory_mb: Annotated[Int, Ge(64)] = 512
     """Address space of an interpreter, Python itself included."""
-    num_processes: int = 2
+    num_processes: Annotated[Int, Ge(1), Le(256)] = 2
     """Pieces at once; there may be more interpreters, which are stopped."""
-    max_bytes: int = 16_384
+    max_bytes: Annotated[Int, Ge(1), Le(1 << 26)] = 16_384
     """Of a result, as UTF-8; of a longer one the beginning is told, and how much is missing."""
     minimum: str = LANDLOCK.name
     """The weakest kind of sandbox to run in."""
     deterministic: bool = False
     """Whether to count on code that asks for neither time nor the system's random bytes."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "time_limit_s", "cpu_limit_s", above=0, at_most=86_400)
-        check_range(self, "num_processes", at_least=1, at_most=256)
-        check_range(self, "max_bytes", at_least=1, at_most=1 << 26)
-        check_range(self, "memory_mb", at_least=64)
 
     def build(self) -> Tool:
         if not self.name.isidentifier():

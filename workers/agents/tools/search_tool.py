@@ -17,7 +17,7 @@ from typing import Any, cast
 from typing_extensions import override
 
 from ....dataflow.errors import ConfigError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import Fraction, NonNegativeFloat, PositiveInt, option_class
 from ...data.file_task import file_rows
 from ...data.row_parts import BadPart
 from .tool import TextFunction, Tool, ToolSession, ToolText
@@ -54,8 +54,6 @@ class Bm25:
 
     def __init__(self, texts: Sequence[str], *, k1: float = 1.2, b: float = 0.75) -> None:
         self.k1, self.b = k1, b
-        check_range(self, "k1", at_least=0)
-        check_range(self, "b", at_least=0, at_most=1)
         self._weights: dict[str, list[tuple[int, float]]] = {}
         lengths = [len(words_of(text)) for text in texts]
         mean = sum(lengths) / len(lengths) if sum(lengths) else 1.0
@@ -85,7 +83,7 @@ _LONGEST_QUERY = 1000  # characters; who asks for more has not understood what a
 _DESCRIPTION = "Search a collection of texts and read those that fit the query best."
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class SearchTools:
     """The tool `search(query)`."""
 
@@ -96,19 +94,14 @@ class SearchTools:
     """Texts to search instead of a file's."""
     name: str = "search"
     """What the model calls."""
-    num_results: int = 3
+    num_results: PositiveInt = 3
     """Texts that a call shows, the best first."""
-    max_chars: int = 500
+    max_chars: PositiveInt = 500
     """Characters that are shown of each text, its title included."""
-    k1: float = 1.2
+    k1: NonNegativeFloat = 1.2
     """Of BM25: how much a word counts that stands in a text several times."""
-    b: float = 0.75
+    b: Fraction = 0.75
     """Of BM25: how much long texts lose, from 0 to 1."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "num_results", "max_chars", at_least=1)
-        check_range(self, "k1", at_least=0)
-        check_range(self, "b", at_least=0, at_most=1)
 
     def build(self) -> Tool:
         if not self.name.isidentifier():

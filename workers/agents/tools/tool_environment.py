@@ -13,11 +13,12 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Gt, Le
 
 from ....dataflow.errors import ConfigError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import FiniteFloat, NonNegativeFloat, PositiveInt, option_class
 from ...data.task import Message
 from ...verifiers.child import USER_ERRORS
 from ..environment import BadCall, Reply, ToolCall, TurnResult
@@ -30,25 +31,20 @@ _LOG = logging.getLogger("penstock.tools")
 _CLOSE_S = 30.0  # seconds that a tool may take to end a conversation
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ToolLimits:
     """Limits of a conversation."""
 
-    max_turns: int = 8
+    max_turns: PositiveInt = 8
     """The last of them must be the answer: what it calls is not called."""
-    max_calls_per_turn: int = 8
+    max_calls_per_turn: PositiveInt = 8
     """Further ones are answered with an error."""
-    max_calls: int = 32
+    max_calls: PositiveInt = 32
     """In the whole conversation."""
-    call_limit_s: float = 600.0
+    call_limit_s: Annotated[FiniteFloat, Gt(0), Le(86400)] = 600.0
     """Seconds after which a call is given up whose tool does not keep a limit of its own."""
-    penalty: float = 0.0
+    penalty: NonNegativeFloat = 0.0
     """Taken off the reward of a turn for each malformed call and each call of an unknown tool."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "max_turns", "max_calls_per_turn", "max_calls", at_least=1)
-        check_range(self, "call_limit_s", above=0, at_most=86_400)
-        check_range(self, "penalty", at_least=0)
 
 
 class ToolEnvironment:

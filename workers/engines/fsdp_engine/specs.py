@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
 
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.first_weights import fill_first_weights, model_source
 from ...models.heads import Head
@@ -20,17 +18,17 @@ from .model import FsdpModel, build_model, check_divided
 from .network import FsdpNetwork
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class FsdpOptions:
     """How this engine makes the network of any role.
 
     Tensor parallelism is for Llama, Qwen2 and Qwen3.
     """
 
-    shards: int | None = None
+    shards: PositiveInt | None = None
     """How many of the processes that share a model (`executor.tensor_parallel`) divide its weights
     by rows and share out a call's rows; tensor parallelism divides by the rest. By default all."""
-    context_parallel: int = 1
+    context_parallel: PositiveInt = 1
     """How many shards share every row, each computing a part of its tokens; divides `shards`. For
     Llama, Qwen2 and Qwen3."""
     reshard_after_forward: bool = True
@@ -40,12 +38,6 @@ class FsdpOptions:
     """Keep only each layer's input for the backward pass, which computes the rest again."""
     lora: LoraSpec = LoraSpec()
     """Adapters to train instead of the weights."""
-
-    def check_options(self) -> None:
-        """See `Recipe.check_options`."""
-        if self.shards is not None:
-            check_range(self, "shards", at_least=1)
-        check_range(self, "context_parallel", at_least=1)
 
     def check_group(self, context: WorkerContext) -> None:
         """See `Recipe.check_group`."""
@@ -106,16 +98,16 @@ def _source(spec: ModelSpec, model: FsdpModel, head: Head) -> TensorSource:
     return WholeTensors({f"model.{name}": value for name, value in backbone.named_parameters()})
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class FsdpPolicySpec(FsdpOptions, PolicyRecipe):
     """Recipe for a policy."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class FsdpValueSpec(FsdpOptions, ValueRecipe):
     """Recipe for a value model."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class FsdpRewardSpec(FsdpOptions, RewardRecipe):
     """Recipe for a reward model. A row without any masked token scores 0."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from ....dataflow.errors import PlanError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape, shape_of
@@ -105,7 +105,7 @@ def _renamed(tensor: str) -> str:
     return tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MegatronOptions:
     """How this engine makes the network of any role, of the `FAMILIES` in `declaration`.
 
@@ -114,17 +114,13 @@ class MegatronOptions:
 
     sequence_parallel: bool = False
     """Cut activations between tensor-parallel regions along the sequence."""
-    expert_parallel: int = 1
+    expert_parallel: PositiveInt = 1
     """How many of the processes that share a model (`executor.tensor_parallel`) divide a mixture's
     experts and share out a call's rows; tensor parallelism divides by the rest."""
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward pass, which computes the rest again."""
     share_optimizer: bool = True
     """Share out the optimizer's state over data-parallel ranks (ZeRO stage 1)."""
-
-    def check_options(self) -> None:
-        """See `Recipe.check_options`."""
-        check_range(self, "expert_parallel", at_least=1)
 
     def check_group(self, context: WorkerContext) -> None:
         """See `Recipe.check_group`."""
@@ -181,16 +177,16 @@ class MegatronOptions:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MegatronPolicySpec(MegatronOptions, PolicyRecipe):
     """Recipe for a policy."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MegatronValueSpec(MegatronOptions, ValueRecipe):
     """Recipe for a value model."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class MegatronRewardSpec(MegatronOptions, RewardRecipe):
     """Recipe for a reward model. A row without any masked token scores 0."""

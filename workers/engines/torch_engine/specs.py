@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ....dataflow.errors import ConfigError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.heads import Head
 from ...models.lora import LoraSpec, adapt
@@ -102,18 +102,14 @@ class TorchModel:
         return make_network(module, head, context, split)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class TorchPolicySpec(TorchModel, PolicyRecipe):
     """Recipe for a policy that is evaluated, trained and sampled from in one process."""
 
-    max_decode_rows: int = 512
+    max_decode_rows: PositiveInt = 512
     """Responses sampled at once; a bound on the memory of the key-value cache."""
     tokenizer: TokenizerSpec | None = None
     """Only to look for `Sampling.stop`; prompts and responses are token ids."""
-
-    def check_options(self) -> None:
-        """See `Recipe.check_options`."""
-        check_range(self, "max_decode_rows", at_least=1)
 
     def make_generator(self, network: LanguageNetwork) -> TorchGenerator:
         """See `PolicyRecipe.make_generator`."""
@@ -123,17 +119,17 @@ class TorchPolicySpec(TorchModel, PolicyRecipe):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class TorchValueSpec(TorchModel, ValueRecipe):
     """Recipe for a value model."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class TorchRewardModelSpec(TorchModel, RewardRecipe):
     """Recipe for a reward model. A row without any masked token scores 0."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class TorchGeneratorSpec:
     """Recipe for a policy that generates and does nothing else (`rollout=torch`)."""
 
@@ -143,15 +139,12 @@ class TorchGeneratorSpec:
     """Tokens that end a response: a tokenizer's `end.ids`."""
     num_words: int | None = None
     """See `TorchPolicySpec`."""
-    max_decode_rows: int = 512
+    max_decode_rows: PositiveInt = 512
     """Responses sampled at once; a bound on the memory of the key-value cache."""
     lora: LoraSpec = LoraSpec()
     """Adapters, which alone are received."""
     tokenizer: TokenizerSpec | None = None
     """See `TorchPolicySpec`."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "max_decode_rows", at_least=1)
 
     def check_group(self, context: WorkerContext) -> None:
         """See `Recipe.check_group`."""

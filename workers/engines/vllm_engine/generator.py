@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
@@ -17,7 +16,7 @@ from typing_extensions import override
 from ....algorithms.roles.agents import Turn, TurnRequest
 from ....algorithms.roles.language import Sampling
 from ....dataflow.errors import ConfigError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import PositiveFraction, PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.architecture import empty_model
 from ...models.experts import as_in_files
@@ -221,7 +220,7 @@ _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on CPUs has kernels for."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class VllmPolicySpec:
     """Recipe for a policy that generates with vLLM and does nothing else."""
 
@@ -234,16 +233,16 @@ class VllmPolicySpec:
     max_model_len: int | None = None
     """Longest sequence in tokens; None for as long as `longest_sequence`, or else the model's
     config, says."""
-    longest_sequence: int | None = None
+    longest_sequence: PositiveInt | None = None
     """Tokens of the longest prompt with its response that a run will ask for, which fills it in if
     it knows."""
-    max_decode_rows: int | None = None
+    max_decode_rows: PositiveInt | None = None
     """Responses sampled at once. None: on GPUs vLLM's own default; on CPUs 256, or as many as half
     of the free memory holds."""
     kv_cache_bytes: int | None = None
     """Key-value cache of one process. None: on CPUs room for that many longest sequences, on GPUs
     what `memory_fraction` leaves."""
-    memory_fraction: float | None = None
+    memory_fraction: PositiveFraction | None = None
     """Share of a GPU's memory, for weights, activations and cache together. None: vLLM's own."""
     quantization: Quantization | None = None
     """Has vLLM compute matrix products in FP8 on GPUs, with weights that it quantizes as they are
@@ -257,8 +256,6 @@ class VllmPolicySpec:
     """Only to look for `Sampling.stop`; prompts and responses are token ids."""
 
     def __post_init__(self) -> None:
-        check_range(self, "max_decode_rows", "longest_sequence", at_least=1)
-        check_range(self, "memory_fraction", above=0, at_most=1)
         if self.quantization not in (None, *get_args(Quantization)):
             raise ValueError(
                 f"quantization is '{self.quantization}'; expected one of "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import SkipValidation
 from torch import Tensor
 
 from ....algorithms.ops.distributions import action_logprob, entropy_of_logits
@@ -25,7 +25,7 @@ from ....algorithms.roles.environment import (
 from ....algorithms.roles.language import TrainMetrics
 from ....dataflow.errors import WorkerError
 from ....dataflow.graph.role import Loss, Metric
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.call_context import call_key
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...rollout.sampling import stream_generator
@@ -44,24 +44,21 @@ _MODEL_TYPE = "perceptron_actor_critic"
 B = TypeVar("B")
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class TorchActorCriticSpec:
     """Recipe for a `TorchActorCritic`."""
 
     network: PerceptronSpec = PerceptronSpec()
     """Its layers."""
-    env: HasSpaces
+    env: SkipValidation[HasSpaces]
     """What it acts in, for the numbers of observations and actions."""
     start: str | None = None
     """A folder that such a worker saved, whose weights it begins with: of the same layers, for the
     same observations and actions. None for random ones."""
     optimizer: OptimizerSpec | None = None
     """None for one that only acts."""
-    micro_batch_steps: int = 65536
+    micro_batch_steps: PositiveInt = 65536
     """Steps computed at once in training."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "micro_batch_steps", at_least=1)
 
     def build(self, context: WorkerContext) -> TorchActorCritic:
         """Make it on the context's device."""

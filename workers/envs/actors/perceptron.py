@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
-from typing import Any, Literal, Protocol, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, get_type_hints
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from ....algorithms.ops.value_transforms import two_hot_value, value_bins
 from ....algorithms.roles.environment import TIME, ActionSpace, Values
 from ....dataflow.errors import ConfigError
 from ....dataflow.graph.axes import spec_of
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import Int, NonNegativeInt, PositiveInt, option_class
 from ...training.microbatch import columns
 from .recurrent import RecurrentNetwork
 
@@ -37,27 +38,24 @@ class HasSpaces(Protocol):
 _ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class PerceptronSpec:
     """Layers of an actor and of its critic, who share none but the recurrent ones."""
 
-    hidden_sizes: tuple[int, ...] = (64, 64)
+    hidden_sizes: tuple[PositiveInt, ...] = (64, 64)
     """Width of each hidden layer."""
     activation: Literal["tanh", "relu"] = "tanh"
     """After each hidden layer."""
-    recurrent_units: int = 0
+    recurrent_units: NonNegativeInt = 0
     """Units of a recurrent state (GRU) of what was observed in an episode, which actor and critic
     see beside the observation; 0 for none. Training unrolls it over whole rows."""
     init_seed: int = 0
     """Seeds the weights."""
-    value_bins: int | None = None
+    value_bins: Annotated[Int, Ge(2)] | None = None
     """Let the critic weigh so many values between -20 and 20, in the scale of `symlog`, instead of
     saying one; 255 is usual. Its loss is `two_hot` then."""
 
     def __post_init__(self) -> None:
-        check_range(self, "hidden_sizes", at_least=1)
-        check_range(self, "value_bins", at_least=2)
-        check_range(self, "recurrent_units", at_least=0)
         if self.activation not in _ACTIVATIONS:
             raise ValueError(f"activation is {self.activation!r}; choose 'tanh' or 'relu'")
 

@@ -6,7 +6,7 @@ acts by a version of the weights explores as that version does, wherever it is.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from ....algorithms.roles.language import TrainMetrics, ValueOutput
 from ....algorithms.roles.replay import QNetwork
 from ....dataflow.errors import ConfigError
 from ....dataflow.graph.role import Loss, Metric
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import Fraction, PositiveInt, option_class
 from ....dataflow.runtime.call_context import call_piece
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.data_parallel import rank_group
@@ -43,7 +43,7 @@ B = TypeVar("B")
 _MODEL_TYPE = "perceptron_q_network"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class QNetworkSpec:
     """Recipe for a `TorchQNetwork`; it refuses a recurrent network and value bins."""
 
@@ -57,11 +57,11 @@ class QNetworkSpec:
     one did. None for random weights."""
     optimizer: OptimizerSpec | None = None
     """None for a network that only follows another one."""
-    epsilon_start: float = 1.0
+    epsilon_start: Fraction = 1.0
     """Share of choices sampled at random, before the first training."""
-    epsilon_end: float = 0.05
+    epsilon_end: Fraction = 0.05
     """The share that it falls to."""
-    epsilon_calls: int = 1
+    epsilon_calls: PositiveInt = 1
     """Train calls over which it falls, in a straight line."""
 
     def __post_init__(self) -> None:
@@ -69,8 +69,6 @@ class QNetworkSpec:
             self.network.recurrent_units, "a Q-network", "a replay keeps single steps"
         )
         refuse_value_bins(self.network, "a Q-network")
-        check_range(self, "epsilon_start", "epsilon_end", at_least=0, at_most=1)
-        check_range(self, "epsilon_calls", at_least=1)
 
     def epsilon(self, calls: int) -> float:
         """The share of random choices after so many train calls."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ....algorithms.roles.environment import Trajectories
 from ....algorithms.roles.replay import Replay, Transitions
 from ....dataflow.errors import PlanError, StateError
 from ....dataflow.graph.role import Metric
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.call_context import call_key
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...rollout.sampling import stream_generator
@@ -24,15 +23,12 @@ _FORMAT = 1
 _STATE, _COLUMNS = "replay.json", "replay.safetensors"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class ReplaySpec:
     """Recipe for a `ReplayMemory`."""
 
-    capacity: int = 10_000
+    capacity: PositiveInt = 10_000
     """Steps it holds; the oldest ones make room for new ones."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "capacity", at_least=1)
 
     def build(self, context: WorkerContext) -> ReplayMemory:
         """Make an empty replay."""

@@ -6,35 +6,34 @@ stones, then the other's, 1 where there is one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ....algorithms.roles.environment import ActionSpace
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from .boards import GameNames
 from .worker import BoardGameWorker
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class BoardSpec:
     """Rules of a game, and the recipe for who keeps them."""
 
-    height: int = 3
+    height: PositiveInt = 3
     """Rows of the board."""
-    width: int = 3
+    width: PositiveInt = 3
     """Columns of the board."""
-    in_line: int = 3
+    in_line: PositiveInt = 3
     """Stones in a line, straight or diagonal, that win."""
     gravity: bool = False
     """A stone falls to the lowest free place of a column, and a choice is a column; else a choice
     is a place."""
 
     def __post_init__(self) -> None:
-        check_range(self, "height", "width", "in_line", at_least=1)
-        check_range(self, "in_line", at_most=max(self.height, self.width))
+        if self.in_line > max(self.height, self.width):
+            longest = max(self.height, self.width)
+            raise ValueError(f"in_line is {self.in_line}; expected at most {longest:g}")
 
     @property
     def title(self) -> str:

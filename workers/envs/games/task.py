@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar, Literal
 
 from ....algorithms.roles.environment import ActionSpace
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import PositiveFloat, PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ..task import EnvTask
 from .boards import Boards, GameNames
@@ -18,7 +18,7 @@ from .worker import BoardGameWorker
 from .zoo import ZooBoards, zoo_game_spaces
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class LibraryGame:
     """A game of two players of EnvPool or PettingZoo."""
 
@@ -30,15 +30,11 @@ class LibraryGame:
     after another in Python."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of the game; of EnvPool also those of the pool, as `num_threads`."""
-    max_turns: int = 64
+    max_turns: PositiveInt = 64
     """Turns of each player that there is room for. A game whose next player has had them all is
     cut off, and worth what the critics say of it then."""
-    step_limit_s: float | None = 10.0
+    step_limit_s: PositiveFloat | None = 10.0
     """Longest time of a move; EnvPool's are not interrupted. None for no limit but the engine's."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "max_turns", at_least=1)
-        check_range(self, "step_limit_s", above=0)
 
     @property
     def title(self) -> str:
@@ -55,7 +51,7 @@ class LibraryGame:
         return made(self.id, self.options, names, self.step_limit_s)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class LibraryGameSpec(LibraryGame):
     """A game of a library, and the recipe for the worker that plays it."""
 
@@ -64,7 +60,7 @@ class LibraryGameSpec(LibraryGame):
         return BoardGameWorker(self, context)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class BoardTaskSpec:
     """A game of two players on a board, and how many games are played together."""
 
@@ -72,12 +68,9 @@ class BoardTaskSpec:
 
     game: BoardSpec = BoardSpec()
     """Its rules."""
-    group_size: int | None = None
+    group_size: PositiveInt | None = None
     """Games that are played together: their players are asked about all of them at once. By default
     all of them. Workers without a group have nothing to do."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "group_size", at_least=1)
 
     @property
     def env(self) -> BoardSpec:
@@ -89,18 +82,14 @@ class BoardTaskSpec:
         return EnvTask(self.game.title, self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class LibraryGameTaskSpec(LibraryGame):
     """A game of two players of EnvPool or PettingZoo, and how many games are played together."""
 
     acts_in: ClassVar[Literal["game"]] = "game"
 
-    group_size: int | None = None
+    group_size: PositiveInt | None = None
     """Games that are played together, as of `BoardTaskSpec`. By default all of them."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "group_size", at_least=1)
 
     @property
     def env(self) -> LibraryGameSpec:

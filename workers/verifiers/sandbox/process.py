@@ -21,10 +21,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
+
+from annotated_types import Ge
 
 from ....dataflow.errors import WorkerError
-from ....dataflow.option_checks import check_range
+from ....dataflow.options import Int, PositiveFloat, PositiveInt, option_class
 from ..child import was_killed
 from .child import CONFINED
 from .kernel import Unconfined
@@ -42,28 +44,22 @@ _RESULT_BYTES = 1 << 20
 """What is read of a program's results: in no time, whatever they are made of."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_class
 class Limits:
     """What one run may use."""
 
-    time_s: float = 4.0
+    time_s: PositiveFloat = 4.0
     """Seconds by the clock from its first line on, and of CPU time, rounded up."""
-    memory_mb: int = 512
+    memory_mb: Annotated[Int, Ge(64)] = 512
     """Address space, Python itself included."""
-    folder_mb: int = 16
+    folder_mb: PositiveInt = 16
     """All files in its folder, 4096 bytes at least each; also each of its output streams."""
-    open_files: int = 64
+    open_files: Annotated[Int, Ge(16)] = 64
     """Files open at once."""
-    threads: int = 64
+    threads: PositiveInt = 64
     """Threads at once; more end the run."""
-    output_bytes: int = 65_536
+    output_bytes: PositiveInt = 65_536
     """What is kept of each of its output streams."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "time_s", above=0)
-        check_range(self, "memory_mb", at_least=64)
-        check_range(self, "folder_mb", "threads", "output_bytes", at_least=1)
-        check_range(self, "open_files", at_least=16)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from bench import parser, report, table
 from penstock.launch.main import main as penstock
@@ -44,11 +44,19 @@ TIMED = re.compile(
 """Metrics that differ between two runs of the same code."""
 
 
+def untimed(thing: Any) -> Any:
+    """Leave out what `TIMED` names, however deep it stands."""
+    if isinstance(thing, dict):
+        found = cast("dict[str, Any]", thing)
+        return {key: untimed(value) for key, value in found.items() if not TIMED.search(key)}
+    return [untimed(one) for one in cast("list[Any]", thing)] if isinstance(thing, list) else thing
+
+
 def digest(things: Iterable[Any]) -> str:
     """Hash things as JSON."""
     found = hashlib.sha256()
     for thing in things:
-        found.update(json.dumps(thing, sort_keys=True).encode() + b"\n")
+        found.update(json.dumps(untimed(thing), sort_keys=True).encode() + b"\n")
     return found.hexdigest()[:16]
 
 
@@ -58,7 +66,7 @@ def read(run: Path, output: Path) -> dict[str, Any]:
     scores = {f"{name}_{when}" for name in SCORES for when in ("before", "after")}
     scores |= {f"{name}_{when}_rl" for name in SCORES for when in ("before", "after")}
     metrics = [
-        {key: value for key, value in json.loads(line).items() if not TIMED.search(key)}
+        json.loads(line)
         for file in sorted(run.rglob("metrics.jsonl"))
         for line in file.read_text().splitlines()
     ]

@@ -86,9 +86,8 @@ def read(run: Path, output: Path) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Name what differs between two records of a case."""
-    keys = [*dict.fromkeys([*before, *now])]
-    return ", ".join(key for key in keys if before.get(key) != now.get(key))
+    """Name what differs from a record of a case; what an older one lacks is not compared."""
+    return ", ".join(key for key in before or now if before.get(key) != now.get(key))
 
 
 def _of_file(file: Path) -> str:

@@ -28,9 +28,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     "rewards": ("ops.rewards",),
     "kl": ("ops.kl", "ops.reductions"),
     "parts": (
-        "ops.lagrangian", "ops.ensembles", "ops.constrained", "ops.macro_actions",
-        "ops.filtration", "ops.rollout_correction", "ops.dynamic_sampling", "ops.pairs",
-        "ops.weighted_responses", "ops.distributions", "ops.value_transforms",
+        "ops.lagrangian", "ops.macro_actions",
+        "ops.rollout_correction", "ops.dynamic_sampling", "ops.pairs",
+        "ops.distributions", "ops.value_transforms",
         "ops.novelty", "ops.final_state",
     ),
 }  # fmt: skip

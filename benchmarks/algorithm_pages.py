@@ -133,7 +133,7 @@ def _run(name: str) -> str:
     stages = ", ".join(f"[`{stage}`]({_page_of(stage)})" for stage in made.before)
     first = f"It runs after {stages}: see [stages](../configuration.md#stages)." if stages else ""
     yaml = (CONFIGS / f"{name}.yaml").read_text().strip()
-    code = made.file.name
+    code = made.file.name if made.file.parent.name != "papers" else f"papers/{made.file.name}"
     words = re.search(rf"`(algorithm={name} [^`]+)`", made.about)  # where it needs more than that
     return "\n".join(
         [

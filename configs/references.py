@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -28,6 +29,9 @@ _IMPORT_DEADLINE_S = 40.0
 
 CONFIGS = "penstock.configs"
 """The package in which they are."""
+
+_MERGED = {"codpo": "cgpo", "crraft": "cgpo", "cost_modelling": "safe_rlhf"}
+"""Recipe that had a file of its own -> the paper whose file it is in now."""
 
 _MOVED = {
     "penstock.workers.agents.tasks.conversation_task": "Task of penstock.workers.data.task",
@@ -81,7 +85,7 @@ def load_object(reference: str, at: str) -> Any:
             f"'{at}': expected 'module:name', got '{reference}'\n"
             "    such as penstock.algorithms.grpo:grpo_step"
         )
-    module = _import(module_name, at)
+    module = _import(_moved(module_name), at)
     if not hasattr(module, name):
         public = [other for other in vars(module) if not other.startswith("_")]
         raise ConfigError(
@@ -89,6 +93,15 @@ def load_object(reference: str, at: str) -> Any:
             f"    it is {getattr(module, '__file__', 'what this process runs')}"
         )
     return getattr(module, name)
+
+
+def _moved(module: str) -> str:
+    """Return where a recipe is now that lay beside the others when a run was saved."""
+    package, _, name = module.rpartition(".")
+    paper = f"{package}.papers.{_MERGED.get(name, name)}"
+    if package != "penstock.algorithms" or find_spec(module) or not find_spec(paper):
+        return module
+    return paper
 
 
 def see_working_directory() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 
 from penstock.algorithms.env_ppo import EnvPPO
-from penstock.algorithms.population import Population, population_step
+from penstock.algorithms.papers.population import Population, population_step
 from penstock.dataflow import Engine, build, one_group
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec

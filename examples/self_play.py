@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from penstock.algorithms.env_ppo import EnvPPO
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.losses.actor_critic import ActorCriticLoss
+from penstock.algorithms.papers.self_play import SelfPlay, self_play_step
 from penstock.algorithms.roles.environment import Actor, Acts
-from penstock.algorithms.self_play import SelfPlay, self_play_step
 from penstock.dataflow import Engine, build, one_group
 from penstock.dataflow.runtime.call_context import step_scope
 from penstock.dataflow.runtime.in_process import InProcess

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("dataflow", "algorithms", "planner", "workers", "configs", "launch")
 
-OF_ENVIRONMENTS = ("env_ppo", "impala", "dqn", "mappo", "self_play", "population")
-OF_LANGUAGE = ("ppo", "grpo", "remax", "vtrace_ppo", "online_dpo")
+OF_ENVIRONMENTS = ("env_ppo", "impala", "dqn", "mappo", "papers.self_play", "papers.population")
+OF_LANGUAGE = ("ppo", "grpo", "papers.remax", "papers.vtrace_ppo", "online_dpo")
 
 SHARED = {
     "gae": ("algorithms.ops.returns", "gae"),

@@ -39,17 +39,10 @@ from .policy import (
     ReferenceKLPolicyLoss,
     ReinforceLoss,
 )
-from .preference import BradleyTerryLoss, CostModelLoss, DPOLoss, KTOLoss, MarginLoss
-from .preference_formulas import cost_model_loss, dpo_loss, kto_kl, kto_loss
-from .sequence import ALoLLoss, MirrorDescentLoss, P3OLoss, RebelLoss
-from .sequence_formulas import (
-    a_lol_kl_loss,
-    a_lol_loss,
-    mirror_descent_loss,
-    p3o_loss,
-    rebel_loss,
-    sequence_sum,
-)
+from .preference import BradleyTerryLoss, DPOLoss, KTOLoss
+from .preference_formulas import dpo_loss, kto_kl, kto_loss
+from .sequence import RebelLoss
+from .sequence_formulas import rebel_loss, sequence_sum
 from .token_formulas import (
     RatioLevel,
     bradley_terry_loss,
@@ -63,40 +56,30 @@ from .token_formulas import (
 from .value import ClippedValueLoss
 
 __all__ = [
-    "ALoLLoss",
     "BradleyTerryLoss",
     "CappedWeightLoss",
     "ClippedPolicyLoss",
     "ClippedValueLoss",
-    "CostModelLoss",
     "CrossEntropyLoss",
     "DPOLoss",
     "DistillationLoss",
     "KLGradient",
     "KTOLoss",
-    "MarginLoss",
-    "MirrorDescentLoss",
-    "P3OLoss",
     "RatioLevel",
     "RebelLoss",
     "ReferenceKLPolicyLoss",
     "ReinforceLoss",
     "TokenAggregation",
-    "a_lol_kl_loss",
-    "a_lol_loss",
     "bradley_terry_loss",
     "capped_weight_loss",
     "clipped_policy_loss",
     "clipped_value_loss",
     "complete_distribution",
-    "cost_model_loss",
     "cross_entropy",
     "dpo_loss",
     "jensen_shannon_divergence",
     "kto_kl",
     "kto_loss",
-    "mirror_descent_loss",
-    "p3o_loss",
     "policy_loss",
     "probability_ratio",
     "rebel_loss",

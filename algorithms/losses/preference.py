@@ -31,11 +31,10 @@ from ..roles.language import (
     PairBatch,
     PolicyOutput,
     ReferencePairBatch,
-    ScoredPairBatch,
     ScoreOutput,
 )
 from .base import CountedMean
-from .preference_formulas import DPOLossType, IPOLength, cost_model_loss, dpo_loss, kto_loss
+from .preference_formulas import DPOLossType, IPOLength, dpo_loss, kto_loss
 from .token_formulas import bradley_terry_loss
 
 _ROUNDING = 4e-6
@@ -174,40 +173,10 @@ class BradleyTerryLoss(CountedMean, Loss[PairBatch, ScoreOutput]):
         Raises:
             ValueError: If a pair does not have exactly one chosen and one rejected row here.
         """
-        return _of_scores(output, batch, self.divisor(totals), self.margin, self.centering_coef)
+        return of_scores(output, batch, self.divisor(totals), self.margin, self.centering_coef)
 
 
-@option_class
-class MarginLoss(CountedMean, Loss[ScoredPairBatch, ScoreOutput]):
-    """As `BradleyTerryLoss`, where the chosen response should win by what the data says.
-
-    Touvron et al., "Llama 2", 2023, equation 2.
-    """
-
-    unit: ClassVar[Literal["row", "group"]] = "group"
-    tolerates_lag: ClassVar[bool] = True
-
-    margin_coef: NonNegativeFloat = 1.0
-    """Margin per unit by which the data scores the chosen response higher."""
-    centering_coef: NonNegativeFloat = 0.0
-    """Weight of the term that keeps scores around 0; 0.01 is usual."""
-
-    def totals(self, batch: ScoredPairBatch) -> Tensor:
-        """f64[1]: pairs."""
-        return batch.chosen.sum().double()[None]
-
-    def __call__(self, output: ScoreOutput, batch: ScoredPairBatch, totals: Tensor) -> LossSum:
-        """These pairs' share of the minibatch's loss.
-
-        Raises:
-            ValueError: If a pair does not have exactly one chosen and one rejected row here.
-        """
-        chosen, rejected = pair_rows(batch.pair_id, batch.chosen)
-        margin = self.margin_coef * (batch.score[chosen] - batch.score[rejected])
-        return _of_scores(output, batch, self.divisor(totals), margin, self.centering_coef)
-
-
-def _of_scores(
+def of_scores(
     output: ScoreOutput,
     batch: PairBatch,
     divisor: Tensor,
@@ -231,47 +200,3 @@ def _of_scores(
         "score_mean": (output.score.detach().sum(), 2 * pairs),
     }
     return LossSum(loss / divisor.to(loss), metrics)
-
-
-@option_class
-class CostModelLoss(CountedMean, Loss[ScoredPairBatch, ScoreOutput]):
-    """Loss of a cost model on labeled pairs, averaged over pairs; see `cost_model_loss`.
-
-    `chosen` is the safer response of a pair; one whose score is below `safe_from` is unsafe.
-    """
-
-    unit: ClassVar[Literal["row", "group"]] = "group"
-    tolerates_lag: ClassVar[bool] = True
-
-    safe_from: FiniteFloat = 0.5
-    """Smallest score that the data gives a safe response."""
-
-    def totals(self, batch: ScoredPairBatch) -> Tensor:
-        """f64[1]: pairs."""
-        return batch.chosen.sum().double()[None]
-
-    def __call__(self, output: ScoreOutput, batch: ScoredPairBatch, totals: Tensor) -> LossSum:
-        """These pairs' share of the minibatch's loss.
-
-        Raises:
-            ValueError: If a pair does not have exactly one chosen and one rejected row here.
-        """
-        safer, unsafer = pair_rows(batch.pair_id, batch.chosen)
-        cost = output.score
-        sign = torch.where(batch.score < self.safe_from, 1.0, -1.0).to(cost)
-        # What is neither safe nor unsafe leaves no finite gradient, which the optimizer refuses.
-        sign = sign.masked_fill(batch.score.isnan(), torch.nan)
-        loss = cost_model_loss(
-            unsafer_cost=cost[unsafer],
-            safer_cost=cost[safer],
-            unsafer_sign=sign[unsafer],
-            safer_sign=sign[safer],
-        ).sum()
-        pairs = totals.new_tensor(float(len(safer)))
-        gap = (cost[unsafer] - cost[safer]).detach()
-        metrics = {
-            "accuracy": ((gap > 0).sum(), pairs),
-            "margin": (gap.sum(), pairs),
-            "unsafe_accuracy": ((cost.detach() * sign > 0).sum(), 2 * pairs),
-        }
-        return LossSum(loss / self.divisor(totals).to(loss), metrics)

@@ -161,25 +161,3 @@ def kto_loss(
     signed = torch.where(desirable, log_ratio - kl, kl - log_ratio)
     loss = 1 - torch.sigmoid(beta * signed)
     return torch.where(desirable, desirable_weight * loss, undesirable_weight * loss)
-
-
-def cost_model_loss(
-    *, unsafer_cost: Tensor, safer_cost: Tensor, unsafer_sign: Tensor, safer_sign: Tensor
-) -> Tensor:
-    """Loss of a cost model: the unsafer response costs more, and unsafe ones cost more than 0.
-
-    `-log s(C_w - C_l) - log s(s_w C_w) - log s(s_l C_l)`, w the unsafer response of a pair, l the
-    safer one, s their labels. Dai et al., "Safe RLHF", 2023, equation 6.
-
-    Args:
-        unsafer_cost: f32[pairs], differentiable.
-        safer_cost: f32[pairs], differentiable.
-        unsafer_sign: f32[pairs], +1 where that response is labeled unsafe, -1 where safe.
-        safer_sign: f32[pairs], the same of the other response.
-
-    Returns:
-        f32[pairs], to be minimized.
-    """
-    ranked = F.logsigmoid(unsafer_cost - safer_cost)
-    labeled = F.logsigmoid(unsafer_sign * unsafer_cost) + F.logsigmoid(safer_sign * safer_cost)
-    return -(ranked + labeled)

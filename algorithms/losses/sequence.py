@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.graph.role import Loss, LossSum
-from ...dataflow.options import Fraction, NonNegativeFloat, PositiveFloat, option_class
+from ...dataflow.options import PositiveFloat, option_class
 from ..ops.kl import kl_estimate
 from ..ops.reductions import aggregation_totals, zero_where_masked_out
 from ..roles.language import (
@@ -27,18 +27,7 @@ from ..roles.language import (
     TokenMask,
 )
 from .base import CountedMean, token_metric
-from .sequence_formulas import (
-    ALoLRatio,
-    EtaForm,
-    MirrorForm,
-    PairClip,
-    a_lol_kl_loss,
-    a_lol_loss,
-    mirror_descent_loss,
-    p3o_loss,
-    rebel_loss,
-    sequence_sum,
-)
+from .sequence_formulas import EtaForm, rebel_loss, sequence_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,77 +94,7 @@ class SequenceLoss(Loss[PolicyBatch, PolicyOutput]):
         raise NotImplementedError
 
 
-@option_class
-class MirrorDescentLoss(SequenceLoss):
-    """A step of policy mirror descent around the policy that sampled; see `mirror_descent_loss`."""
-
-    tau: PositiveFloat = 0.1
-    """Weight of the KL to the policy that sampled."""
-    form: MirrorForm = "gradient"
-    """The paper's gradient, or the squared error it comes from; they differ by `2 * tau`."""
-
-    def row_loss(self, output: PolicyOutput, batch: PolicyBatch) -> Tensor:
-        """See `mirror_descent_loss`."""
-        return mirror_descent_loss(
-            sequence_logprob=sequence_sum(output.logprob, batch.mask),
-            behavior_sequence_logprob=sequence_sum(batch.behavior_logprob, batch.mask),
-            advantage=_of_row(batch.advantage, batch.mask),
-            tau=self.tau,
-            form=self.form,
-        )
-
-
-@option_class
-class ALoLLoss(SequenceLoss):
-    """Advantage-weighted likelihood of given responses; `behavior_logprob` is the reference's."""
-
-    tolerates_lag: ClassVar[bool] = True
-
-    ratio: ALoLRatio = "sequence"
-    """Importance weights of whole responses, of tokens, or "none"."""
-    ratio_clip: Fraction = 0.9
-    """Weights lie within 1 plus and minus this."""
-    kl_coef: NonNegativeFloat = 0.0
-    """Weight of a KL penalty in place of the importance weights; needs `ratio` "none"."""
-
-    def __post_init__(self) -> None:
-        if self.kl_coef and self.ratio != "none":
-            raise ValueError(
-                f"kl_coef is {self.kl_coef} and ratio {self.ratio!r}, but the KL variant has no "
-                "importance weights; set ratio to 'none'"
-            )
-
-    def row_loss(self, output: PolicyOutput, batch: PolicyBatch) -> Tensor:
-        """See `a_lol_loss` and `a_lol_kl_loss`."""
-        mask = batch.mask
-        if self.ratio == "token":
-            token_loss = a_lol_loss(
-                logprob=zero_where_masked_out(output.logprob, mask),
-                ref_logprob=zero_where_masked_out(batch.behavior_logprob, mask),
-                advantage=zero_where_masked_out(batch.advantage, mask),
-                ratio_clip=self.ratio_clip,
-            )
-            return token_loss.sum(dim=1)
-        logprob, ref_logprob = (
-            sequence_sum(column, mask) for column in (output.logprob, batch.behavior_logprob)
-        )
-        advantage = _of_row(batch.advantage, mask)
-        if self.kl_coef:
-            return a_lol_kl_loss(
-                sequence_logprob=logprob,
-                ref_sequence_logprob=ref_logprob,
-                advantage=advantage,
-                kl_coef=self.kl_coef,
-            )
-        return a_lol_loss(
-            logprob=logprob,
-            ref_logprob=ref_logprob,
-            advantage=advantage,
-            ratio_clip=None if self.ratio == "none" else self.ratio_clip,
-        )
-
-
-def _of_row(column: Tensor, mask: Tensor) -> Tensor:
+def of_row(column: Tensor, mask: Tensor) -> Tensor:
     """A row's number from a column that gives it to each of the row's tokens: f32[rows]."""
     return sequence_sum(column, mask) / mask.sum(dim=1).clamp(min=1)
 
@@ -240,26 +159,6 @@ def _pairs(prompt_id: Tensor) -> Tensor:
             "exactly two of each prompt: set sampling.num_samples to 2"
         )
     return torch.argsort(prompt_id, stable=True).view(-1, 2)
-
-
-@option_class
-class P3OLoss(PairLoss):
-    """The pairwise policy gradient with a clip; see `p3o_loss`."""
-
-    eps: PositiveFloat = 0.2
-    """Width of the clip."""
-    clip: PairClip = "separate"
-    """Clip each response's ratio, or the ratio of the two."""
-
-    def pair_loss(self, logprob: Tensor, behavior_logprob: Tensor, score: Tensor) -> Tensor:
-        """See `p3o_loss`."""
-        return p3o_loss(
-            sequence_logprob=logprob,
-            behavior_sequence_logprob=behavior_logprob,
-            score=score,
-            eps=self.eps,
-            clip=self.clip,
-        )
 
 
 @option_class

@@ -9,10 +9,6 @@ import math
 
 from torch import Tensor
 
-from ...dataflow.graph.tracer import op
-from ..roles.language import PerSample, PerToken, TokenMask
-from .reductions import check_token_columns
-
 
 def next_log_multiplier(
     log_multiplier: float,
@@ -54,12 +50,3 @@ def lagrangian_advantage(
         multiplier: m, one number or a tensor that broadcasts.
     """
     return (reward_advantage - multiplier * cost_advantage) / (1 + multiplier)
-
-
-@op(scope="row")
-def mixed_advantage(
-    mask: TokenMask, *, reward: PerToken, cost: PerToken, multiplier: PerSample
-) -> PerToken:
-    """`lagrangian_advantage` of token columns and the multiplier of each row: f32[rows, T]."""
-    check_token_columns(mask, reward=reward, cost=cost)
-    return lagrangian_advantage(reward, cost, multiplier[:, None])

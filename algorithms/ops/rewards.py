@@ -13,7 +13,6 @@ from torch import Tensor
 from ...dataflow.graph.tracer import op
 from ..roles.language import PerSample, PerToken, SampleFlag, TokenMask
 from .combined_score import constrained_score, weighted_sum
-from .ensembles import ensemble_score
 from .groups import floating
 from .kl import finished_score, kl_shaped_reward
 from .reductions import check_token_columns, zero_where_masked_out
@@ -38,7 +37,6 @@ __all__ = [
     "constrained_score",
     "constraint_reward",
     "delta_step_reward",
-    "ensemble_score",
     "finished_score",
     "known_throughout",
     "is_correct",

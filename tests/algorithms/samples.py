@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from penstock.algorithms.losses import (
-    ALoLLoss,
     BradleyTerryLoss,
     CappedWeightLoss,
     ClippedPolicyLoss,
     ClippedValueLoss,
-    CostModelLoss,
     CrossEntropyLoss,
     DPOLoss,
     KTOLoss,
-    MarginLoss,
-    MirrorDescentLoss,
-    P3OLoss,
     RebelLoss,
     ReferenceKLPolicyLoss,
     ReinforceLoss,
 )
-from penstock.algorithms.losses.macro import MacroPolicyBatch, MacroPolicyLoss
 from penstock.algorithms.losses.sequence import ComparedPairBatch
+from penstock.algorithms.papers.a_lol import ALoLLoss
+from penstock.algorithms.papers.kimi import MirrorDescentLoss
+from penstock.algorithms.papers.ma_rlhf import MacroPolicyBatch, MacroPolicyLoss
+from penstock.algorithms.papers.margin_modelling import MarginLoss
+from penstock.algorithms.papers.p3o import P3OLoss
+from penstock.algorithms.papers.safe_rlhf import CostModelLoss
 from penstock.algorithms.roles import (
     DemonstrationBatch,
     FeedbackBatch,

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from penstock.algorithms.archer import ArCHer, archer_step
 from penstock.algorithms.losses import ClippedValueLoss
+from penstock.algorithms.papers.archer import ArCHer, archer_step
 from penstock.algorithms.roles import Sampling, ValueBatch, ValueOutput
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine

@@ -6,16 +6,7 @@ import math
 
 import pytest
 import torch
-from penstock.algorithms.losses import (
-    a_lol_kl_loss,
-    a_lol_loss,
-    mirror_descent_loss,
-    p3o_loss,
-    policy_loss,
-    probability_ratio,
-    rebel_loss,
-    sequence_sum,
-)
+from penstock.algorithms.losses import policy_loss, probability_ratio, rebel_loss, sequence_sum
 from penstock.algorithms.ops.advantages import (
     batch_std_advantage,
     broadcast_over_tokens,
@@ -40,7 +31,9 @@ from penstock.algorithms.ops.rewards import (
     signed_score,
     weighted_score,
 )
-from penstock.algorithms.ops.weighted_responses import priority, systematic_rows
+from penstock.algorithms.papers.a_lol import a_lol_kl_loss, a_lol_loss, priority, systematic_rows
+from penstock.algorithms.papers.kimi import mirror_descent_loss
+from penstock.algorithms.papers.p3o import p3o_loss
 from torch import Tensor
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from penstock.algorithms.distillation import Distillation, distillation_step, gkd_step
 from penstock.algorithms.losses import DistillationLoss
-from penstock.algorithms.roles import Policy, Prompts, Sampling
-from penstock.algorithms.sampled_distillation import (
+from penstock.algorithms.papers.sampled_distillation import (
     SampledDistillation,
     sampled_distillation_step,
 )
+from penstock.algorithms.roles import Policy, Prompts, Sampling
 from penstock.algorithms.sft import SFT, sft_step
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.call_context import call_scope

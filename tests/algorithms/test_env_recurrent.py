@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
-from penstock.algorithms.self_play import SelfPlay, self_play_step
+from penstock.algorithms.papers.self_play import SelfPlay, self_play_step
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine

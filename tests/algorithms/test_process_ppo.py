@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from penstock.algorithms.ops.rewards import process_reward
-from penstock.algorithms.process_ppo import ProcessPPO, process_ppo_step
+from penstock.algorithms.papers.process_ppo import ProcessPPO, process_ppo_step
 from penstock.algorithms.roles import ProcessReward, StepScores
 from torch import Tensor
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from penstock.algorithms.env_ppo import EnvPPO
-from penstock.algorithms.population import Population, mean_return, own_rows, population_step
-from penstock.algorithms.self_play import SelfPlay, self_play_step
+from penstock.algorithms.papers.population import Population, mean_return, own_rows, population_step
+from penstock.algorithms.papers.self_play import SelfPlay, self_play_step
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.graph.tracer import build

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.algorithms.controllers.multiplier import Ascent
 from penstock.algorithms.ops.lagrangian import lagrangian_advantage, next_log_multiplier
+from penstock.algorithms.papers.safe_rlhf import SafeRLHF, safe_rlhf_step
 from penstock.algorithms.ppo import PPO, ppo_step
-from penstock.algorithms.safe_rlhf import SafeRLHF, safe_rlhf_step
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.training.multiplier import LagrangeMultiplier, MultiplierSpec
 from torch import Tensor

@@ -9,14 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.algorithms.losses import DPOLoss, KTOLoss, MarginLoss
-from penstock.algorithms.losses.preference import BradleyTerryLoss, CostModelLoss
-from penstock.algorithms.losses.preference_formulas import (
-    cost_model_loss,
-    dpo_loss,
-    kto_kl,
-    kto_loss,
-)
+from penstock.algorithms.losses import DPOLoss, KTOLoss
+from penstock.algorithms.losses.preference import BradleyTerryLoss
+from penstock.algorithms.losses.preference_formulas import dpo_loss, kto_kl, kto_loss
+from penstock.algorithms.papers.margin_modelling import MarginLoss
+from penstock.algorithms.papers.safe_rlhf import CostModelLoss, cost_model_loss
 from penstock.algorithms.roles import (
     FeedbackBatch,
     PairBatch,

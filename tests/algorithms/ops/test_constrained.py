@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.algorithms.ops.constrained import (
+from penstock.algorithms.ops.rewards import calibrated_score
+from penstock.algorithms.papers.cgpo import (
     MeanOver,
     best_passing,
     constrained_reward,
@@ -14,7 +15,6 @@ from penstock.algorithms.ops.constrained import (
     less_mean,
     passing_and_failing,
 )
-from penstock.algorithms.ops.rewards import calibrated_score
 from penstock.algorithms.roles import Rollout
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolve, run_config

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.algorithms.ensemble_ppo import EnsemblePPO, ensemble_ppo_step
-from penstock.algorithms.ops.ensembles import Ensemble, EnsembleRule, ensemble_score
+from penstock.algorithms.papers.ensemble_ppo import (
+    Ensemble,
+    EnsemblePPO,
+    EnsembleRule,
+    ensemble_ppo_step,
+    ensemble_score,
+)
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.graph.tracer import build
 from penstock.workers.models.averaged_weights import mean_folder, weight_mean

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.algorithms.ops.filtration import (
+from penstock.algorithms.papers.pf_ppo import (
     draw_rows,
     filtered_batch,
     filtered_groups,

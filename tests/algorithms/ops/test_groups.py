@@ -17,9 +17,9 @@ from penstock.algorithms.ops.advantages import (
     remax_advantage,
     step_advantage,
 )
-from penstock.algorithms.ops.filtration import selection_weights
 from penstock.algorithms.ops.groups import floating
 from penstock.algorithms.ops.rewards import blended_with_model, combine_rewards, verifiable_reward
+from penstock.algorithms.papers.pf_ppo import selection_weights
 from torch import Tensor
 
 VERDICTS = torch.tensor([1, 0, 0, 1, 1, 1, 1, 0])

@@ -9,14 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.losses import ClippedPolicyLoss
-from penstock.algorithms.losses.macro import MacroPolicyBatch, MacroPolicyLoss
-from penstock.algorithms.ma_rlhf import MARLHF, ma_rlhf_step
 from penstock.algorithms.ops.advantages import gae
 from penstock.algorithms.ops.macro_actions import (
     macro_actions,
     macro_gae,
     macro_mask,
     sum_over_macros,
+)
+from penstock.algorithms.papers.ma_rlhf import (
+    MARLHF,
+    MacroPolicyBatch,
+    MacroPolicyLoss,
+    ma_rlhf_step,
 )
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput
 from penstock.dataflow.graph.tracer import build

@@ -14,8 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.algorithms.losses import p3o_loss, policy_loss, rebel_loss
-from penstock.algorithms.losses.sequence_formulas import PairClip
+from penstock.algorithms.losses import policy_loss, rebel_loss
 from penstock.algorithms.ops.advantages import (
     batch_std_advantage,
     group_advantage,
@@ -26,6 +25,7 @@ from penstock.algorithms.ops.advantages import (
     whiten,
 )
 from penstock.algorithms.ops.reductions import aggregate
+from penstock.algorithms.papers.p3o import PairClip, p3o_loss
 from torch import Tensor
 
 from ..samples import LOSSES, SCORED, SEEDS, Data, batch_of, sample, value_and_slope, value_of_part

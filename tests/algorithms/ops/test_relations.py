@@ -18,9 +18,9 @@ from penstock.algorithms.ops.rollout_correction import (
     rollout_weight,
     weighted_advantage,
 )
+from penstock.algorithms.papers.vtrace_ppo import VtracePPO, vtrace_targets
 from penstock.algorithms.ppo import PPO, critic_states, gae_targets
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput, Rollout
-from penstock.algorithms.vtrace_ppo import VtracePPO, vtrace_targets
 from penstock.dataflow.graph.check import check_lag
 from penstock.launch.inputs.record import load_step, record, step_cfg
 

@@ -20,15 +20,7 @@ from penstock.algorithms.ops.advantages import (
     log_partition_advantage,
     remax_advantage,
 )
-from penstock.algorithms.ops.constrained import (
-    best_passing,
-    constrained_reward,
-    less_mean,
-    passing_and_failing,
-)
 from penstock.algorithms.ops.dynamic_sampling import is_mixed
-from penstock.algorithms.ops.ensembles import ensemble_score
-from penstock.algorithms.ops.filtration import filtered_batch, filtered_groups, selection_weights
 from penstock.algorithms.ops.novelty import switch_rewards
 from penstock.algorithms.ops.pairs import best_and_worst, mismatched
 from penstock.algorithms.ops.rewards import (
@@ -49,8 +41,16 @@ from penstock.algorithms.ops.rewards import (
     weighted_score,
     weighted_sum,
 )
-from penstock.algorithms.ops.weighted_responses import better_responses
-from penstock.algorithms.population import mean_return
+from penstock.algorithms.papers.a_lol import better_responses
+from penstock.algorithms.papers.cgpo import (
+    best_passing,
+    constrained_reward,
+    less_mean,
+    passing_and_failing,
+)
+from penstock.algorithms.papers.ensemble_ppo import ensemble_score
+from penstock.algorithms.papers.pf_ppo import filtered_batch, filtered_groups, selection_weights
+from penstock.algorithms.papers.population import mean_return
 from penstock.algorithms.roles import Rollout
 from torch import Tensor
 

@@ -12,12 +12,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from penstock.algorithms.losses import CostModelLoss
-from penstock.algorithms.ops.constrained import best_passing
-from penstock.algorithms.ops.filtration import (
-    draw_rows,
-    selection_weights,
-)
 from penstock.algorithms.ops.novelty import switch_rewards
 from penstock.algorithms.ops.rewards import (
     blended_with_model,
@@ -26,7 +20,10 @@ from penstock.algorithms.ops.rewards import (
 )
 from penstock.algorithms.ops.rollout_correction import self_normalized
 from penstock.algorithms.ops.value_transforms import percentile_scaled
-from penstock.algorithms.ops.weighted_responses import priority, systematic_rows
+from penstock.algorithms.papers.a_lol import priority, systematic_rows
+from penstock.algorithms.papers.cgpo import best_passing
+from penstock.algorithms.papers.pf_ppo import draw_rows, selection_weights
+from penstock.algorithms.papers.safe_rlhf import CostModelLoss
 from penstock.algorithms.roles import Rollout, ScoredPairBatch, ScoreOutput
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.algorithms.ops.utterances import (
+from penstock.algorithms.papers.archer import (
     Utterances,
     bellman_targets,
     utterance_advantage,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from penstock.algorithms.grpo import GRPO, grpo_step
+from penstock.algorithms.papers.remax import ReMax, remax_step
 from penstock.algorithms.ppo import PPO, ppo_step
-from penstock.algorithms.remax import ReMax, remax_step
 from penstock.dataflow.errors import FlowError
 from penstock.dataflow.graph.check import check_lag
 from penstock.dataflow.graph.segments import check_segments

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from penstock.algorithms.papers.self_play import side_of
 from penstock.algorithms.roles.environment import Acts
-from penstock.algorithms.self_play import side_of
 from penstock.dataflow.errors import WorkerError
 from penstock.workers.envs.games.mnk_games import CONNECT_FOUR, TIC_TAC_TOE, BoardSpec
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..dataflow.graph.tracer import op
-from .env_ppo import EnvPPO, learn
-from .roles import TrainMetrics
-from .roles.environment import ActorCritic, Trajectories
-from .roles.games import BoardGame, GameRows
+from ...dataflow.graph.tracer import op
+from ..env_ppo import EnvPPO, learn
+from ..roles import TrainMetrics
+from ..roles.environment import ActorCritic, Trajectories
+from ..roles.games import BoardGame, GameRows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ the policy the step begins with, which sampled; the KL to the reference is in th
 
 from __future__ import annotations
 
-from ..dataflow.options import PositiveInt, option_class
-from .losses import RebelLoss
-from .options.pair_updates import PairUpdates, train_on_pairs
-from .options.reference_kl import score_less_kl
-from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
+from ...dataflow.options import PositiveInt, option_class
+from ..losses import RebelLoss
+from ..options.pair_updates import PairUpdates, train_on_pairs
+from ..options.reference_kl import score_less_kl
+from ..roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 
 @option_class

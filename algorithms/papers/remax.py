@@ -9,23 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..dataflow.options import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, option_class
-from .losses import ClippedPolicyLoss
-from .ops.advantages import KLPlacement, paired_baseline, remax_advantage
-from .ops.kl import kl_estimate
-from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import train_policy
-from .options.reference_kl import reference_logprob, reported_kl
-from .roles import (
-    PerSample,
-    PerToken,
-    Policy,
-    Prompts,
-    Reward,
-    Rollout,
-    Sampling,
-    TrainMetrics,
-)
+from ...dataflow.options import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, option_class
+from ..losses import ClippedPolicyLoss
+from ..ops.advantages import KLPlacement, paired_baseline, remax_advantage
+from ..ops.kl import kl_estimate
+from ..ops.rollout_correction import RolloutCorrection
+from ..options.policy_updates import train_policy
+from ..options.reference_kl import reference_logprob, reported_kl
+from ..roles import PerSample, PerToken, Policy, Prompts, Reward, Rollout, Sampling, TrainMetrics
 
 
 @option_class

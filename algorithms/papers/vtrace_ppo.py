@@ -9,14 +9,14 @@ today's weights, before the update. Run it with `schedule=one_step_off` or a lar
 
 from __future__ import annotations
 
-from ..dataflow.graph.tracer import op
-from ..dataflow.options import PositiveFloat, option_class
-from .ops.advantages import GaeTargets
-from .ops.reductions import zero_where_masked_out
-from .ops.returns import vtrace
-from .ops.rollout_correction import with_rollout_logprob
-from .options.reference_kl import reference_logprob, reported_kl
-from .ppo import (
+from ...dataflow.graph.tracer import op
+from ...dataflow.options import PositiveFloat, option_class
+from ..ops.advantages import GaeTargets
+from ..ops.reductions import zero_where_masked_out
+from ..ops.returns import vtrace
+from ..ops.rollout_correction import with_rollout_logprob
+from ..options.reference_kl import reference_logprob, reported_kl
+from ..ppo import (
     PPO,
     bootstrap_value,
     critic_states,
@@ -27,7 +27,7 @@ from .ppo import (
     whitened_advantage,
     whitened_reward,
 )
-from .roles import (
+from ..roles import (
     PerSample,
     PerToken,
     Policy,

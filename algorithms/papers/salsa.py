@@ -7,9 +7,9 @@ where `ref` starts, a mean of two earlier stages or folders (`algorithm.roles.re
 
 from __future__ import annotations
 
-from ..dataflow.options import option_class
-from .ppo import PPO, ppo_step
-from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
+from ...dataflow.options import option_class
+from ..ppo import PPO, ppo_step
+from ..roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
 
 @option_class

@@ -7,11 +7,11 @@ lowers it while they are closer. All else is PPO's.
 
 from __future__ import annotations
 
-from ..dataflow.options import NonNegativeFloat, option_class
-from .controllers.kl_controller import KLController, KLTarget
-from .ops.kl import kl_penalized_reward, response_kl
-from .options.policy_updates import train_policy
-from .ppo import (
+from ...dataflow.options import NonNegativeFloat, option_class
+from ..controllers.kl_controller import KLController, KLTarget
+from ..ops.kl import kl_penalized_reward, response_kl
+from ..options.policy_updates import train_policy
+from ..ppo import (
     PPO,
     critic_states,
     gae_targets,
@@ -20,7 +20,7 @@ from .ppo import (
     train_critic,
     whitened_advantage,
 )
-from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
+from ..roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
 
 @option_class

@@ -1,8 +1,7 @@
-"""Several rewards as one, for any step: the mean, the worst, or the mean less the disagreement.
+"""PPO against an ensemble of three reward models, which are harder to fool than one.
 
-Coste et al., "Reward Model Ensembles Help Mitigate Overoptimization", 2023. `Ensemble` stands in a
-step where a `Reward` is asked, so an algorithm needs no change: it asks every member, and each is a
-role of its own that can be placed and started apart.
+Coste et al., "Reward Model Ensembles Help Mitigate Overoptimization", 2023. Train the members with
+different seeds; their heads and the order of their data differ.
 """
 
 from __future__ import annotations
@@ -14,9 +13,11 @@ from torch import Tensor
 
 from ...dataflow.graph.tracer import op
 from ...dataflow.options import NonNegativeFloat, option_class
-from ..roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
-from .groups import floating
-from .reductions import Variance, variance_correction
+from ..ops.groups import floating
+from ..ops.reductions import Variance, variance_correction
+from ..ppo import PPO, ppo_step
+from ..roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
+from ..roles.language import PromptId, TokenIds, TokenMask
 
 Combination = Literal["mean", "worst_case", "uncertainty_weighted"]
 """What an ensemble says: its members' mean, their least score, or the mean less their variance."""
@@ -111,3 +112,26 @@ class Ensemble(Reward):
         """Ask every member, and join what they say."""
         scores = [member.score(tokens, mask, prompt_id) for member in self.members]
         return joined_score(*scores, rule=self.rule)
+
+
+@option_class
+class EnsemblePPO(PPO):
+    """Options of PPO, and how the members' scores become one."""
+
+    ensemble: EnsembleRule = EnsembleRule()
+    """Mean, worst case, or mean less disagreement."""
+
+
+def ensemble_ppo_step(
+    prompts: Prompts,
+    actor: Policy,
+    critic: ValueModel,
+    ref: Policy,
+    reward: Reward,
+    reward_b: Reward,
+    reward_c: Reward,
+    cfg: EnsemblePPO,
+) -> tuple[TrainMetrics, TrainMetrics, PerSample | None]:
+    """`ppo_step` with three rewards for one."""
+    members = Ensemble(reward, reward_b, reward_c, rule=cfg.ensemble)
+    return ppo_step(prompts, actor, critic, ref, members, cfg)

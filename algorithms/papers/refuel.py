@@ -10,11 +10,11 @@ nothing.
 
 from __future__ import annotations
 
-from ..dataflow.options import PositiveInt, option_class
-from .losses import RebelLoss
-from .losses.sequence import ComparedPairBatch
-from .ops.turns import branch_turn
-from .roles import Agent, Policy, Prompts, Sampling, TrainMetrics
+from ...dataflow.options import PositiveInt, option_class
+from ..losses import RebelLoss
+from ..losses.sequence import ComparedPairBatch
+from ..ops.turns import branch_turn
+from ..roles import Agent, Policy, Prompts, Sampling, TrainMetrics
 
 
 @option_class

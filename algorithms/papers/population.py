@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import torch
 
-from ..dataflow.graph.tracer import op
-from ..dataflow.options import NonNegativeFloat, PositiveInt, option_class
-from .env_ppo import EnvPPO, learn
-from .ops.groups import floating
-from .roles import TrainMetrics
-from .roles.environment import ActorCritic, Env, EnvMask, EnvRows, PerEnv, PerEnvStep
+from ...dataflow.graph.tracer import op
+from ...dataflow.options import NonNegativeFloat, PositiveInt, option_class
+from ..env_ppo import EnvPPO, learn
+from ..ops.groups import floating
+from ..roles import TrainMetrics
+from ..roles.environment import ActorCritic, Env, EnvMask, EnvRows, PerEnv, PerEnvStep
 
 
 @option_class

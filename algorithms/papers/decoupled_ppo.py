@@ -8,10 +8,10 @@ differ from the weights that sampled is a bounded factor on every token's loss. 
 
 from __future__ import annotations
 
-from ..dataflow.options import option_class
-from .ops.rollout_correction import RolloutCorrection, corrected_batch
-from .options.reference_kl import reference_logprob, reported_kl
-from .ppo import (
+from ...dataflow.options import option_class
+from ..ops.rollout_correction import RolloutCorrection, corrected_batch
+from ..options.reference_kl import reference_logprob, reported_kl
+from ..ppo import (
     PPO,
     critic_states,
     gae_targets,
@@ -20,7 +20,7 @@ from .ppo import (
     train_critic,
     whitened_advantage,
 )
-from .roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
+from ..roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 
 
 @option_class

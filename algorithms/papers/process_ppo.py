@@ -6,12 +6,12 @@ go through Clip and Delta, so that a policy gains nothing by more steps; see `pr
 
 from __future__ import annotations
 
-from ..dataflow.options import FiniteFloat, option_class
-from .ops.rewards import known_throughout, process_shaped_reward
-from .options.policy_updates import scored_rows, train_policy
-from .options.reference_kl import reference_logprob, reported_kl
-from .ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advantage
-from .roles import PerSample, Policy, ProcessReward, Prompts, Reward, TrainMetrics, ValueModel
+from ...dataflow.options import FiniteFloat, option_class
+from ..ops.rewards import known_throughout, process_shaped_reward
+from ..options.policy_updates import scored_rows, train_policy
+from ..options.reference_kl import reference_logprob, reported_kl
+from ..ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advantage
+from ..roles import PerSample, Policy, ProcessReward, Prompts, Reward, TrainMetrics, ValueModel
 
 
 @option_class

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..dataflow.options import option_class
-from .ops.advantages import gae
-from .ops.final_state import bootstrap_of, with_next_turn
-from .ops.macro_actions import macro_gae
-from .ops.turns import turn_rewards
-from .options.policy_updates import scored_rows, train_policy
-from .options.reference_kl import reference_logprob, reported_kl
-from .ppo import PPO, train_critic, whitened_advantage, whitened_reward
-from .roles import (
+from ...dataflow.options import option_class
+from ..ops.advantages import gae
+from ..ops.final_state import bootstrap_of, with_next_turn
+from ..ops.macro_actions import macro_gae
+from ..ops.turns import turn_rewards
+from ..options.policy_updates import scored_rows, train_policy
+from ..options.reference_kl import reference_logprob, reported_kl
+from ..ppo import PPO, train_critic, whitened_advantage, whitened_reward
+from ..roles import (
     Agent,
     Conversations,
     PerSample,

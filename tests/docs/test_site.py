@@ -102,7 +102,7 @@ def test_every_page_is_there(site: Path) -> None:
         assert (site / page.relative_to(DOCS)).with_suffix(".html").is_file(), page
     for name in ("index", "contributing", "security", "changelog", "examples"):
         assert (site / f"{name}.html").is_file()
-    assert "algorithm is one typed" in (site / "index.html").read_text()
+    assert "An algorithm is one function" in (site / "index.html").read_text()
 
 
 def test_every_link_leads_to_a_page_and_an_anchor(site: Path) -> None:

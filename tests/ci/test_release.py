@@ -108,7 +108,7 @@ def test_a_release_is_built_checked_and_tagged(tree: Path) -> None:
     ]
     changelog = (tree / "CHANGELOG.md").read_text()
     assert re.search(
-        rf"## Unreleased\n\n## {re.escape(NEXT)} \(\d{{4}}-\d\d-\d\d\)\n\n### Added\n- ", changelog
+        rf"## Unreleased\n\n## {re.escape(NEXT)} \(\d{{4}}-\d\d-\d\d\)\n\n### ", changelog
     )
     (wheel,) = (tree / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()

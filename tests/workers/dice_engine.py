@@ -59,7 +59,7 @@ class DiceEngine(GenerationEngine):
         dice.shuffle(left)
         try:
             while len(left) > (self.broken == "stops"):
-                num = dice.randint(0, 3)
+                num = min(dice.randint(0, 3), len(left) - (self.broken == "stops"))
                 rows, left = torch.tensor(sorted(left[:num]), dtype=torch.int64), left[num:]
                 shortest = int(every.length[left].min()) if left else 0
                 some = (every.token, every.logprob, every.length, every.finished)

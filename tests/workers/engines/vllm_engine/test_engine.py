@@ -82,8 +82,8 @@ def test_a_way_to_quantize_that_there_is_not_is_named() -> None:
     with pytest.raises(ValueError, match="quantization is") as caught:
         VllmPolicySpec(model=model_spec("llama"), end_ids=(EOS,), quantization=wrong)
     assert str(caught.value) == (
-        "quantization is 'fp8'; expected one of fp8_per_tensor, fp8_per_channel, fp8_per_block, or "
-        "none"
+        "quantization is 'fp8'; expected one of 'fp8_per_tensor', 'fp8_per_channel' or "
+        "'fp8_per_block'"
     )
 
 

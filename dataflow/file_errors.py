@@ -15,10 +15,10 @@ from pathlib import Path
 
 from .errors import PenstockError, users_line
 
-# What a disk answers; an error without a name may be about a socket otherwise.
+# Error numbers of disks: an error without a file's name may be about a socket otherwise.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
-# How Rust's I/O errors end, which safetensors and tokenizers pass on as text.
+# The end of Rust's I/O errors, which safetensors and tokenizers pass on as text.
 _IN_RUST = re.compile(r"\(os error (\d+)\)")
 
 _FIXES = {

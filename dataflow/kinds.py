@@ -21,6 +21,6 @@ class WeightRead:
     """A node's read of a role's weights."""
 
     role: str  # The role read. Roles that are never trained have no version
-    offset: int = 0  # How many train calls of the role precede the node in the step function
+    offset: int = 0  # Train calls of the role before the node in the step function
     lagged: bool = False  # True if the read may be up to `Schedule.max_lag` steps old (rollouts)
     at: str = ""  # The group whose copy is read, if that is not the node's own: it serves the node

@@ -36,7 +36,7 @@ from ..roles.agents import Conversations, TurnIndex
 from ..roles.language import PerToken, TokenMask
 
 ActionValue = Literal["critic", "backup"]
-"""What Q(s, a) is in an advantage: what the critic says of the turn, or the target that it learns
+"""Source of Q(s, a) in an advantage: the critic's value of the turn, or the target that it learns
 this from, `r + discount * V(s')`, with what the environment answered."""
 
 
@@ -76,7 +76,7 @@ def utterances(held: Conversations) -> Utterances:
 def bellman_targets(
     turn: TurnIndex, *, reward: PerToken, value: PerToken, discount: float
 ) -> PerToken:
-    """What a critic's values of turns should be, by those of its slower copy.
+    """Compute targets for a critic's values of turns from those of its slower copy.
 
     `Q(s, a) <- r + discount * V(s')` after a turn, `V(s) <- Q(s, a)` before it. After the last turn
     comes nothing. Where nothing was shown after a turn, its slot is the next turn's first token:
@@ -186,7 +186,7 @@ class ArCHer:
     target_share: PositiveFraction = 0.5
     """How far the slower copy moves towards the critic in each round."""
     action_value: ActionValue = "critic"
-    """What Q(s, a) is in advantages: the critic's, as in the paper, or the "backup" that it learns
+    """Source of Q(s, a) in advantages: the critic, as in the paper, or the "backup" that it learns
     from, which needs a good V alone and takes in what the environment answered."""
     whiten_advantages: bool = True
     """Shift advantages to mean 0 and scale them to variance 1 over the batch."""

@@ -6,16 +6,12 @@ reference's own response, less the farther it is from the reference. `codpo` and
 paper's two other optimizers. Its several tasks, each with judges and an optimizer of its own, are
 several runs of these steps.
 
-Constrained online DPO: the best response that passes all judges, against the worst that fails.
+CODPO, constrained online DPO, sets the best response that passes all judges against the worst that
+fails. A prompt of which no response passes is left out; where all pass, the worst is rejected.
 
-Xu et al., "The Perfect Blend: Redefining RLHF with Mixture of Judges", 2024: CGPO's optimizer
-CODPO. A prompt of which no response passes is left out; where all pass, the worst is rejected.
-
-Constrained reward-ranked fine-tuning: imitate each prompt's best response that passes.
-
-Xu et al., "The Perfect Blend: Redefining RLHF with Mixture of Judges", 2024: CGPO's optimizer
-CRRAFT. A response counts as much as it is likely to beat the reference's own, which takes its place
-where no response passes near enough to the reference.
+CRRAFT, constrained reward-ranked fine-tuning, imitates each prompt's best response that passes. A
+response counts as much as it is likely to beat the reference's own, which takes its place where no
+response passes near enough to the reference.
 """
 
 from __future__ import annotations
@@ -51,13 +47,13 @@ from ..roles import (
 from ..roles.language import BehaviorLogprob, PromptId, Rollout, Sampling, TokenIds, TokenMask
 
 MeanOver = Literal["batch", "passing", "prompt"]
-"""Whose mean is taken off a constrained reward: all responses', those that pass, or all of the same
+"""Responses whose mean is taken off a constrained reward: all, those that pass, or all of the same
 prompt."""
 
 
 @op(scope="row")
 def kl_allowance(kl: PerSample, *, kl_max: float) -> PerSample:
-    """What a response's KL to the reference leaves of its reward: `max(1 - kl / kl_max, 0)`.
+    """Factor of a response's reward by its KL to the reference: `max(1 - kl / kl_max, 0)`.
 
     Args:
         kl: f32[rows], of whole responses, in nats.

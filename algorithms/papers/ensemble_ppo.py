@@ -20,7 +20,7 @@ from ..roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
 from ..roles.language import PromptId, TokenIds, TokenMask
 
 Combination = Literal["mean", "worst_case", "uncertainty_weighted"]
-"""What an ensemble says: its members' mean, their least score, or the mean less their variance."""
+"""Score of an ensemble: its members' mean, their least score, or the mean less their variance."""
 
 
 @option_class
@@ -30,7 +30,7 @@ class EnsembleRule:
     combination: Combination = "uncertainty_weighted"
     """See `Combination`."""
     uncertainty_coef: NonNegativeFloat = 0.1
-    """What a unit of variance takes from the mean; 0.1 for training, 0.5 for picking one of n."""
+    """Taken from the mean per unit of variance; 0.1 for training, 0.5 for picking one of n."""
     variance: Variance = "unbiased"
     """Whether that variance divides by n - 1 ("unbiased") or n ("biased")."""
 

@@ -97,7 +97,7 @@ class Kimi:
     num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     baseline: Literal["mean", "log_partition"] = "mean"
-    """What is taken off a score: the group's mean, or the exact `tau log mean exp(score / tau)`."""
+    """Baseline of a score: the group's mean, or the exact `tau log mean exp(score / tau)`."""
     length_weight: NonNegativeFloat = 0.0
     """Weight of the reward for brevity; 0 while warming up."""
     correct_score: FiniteFloat = 1.0

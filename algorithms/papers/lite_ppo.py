@@ -28,7 +28,7 @@ class LitePPO:
     num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     std_of: StdScores = "raw"
-    """Whose deviation divides: scores as they came, or less their group's mean ("centered")."""
+    """The scores whose deviation divides: as they came, or less their group's mean ("centered")."""
     std_variance: Variance = "unbiased"
     """Whether that deviation divides by n - 1 ("unbiased") or n ("biased")."""
     std_eps: NonNegativeFloat = 1e-4

@@ -93,7 +93,7 @@ class P3O(PairUpdates):
     """Options of P3O."""
 
     loss: P3OLoss = P3OLoss(report_entropy=True)
-    """What is clipped, and how far."""
+    """The ratio that is clipped, and the width of the clip."""
 
 
 def p3o_step(

@@ -21,7 +21,7 @@ class ProcessPPO(PPO):
     step_coef: FiniteFloat = 0.02
     """Weight of the step rewards (alpha)."""
     step_clip: FiniteFloat | None = 0.5
-    """What a step must score to lose nothing, near the model's mean; None goes without Clip."""
+    """Score at which a step loses nothing, near the model's mean; None goes without Clip."""
     step_delta: bool = True
     """Reward a step with its score less the next step's."""
 

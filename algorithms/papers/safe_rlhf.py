@@ -2,11 +2,8 @@
 
 Dai et al., "Safe RLHF: Safe Reinforcement Learning from Human Feedback", 2023. Reward and cost have
 a model and a critic each; a multiplier mixes their advantages and rises while responses cost more
-than is allowed. A cost above 0 means unsafe; `cost_modelling_step` trains a model of it.
-
-Cost modeling: learn how unsafe responses are, with 0 between safe and unsafe.
-
-Dai et al., "Safe RLHF: Safe Reinforcement Learning from Human Feedback", 2023, equation 6.
+than is allowed. A cost above 0 means unsafe; `cost_modelling_step` trains a model of it (equation
+6), with 0 between safe and unsafe.
 """
 
 from __future__ import annotations
@@ -102,7 +99,7 @@ class CostModelLoss(CountedMean, Loss[ScoredPairBatch, ScoreOutput]):
         safer, unsafer = pair_rows(batch.pair_id, batch.chosen)
         cost = output.score
         sign = torch.where(batch.score < self.safe_from, 1.0, -1.0).to(cost)
-        # What is neither safe nor unsafe leaves no finite gradient, which the optimizer refuses.
+        # A response without a safety score leaves no finite gradient, which the optimizer refuses.
         sign = sign.masked_fill(batch.score.isnan(), torch.nan)
         loss = cost_model_loss(
             unsafer_cost=cost[unsafer],
@@ -188,7 +185,7 @@ class SafeRLHF(PPO):
 
     @property
     def kl_share(self) -> float:
-        """What is taken off the reward, and added to the cost, per nat of KL."""
+        """Penalty per nat of KL, taken off the reward and added to the cost."""
         return self.kl_coef if self.kl_split == "full" else self.kl_coef / 2
 
 

@@ -75,7 +75,7 @@ class Node:
     name: str
     kind: NodeKind
     scope: Scope
-    ordinal: int  # How many calls of the same method or op came before it in the step
+    ordinal: int  # Calls of the same method or op before it in the step
     where: Where  # The line of the step function that made it
     role: str | None = None
     method: str | None = None

@@ -48,7 +48,7 @@ class CallStream:
                 f"{self._num_answered} of step {self.calls[0].step} have been given"
             )
         if self._answers is None and work.given is not None:
-            # Who has to begin again has other weights than before: what was given stays as it is.
+            # A rank that begins again has other weights; chunks that it has answered stay.
             self._num_answered = len(work.given)
         while True:
             with self.scope(work):

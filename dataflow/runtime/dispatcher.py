@@ -207,7 +207,7 @@ class Dispatcher:
     def _note(self, completion: Completion) -> None:
         submission = self._out.get(completion.ticket)
         if submission is None:
-            return  # Of a run that is over, or of a submission that failed on another rank.
+            return  # The run is over, or its submission failed on another rank.
         submission.waiting.discard(completion.rank)
         if completion.error is not None:
             submission.failed = completion
@@ -215,7 +215,7 @@ class Dispatcher:
             submission.completions.append(completion)
         if submission.failed or not submission.waiting:
             del self._out[completion.ticket]
-            # Of what is carried nobody hears until it is asked for: it is not this run's task yet.
+            # A carried answer waits until it is asked for: it is not this run's task yet.
             if submission.task is not None and not submission.carried:
                 self._answers.append(submission)
 

@@ -42,7 +42,7 @@ from .worker_protocol import WorkerSpec
 
 __all__ = ["Engine", "Source", "StepResult"]
 
-_SETTLE_S = 60.0  # How long a run that ends with an error waits for its checkpoint to be written
+_SETTLE_S = 60.0  # For a checkpoint to be written when a run ends with an error
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Engine:
             return
         try:
             if issubclass(kind, Exception):  # who interrupts does not want to wait
-                # What has ended the run is what is raised, whatever has become of the checkpoint.
+                # Raise the error that ended the run, whether or not the checkpoint was written.
                 with suppress(Exception):
                     self._settle(min(_SETTLE_S, self.longest.limit_s))
         finally:

@@ -49,8 +49,8 @@ class NextAnswer:
 
     node: str  # Name of the node
     step: int
-    # How many are answered before it. Which calls these are follows from the calls alone, so that a
-    # process that had to begin again gives the same.
+    # Calls answered before it. Which these are follows from the calls alone, so that a process that
+    # had to begin again gives the same.
     number: int
     # Trained role -> version of its weights that is to be read from here on.
     versions: tuple[tuple[str, int], ...] = ()
@@ -64,8 +64,8 @@ class NextAnswer:
 class HeldLayout:
     """The layout in which a group holds a role's weights; only executors and workers read it."""
 
-    sends: Any  # What the processes of rank 0 hold, which export for all
-    receives: Any  # What all processes hold, or are to hold
+    sends: Any  # Layout of the weights of rank 0's processes, which export for all
+    receives: Any  # Layout of the weights of all processes, now or after the next transfer
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class SaveReport:
     """The progress of a process with what it was given to save last."""
 
     writing: bool  # Whether it is still being written
-    # What has been written since it was taken, by the names in the checkpoint's folder.
+    # Files written since it was taken, by their names in the checkpoint's folder.
     files: Mapping[str, WrittenFile] = field(default_factory=dict[str, WrittenFile])
-    failed: str = ""  # What kept it from being written; "" if nothing did
+    failed: str = ""  # Why it could not be written; "" if it could
 
 
 H = TypeVar("H")
@@ -146,16 +146,16 @@ class Report:
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
     num_rows: tuple[int, ...] = ()  # Rows in each stored part
     num_bytes: int = 0  # Bytes of the stored parts
-    answer: Any = None  # What the method returned, if that was no `Outcome`
+    answer: Any = None  # The method's return value, unless that was an `Outcome`
     # Which of the calls begun together is answered; None if they have paused.
     chunk: int | None = None
     size: int = 0  # Length of its longest row
     # The most that torch had allocated on this process's CUDA device during a call, what its
     # workers always hold included; 0 where there is none.
     peak_bytes: int = 0
-    # Of each stored part that is trained on, its digest; see `recovery/ledger.py`.
+    # Digest of each stored part that is trained on; see `recovery/ledger.py`.
     made: tuple[int, ...] = ()
-    # Of a train call, for each part that it was given: who made it, its rows, its digest.
+    # For each part given to a train call: its producer, its rows, its digest.
     taken: tuple[tuple[str, int, int], ...] = ()
 
 

@@ -24,7 +24,7 @@ class OpenStream:
     instruction: RunStream
     group: str  # Where it runs
     in_flight: bool  # Whether it takes newer weights meanwhile
-    versions: dict[str, int]  # What is read from now on
+    versions: dict[str, int]  # Read from now on
     given: list[int] = field(default_factory=list[int])  # The chunks answered, in this order
     num_taken: int = 0  # Answers that were taken in, or are about to be
     # Answers that were heard of before those that the rank gave before them, by number.

@@ -27,7 +27,7 @@ class ClusterNode:
     # Its number there. What has one number runs on one machine, and what has another number on
     # another.
     number: int
-    # What a machine must be labeled with to stand for it.
+    # Labels that a machine needs to stand for it.
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
 

@@ -31,7 +31,7 @@ class Watch:
     # The train node of the main graph before whose work the look is sent, to the first rank of its
     # group: then all columns are there, and that rank is about to be busy.
     before: str
-    program: Program  # Of one call node, the worker's, and the sources of its columns
+    program: Program  # One call node, the worker's, and the sources of its columns
 
     @property
     def group(self) -> str:

@@ -97,7 +97,7 @@ class ResumeState:
     history_sha256: str = ""
     # Those of the finished tasks that have one; see `TaskDone`.
     sizes: tuple[tuple[NodeTask, int], ...] = ()
-    # How many rows outputs of later steps have, where the shell told.
+    # Rows of outputs of later steps, where the engine gave them.
     rows: tuple[tuple[Output, int], ...] = ()
 
 
@@ -253,8 +253,8 @@ class RunTrain:
     node: str  # Its name
     step: int
     ranks: tuple[int, ...]
-    versions: Versions  # What it reads
-    makes_version: int  # What the role's weights are once the node is done in this step
+    versions: Versions  # Read by it
+    makes_version: int  # Version of the role's weights once the node is done in this step
     # Which of its parts, of a node that takes chunks as they come; None for all at once.
     part: int | None = None
     chunks: tuple[int, ...] = ()  # One for each rank then

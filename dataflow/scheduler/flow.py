@@ -42,7 +42,7 @@ class FlowNode:
     # The streaming rollout in whose answers' order a train node takes the chunks, one per rank at a
     # time; "" if it takes them all at once.
     order_of: str = ""
-    # How long a plan expects all of its tasks of a step to take together; None if nothing is known.
+    # Seconds that a plan expects all of its tasks of a step to take; None without a plan.
     predicted_s: float | None = None
 
 

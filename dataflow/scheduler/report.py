@@ -14,7 +14,7 @@ class FailureReport:
     what: str  # The task in words: "actor.train step 3"
     where: str  # The rank: "train[0]"
     error: str  # The error's text as the worker gave it, traceback included
-    story: tuple[str, ...]  # What the scheduler did with the node in that step
+    story: tuple[str, ...]  # The scheduler's events of the node in that step
 
     def __str__(self) -> str:
         lines = [f"{self.what} failed on {self.where}", *_indent(self.error.splitlines())]
@@ -31,7 +31,7 @@ class HungTask:
     ranks: tuple[str, ...]  # Where it runs: "rollout[1]"
     running_s: float  # For how long
     num_rows: int | None  # Rows of the chunk it works on, if known
-    missing: str  # What of the node's step is not there yet: "chunks 1, 3 of 4 (64 rows)"
+    missing: str  # Inputs of the node's step that are not there yet: "chunks 1, 3 of 4 (64 rows)"
 
     def lines(self) -> list[str]:
         """The task in words, a head line and indented details."""
@@ -52,7 +52,7 @@ class HangReport:
     """Nothing came back within the deadline."""
 
     at_s: float  # When it was noticed
-    deadline: Deadline  # What was exceeded first
+    deadline: Deadline  # The deadline that was exceeded first
     hung: tuple[HungTask, ...]  # Tasks over their deadlines
     awaited: tuple[str, ...]  # Other things waited for: a batch, a checkpoint
     blocked: tuple[str, ...]  # Tasks that cannot start, and why (the first few)

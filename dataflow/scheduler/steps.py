@@ -160,7 +160,7 @@ class StepState:
         self._stored: dict[int, None] = {}  # node index * num_chunks + chunk, in order
         # Per node and chunk, consumer tasks of that output part that are not done.
         self.refs = [[len(consumers)] * num_chunks for consumers in index.consumers]
-        self.lag: Counter[int] = Counter()  # How many rollout reads were how many versions behind
+        self.lag: Counter[int] = Counter()  # Versions behind -> rollout reads
         # Rows of an output part `(node index, chunk)`, where the shell told.
         self.rows: dict[tuple[int, int], int] = {}
 

@@ -121,7 +121,7 @@ class Weights:
         return True
 
     def versions(self, index: int) -> Versions:
-        # What node `index` would read now; the same object as long as it is the same.
+        # The versions that node `index` would read now; one object as long as they are equal.
         found = tuple((r.role, self.instances[r.role, r.group].holds) for r in self.rules_of[index])
         if found != self._versions[index]:
             self._versions[index] = found

@@ -46,7 +46,7 @@ class Line:
     sha256: Mapping[str, str]  # Source -> of their values
     made: Mapping[str, int]  # Node -> the rows it made
     trained: Mapping[str, int]  # Train node -> the rows its ranks were given
-    times: int = 1  # How often the step was computed to its end
+    times: int = 1  # Times the step was computed to its end
     # Nodes of which this is not known: they did their part before a checkpoint that a version
     # without a ledger wrote.
     unseen: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class Ledger:
         self, graph: Graph, write: Callable[[Line], None], known: Iterable[Line] = ()
     ) -> None:
         self._graph, self._write = graph, write
-        # Of the latest steps that are complete, step -> line.
+        # Step -> line, for the latest complete steps.
         self.lines = {line.step: line for line in known}
         self._open: dict[int, _Open] = {}
         self._returns = 0

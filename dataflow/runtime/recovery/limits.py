@@ -52,7 +52,7 @@ class Restart:
     group: str
     took_s: float  # Seconds since one died
     ranks: tuple[int, ...] = ()  # Which of its ranks; all if none is named
-    held_up_s: float = 0.0  # How long of that `Executor.wait` was busy with it
+    held_up_s: float = 0.0  # Seconds of these in which `Executor.wait` was busy with it
     # Whether they are there. Before, this is said about once a second of those that are started
     # while others work: what they owe is not late.
     is_over: bool = True
@@ -62,13 +62,13 @@ class Restart:
 class Recovered:
     """A run has gone back and goes on."""
 
-    said: str  # Who had died, and how
+    said: str  # The processes that died, and how
     step: int  # Steps that are complete where it goes on
     completed: int  # Steps that had been complete
-    # What it goes on from: its own start if there was no checkpoint yet.
+    # Where it goes on: its own start if there was no checkpoint yet.
     source: Literal["checkpoint", "mirror", "start"]
     took_s: float  # Seconds from the news to where it goes on, the pause included
-    number: int  # How often it has gone back by now
+    number: int  # Times it has gone back by now
 
 
 class Recoveries:
@@ -76,7 +76,7 @@ class Recoveries:
 
     def __init__(self, recovery: Recovery) -> None:
         self.recovery = recovery
-        self.number = 0  # How often it has
+        self.number = 0
         self._in_a_row = 0
         self._furthest = -1
 

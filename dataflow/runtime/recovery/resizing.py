@@ -17,7 +17,7 @@ from ...scheduler.events import Resize, Resized, ResizeGroup
 from ...scheduler.flow import Flow
 from ..executor import Executor, Program, groups_of, servers_of
 
-_LOOK_S = 1.0  # How often anybody is asked for a wish
+_LOOK_S = 1.0  # Between two looks for requests to resize
 
 
 @dataclass(frozen=True)

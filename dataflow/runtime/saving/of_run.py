@@ -120,9 +120,9 @@ class StateInWorkers:
         return self._dispatcher.perform_now(self._name, group, works, self._deadline)
 
 
-_ASK_S = 0.2  # How often ranks are asked how far they have come
+_ASK_S = 0.2  # Between two questions to the ranks whether they have finished writing
 
-_WAIT_S = 1.0  # How long a rank that has nothing else to do waits for the end before it answers
+_WAIT_S = 1.0  # An idle rank waits so long for its writing to end before it answers
 
 Take = Callable[[Path], str]
 """Has everything taken that a checkpoint's folder is to hold; says what the disk refused, or ""."""
@@ -134,7 +134,7 @@ class _Pending:
 
     step: int
     store: CheckpointFolder  # Where it is being written
-    failed: str = ""  # What the disk refused; "" as long as it refused nothing
+    failed: str = ""  # The disk's error; "" without one
     # Out at the ranks, to say how far they have come; None if nobody has been asked.
     asked: list[Submission] | None = None
     asked_s: float = 0.0  # When they were asked last

@@ -25,7 +25,7 @@ from penstock.launch.placement.plan_request import SECTIONS, PlanRequest, plan_r
 from penstock.planner.inputs.calls import Call, calls_of
 from penstock.planner.inputs.layout import Layout, pinned_layout
 from penstock.planner.plan.plan import Plan
-from penstock.workers.engines.engine import Engine
+from penstock.workers.engines.engine import EngineKind
 from penstock.workers.engines.registry import ENGINES
 from penstock.workers.models.heads import Head
 from penstock.workers.models.spec import ModelSpec
@@ -189,7 +189,7 @@ def _built(case: Case, composed: Mapping[str, Any], request: PlanRequest, plan: 
     engines = _engines(composed)
     weights: list[tuple[int, int]] = []
     for call in calls_of(request.graph, request.workload, request.models):
-        engine: Engine = engines.runs(request.graph, request.graph[call.name])
+        engine: EngineKind = engines.runs(request.graph, request.graph[call.name])
         layout = plan.layouts[call.name]
         parts: list[int] = []
         for process in dict.fromkeys((0, layout.num_devices - 1)):

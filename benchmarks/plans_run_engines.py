@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.planner.inputs.layout import Layout
-from penstock.workers.engines.engine import Engine
+from penstock.workers.engines.engine import EngineKind
 from penstock.workers.models.heads import Head
 from penstock.workers.models.spec import ModelSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -38,7 +38,7 @@ Built = int | None
 
 
 def construct(
-    engine: Engine,
+    engine: EngineKind,
     layout: Layout,
     model: ModelSpec,
     head: Head,

@@ -25,6 +25,7 @@ _PRELOADED = (
 )
 _READ_BYTES = 1 << 20
 _LOOKS_S = 1.0
+_ASK_S = 60.0
 
 
 def serve(listening: socket.socket) -> None:
@@ -89,6 +90,7 @@ def ask(words: list[str]) -> None:
     asked = {"words": given, "environment": environment, "path": sys.path[1:]}
     text = json.dumps(asked | {"folder": os.getcwd()}).encode()
     with socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(_ASK_S)
         server.connect("\0" + os.environ[NAME])
         sent = socket.send_fds(server, [text], [0, 1, 2])
         server.sendall(text[sent:])

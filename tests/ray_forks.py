@@ -18,6 +18,7 @@ from .ray_fork_server import NAME
 __all__ = ["forked_workers"]
 
 _SCRIPT = str(Path(__file__).with_name("ray_fork_server.py"))
+_READY_S = 240.0  # For the imports on a busy machine
 _SERVERS: list[subprocess.Popen[bytes]] = []
 """One at most, however many folders use the fixture."""
 
@@ -54,6 +55,7 @@ def _start_server() -> subprocess.Popen[bytes]:
         file = listening.fileno()
         started = subprocess.Popen([sys.executable, _SCRIPT, "serve", str(file)], pass_fds=[file])
     with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(_READY_S)
         asking.connect("\0" + os.environ[NAME])
         asking.shutdown(socket.SHUT_WR)
         asking.recv(1)

@@ -124,6 +124,15 @@ def test_every_folder_says_what_lives_in_it_and_what_does_not() -> None:
     assert vague == []
 
 
+def test_a_public_class_name_stands_for_one_thing() -> None:
+    found: dict[str, list[str]] = {}
+    for path in _sources(*PACKAGES):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(_name(path))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
 def _imports(path: Path) -> Iterator[str]:
     """Modules of ours that a module names, deferred and for type checking alike."""
     package = path.relative_to(ROOT).parts[:-1]

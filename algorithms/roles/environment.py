@@ -107,7 +107,7 @@ class Values:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class ActionEvaluation:
     """Log-probabilities by the current weights of actions taken before."""
 
     logprob: PerEnvStep
@@ -220,7 +220,7 @@ class ActorCritic(Actor):
         action_mask: ActionMask,
         recurrent_state: RecurrentStates | None = None,
         mask: EnvMask | None = None,
-    ) -> Evaluation:
+    ) -> ActionEvaluation:
         """Log-probability of each action, and the entropy there.
 
         `recurrent_state` and `mask` may be left out where no network is recurrent.

@@ -22,7 +22,7 @@ from .hydra_app import chosen, hydra_app, refuse_resume
 if TYPE_CHECKING:
     from ...dataflow.graph.graph import Graph
     from ...planner.plan.plan import Plan
-    from ...planner.report.comparison import Comparison
+    from ...planner.report.comparison import PlanComparison
     from ..placement.plan_request import PlanRequest
 
 OUTPUTS = ("json", "html", "trace", "output")  # keys that name files to write
@@ -52,7 +52,7 @@ def _plan(composed: dict[str, Any]) -> None:
     _show(request, plan, comparisons, files)
 
 
-def found_plan(composed: dict[str, Any]) -> tuple[PlanRequest, Plan, tuple[Comparison, ...]]:
+def found_plan(composed: dict[str, Any]) -> tuple[PlanRequest, Plan, tuple[PlanComparison, ...]]:
     # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
     from ..placement.plan_request import plan_and_tables, plan_request
 
@@ -64,7 +64,7 @@ def found_plan(composed: dict[str, Any]) -> tuple[PlanRequest, Plan, tuple[Compa
 def _show(
     request: PlanRequest,
     plan: Plan,
-    comparisons: Sequence[Comparison],
+    comparisons: Sequence[PlanComparison],
     files: Mapping[str, str | None],
 ) -> None:
     from ...planner.plan.simulate import simulate_plan

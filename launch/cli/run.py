@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..inputs.run import Run
     from ..run_dir.process_usage import ProcessUsage
     from ..run_dir.progress import RunProgress
-    from ..run_dir.provenance import CodeVersion, Environment, Origins
+    from ..run_dir.provenance import CodeVersion, Origins, RunEnvironment
     from ..run_dir.resume import Resumed
     from ..run_dir.run_folder import RunFolder, RunRecord
     from ..run_dir.trackers.registry import Trackers
@@ -149,7 +149,7 @@ def _created(
     plan: str,
     origins: Origins,
     code: CodeVersion,
-    environment: Environment,
+    environment: RunEnvironment,
 ) -> RunFolder:
     from ...dataflow.render.svg import to_svg
     from ..run_dir.run_folder import create_run
@@ -216,7 +216,7 @@ def _check_unchanged(
     data: str,
     origins: Origins,
     code: CodeVersion,
-    environment: Environment,
+    environment: RunEnvironment,
 ) -> None:
     from ..run_dir.provenance import changed_files, changed_versions, check_models, versions_text
     from ..run_dir.run_folder import record_of

@@ -14,7 +14,7 @@ from ...dataflow.pictures import framed
 from ...planner.formatting import seconds_text
 from ...planner.plan.plan import Plan
 from ...planner.plan.simulate import Simulation, simulate_plan
-from ...planner.report.comparison import HEADS, Comparison, comparison_text, rows_of
+from ...planner.report.comparison import HEADS, PlanComparison, comparison_text, rows_of
 from ...planner.report.explain import explain
 from ...planner.report.html_report import to_html
 from ..cli.hydra_app import hydra_app
@@ -43,7 +43,7 @@ class Planned:
 
     graph: Graph
     plan: Plan
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[PlanComparison, ...]
     notes: tuple[str, ...]
 
     @cached_property

@@ -15,7 +15,7 @@ from ...planner.cost.engine_model import RoleEngines
 from ...planner.inputs.calls import CallKind
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.model_shape import ModelShape
-from ...workers.engines.engine import Engine
+from ...workers.engines.engine import EngineKind
 from ...workers.engines.registry import DEFAULT, ENGINES, rollouts
 from .own_workers import is_own
 from .record import Stage
@@ -37,8 +37,8 @@ _OWN = RoleEngines(replace(DEFAULT.planned, why_not=_why_not_own))
 class _Pair:
     """The engine that trains a role, and the one that generates if it is another."""
 
-    train: Engine
-    rollout: Engine | None
+    train: EngineKind
+    rollout: EngineKind | None
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Engines:
         of_roles: Roles of the main algorithm that have engines of their own.
     """
 
-    train: Engine
-    rollout: Engine | None
+    train: EngineKind
+    rollout: EngineKind | None
     name: str
     options: Mapping[str, Any]
     rollout_name: str
@@ -78,11 +78,11 @@ class Engines:
                 words.append(f"{at}.rollout={pair.rollout.name if pair.rollout else SAME}")
         return " ".join(words)
 
-    def trainer(self, role: str) -> Engine:
+    def trainer(self, role: str) -> EngineKind:
         """The engine that trains and evaluates a role."""
         return self._pair(role).train
 
-    def generator(self, role: str) -> Engine | None:
+    def generator(self, role: str) -> EngineKind | None:
         """The engine that generates with a role, if another one trains it."""
         return self._pair(role).rollout
 
@@ -97,7 +97,7 @@ class Engines:
         """Fields of the spec of the engine that generates with a role."""
         return self.rollout_options if self.generator(role) is self.rollout else {}
 
-    def runs(self, graph: Graph, node: Node) -> Engine:
+    def runs(self, graph: Graph, node: Node) -> EngineKind:
         """The engine that runs a call."""
         role = node.role or ""
         if role in self.own:
@@ -200,18 +200,18 @@ def _of_role(given: RoleConfig, run: _Pair, at: str) -> _Pair:
     return _Pair(train, _generator(given.rollout, f"{at}.rollout"))
 
 
-def _generator(name: str, at: str) -> Engine | None:
+def _generator(name: str, at: str) -> EngineKind | None:
     """Return the engine that generates; None for the one that trains."""
     if name == SAME:
         return None
-    engine: Engine = entry_or_own(name, ENGINES, at, "engine", Engine)
+    engine: EngineKind = entry_or_own(name, ENGINES, at, "engine", EngineKind)
     if engine.rollout is None:
         raise ConfigError(f"'{at}': engine '{engine.name}' declares no rollout worker")
     return engine
 
 
-def _trainer(name: str, at: str) -> Engine:
-    engine: Engine = entry_or_own(name, ENGINES, at, "engine", Engine)
+def _trainer(name: str, at: str) -> EngineKind:
+    engine: EngineKind = entry_or_own(name, ENGINES, at, "engine", EngineKind)
     if not engine.trains:
         raise ConfigError(f"'{at}': engine '{engine.name}' declares no workers that train")
     return engine

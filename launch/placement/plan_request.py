@@ -36,7 +36,7 @@ from ...planner.plan.plan import Plan
 from ...planner.plan.planner import plan_step
 from ...planner.plan.prediction import NodePrediction, OtherSchedule, Prediction
 from ...planner.plan.simulate import Simulation, idle_of
-from ...planner.report.comparison import Alternative, Comparison
+from ...planner.report.comparison import Alternative, PlanComparison
 from ...planner.search.pins import Pins
 from ..inputs.compose import resolved
 from ..run_dir.run_folder import RunFolder
@@ -592,13 +592,13 @@ def _groups(pins: Pins, call_groups: Sequence[str]) -> list[set[str]]:
     return groups
 
 
-def plan_and_tables(request: PlanRequest) -> tuple[Plan, tuple[Comparison, ...]]:
+def plan_and_tables(request: PlanRequest) -> tuple[Plan, tuple[PlanComparison, ...]]:
     """The plan, and the tables that were asked for.
 
     With a time to reach (`target_s`) it is the plan for the fewest nodes that reach it, or else for
     the number of nodes that is fastest; what else is asked is asked of those nodes.
     """
-    tables: list[Comparison] = []
+    tables: list[PlanComparison] = []
     if request.target_s is None:
         plan = request.plan()
     else:
@@ -609,7 +609,7 @@ def plan_and_tables(request: PlanRequest) -> tuple[Plan, tuple[Comparison, ...]]
     this = Alternative("this plan", plan)
     if request.compared:
         others = tuple(_under(request, file, pins) for file, pins in request.compared.items())
-        tables.append(Comparison("compare", "what if", this, others, by_call=True))
+        tables.append(PlanComparison("compare", "what if", this, others, by_call=True))
     if request.sensitivity:
         tables.append(_improved(request, this))
     return plan, tuple(tables)
@@ -624,7 +624,7 @@ def _under(request: PlanRequest, file: str, pins: Pins | Alternative) -> Alterna
         raise type(error)(f"'plan.compare': '{file}':\n{error}") from None
 
 
-def _sized(request: PlanRequest, target_s: float) -> tuple[Plan, Comparison]:
+def _sized(request: PlanRequest, target_s: float) -> tuple[Plan, PlanComparison]:
     """Return the plan of the fewest nodes that are fast enough; the fastest if none is."""
     sizes = _planned(request, smaller(request.cluster))
     fits = [one for one in sizes if one.plan is not None]
@@ -645,17 +645,17 @@ def _sized(request: PlanRequest, target_s: float) -> tuple[Plan, Comparison]:
             f"a step in {seconds_text(target_s)}"
         )
     title = f"nodes for a step in {seconds_text(target_s)}"
-    return chosen.plan, Comparison("target_s", title, chosen, sizes, answer)
+    return chosen.plan, PlanComparison("target_s", title, chosen, sizes, answer)
 
 
-def _improved(request: PlanRequest, this: Alternative) -> Comparison:
+def _improved(request: PlanRequest, this: Alternative) -> PlanComparison:
     others = _planned(request, improved(request.cluster))
     best = min(others, key=lambda one: one.step_s)
     change = change_text(best.step_s / this.step_s - 1)
     answer = f"most is gained by {best.name}: {seconds_text(best.step_s)}, {change}"
     if best.step_s > this.step_s * 0.9995:
         answer = "none of these makes a step faster"
-    return Comparison("sensitivity", "what better hardware gives", this, others, answer)
+    return PlanComparison("sensitivity", "what better hardware gives", this, others, answer)
 
 
 def _planned(request: PlanRequest, clusters: Mapping[str, ClusterSpec]) -> tuple[Alternative, ...]:

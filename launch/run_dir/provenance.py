@@ -32,17 +32,17 @@ _MOST_NAMED = 4  # packages that one line names
 
 
 @dataclass(frozen=True)
-class Environment:
+class RunEnvironment:
     """The packages and the machine."""
 
     versions: Mapping[str, str] = field(default_factory=dict[str, str])  # `python` among them
     hardware: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def environment_now(processor: str) -> Environment:
+def environment_now(processor: str) -> RunEnvironment:
     import torch  # here: reading a record needs none of it
 
-    return Environment(
+    return RunEnvironment(
         _versions(),
         {
             "processor": processor,

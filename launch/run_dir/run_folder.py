@@ -52,7 +52,7 @@ from .files import (
     write_json,
     write_text,
 )
-from .provenance import CodeVersion, Environment, Origins, code_version
+from .provenance import CodeVersion, Origins, RunEnvironment, code_version
 from .step_logs import METRICS
 
 
@@ -183,7 +183,7 @@ class RunRecord:
     fault: str | None = None  # why its files cannot be read in full
     origins: Origins = field(default_factory=Origins, hash=False)
     not_reproducible: str = ""  # why what came out does not follow from its seed; "" if it does
-    environment: Environment = field(default_factory=Environment, hash=False)
+    environment: RunEnvironment = field(default_factory=RunEnvironment, hash=False)
 
 
 def create_run(
@@ -198,7 +198,7 @@ def create_run(
     graph: str | None = None,
     code: CodeVersion | None = None,
     not_reproducible: str = "",
-    environment: Environment | None = None,
+    environment: RunEnvironment | None = None,
     now: datetime | None = None,
 ) -> RunFolder:
     """Make the folder of a new run; no two processes ever get the same one.
@@ -230,7 +230,7 @@ def create_run(
         "code": asdict(code or code_version()),
         "data": data,
         **asdict(origins or Origins()),
-        **asdict(environment or Environment()),
+        **asdict(environment or RunEnvironment()),
         "config": plain(yaml.safe_load(config)),
         "changes": [],
         "not_reproducible": not_reproducible or None,
@@ -357,7 +357,7 @@ def _record(folder: RunFolder, about: Mapping[str, Any]) -> RunRecord:
         changes=tuple(changes),
         origins=Origins(sections["files"], sections["models"]),
         not_reproducible=optional_field(about, "not_reproducible", str) or "",
-        environment=Environment(sections["versions"], sections["hardware"]),
+        environment=RunEnvironment(sections["versions"], sections["hardware"]),
     )
 
 

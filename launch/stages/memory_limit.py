@@ -19,7 +19,7 @@ from ...planner.formatting import bytes_of, bytes_text, part_text
 from ...planner.inputs.calls import Call, calls_of
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.workload import Lengths
-from ...workers.engines.engine import Engine, MemorySaving
+from ...workers.engines.engine import EngineKind, MemorySaving
 from ..inputs.run import Run, executor_kind
 from ..inputs.suites import Suite
 from ..placement.plan_inputs import PlanInputs
@@ -72,7 +72,7 @@ class _Work:
     call: Call
     node: Node
     saving: MemorySaving
-    engine: Engine
+    engine: EngineKind
 
 
 def _works(run: Run) -> list[_Work]:

@@ -23,7 +23,7 @@ from ...dataflow.graph.role import Role
 from ...dataflow.options import check_early
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
 from ...workers.agents.registry import AGENT, TASK_AGENTS
-from ...workers.engines.engine import Engine
+from ...workers.engines.engine import EngineKind
 from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.architecture import empty_model
 from ...workers.models.averaged_weights import mean_folder
@@ -182,7 +182,7 @@ def _check_start(stage: Stage, role: str, run: Run) -> None:
         raise ConfigError(f"'{stage.at}.roles.{role}.start': {error}") from error
 
 
-def _spec_class(engine: Engine, worker: str) -> Any:
+def _spec_class(engine: EngineKind, worker: str) -> Any:
     if worker in engine.roles:
         return engine.spec(worker)
     able = [other for other in ENGINES.values() if worker in other.roles]

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from ..run_dir.evaluations import Evaluations
 from ..run_dir.step_logs import METRICS
-from .known_runs import Line, RegularFile, opened
+from .known_runs import LogLine, RegularFile, opened
 
 NUM_POINTS = 1000  # of a curve, about: as many as a wide screen has room for
 
@@ -103,7 +103,7 @@ def last_values(home: Path) -> tuple[int, dict[str, float]] | None:
 
 def _spread(
     file: RegularFile, low: int, high: int, num_points: int
-) -> tuple[dict[int, Line], bool]:
+) -> tuple[dict[int, LogLine], bool]:
     num_points = max(2, num_points)
     if high - low <= _WHOLE_BYTES:
         every = list(file.lines(low, high))
@@ -111,7 +111,7 @@ def _spread(
             return {line.start: line for line in every}, True
         chosen = {round(i * (len(every) - 1) / (num_points - 1)) for i in range(num_points)}
         return {every[i].start: every[i] for i in chosen}, False
-    lines: dict[int, Line] = {}
+    lines: dict[int, LogLine] = {}
     for index in range(num_points - 1):
         line = file.line_from(low + index * (high - low) // (num_points - 1))
         if line is not None and line.start < high:
@@ -124,8 +124,8 @@ def _spread(
 
 def _evaluated(
     file: RegularFile, home: Path, low: int, high: int, most: int = _MOST_EVALUATIONS
-) -> dict[int, Line]:
-    lines: dict[int, Line] = {}
+) -> dict[int, LogLine]:
+    lines: dict[int, LogLine] = {}
     for step in Evaluations(home).steps()[-most:]:
         line = file.line_from(_offset_of(file, step))
         if line is not None and low <= line.start < high:
@@ -146,8 +146,8 @@ def _offset_of(file: RegularFile, step: int) -> int:
     return file.end if line is None else line.start
 
 
-def _readable_from(file: RegularFile, offset: int) -> tuple[Line | None, _Point | None]:
-    line: Line | None = None
+def _readable_from(file: RegularFile, offset: int) -> tuple[LogLine | None, _Point | None]:
+    line: LogLine | None = None
     for _ in range(_MOST_DAMAGED_IN_A_ROW):
         line = file.line_from(offset)
         if line is None:
@@ -159,8 +159,8 @@ def _readable_from(file: RegularFile, offset: int) -> tuple[Line | None, _Point 
     return line, None
 
 
-def _last_lines(file: RegularFile, most: int) -> list[Line]:
-    lines: list[Line] = []
+def _last_lines(file: RegularFile, most: int) -> list[LogLine]:
+    lines: list[LogLine] = []
     line = file.line_before(file.end)
     while line is not None and len(lines) < most:
         lines.append(line)
@@ -170,7 +170,7 @@ def _last_lines(file: RegularFile, most: int) -> list[Line]:
 
 def _points(
     file: RegularFile,
-    lines: Iterable[Line],
+    lines: Iterable[LogLine],
     metrics: Sequence[str],
     offset: int,
     *,
@@ -195,7 +195,7 @@ def _points(
     )
 
 
-def _parsed(line: Line) -> _Point | None:
+def _parsed(line: LogLine) -> _Point | None:
     try:
         content: Any = json.loads(line.text)
     except (ValueError, RecursionError):

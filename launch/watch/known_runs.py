@@ -123,7 +123,7 @@ _MARKED_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """A complete line."""
 
     start: int  # offset of its first byte
@@ -150,7 +150,7 @@ class RegularFile:
         before = self.read(max(0, offset - _MARKED_BYTES), min(offset, _MARKED_BYTES))
         return f"{self._inode:x}-{blake2b(before, digest_size=12).hexdigest()}"
 
-    def line_from(self, offset: int) -> Line | None:
+    def line_from(self, offset: int) -> LogLine | None:
         start = offset
         if offset > 0 and self.read(offset - 1, 1) != b"\n":
             ended = self._next_end(offset)
@@ -161,14 +161,14 @@ class RegularFile:
         if stop is None:
             return None
         short = stop - start <= MOST_LINE_BYTES
-        return Line(start, stop, self.read(start, stop - start - 1) if short else b"")
+        return LogLine(start, stop, self.read(start, stop - start - 1) if short else b"")
 
-    def line_before(self, offset: int) -> Line | None:
+    def line_before(self, offset: int) -> LogLine | None:
         if offset <= 0:
             return None
         return self.line_from(self._line_start(offset - 1))
 
-    def lines(self, start: int, stop: int) -> Generator[Line]:
+    def lines(self, start: int, stop: int) -> Generator[LogLine]:
         while start < stop:
             line = self.line_from(start)
             if line is None:

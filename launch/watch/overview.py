@@ -22,7 +22,7 @@ from ..run_dir.files import read_object
 from ..run_dir.run_folder import RunFolder, RunRecord, state_of
 from ..run_dir.step_logs import stage_events
 from .curve_points import last_values
-from .known_runs import Line, RegularFile, opened
+from .known_runs import LogLine, RegularFile, opened
 
 _MOST_EVALUATIONS = 50
 _MOST_WARNINGS = 50
@@ -186,7 +186,7 @@ def timeline(home: Path, num_steps: int) -> dict[str, Any]:
     with opened(home / _TRACE) as file:
         events, is_cut = _tail(file, num_steps)
         head = file.read(0, min(_HEAD_BYTES, file.end)).split(b"\n")[:-1]
-    first = [_event(Line(0, 0, text)) for text in head if text.startswith(b'{"ph": "M"')]
+    first = [_event(LogLine(0, 0, text)) for text in head if text.startswith(b'{"ph": "M"')]
     names = {
         event["pid"]: str(event["args"].get("name", "?"))
         for event in (*first, *events)
@@ -281,7 +281,7 @@ def _tail(file: RegularFile, num_steps: int) -> tuple[list[dict[str, Any]], bool
     return events, line is not None
 
 
-def _event(line: Line) -> dict[str, Any] | None:
+def _event(line: LogLine) -> dict[str, Any] | None:
     """Parse the task or the track's name on a line; None if it is a counter or damaged."""
     try:
         event: Any = json.loads(line.text.rstrip(b","))

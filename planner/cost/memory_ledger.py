@@ -68,7 +68,7 @@ class GroupLedger:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class MemoryLedger:
     """All groups of a plan."""
 
     groups: tuple[GroupLedger, ...]
@@ -95,7 +95,7 @@ def _rows(group: GroupLedger) -> list[tuple[str, str, Parts]]:
     return [("" if at else first, moment, parts) for at, (moment, parts) in enumerate(rows)]
 
 
-def check(ledger: Ledger, capacity: Mapping[str, int], *, change: str = "") -> None:
+def check(ledger: MemoryLedger, capacity: Mapping[str, int], *, change: str = "") -> None:
     """Refuse a plan that does not fit."""
     lacking = {
         group.name: group.peak[1].total - capacity[group.name]

@@ -12,7 +12,7 @@ from ...dataflow.errors import PlanError
 from ..inputs.calls import Call
 from ..inputs.layout import Layout
 from .collectives import all_gather_s, all_reduce_s, all_to_all_s
-from .time_parts import CallTime, Machine, Work
+from .time_parts import CallTime, MachineRates, Work
 from .time_train import gather_s, hand_over_s, head_matmul_s, layer_time
 
 
@@ -38,7 +38,7 @@ def _rows_at_once(work: Work, layout: Layout, kv_bytes: float) -> int:
 
 
 def generate_time(
-    work: Work, layout: Layout, machine: Machine, kv_bytes: float | None = None
+    work: Work, layout: Layout, machine: MachineRates, kv_bytes: float | None = None
 ) -> CallTime:
     """A generation call."""
     rows = -(-work.rows // layout.dp)
@@ -70,7 +70,7 @@ def generate_time(
     )
 
 
-def _prefill_s(work: Work, layout: Layout, machine: Machine, prompts: float) -> float:
+def _prefill_s(work: Work, layout: Layout, machine: MachineRates, prompts: float) -> float:
     groups = min(float(layout.pp), prompts)
     size = prompts / groups
     tokens = size * work.prompt / layout.cp
@@ -84,7 +84,7 @@ def _prefill_s(work: Work, layout: Layout, machine: Machine, prompts: float) -> 
     return (groups + layout.pp - 1) * stage + groups * head + gather
 
 
-def _decode(work: Work, layout: Layout, machine: Machine, rows: float) -> list[float]:
+def _decode(work: Work, layout: Layout, machine: MachineRates, rows: float) -> list[float]:
     sums = [0.0] * 8
     for steps, share, context in work.decode:
         running = max(rows * share, 1.0)
@@ -99,7 +99,7 @@ def _decode(work: Work, layout: Layout, machine: Machine, rows: float) -> list[f
 
 
 def _stage(
-    work: Work, layout: Layout, machine: Machine, rows: float, context: float
+    work: Work, layout: Layout, machine: MachineRates, rows: float, context: float
 ) -> tuple[float, ...]:
     tp, cp, ep, links = layout.tp, layout.cp, layout.ep, machine.links
     layers = -(-work.num_layers // layout.pp)
@@ -127,7 +127,7 @@ def _stage(
     return matmul, attention, launch, tp_comm, cp_comm, ep_comm, p2p, gather
 
 
-def _head(work: Work, layout: Layout, machine: Machine, rows: float) -> tuple[float, ...]:
+def _head(work: Work, layout: Layout, machine: MachineRates, rows: float) -> tuple[float, ...]:
     matmul = head_matmul_s(work, layout, machine, rows)
     launch = machine.waits_s(machine.launch_s, matmul)
     tp_comm = 0.0

@@ -13,7 +13,7 @@ from .collectives import links_of
 from .constants import Constants
 from .engine_model import ANY, EngineModel
 from .time_decode import generate_time, kv_bytes_per_row
-from .time_parts import CallTime, Machine, Work
+from .time_parts import CallTime, MachineRates, Work
 from .time_train import forward_time, pipeline_time, train_time
 
 __all__ = ["CallTime", "TimeModel", "call_time", "move_time", "offload_time"]
@@ -28,7 +28,7 @@ def call_time(
     kv_bytes: float | None = None,
 ) -> CallTime:
     """Predict one call. For many calls on few meshes, `TimeModel` is faster."""
-    work, machine = Work.of(call), Machine.of(mesh, constants, call.model.dtype)
+    work, machine = Work.of(call), MachineRates.of(mesh, constants, call.model.dtype)
     found = _without_states(work, layout, machine, kv_bytes)
     found = train_time(work, layout, machine, found) if work.kind == "train" else found
     return _corrected(found, constants.corrections.get(work.kind, 1.0))
@@ -39,7 +39,7 @@ def _corrected(time: CallTime, factor: float) -> CallTime:
 
 
 def _without_states(
-    work: Work, layout: Layout, machine: Machine, kv_bytes: float | None
+    work: Work, layout: Layout, machine: MachineRates, kv_bytes: float | None
 ) -> CallTime:
     if work.kind == "generate":
         return generate_time(work, layout, machine, kv_bytes)
@@ -61,7 +61,7 @@ class TimeModel:
         self._same: dict[Work, Work] = {}
         # Of the mesh that was asked for last.
         self._mesh: Mesh | None = None
-        self._here: dict[int, tuple[Work, Machine]] = {}
+        self._here: dict[int, tuple[Work, MachineRates]] = {}
         self._kept: dict[tuple[float | None, ...], CallTime] = {}
 
     def call_time(
@@ -73,7 +73,7 @@ class TimeModel:
             self._kept.clear()
         known = self._here.get(id(call))
         if known is None:
-            machine = Machine.of(mesh, self.constants, call.model.dtype)
+            machine = MachineRates.of(mesh, self.constants, call.model.dtype)
             known = self._here[id(call)] = (self._work(call), machine)
         work, machine = known
         # A forward pass and a generation are the same whatever training has chosen, but for

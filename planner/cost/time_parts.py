@@ -48,7 +48,7 @@ class CallTime(NamedTuple):
         return {name.removesuffix("_s"): seconds for name, seconds in named if seconds}
 
 
-class Machine(NamedTuple):
+class MachineRates(NamedTuple):
     """A mesh with constants and a dtype, as numbers: what a program reaches."""
 
     flops_per_s: float  # matrix products of one device
@@ -66,10 +66,10 @@ class Machine(NamedTuple):
     links: Links
 
     @staticmethod
-    def of(mesh: Mesh, constants: Constants, dtype: str) -> Machine:
+    def of(mesh: Mesh, constants: Constants, dtype: str) -> MachineRates:
         peak, attention = mesh.flops(dtype), constants.attention_efficiency
         memory, read = constants.memory_efficiency, constants.read_efficiency
-        return Machine(
+        return MachineRates(
             peak * constants.matmul_efficiency,
             peak * (constants.matmul_efficiency if attention is None else attention),
             mesh.memory_bytes_per_s * memory,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..inputs.layout import Layout
 from .collectives import all_gather_s, all_reduce_s, all_to_all_s, point_to_point_s
-from .time_parts import CallTime, Machine, Work
+from .time_parts import CallTime, MachineRates, Work
 
 _GRADIENT_BYTES = 4  # of a gradient: float32, whatever the weights are in
 
@@ -50,7 +50,7 @@ _TRAIN_AGAIN = _Passes(compute=2, collectives=3, keys=3, hand_overs=2)
 
 
 def layer_time(
-    work: Work, layout: Layout, machine: Machine, tokens: float, squares: float
+    work: Work, layout: Layout, machine: MachineRates, tokens: float, squares: float
 ) -> LayerTime:
     """One layer's forward pass over one micro-batch."""
     tp, cp, ep, links = layout.tp, layout.cp, layout.ep, machine.links
@@ -71,13 +71,13 @@ def layer_time(
     return LayerTime(matmul, attention, launch, tp_comm, cp_comm, ep_comm)
 
 
-def head_matmul_s(work: Work, layout: Layout, machine: Machine, tokens: float) -> float:
+def head_matmul_s(work: Work, layout: Layout, machine: MachineRates, tokens: float) -> float:
     """The head's forward pass over some tokens."""
     weights = work.head_columns * work.hidden_size / layout.tp
     return machine.product_s(2.0 * tokens * weights, weights * work.dtype_bytes)
 
 
-def hand_over_s(work: Work, layout: Layout, machine: Machine, tokens: float) -> float:
+def hand_over_s(work: Work, layout: Layout, machine: MachineRates, tokens: float) -> float:
     """From one pipeline stage to the next; nothing without a pipeline."""
     if layout.pp == 1:
         return 0.0
@@ -87,7 +87,7 @@ def hand_over_s(work: Work, layout: Layout, machine: Machine, tokens: float) -> 
     return point_to_point_s(machine.links, sent, layout.num_devices)
 
 
-def pipeline_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
+def pipeline_time(work: Work, layout: Layout, machine: MachineRates) -> CallTime:
     # It is the same for every ZeRO stage, and whether the model waits in host memory.
     if work.kind == "forward":
         return _pipeline(work, layout, machine, _rows(work, layout), _FORWARD)
@@ -97,7 +97,7 @@ def pipeline_time(work: Work, layout: Layout, machine: Machine) -> CallTime:
     return CallTime(*[work.updates * part for part in update])
 
 
-def forward_time(work: Work, layout: Layout, machine: Machine, pipeline: CallTime) -> CallTime:
+def forward_time(work: Work, layout: Layout, machine: MachineRates, pipeline: CallTime) -> CallTime:
     """A forward call: log-probabilities, values or scores of all rows."""
     gather = 0.0
     if layout.zero >= 2:  # with stage 2 what is gathered is kept until the call ends
@@ -106,7 +106,7 @@ def forward_time(work: Work, layout: Layout, machine: Machine, pipeline: CallTim
     return pipeline._replace(fixed_s=machine.call_s, weight_gather_s=gather)
 
 
-def train_time(work: Work, layout: Layout, machine: Machine, pipeline: CallTime) -> CallTime:
+def train_time(work: Work, layout: Layout, machine: MachineRates, pipeline: CallTime) -> CallTime:
     """A train call: all its updates. The arguments are those of `forward_time`."""
     sync, gather = _update_comm(work, layout, machine)
     step = optimizer_bytes(work, layout) / machine.memory_bytes_per_s
@@ -147,7 +147,7 @@ def _num_micro_batches(rows: float, layout: Layout) -> int:
 
 
 def _pipeline(
-    work: Work, layout: Layout, machine: Machine, rows: float, passes: _Passes
+    work: Work, layout: Layout, machine: MachineRates, rows: float, passes: _Passes
 ) -> CallTime:
     size = min(layout.micro_batch, rows)
     count = rows / size
@@ -193,12 +193,14 @@ def _trained_params(work: Work, layout: Layout) -> tuple[float, float]:
     return _stage_params(work, layout)
 
 
-def gather_s(work: Work, layout: Layout, machine: Machine) -> float:
+def gather_s(work: Work, layout: Layout, machine: MachineRates) -> float:
     """All weights of a stage, from the ranks that ZeRO has cut them over."""
     return _gathered_s(_stage_params(work, layout), work.dtype_bytes, layout, machine)
 
 
-def _gathered_s(params: tuple[float, float], size: int, layout: Layout, machine: Machine) -> float:
+def _gathered_s(
+    params: tuple[float, float], size: int, layout: Layout, machine: MachineRates
+) -> float:
     dense, experts = params
     ranks, block = layout.dp * layout.cp, layout.tp
     time = all_gather_s(machine.links, dense * size, ranks, block)
@@ -208,7 +210,7 @@ def _gathered_s(params: tuple[float, float], size: int, layout: Layout, machine:
     return time
 
 
-def _update_comm(work: Work, layout: Layout, machine: Machine) -> tuple[float, float]:
+def _update_comm(work: Work, layout: Layout, machine: MachineRates) -> tuple[float, float]:
     # `(gradients' sum, weights' gathers)` of one update.
     # Gradients are summed in float32, as they are held (`memory.py`): that is what every engine
     # here does, and Megatron's default for weights of bfloat16. Weights travel in their own dtype.

@@ -14,7 +14,7 @@ from ...dataflow.errors import InfeasibleError, PlanError
 from ...dataflow.graph.graph import Graph
 from ..cost.constants import Constants
 from ..cost.engine_model import EngineModel, RoleEngines
-from ..cost.memory_ledger import GroupLedger, Ledger, Parts, check
+from ..cost.memory_ledger import GroupLedger, MemoryLedger, Parts, check
 from ..cost.time_model import TimeModel
 from ..cost.time_parts import CallTime
 from ..formatting import bytes_text, seconds_text
@@ -67,7 +67,7 @@ def refusal(
     change = "; or ".join(filter(None, ways)) or _more_memory(attempt, cluster)
     mesh = Mesh(cluster, everywhere)
     try:
-        check(Ledger((attempt,)), {attempt.name: mesh.memory_bytes}, change=change)
+        check(MemoryLedger((attempt,)), {attempt.name: mesh.memory_bytes}, change=change)
     except PlanError as full:
         return InfeasibleError(f"{error}\n{full}")
     return error

@@ -41,7 +41,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """The plans that answer one question."""
 
     key: str  # of the configuration, that asked it: "compare"
@@ -64,7 +64,7 @@ class Comparison:
         ]
 
 
-def comparison_text(graph: Graph, comparison: Comparison) -> str:
+def comparison_text(graph: Graph, comparison: PlanComparison) -> str:
     """The table, and the answer; and the calls that differ, if they are asked for."""
     table = aligned([HEADS, *rows_of(graph, comparison)], right=(1, 2, 3, 4, 6))
     lines = [comparison.title, *(f"  {line}" for line in table)]
@@ -74,7 +74,7 @@ def comparison_text(graph: Graph, comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def rows_of(graph: Graph, comparison: Comparison) -> list[list[str]]:
+def rows_of(graph: Graph, comparison: PlanComparison) -> list[list[str]]:
     """The cells of the table, under `HEADS`."""
     return [_row(graph, comparison.base, one) for one in comparison.rows]
 
@@ -102,7 +102,7 @@ def _row(graph: Graph, base: Alternative, one: Alternative) -> list[str]:
     ]
 
 
-def _calls(graph: Graph, comparison: Comparison) -> list[str]:
+def _calls(graph: Graph, comparison: PlanComparison) -> list[str]:
     plans = comparison.plans
     calls: list[tuple[float, list[str]]] = []
     for node in graph.nodes:
@@ -123,7 +123,7 @@ def _call(plan: Plan, found: Prediction, name: str) -> str:
     return seconds if layout is None else f"{seconds} on {layout.num_devices}, {layout}"
 
 
-def comparison_json(graph: Graph, comparison: Comparison) -> dict[str, Any]:
+def comparison_json(graph: Graph, comparison: PlanComparison) -> dict[str, Any]:
     return {
         "title": comparison.title,
         "answer": comparison.answer,

@@ -10,7 +10,7 @@ from ..formatting import bytes_text, hours_text, part_text, percent_text, second
 from ..plan.plan import Plan
 from ..plan.prediction import GroupMemory, Prediction
 from ..plan.simulate import Simulation, simulate_plan
-from .comparison import HEADS, Comparison, rows_of
+from .comparison import HEADS, PlanComparison, rows_of
 from .gantt import WIDTH, attribute, gantt, role_colors, round_text, ticks
 from .plan_texts import (
     cluster_text,
@@ -144,12 +144,12 @@ def _joined(pieces: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
 _NUMBERS = range(1, 7)  # columns of numbers, which are aligned at their end
 
 
-def comparison_sections(graph: Graph, comparisons: Sequence[Comparison]) -> str:
+def comparison_sections(graph: Graph, comparisons: Sequence[PlanComparison]) -> str:
     """Return a card for each question, with the timelines where calls are compared."""
     return "".join(_section(graph, one) for one in comparisons)
 
 
-def _section(graph: Graph, comparison: Comparison) -> str:
+def _section(graph: Graph, comparison: PlanComparison) -> str:
     head = "".join(_cell("th", i, name) for i, name in enumerate(HEADS))
     rows = "".join(
         f"<tr>{''.join(_cell('td', i, cell) for i, cell in enumerate(cells))}</tr>"
@@ -169,7 +169,7 @@ def _cell(tag: str, column: int, text: str) -> str:
     return f"<{tag}{mark}>{escape(text)}</{tag}>"
 
 
-def _timelines(graph: Graph, comparison: Comparison) -> str:
+def _timelines(graph: Graph, comparison: PlanComparison) -> str:
     played = [
         (one.name, plan, one.simulation or simulate_plan(graph, plan))
         for one, plan, _ in comparison.plans
@@ -195,7 +195,7 @@ def to_html(
     graph: Graph,
     plan: Plan,
     simulation: Simulation | None = None,
-    comparisons: Sequence[Comparison] = (),
+    comparisons: Sequence[PlanComparison] = (),
 ) -> str:
     """Return the page as well-formed XML that loads nothing and follows the reader's theme."""
     simulation = simulation or simulate_plan(graph, plan)

@@ -9,7 +9,7 @@ from ...dataflow.graph.graph import Graph
 from ..inputs.cluster import ClusterSpec
 from ..plan.plan import Plan
 from ..plan.simulate import Simulation, simulate_plan
-from .comparison import Comparison, comparison_json
+from .comparison import PlanComparison, comparison_json
 from .plan_texts import roles_by_group
 
 
@@ -17,7 +17,7 @@ def to_json(
     graph: Graph,
     plan: Plan,
     simulation: Simulation | None = None,
-    comparisons: Sequence[Comparison] = (),
+    comparisons: Sequence[PlanComparison] = (),
 ) -> dict[str, Any]:
     simulation = simulation or simulate_plan(graph, plan)
     found = plan.prediction

@@ -54,7 +54,7 @@ class Boxes:
         return tuple(tuple(int(k) for k in index) for index in self.low[row])
 
 
-class Grid:
+class AllocationGrid:
     """The boxes of a number of groups in a space."""
 
     def __init__(self, space: Space, fixed: Sequence[Sequence[int]]) -> None:

@@ -14,7 +14,7 @@ from math import inf, prod
 import numpy as np
 
 from .allocation import Index
-from .allocation_boxes import Boxes, Corners, Grid
+from .allocation_boxes import AllocationGrid, Boxes, Corners
 from .bounds import StepBound
 from .call_group_options import MOST_COMBINED
 from .choices import Choice, Choices, Front
@@ -44,7 +44,7 @@ class Branch:
             choices.space.index_of(devices, "pin devices") if devices else None
             for devices in self.fixed
         ]
-        self._grid = Grid(choices.space, self.fixed)
+        self._grid = AllocationGrid(choices.space, self.fixed)
         self._groups = [choices.group(call_groups) for call_groups in partition]
         number = {name: k for k, group in enumerate(partition) for name in group}
         placed = [number[call.call_group] for call in choices.calls]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ...dataflow.errors import InfeasibleError
 from ..formatting import bytes_text
 from .allocation import Index
-from .allocation_boxes import Boxes, Corners, Grid, Ints
+from .allocation_boxes import AllocationGrid, Boxes, Corners, Ints
 from .call_group_options import CallGroupOption
 from .choices import Choices
 from .options import Partition
@@ -144,7 +144,7 @@ class _Lacks:
     def __init__(self, choices: Choices, partition: Partition) -> None:
         self._space, self._partition = choices.space, partition
         self._fixed = choices.pins.fixed(partition)
-        self._grid = Grid(choices.space, self._fixed)
+        self._grid = AllocationGrid(choices.space, self._fixed)
         self._tables = [RangeMin(_lacks(choices, call_groups)[None]) for call_groups in partition]
 
     def least(self, below: float) -> _Least | None:

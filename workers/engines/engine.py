@@ -1,7 +1,7 @@
-"""What everybody outside an engine's folder may know of it.
+"""The declaration of an engine, which is all that code outside the engine's folder knows of it.
 
-An engine declares itself once, as an `Engine` in `declaration.py` of its folder, and is listed in
-`registry.py`. Configuration, placement and planner ask that object: what it is called, which
+An engine declares itself once, as an `EngineKind` in `declaration.py` of its folder, and is listed
+in `registry.py`. Configuration, placement and planner ask that object: what it is called, which
 workers it has, which layouts it runs and what they cost. A declaration does not import what the
 engine computes with; the classes of its workers are named, and imported when they are needed.
 
@@ -85,11 +85,11 @@ def _through_transformers(model: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Engine:
+class EngineKind:
     """An engine of language models.
 
     Example:
-        >>> ENGINE = Engine(
+        >>> ENGINE = EngineKind(
         ...     planned=EngineModel(name="mine", why_not=why_not),
         ...     roles={"policy": "my_engine:MyPolicySpec"},
         ... )

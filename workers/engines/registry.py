@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ...dataflow.errors import nearest
 from ...dataflow.registry import Registry
-from .engine import Engine
+from .engine import EngineKind
 from .torch_engine.declaration import TORCH
 
 _FOLDER = "penstock.workers.engines"
 
-ENGINES = Registry[Engine](
+ENGINES = Registry[EngineKind](
     {
         "torch": f"{_FOLDER}.torch_engine.declaration:TORCH",
         "fsdp": f"{_FOLDER}.fsdp_engine.declaration:FSDP",

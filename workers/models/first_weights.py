@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.resharding.box import Box
-from ..training.checkpoint_files import FileTensors, TensorSource, WholeTensors, fill_weights
+from ..training.checkpoint_files import FileTensors, TensorSource, WholeTensorSource, fill_weights
 from ..training.network import Network
 from .experts import FusedExperts
 from .heads import Head
@@ -39,7 +39,7 @@ def model_source(spec: ModelSpec, head: Head) -> TensorSource:
     Of a folder only what is asked for is read; random weights are sampled whole, as elsewhere.
     """
     if spec.folder is None:
-        return WholeTensors(dict(spec.causal_lm("cpu").named_parameters()))
+        return WholeTensorSource(dict(spec.causal_lm("cpu").named_parameters()))
     spec.check(scalar_head=head.is_scalar)
     files = FusedExperts(FileTensors(weight_files(Path(spec.folder)), boxed=False))
     return files if any(name.startswith("model.") for name in files.shapes()) else _Backbone(files)
@@ -55,4 +55,4 @@ def fill_first_weights(
     fill_weights(network, source, exact=False, but=head.name)
     linear = head.first_weights(model, context)
     added = {f"{head.name}.{part}": value for part, value in linear.named_parameters()}
-    fill_weights(network, WholeTensors(added), exact=False, only=head.name)
+    fill_weights(network, WholeTensorSource(added), exact=False, only=head.name)

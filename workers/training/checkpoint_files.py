@@ -47,7 +47,7 @@ class TensorSource(Protocol):
         ...
 
 
-class WholeTensors:
+class WholeTensorSource:
     """Tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

@@ -24,7 +24,7 @@ from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...dataflow.written_files import WrittenFile, write_hashed
 from ...planner.resharding.sharding import Sharding
 from .checkpoint_files import (
-    WholeTensors,
+    WholeTensorSource,
     box_key,
     fill_weights,
     gather_weights,
@@ -119,7 +119,7 @@ class ModelWorker(Worker):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights in place, each process its part."""
         self._state_files.keep()
-        fill_weights(self._network, WholeTensors(weights))
+        fill_weights(self._network, WholeTensorSource(weights))
         self.weights_changed()
 
     def weights_sha256(self) -> str:

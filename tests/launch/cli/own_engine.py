@@ -15,7 +15,7 @@ from penstock.planner.cost.memory_ledger import Parts
 from penstock.planner.inputs.calls import Call, CallKind
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.workers.engines.engine import Engine
+from penstock.workers.engines.engine import EngineKind
 from penstock.workers.engines.registry import DEFAULT
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.logprob_mismatch import MismatchLimits
@@ -70,7 +70,7 @@ def why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | N
     return "the slow engine has one device" if layout.num_devices > 1 else None
 
 
-ENGINE = Engine(
+ENGINE = EngineKind(
     planned=EngineModel(
         name="slow", why_not=why_not, memory=SlowMemory(), zero_stages=(0,), packs_tokens=1024
     ),

@@ -356,7 +356,7 @@ def test_an_engine_that_is_not_there_is_refused(words: str, message: str) -> Non
         (
             "engine.kind=json:loads",
             "'engine.kind': 'json:loads' is a function\n"
-            "    give an Engine (penstock.workers.engines.engine)",
+            "    give an EngineKind (penstock.workers.engines.engine)",
         ),
         (
             "engine.kind=penstock.workers.engines.vllm_engine.declaration:VLLM",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import PlanError
-from penstock.planner.cost.memory_ledger import GroupLedger, Ledger, Parts, check
+from penstock.planner.cost.memory_ledger import GroupLedger, MemoryLedger, Parts, check
 
 GIB = 2**30
 TRAIN = GroupLedger(
@@ -27,7 +27,7 @@ ROLLOUT = GroupLedger(
     resident={"actor.generate": Parts(weights=8 * GIB)},
     calls={"actor.generate": Parts(activations=GIB, kv_cache=60 * GIB)},
 )
-LEDGER = Ledger((TRAIN, ROLLOUT))
+LEDGER = MemoryLedger((TRAIN, ROLLOUT))
 
 TABLE = """\
 group                                  weights  optimizer  activations  kv cache     total
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused_with_what_lacks() -> None:
 
 
 def test_a_group_that_cannot_even_rest_says_so() -> None:
-    ledger = Ledger((GroupLedger("idle", 1, {"judge": Parts(weights=7)}, {}),))
+    ledger = MemoryLedger((GroupLedger("idle", 1, {"judge": Parts(weights=7)}, {}),))
     with pytest.raises(PlanError, match="at rest each of its 1 devices needs 7 B") as caught:
         check(ledger, {"idle": 3})
     assert "cheapest" not in str(caught.value)

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.plan.plan import Plan
-from penstock.planner.report.comparison import Alternative, Comparison, comparison_text
+from penstock.planner.report.comparison import Alternative, PlanComparison, comparison_text
 from penstock.planner.report.html_report import to_html
 from penstock.planner.report.json_report import to_json
 
@@ -41,13 +41,13 @@ def slow_plan() -> Plan:
     )
 
 
-def compared(*, by_call: bool = True) -> Comparison:
+def compared(*, by_call: bool = True) -> PlanComparison:
     others = (
         Alternative("slow.yaml", slow_plan()),
         Alternative("big.yaml", None, "'critic' fits nowhere\nand why"),
     )
     this = Alternative("this plan", split_plan())
-    return Comparison("compare", "what if", this, others, by_call=by_call)
+    return PlanComparison("compare", "what if", this, others, by_call=by_call)
 
 
 def test_plans_stand_side_by_side() -> None:
@@ -56,14 +56,16 @@ def test_plans_stand_side_by_side() -> None:
 
 def test_plans_that_do_the_same_say_so() -> None:
     this, other = Alternative("this plan", split_plan()), Alternative("same.yaml", split_plan())
-    text = comparison_text(ppo(), Comparison("compare", "what if", this, (other,), by_call=True))
+    text = comparison_text(
+        ppo(), PlanComparison("compare", "what if", this, (other,), by_call=True)
+    )
     assert "  same.yaml       16  30.0 s        same " in text
     assert text.endswith("\n\nno call differs")
 
 
 def test_the_answer_stands_below() -> None:
     this = Alternative("2 nodes", split_plan())
-    found = Comparison("target_s", "nodes for a step in 30.0 s", this, (this,), "2 nodes do")
+    found = PlanComparison("target_s", "nodes for a step in 30.0 s", this, (this,), "2 nodes do")
     lines = comparison_text(ppo(), found).splitlines()
     assert lines[0] == "nodes for a step in 30.0 s"
     assert [line.split()[0] for line in lines[1:]] == ["plan", "2", "2"], "no row stands twice"
@@ -74,7 +76,7 @@ def test_a_lag_and_a_search_that_was_stopped_are_named() -> None:
     stopped = prediction().model_copy(update={"stopped_at_deadline": True})
     plan = split_plan().model_copy(update={"max_lag": 1, "prediction": stopped})
     text = comparison_text(
-        ppo(), Comparison("compare", "what if", Alternative("this plan", plan), ())
+        ppo(), PlanComparison("compare", "what if", Alternative("this plan", plan), ())
     )
     assert text.endswith("{critic, reward} on 8, max_lag 1, search stopped at its deadline")
 

@@ -11,7 +11,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.planner.inputs.calls import CallKind
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape, shape_of
-from penstock.workers.engines.engine import Engine, Requirement
+from penstock.workers.engines.engine import EngineKind, Requirement
 from penstock.workers.engines.registry import DEFAULT, ENGINES, rollouts, trainers
 
 QWEN = {
@@ -62,7 +62,7 @@ def test_importing_the_registry_imports_no_engine() -> None:
 
 def test_what_is_not_installed_is_said_with_what_to_install() -> None:
     missing = Requirement("nosuchmodule", "no-such-package", "penstock-rl[such]")
-    engine = Engine(
+    engine = EngineKind(
         planned=DEFAULT.planned, roles=DEFAULT.roles, rollout=DEFAULT.rollout, needs=missing
     )
     with pytest.raises(ConfigError) as caught:

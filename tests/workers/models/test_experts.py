@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.models.experts import FusedExperts, as_in_files
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.training.checkpoint_files import WholeTensors
+from penstock.workers.training.checkpoint_files import WholeTensorSource
 from safetensors.torch import load_file
 from torch import Tensor
 from torch_models import MIXTURES, architecture
@@ -36,7 +36,7 @@ def test_files_are_named_as_transformers_names_them(tmp_path: Path, family: str)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_files_are_read_as_the_modules_parameters(family: str):
     tensors = module_tensors(family)
-    source = FusedExperts(WholeTensors(dict(as_in_files(tensors, family))))
+    source = FusedExperts(WholeTensorSource(dict(as_in_files(tensors, family))))
     assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         box = tuple((0, size) for size in tensor.shape)
@@ -52,7 +52,7 @@ NAME = "model.layers.0.mlp.experts.gate_up_proj"
 def test_any_box_can_be_read(experts: list[int], rows: list[int], columns: list[int]):
     if experts[0] == experts[1] or rows[0] == rows[1]:
         return
-    source = FusedExperts(WholeTensors(dict(as_in_files({NAME: FUSED}, "qwen3_moe"))))
+    source = FusedExperts(WholeTensorSource(dict(as_in_files({NAME: FUSED}, "qwen3_moe"))))
     spans = (experts, rows, columns)
     found = source.read(NAME, tuple((start, stop) for start, stop in spans))
     assert torch.equal(found, FUSED[tuple(slice(*span) for span in spans)])
@@ -62,7 +62,7 @@ def test_an_expert_without_a_matrix_is_refused():
     files = dict(as_in_files({NAME: FUSED}, "qwen3_moe"))
     del files["model.layers.0.mlp.experts.1.up_proj.weight"]
     with pytest.raises(ConfigError) as error:
-        FusedExperts(WholeTensors(files))
+        FusedExperts(WholeTensorSource(files))
     assert str(error.value) == (
         f"the model's files lack a matrix of expert 1 of '{NAME}'\n"
         "    save the whole model again with save_pretrained"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.planner.resharding.box import Box
 from penstock.workers.training.checkpoint_files import (
     FileTensors,
-    WholeTensors,
+    WholeTensorSource,
     box_key,
     open_state,
     read_state_json,
@@ -67,7 +67,7 @@ def test_both_formats_are_read(tmp_path: Path):
             "a": [[0, 1, 2], [3, 4, 5]],
             "b": 3.0,
         }
-    assert read_whole(WholeTensors(weights)).keys() == weights.keys()
+    assert read_whole(WholeTensorSource(weights)).keys() == weights.keys()
 
 
 def test_a_missing_part_is_noticed(tmp_path: Path):

@@ -21,7 +21,7 @@ from ....planner.cost.memory_ledger import Parts
 from ....planner.inputs.calls import Call, CallKind
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
-from ..engine import Engine, usual_options
+from ..engine import EngineKind, usual_options
 
 DIVIDED_FAMILIES = ("llama", "qwen2", "qwen3")
 """The `model_type`s whose matrix products and rows it divides; it divides the weights of any."""
@@ -175,7 +175,7 @@ def _others_keys(call: Call, layout: Layout) -> int:
     return layers * others * 2 * heads * model.head_dim * model.dtype_bytes
 
 
-FSDP = Engine(
+FSDP = EngineKind(
     planned=EngineModel(
         name=_NAME,
         why_not=_why_not,

@@ -10,7 +10,7 @@ from ...models.first_weights import fill_first_weights, model_source
 from ...models.heads import Head
 from ...models.lora import LoraSpec, first_adapters, is_adapter
 from ...models.spec import ModelSpec
-from ...training.checkpoint_files import TensorSource, WholeTensors, fill_weights
+from ...training.checkpoint_files import TensorSource, WholeTensorSource, fill_weights
 from ..roles import PolicyRecipe, Recipe, RewardRecipe, ValueRecipe
 from .declaration import DIVIDED_FAMILIES
 from .mesh import check_division, join_mesh
@@ -78,14 +78,14 @@ class FsdpOptions:
 
 def _first_trained(
     network: FsdpNetwork, lora: LoraSpec, head: Head, model: ModelSpec, context: WorkerContext
-) -> WholeTensors:
+) -> WholeTensorSource:
     """What is trained of an adapted model: adapters, and a scalar head."""
     shapes = {param.name: param.shape for param in network.layout.params if is_adapter(param.name)}
     found = first_adapters(lora, context.seed, shapes)
     if head.is_scalar:
         linear = head.first_weights(model, context)
         found |= {f"{head.name}.{part}": value for part, value in linear.named_parameters()}
-    return WholeTensors(found)
+    return WholeTensorSource(found)
 
 
 def _source(spec: ModelSpec, model: FsdpModel, head: Head) -> TensorSource:
@@ -93,9 +93,11 @@ def _source(spec: ModelSpec, model: FsdpModel, head: Head) -> TensorSource:
     if model.known:
         return model_source(spec, head)
     if not head.is_scalar:
-        return WholeTensors(dict(spec.causal_lm("cpu").named_parameters()))
+        return WholeTensorSource(dict(spec.causal_lm("cpu").named_parameters()))
     backbone: nn.Module = spec.backbone("cpu")
-    return WholeTensors({f"model.{name}": value for name, value in backbone.named_parameters()})
+    return WholeTensorSource(
+        {f"model.{name}": value for name, value in backbone.named_parameters()}
+    )
 
 
 @option_class

@@ -10,7 +10,7 @@ from ....planner.cost.engine_model import EngineModel
 from ....planner.inputs.calls import CallKind
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
-from ..engine import Engine, Requirement, usual_options, why_not_as_usual
+from ..engine import EngineKind, Requirement, usual_options, why_not_as_usual
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """The `model_type`s that it computes."""
@@ -61,7 +61,7 @@ def _options(layout: Layout) -> Mapping[str, Any]:
     return usual_options(layout) | {name: value for name, value in own.items() if value}
 
 
-MEGATRON = Engine(
+MEGATRON = EngineKind(
     planned=EngineModel(
         name=_NAME, why_not=_why_not, zero_stages=(1,), reads_responses=True, draws_minibatches=True
     ),

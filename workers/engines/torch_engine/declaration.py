@@ -8,7 +8,7 @@ from ....planner.cost.engine_model import EngineModel
 from ....planner.inputs.calls import CallKind
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
-from ..engine import Engine, why_not_as_usual
+from ..engine import EngineKind, why_not_as_usual
 from .costs import MICRO_BATCH_TOKENS, TorchMemory, TorchSaving
 
 
@@ -26,7 +26,7 @@ def _computes(model: Any) -> str:
     return "by Penstock" if is_lean(model.base_model) else "through transformers"
 
 
-TORCH = Engine(
+TORCH = EngineKind(
     planned=EngineModel(
         name="torch",
         why_not=_why_not,

@@ -10,7 +10,7 @@ from ....planner.cost.engine_model import EngineModel
 from ....planner.inputs.calls import CallKind
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
-from ..engine import Engine, Requirement, why_not_as_usual
+from ..engine import EngineKind, Requirement, why_not_as_usual
 
 _NAME = "vllm"
 
@@ -23,7 +23,7 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
     return why_not_as_usual(_NAME, layout, kind)
 
 
-VLLM = Engine(
+VLLM = EngineKind(
     planned=EngineModel(name=_NAME, why_not=_why_not),
     rollout="penstock.workers.engines.vllm_engine.generator:VllmPolicySpec",
     merges_adapters=True,

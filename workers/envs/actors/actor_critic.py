@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ....algorithms.ops.distributions import action_logprob, entropy_of_logits
 from ....algorithms.roles.environment import (
+    ActionEvaluation,
     ActionSpace,
     ActorCritic,
     ActorCriticOutput,
     Acts,
-    Evaluation,
     Values,
 )
 from ....algorithms.roles.language import TrainMetrics
@@ -109,7 +109,7 @@ class TorchActorCritic(ModelWorker, ActorCritic):
         action_mask: Tensor,
         recurrent_state: Tensor | None = None,
         mask: Tensor | None = None,
-    ) -> Evaluation:
+    ) -> ActionEvaluation:
         logprob, entropy = torch.zeros(obs.shape[:2]), torch.zeros(obs.shape[:2])
         with torch.no_grad():
             seen = self._seen(obs, recurrent_state, mask)
@@ -118,7 +118,7 @@ class TorchActorCritic(ModelWorker, ActorCritic):
                 logprob[row], its = self._policy(*part, needs_entropy=True)
                 assert its is not None  # as asked
                 entropy[row] = its
-        return Evaluation(logprob=logprob, entropy=entropy)
+        return ActionEvaluation(logprob=logprob, entropy=entropy)
 
     def value(
         self,

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.launch.run_dir.provenance import CodeVersion, Environment, Origins
+from penstock.launch.run_dir.provenance import CodeVersion, Origins, RunEnvironment
 from penstock.launch.run_dir.run_folder import RunFolder, create_run
 from penstock.launch.run_dir.step_logs import MetricsLog
 
 NOW = datetime(2026, 11, 21, 3, 14, 54, tzinfo=UTC)
-HERE = Environment({"python": "3.12.1", "torch": "2.13.0"}, {"processor": "one", "num_cores": 2})
+HERE = RunEnvironment({"python": "3.12.1", "torch": "2.13.0"}, {"processor": "one", "num_cores": 2})
 
 Make = Callable[..., RunFolder]
 
@@ -24,7 +24,7 @@ def made(
     lr: str,
     summary: dict[str, Any] | None,
     losses: Sequence[float] = (),
-    environment: Environment = HERE,
+    environment: RunEnvironment = HERE,
 ) -> RunFolder:
     """A run with a loss at each step, each of which took half a second and 16 samples."""
     folder = create_run(

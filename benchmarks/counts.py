@@ -19,7 +19,7 @@ from pathlib import Path
 from bench import parser, report, table
 from fuzz_keys import GROUPS
 from fuzz_surfaces import KINDS as SURFACES
-from penstock.workers.verifiers.sandbox.kinds import KINDS
+from penstock.workers.isolation.kinds import KINDS
 from sandbox_escapes import attempts
 
 ROOT = Path(__file__).parents[1]

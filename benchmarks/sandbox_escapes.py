@@ -23,9 +23,9 @@ from typing import Any
 
 import psutil
 from bench import machine, parser, report, spread, table
-from penstock.workers.verifiers.sandbox.kinds import KINDS, SandboxKind
-from penstock.workers.verifiers.sandbox.process import Limits, Ran, run_in
-from penstock.workers.verifiers.sandbox.sandbox import why_not
+from penstock.workers.isolation.kinds import KINDS, SandboxKind
+from penstock.workers.isolation.process import Limits, Ran, run_in
+from penstock.workers.isolation.sandbox import why_not
 from sandbox_attempts import FLOODS, HIDDEN, QUICK, Flood, program_of
 
 QUICK_S, FLOOD_S, GRACE_S = 10.0, 1.0, 1.5
@@ -123,7 +123,7 @@ def tried(kind: SandboxKind, host: Host) -> dict[str, Any]:
 
 _ROWS = """
 import time
-from penstock.workers.verifiers.sandbox.{module} import {function}
+from penstock.workers.isolation.{module} import {function}
 run = lambda: {call}
 assert run().stdout == "1\\n"
 start = time.perf_counter()
@@ -142,7 +142,7 @@ def row_ms(root: Path, kind: str | None) -> float:
         code = ("process", "run_in", call)
     source = _ROWS.format(module=code[0], function=code[1], call=code[2], rows=ROWS_A_TURN)
     if kind is not None:
-        source = f"from penstock.workers.verifiers.sandbox import kinds\n{source}"
+        source = f"from penstock.workers.isolation import kinds\n{source}"
     ran = subprocess.run(
         [sys.executable, "-c", source],
         env={**os.environ, "PYTHONPATH": str(root.parent)},

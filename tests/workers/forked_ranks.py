@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.workers.verifiers import child as child_process
+from penstock.workers.isolation import child as child_process
 
 _LIMIT_S = 500.0
 _SHOWN = 3000

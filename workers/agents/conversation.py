@@ -19,7 +19,7 @@ from ...algorithms.roles.agents import ENDINGS, Conversations, Turn, TurnRequest
 from ...algorithms.roles.language import Sampling
 from ...dataflow.errors import one_process
 from ..data.task import Message
-from ..verifiers.child import as_score
+from ..isolation.child import as_score
 from .environment import Environment, Reply, TurnResult
 
 T = TypeVar("T")

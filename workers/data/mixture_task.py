@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from ...dataflow.errors import ConfigError, nearest
-from ..verifiers.child import as_score
+from ..isolation.child import as_score
 from ..verifiers.pool import VerifierSpec
 from .task import Task, TaskSpec, WrappedTask, build_task
 

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from ...algorithms.roles.language import Demonstrations, PreferencePairs, Prompts, ScoredPairs
 from ...dataflow.errors import ConfigError, one_process
+from ..isolation.child import as_score
 from ..models.tokenizer import ChatTemplateError, Tokenizer, pad_rows
-from ..verifiers.child import as_score
 from .chat import BadPrompt, ChatOptions, Encoded, NoPrefix, PromptEncoder
 from .orders import SHUFFLED, Order, step_rows
 from .row_report import DataReport

@@ -24,10 +24,10 @@ from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.options import FiniteFloat, Int, option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, WrappedTask, checked_problems, same_task
+from ..isolation.child import verdict
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..rollout.missing_scores import LARGEST, WINDOW, MissingScores, check_unscored, filled_in
 from ..rollout.reports import score_metrics
-from ..verifiers.child import verdict
 from ..verifiers.pool import (
     LONGEST_S,
     MOST_PROCESSES,
@@ -221,7 +221,8 @@ class RuleReward(Reward):
     def _here(self, index: int, response: str) -> Outcome:
         # A verifier's failure is data: counted, kept and shown, never fatal.
         with one_process():
-            return Outcome(**verdict(self._task.score, (index, response)))
+            found = verdict(self._task.score, (index, response))
+            return Outcome(found.get("value"), found.get("error"))
 
     def _fitting(self, outcome: Outcome) -> Outcome:
         if outcome.score is None or abs(self._scale * outcome.score) <= LARGEST:

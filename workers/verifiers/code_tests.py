@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...dataflow.errors import ConfigError
-from .sandbox.child import typed
-from .sandbox.process import Limits
-from .sandbox.sandbox import announce_sandbox, check_sandbox, run_python
+from ..isolation.confine import typed
+from ..isolation.process import Limits
+from ..isolation.sandbox import announce_sandbox, check_sandbox, run_python
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class CodeTests:
     """Input of a program, and its expected output; each in a run of its own."""
     calls: Sequence[Mapping[str, Any]] = ()
     """`{"function", "args", "kwargs", "expected"}`; all in one run. With `"typed"`, which
-    assertions become, arguments and `expected` are as `child.typed` makes them."""
+    assertions become, arguments and `expected` are as `confine.typed` makes them."""
     asserts: Sequence[str] = ()
     """Statements that must not raise; all in one run. A response can forge that."""
     setup: str = ""

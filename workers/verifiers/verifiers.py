@@ -26,7 +26,7 @@ from typing import Any, get_type_hints
 
 from ...dataflow.errors import ConfigError, nearest, raised_at
 from ...dataflow.registry import Registry, imported
-from .child import USER_ERRORS
+from ..isolation.child import USER_ERRORS
 
 Verifier = Callable[[str, str, str | None], float | None]
 """Function of (prompt, response, answer) that returns a score; None where there is none."""

@@ -76,7 +76,7 @@ def test_rewards_here_and_in_another_process_accept_the_same(tmp_path: Path, her
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_refused_score_is_named(name: str) -> None:
-    from penstock.workers.verifiers.child import as_score
+    from penstock.workers.isolation.child import as_score
 
     code, expected = KINDS[name]
     value: Any = eval(code, {"np": np, "torch": torch, "Fraction": Fraction})

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.verifiers.child import verdict
-from penstock.workers.verifiers.sandbox.sandbox import announce_sandbox, best_kind
+from penstock.workers.isolation.child import verdict
+from penstock.workers.isolation.sandbox import announce_sandbox, best_kind
 from penstock.workers.verifiers.verifiers import (
     exact_match,
     load_verifier,

@@ -22,7 +22,7 @@ from ....dataflow.errors import ConfigError, one_process
 from ....dataflow.options import NonNegativeInt, PositiveFloat, PositiveInt, option_class
 from ...data.messages import check_messages, last_user_text
 from ...data.task import Message, Task
-from ...verifiers.child import as_score
+from ...isolation.child import as_score
 from ..environment import BadCall, Environment, Reply, TurnResult
 from .env_thread import FAILED
 

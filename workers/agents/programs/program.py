@@ -22,11 +22,10 @@ from torch import Tensor
 from ....algorithms.roles.language import Sampling
 from ....dataflow.errors import one_process
 from ...data.task import Message, Task
+from ...isolation.child import as_score, supervised, was_killed
 from ...models.tokenizer import Tokenizer
-from ...verifiers.child import as_score, was_killed
 from ..conversation import Conversation, Exchange, Floor
 from ..rendering import TurnRenderer
-from ..tools.supervised import supervised
 from .endpoint import Endpoint, served
 from .sequences import ProgramSequences
 

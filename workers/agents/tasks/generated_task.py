@@ -22,8 +22,7 @@ from ....dataflow.options import Fraction, NonNegativeInt, PositiveInt, option_c
 from ...data.task import Message, Task
 from ...models.tokenizer import PRINTABLE
 from ..environment import Environment, Reply, ToolCall, TurnResult
-from ..tools.tool import Tool
-from ..tools.tool_environment import ToolEnvironment, ToolLimits
+from ..tools.tool import Tool, ToolEnvironment, ToolLimits
 
 _MAX_IDLE_SAMPLES = 2000
 """Problems in a row without a new prompt after which a task counts as exhausted."""

@@ -19,8 +19,7 @@ from ..tools.functions import FunctionTools
 from ..tools.mcp_tools import McpTools
 from ..tools.python_tool import PythonTools
 from ..tools.search_tool import SearchTools
-from ..tools.tool import Tool, Toolbox
-from ..tools.tool_environment import ToolEnvironment, ToolLimits, check_names, schemas_of
+from ..tools.tool import Tool, Toolbox, ToolEnvironment, ToolLimits, check_names, schemas_of
 
 
 class AnsweredOtherwise(WrappedTask):

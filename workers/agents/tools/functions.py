@@ -12,11 +12,12 @@ methods are tools, and what they remember in it is the conversation's own.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import json
+import signal
 import textwrap
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -25,9 +26,8 @@ from typing_extensions import override
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.options import FiniteFloat, Int, option_class
-from ...verifiers.child import USER_ERRORS
-from .function_child import called
-from .function_pool import FunctionPool
+from ...isolation.child import text_of
+from ...isolation.pool import CallResult, NotSaid, NotStarted, ProcessPool
 from .tool import Tool, ToolSession, ToolText
 
 if TYPE_CHECKING:
@@ -76,31 +76,29 @@ class FunctionTools:
         if not self.functions:
             raise ConfigError("no functions are given\n    name some, as module:function")
         found = [made for place in self.functions for made in _functions_at(place)]
-        names = _by_name(found)
         changed = [f"{one.name} changes {', '.join(one.changes)}" for one in found if one.changes]
         why = "" if self.deterministic or not changed else f"tool {changed[0]} of its module"
         deterministic = not changed if self.deterministic is None else self.deterministic
-        if self.quick:
-            return QuickFunctions(found, self.max_bytes, deterministic=deterministic, why_not=why)
-
-        def pool(num_processes: int, keeps_state: bool) -> FunctionPool:
-            return FunctionPool(
-                {name: one.place for name, one in names.items()},
-                num_processes=num_processes,
-                time_limit_s=self.time_limit_s,
-                start_limit_s=self.start_limit_s,
-                max_bytes=self.max_bytes,
-                repeats=deterministic and not keeps_state,
-                keeps_state=keeps_state,
-            )
-
-        apart = partial(pool, 1, True) if any(one.owner for one in found) else None
-        return PooledFunctions(
+        return FunctionTool(
             found,
-            pool(self.num_processes, False),
-            apart=apart,
+            self.max_bytes,
+            pool=None if self.quick else self._pool,
             deterministic=deterministic,
             why_not=why,
+        )
+
+    def _pool(self, tool: FunctionTool, keeps_state: bool) -> ProcessPool:
+        places = {name: one.place for name, one in tool.functions.items()}
+        return ProcessPool(
+            {"functions": places, "max_bytes": self.max_bytes},
+            runs="a function",
+            num_processes=1 if keeps_state else self.num_processes,
+            time_limit_s=self.time_limit_s,
+            start_limit_s=self.start_limit_s,
+            most_bytes=6 * self.max_bytes + 1000,  # as JSON a byte takes 6 at most
+            accepts=lambda value: isinstance(value, str),
+            repeats=tool.deterministic and not keeps_state,
+            keeps_state=keeps_state,
         )
 
 
@@ -175,99 +173,97 @@ class Function:
         return None
 
 
-class _Functions(Tool):
-    """Functions by name; subclasses say where they run."""
+class FunctionTool(Tool):
+    """Functions by name, whose calls are checked before they are made.
 
-    def __init__(
-        self, functions: Sequence[Function], deterministic: bool = True, why_not: str = ""
-    ) -> None:
-        self._functions = _by_name(functions)
-        self.deterministic, self.why_not_deterministic = deterministic, why_not
-        self.schemas = tuple(one.schema for one in self._functions.values())
-
-
-class QuickFunctions(_Functions):
-    """Functions that run where they are called, in no time."""
+    Args:
+        functions: What may be called.
+        max_bytes: Of a result.
+        pool: Makes processes for the calls, of this tool and perhaps of one conversation; without
+            it, functions run where they are called, and must take no time.
+        deterministic: See `Tool`.
+        why_not: The same.
+    """
 
     def __init__(
         self,
         functions: Sequence[Function | Callable[..., Any]],
         max_bytes: int = 16_384,
         *,
+        pool: Callable[[FunctionTool, bool], ProcessPool] | None = None,
         deterministic: bool = True,
         why_not: str = "",
     ) -> None:
         made = [one if isinstance(one, Function) else Function(one) for one in functions]
-        super().__init__(made, deterministic, why_not)
-        self._max_bytes = max_bytes
-
-    @override
-    def open(self, seed: int) -> ToolSession:
-        return _Calls(self._functions, partial(self._call, {}))
-
-    async def _call(
-        self, made: dict[type, Any], name: str, arguments: Mapping[str, Any]
-    ) -> ToolText:
-        def call(**given: Any) -> Any:
-            return self._functions[name].of(made)(**given)
-
-        text, error = called(call, dict(arguments), self._max_bytes, USER_ERRORS)
-        return ToolText(text, error=error)
-
-
-class PooledFunctions(_Functions):
-    """Functions that run in processes of their own, which all conversations share."""
-
-    def __init__(
-        self,
-        functions: Sequence[Function],
-        pool: FunctionPool,
-        *,
-        apart: Callable[[], FunctionPool] | None = None,
-        deterministic: bool = True,
-        why_not: str = "",
-    ) -> None:
-        super().__init__(functions, deterministic, why_not)
-        self._pool, self._apart = pool, apart
+        self.functions, self.max_bytes = _by_name(made), max_bytes
+        self.deterministic, self.why_not_deterministic = deterministic, why_not
+        self.schemas = tuple(one.schema for one in made)
+        self._pool, self._shared = pool, pool(self, False) if pool else None
 
     @override
     def open(self, seed: int) -> ToolSession:
         """Begin a conversation, in a process of its own if there are classes."""
-        if self._apart is None:
-            return _Calls(self._functions, self._pool.call)
-        pool = self._apart()
-        return _Calls(self._functions, pool.call, pool.close)
+        if self._pool and any(one.owner for one in self.functions.values()):
+            return _Session(self, self._pool(self, True))
+        return _Session(self, self._shared)
 
     @override
     async def close(self) -> None:
-        await self._pool.close()
+        if self._shared:
+            await self._shared.close()
 
 
-class _Calls(ToolSession):
-    """The calls of one conversation, checked before they are made."""
-
-    def __init__(
-        self,
-        functions: Mapping[str, Function],
-        call: Callable[[str, Mapping[str, Any]], Any],
-        close: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        self._functions = functions
-        self._call, self._close = call, close
+class _Session(ToolSession):
+    def __init__(self, tool: FunctionTool, pool: ProcessPool | None) -> None:
+        self._tool, self._pool = tool, pool
+        self._made: dict[type, Any] = {}
 
     @override
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
-        function = self._functions.get(name)
+        function = self._tool.functions.get(name)
         if function is None:
             return ToolText(f"there is no tool {name!r}", error=True)
         if (wrong := function.wrong(arguments)) is not None:
             return ToolText(wrong, error=True)
-        return await self._call(name, arguments)
+        if self._pool is None:
+
+            def quick(**given: Any) -> Any:
+                return function.of(self._made)(**given)
+
+            return _told(CallResult(**text_of(quick, dict(arguments), self._tool.max_bytes)))
+        try:
+            return _told(await self._pool.call(name=name, arguments=dict(arguments)))
+        except NotStarted as error:
+            why = error.why
+            if isinstance(why, OSError):
+                why = f"no more processes can be started: {why.strerror}"
+            return ToolText(f"{name} cannot be started: {why}", error=True)
+        except NotSaid as error:
+            if error.timed_out:
+                text = f"{name} took longer than {self._pool.time_limit_s:g} s and was stopped"
+                return ToolText(text, error=True, timed_out=True)
+            return ToolText(f"{name} failed: {error}{_how(error)}", error=True)
 
     @override
     async def close(self) -> None:
-        if self._close is not None:
-            await self._close()
+        if self._pool and self._pool.keeps_state:
+            await self._pool.close()
+
+
+def _told(answer: CallResult) -> ToolText:
+    error = answer.error
+    return ToolText(answer.value) if error is None else ToolText(error, error=True)
+
+
+def _how(error: NotSaid) -> str:
+    """How a process ended."""
+    if not error.ended:
+        return ""
+    code = -signal.SIGKILL if error.exit_code is None else error.exit_code
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f" by {signal.Signals(-code).name}"
+    return f" with exit code {code}"
 
 
 def imported(place: str) -> Callable[..., Any]:

@@ -17,7 +17,6 @@ import math
 import os
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
@@ -27,9 +26,9 @@ from typing_extensions import override
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.options import FiniteFloat, Int, NonNegativeInt, option_class
+from ...isolation.child import cut, supervised
+from ...isolation.pool import completed
 from ..library_logs import SPEAKER, tame
-from .function_child import cut
-from .supervised import supervised
 from .tool import Tool, ToolSession, ToolText
 
 if TYPE_CHECKING:
@@ -299,9 +298,8 @@ class McpTools:
                     with anyio.fail_after(self.start_limit_s):
                         return await _schemas(client)
 
-            try:  # in a thread: there may be a running event loop in this one
-                with ThreadPoolExecutor(1, "mcp tools") as thread:
-                    return thread.submit(asyncio.run, listed()).result()
+            try:
+                return completed(listed())
             except Exception as error:  # of many kinds
                 log.seek(0)
                 said = log.read()[-500:].strip()

@@ -13,10 +13,7 @@ bytes of the system, though, so whether the tool counts as deterministic is your
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import secrets
 import signal
 import weakref
 from collections.abc import Mapping, Sequence
@@ -27,19 +24,15 @@ from typing_extensions import override
 
 from ....dataflow.errors import ConfigError, WorkerError
 from ....dataflow.options import FiniteFloat, Int, option_class
-from ...verifiers.sandbox.interpreter import Interpreter
-from ...verifiers.sandbox.kernel import Unconfined
-from ...verifiers.sandbox.kinds import LANDLOCK, SandboxKind
-from ...verifiers.sandbox.process import START_S, Limits
-from ...verifiers.sandbox.sandbox import check_sandbox
-from .function_child import cut
-from .lines import Lines, NotSaid, ready
+from ...isolation.child import cut
+from ...isolation.confine import Unconfined
+from ...isolation.kinds import LANDLOCK, SandboxKind
+from ...isolation.pool import END_S, LoopSemaphore, NotSaid
+from ...isolation.process import Interpreter, Limits
+from ...isolation.sandbox import check_sandbox
 from .tool import TextFunction, Tool, ToolSession, ToolText
 
 _LOG = logging.getLogger("penstock.tools")
-_LOOK_S = 0.05  # between two looks at how many threads there are
-_END_S = 0.5
-"""Between an interpreter's closing its end and its own, so that how it ended can be told."""
 _GONE = "the interpreter was ended, and all that it had defined is gone"
 _DESCRIPTION = (
     "Run Python code and see what it prints and the value of its last expression. Names that are "
@@ -80,8 +73,7 @@ class PythonTool(Tool):
     def __init__(self, options: PythonTools, kind: SandboxKind) -> None:
         self.deterministic = options.deterministic
         self._options, self._kind = options, kind
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._turns = asyncio.Semaphore(options.num_processes)
+        self.turns = LoopSemaphore(options.num_processes)
         self._sessions: weakref.WeakSet[_Session] = weakref.WeakSet()
         self.function = TextFunction(options.name, _DESCRIPTION, "code", "The code.")
         self.schemas = self.function.schemas
@@ -98,13 +90,6 @@ class PythonTool(Tool):
         for session in tuple(self._sessions):
             await session.close()
 
-    def turn(self) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # a semaphore belongs to the loop that waits for it
-            self._loop = loop
-            self._turns = asyncio.Semaphore(self._options.num_processes)
-        return self._turns
-
 
 class _Session(ToolSession):
     """The interpreter of one conversation."""
@@ -113,7 +98,7 @@ class _Session(ToolSession):
         self, tool: PythonTool, options: PythonTools, kind: SandboxKind, seed: int
     ) -> None:
         self._tool, self._options, self._kind, self._seed = tool, options, kind, seed
-        self._running: tuple[Interpreter, Lines] | None = None
+        self._running: Interpreter | None = None
         self._finalizer: Any = None
         self._done: list[tuple[str, ToolText]] = []
 
@@ -122,19 +107,18 @@ class _Session(ToolSession):
         code = self._tool.function.text(name, arguments)
         if isinstance(code, ToolText):
             return code
-        async with self._tool.turn():
+        async with self._tool.turns.here():
             try:
-                interpreter, lines = self._running or await self._start()
+                interpreter = self._running or await self._start()
             except (NotSaid, Unconfined, OSError) as error:
                 return ToolText(f"no interpreter can be started: {error}", error=True)
             try:
-                result = await self._ask(interpreter, lines, code)
+                result = await self._run(interpreter, code)
             except NotSaid as error:
                 return await self._lost(interpreter, error, code)
             except BaseException:  # whoever waits for the call has given up
                 self._end()
                 raise
-            interpreter.pause()
             self._done.append((code, result))
             return result
 
@@ -142,100 +126,68 @@ class _Session(ToolSession):
     async def close(self) -> None:
         self._end()
 
-    async def _start(self) -> tuple[Interpreter, Lines]:
+    async def _start(self) -> Interpreter:
         options = self._options
         limits = Limits(time_s=options.cpu_limit_s, memory_mb=options.memory_mb)
-        interpreter = Interpreter(self._kind, self._seed, limits)
+        interpreter = Interpreter(self._kind, self._seed, limits, options.max_bytes)
         try:
-            await _confined(interpreter)
+            await interpreter.confined()
         except Unconfined:
-            if not interpreter.was_killed:
+            if not interpreter.process.was_killed:
                 raise
-            interpreter = Interpreter(self._kind, self._seed, limits)
-            await _confined(interpreter)
-        most = 12 * options.max_bytes + 1000
-        self._running = (interpreter, Lines(interpreter.writing, interpreter.reading, most))
+            interpreter = Interpreter(self._kind, self._seed, limits, options.max_bytes)
+            await interpreter.confined()
+        self._running = interpreter
         # Also at garbage collection and at exit.
         self._finalizer = weakref.finalize(self, interpreter.kill)
-        return self._running
+        return interpreter
 
-    async def _ask(self, interpreter: Interpreter, lines: Lines, code: str) -> ToolText:
-        nonce, most = secrets.token_hex(8), self._options.max_bytes
-        if not lines.quiet:
-            raise NotSaid("it ended or spoke between two calls", ended=True)
-        interpreter.resume()
-        message = {"nonce": nonce, "code": code, "most_chars": most}
-        asked = asyncio.ensure_future(lines.ask(message, self._options.time_limit_s))
-        try:
-            while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
-                if interpreter.crowded:
-                    raise NotSaid("it started too many threads")
-            answer = asked.result()
-        finally:
-            asked.cancel()
-            with contextlib.suppress(asyncio.CancelledError, NotSaid):
-                await asked
-        text = answer.get("text")
-        if not isinstance(text, str):
-            raise NotSaid("what it said is no answer")
-        return ToolText(cut(text, most + 100), error=answer.get("error") is not False)
+    async def _run(self, interpreter: Interpreter, code: str) -> ToolText:
+        answer = await interpreter.run(code, self._options.time_limit_s)
+        failed = answer.error is not None
+        text = answer.error if failed else answer.value
+        return ToolText(cut(str(text), self._options.max_bytes + 100), error=failed)
 
     async def _lost(self, interpreter: Interpreter, error: NotSaid, code: str) -> ToolText:
         """Describe the loss of an interpreter in place of its answer."""
-        exit_code = self._end(_END_S if error.ended else 0.0)
+        exit_code = self._end(END_S if error.ended else 0.0)
         done, self._done = self._done, []
-        if interpreter.was_killed:
+        if interpreter.process.was_killed:
             again = await self._again(done, code)
             if again is not None:
                 return again
         if error.timed_out:
             text = f"the code took longer than {self._options.time_limit_s:g} s; {_GONE}"
             return ToolText(text, error=True, timed_out=True)
-        if exit_code == -signal.SIGXCPU or interpreter.used_up:
+        if exit_code == -signal.SIGXCPU or interpreter.process.used_up:
             text = f"the code took more than {self._options.cpu_limit_s:g} s of CPU time; {_GONE}"
             return ToolText(text, error=True, timed_out=True)
         return ToolText(f"{error}; {_GONE}", error=True)
 
     async def _again(self, done: Sequence[tuple[str, ToolText]], code: str) -> ToolText | None:
         """A piece in another interpreter, which has done all that the killed one had."""
-        told: list[tuple[str, ToolText]] = []
         try:
-            interpreter, lines = await self._start()
-            for piece, text in (*done, (code, None)):
-                told.append((piece, await self._ask(interpreter, lines, piece)))
-                if text is not None and told[-1][1] != text:
+            interpreter = await self._start()
+            for piece, text in done:
+                if await self._run(interpreter, piece) != text:
                     raise NotSaid("it says something else")
+            result = await self._run(interpreter, code)
         except (NotSaid, Unconfined, OSError):
             self._end()
             return None
         except BaseException:  # whoever waits for the call has given up
             self._end()
             raise
-        interpreter.pause()
-        self._done = told
-        return told[-1][1]
+        self._done = [*done, (code, result)]
+        return result
 
     def _end(self, wait_s: float = 0.0) -> int | None:
         if self._running is None:
             return None
-        interpreter, _ = self._running
-        self._running = None
+        interpreter, self._running = self._running, None
         self._finalizer.detach()
         try:
             return interpreter.kill(wait_s)
         except WorkerError as error:  # a tool raises nothing
             _LOG.warning("%s", error)
             return None
-
-
-async def _confined(interpreter: Interpreter) -> None:
-    try:
-        deadline = asyncio.get_running_loop().time() + START_S
-        await ready(interpreter.verdict, deadline)
-        interpreter.check_confined()
-    except Unconfined:
-        interpreter.kill(_END_S)
-        raise
-    except BaseException:
-        interpreter.kill()
-        raise

@@ -29,8 +29,8 @@ from penstock.workers.data.task import (
     fingerprint,
     task_alphabet,
 )
+from penstock.workers.isolation.sandbox import best_kind
 from penstock.workers.models.tokenizer import TokenizerSpec
-from penstock.workers.verifiers.sandbox.sandbox import best_kind
 
 Spec = (
     CalculatorTaskSpec

@@ -16,7 +16,7 @@ from penstock.workers.agents.tasks.table_questions import (
 )
 from penstock.workers.agents.tools.python_tool import PythonTools
 from penstock.workers.data.task import Message
-from penstock.workers.verifiers.sandbox.sandbox import best_kind
+from penstock.workers.isolation.sandbox import best_kind
 
 PYTHON = PythonTools(deterministic=True, max_bytes=200, time_limit_s=60, minimum=best_kind().name)
 TASK = TableQuestionsSpec(num_train=200, num_held_out=50, python=PYTHON).build()

@@ -14,7 +14,7 @@ from penstock.algorithms.roles.agents import ENDINGS, Turn, TurnRequest
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.agents.tasks.tool_task import ToolTaskSpec
-from penstock.workers.agents.tools.tool_environment import ToolLimits
+from penstock.workers.agents.tools.tool import ToolLimits
 from penstock.workers.agents.worker import AgentSpec
 from penstock.workers.data.chat import TURNS
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec

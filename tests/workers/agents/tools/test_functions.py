@@ -12,7 +12,7 @@ import psutil
 import pytest
 from killer import killing
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.agents.tools.functions import FunctionTools, QuickFunctions
+from penstock.workers.agents.tools.functions import FunctionTool, FunctionTools
 from penstock.workers.agents.tools.tool import Tool, ToolText
 from tool_functions import WAYS, add, describe, misbehave
 
@@ -58,7 +58,7 @@ def hasty() -> Iterator[Loop]:
 
 
 def test_a_schema_is_made_of_hints_and_docstring() -> None:
-    (schema,) = QuickFunctions([describe]).schemas
+    (schema,) = FunctionTool([describe]).schemas
 
     assert schema == {
         "type": "function",
@@ -115,7 +115,7 @@ def test_a_quick_function_is_checked_in_the_same_way(
     name: str, arguments: dict[str, Any], expected: ToolText
 ) -> None:
     with asyncio.Runner() as runner:
-        session = QuickFunctions([add, describe]).open(0)
+        session = FunctionTool([add, describe]).open(0)
         assert runner.run(_made(session.call(name, arguments))) == expected
 
 
@@ -323,7 +323,7 @@ def test_processes_that_cannot_import_a_function_cost_calls(tmp_path: Path) -> N
 
 def test_a_quick_function_may_fail_as_well() -> None:
     async def calls() -> list[ToolText]:
-        session = QuickFunctions([misbehave], max_bytes=10).open(0)
+        session = FunctionTool([misbehave], max_bytes=10).open(0)
         ways = ("raise", "sys.exit", "recursion", "unshown", "long text", "nan")
         return [await session.call("misbehave", {"how": way}) for way in ways]
 
@@ -336,9 +336,7 @@ def test_a_quick_function_may_fail_as_well() -> None:
 
 def test_a_key_that_ends_the_program_ends_it_in_a_quick_function() -> None:
     async def call() -> ToolText:
-        return (
-            await QuickFunctions([misbehave]).open(0).call("misbehave", {"how": "raise interrupt"})
-        )
+        return await FunctionTool([misbehave]).open(0).call("misbehave", {"how": "raise interrupt"})
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(call())

@@ -13,7 +13,7 @@ from killer import killing
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.tools.python_tool import PythonTools
 from penstock.workers.agents.tools.tool import ToolSession, ToolText
-from penstock.workers.verifiers.sandbox.sandbox import best_kind
+from penstock.workers.isolation.sandbox import best_kind
 
 GONE = "; the interpreter was ended, and all that it had defined is gone"
 

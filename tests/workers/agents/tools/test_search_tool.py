@@ -14,8 +14,7 @@ from penstock.workers.agents.environment import Reply, ToolCall
 from penstock.workers.agents.tasks.calculator import CalculatorTaskSpec
 from penstock.workers.agents.tasks.tool_task import TOOLBOXES, ToolTaskSpec
 from penstock.workers.agents.tools.search_tool import NOTHING, SearchTools
-from penstock.workers.agents.tools.tool import ToolText
-from penstock.workers.agents.tools.tool_environment import ToolEnvironment
+from penstock.workers.agents.tools.tool import ToolEnvironment, ToolText
 
 TEXTS = (
     "The mayor of Velden is Ana Koch.",

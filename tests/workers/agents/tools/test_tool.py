@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import BadCall, Environment, Reply, ToolCall, TurnResult
-from penstock.workers.agents.tools.functions import QuickFunctions
+from penstock.workers.agents.tools.functions import FunctionTool
 from penstock.workers.agents.tools.parsing import parse_calls
-from penstock.workers.agents.tools.tool import Tool, ToolSession, ToolText
-from penstock.workers.agents.tools.tool_environment import (
+from penstock.workers.agents.tools.tool import (
+    Tool,
     ToolEnvironment,
     ToolLimits,
+    ToolSession,
+    ToolText,
     schemas_of,
 )
 from tool_functions import add
@@ -68,7 +70,7 @@ class BadSession(ToolSession):
 
 
 def test_a_conversation_calls_tools_until_it_answers() -> None:
-    environment: Environment = ToolEnvironment([QuickFunctions([add])], _length)
+    environment: Environment = ToolEnvironment([FunctionTool([add])], _length)
     assert isinstance(environment, ToolEnvironment)
     said = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     content, calls = parse_calls(said, "hermes")
@@ -94,7 +96,7 @@ def test_an_answer_may_be_scored_by_something_that_waits() -> None:
 
 
 def test_what_is_no_call_is_told_counted_and_charged() -> None:
-    environment = ToolEnvironment([QuickFunctions([add])], _length, ToolLimits(penalty=0.25))
+    environment = ToolEnvironment([FunctionTool([add])], _length, ToolLimits(penalty=0.25))
 
     (result,) = _talk(
         environment,
@@ -118,7 +120,7 @@ def test_what_is_no_call_is_told_counted_and_charged() -> None:
 
 def test_calls_beyond_a_limit_are_not_made() -> None:
     limits = ToolLimits(max_calls_per_turn=2, max_calls=3, max_turns=3)
-    environment = ToolEnvironment([QuickFunctions([add])], _length, limits)
+    environment = ToolEnvironment([FunctionTool([add])], _length, limits)
     call = ToolCall("add", {"a": 1})
 
     first, second, third = _talk(
@@ -178,7 +180,7 @@ def test_no_tool_breaks_a_conversation(
 ) -> None:
     tool = Bad(bad=function)
     environment = ToolEnvironment(
-        [tool, QuickFunctions([add])], _length, ToolLimits(call_limit_s=0.05)
+        [tool, FunctionTool([add])], _length, ToolLimits(call_limit_s=0.05)
     )
 
     (result,) = _talk(environment, _reply(ToolCall("bad"), ToolCall("add", {"a": 1})))
@@ -192,7 +194,7 @@ def test_no_tool_breaks_a_conversation(
 
 
 def test_a_tool_that_cannot_begin_fails_its_calls() -> None:
-    environment = ToolEnvironment([Bad(unopened=_forever), QuickFunctions([add])], _length)
+    environment = ToolEnvironment([Bad(unopened=_forever), FunctionTool([add])], _length)
 
     (result,) = _talk(environment, _reply(ToolCall("unopened"), ToolCall("add", {"a": 1})))
 
@@ -218,7 +220,7 @@ def test_who_cancels_a_conversation_is_heard() -> None:
 
 def test_names_are_unique_and_limits_make_sense() -> None:
     with pytest.raises(ConfigError, match="two tools are called 'add'"):
-        ToolEnvironment([QuickFunctions([add]), QuickFunctions([add])], _length)
+        ToolEnvironment([FunctionTool([add]), FunctionTool([add])], _length)
     with pytest.raises(ValueError, match="max_turns is 0; expected at least 1"):
         ToolLimits(max_turns=0)
-    assert [s["function"]["name"] for s in schemas_of([QuickFunctions([add])])] == ["add"]
+    assert [s["function"]["name"] for s in schemas_of([FunctionTool([add])])] == ["add"]

@@ -21,9 +21,9 @@ import psutil
 import pytest
 from killer import killing
 from penstock.dataflow.errors import ConfigError, WorkerError
-from penstock.workers.verifiers.sandbox import process, sandbox
-from penstock.workers.verifiers.sandbox.kernel import Unconfined
-from penstock.workers.verifiers.sandbox.kinds import (
+from penstock.workers.isolation import process, sandbox
+from penstock.workers.isolation.confine import Unconfined
+from penstock.workers.isolation.kinds import (
     BUBBLEWRAP,
     KINDS,
     LANDLOCK,
@@ -31,11 +31,11 @@ from penstock.workers.verifiers.sandbox.kinds import (
     NAMESPACES,
     SandboxKind,
 )
-from penstock.workers.verifiers.sandbox.process import Limits, check_nothing_left, run_in
-from penstock.workers.verifiers.sandbox.sandbox import check_sandbox, run_python, why_not
-from penstock.workers.verifiers.sandbox.syscalls import ARCHITECTURES, program_for
+from penstock.workers.isolation.process import Limits, check_nothing_left, run_in
+from penstock.workers.isolation.sandbox import check_sandbox, run_python, why_not
+from penstock.workers.isolation.syscalls import ARCHITECTURES, program_for
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 CONFINING = [*(k for k in (BUBBLEWRAP, NAMESPACES) if why_not(k) is None), LANDLOCK]
 """What this machine has; the last line always, or its tests fail."""
 
@@ -198,12 +198,12 @@ def escaped(
 
 
 def _with_landlock(version: int, folder: Path) -> Path:
-    """A copy of the child's code in which the kernel tells this version of Landlock."""
+    """A copy of the confining code in which the kernel tells this version of Landlock."""
     folder.mkdir()
-    for name in ("child.py", "kernel.py", "namespaces.py"):
-        text = Path(sandbox.__file__).with_name(name).read_text()
-        asked = "version = libc.syscall(444, None, 0, 1)"
-        (folder / name).write_text(text.replace(asked, f"version = {version}"))
+    text = Path(sandbox.__file__).with_name("confine.py").read_text()
+    asked = "version = libc.syscall(444, None, 0, 1)"
+    assert asked in text
+    (folder / "confine.py").write_text(text.replace(asked, f"version = {version}"))
     return folder
 
 
@@ -319,8 +319,8 @@ def test_a_program_ends_with_whoever_started_it(kind: SandboxKind) -> None:
     """As when a verifier that is out of time is killed; the program does what it can to live on."""
     code = (
         "import os, threading, time\n"
-        "from penstock.workers.verifiers.sandbox import kinds\n"
-        "from penstock.workers.verifiers.sandbox.process import Limits, run_in\n"
+        "from penstock.workers.isolation import kinds\n"
+        "from penstock.workers.isolation.process import Limits, run_in\n"
         f"kind = kinds.{kind.name.upper()}\n"
         "program = 'import ctypes, time; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0); time.sleep(60)'\n"
         "run = lambda: run_in(kind, program, limits=Limits(time_s=60))\n"

@@ -1,10 +1,11 @@
 """A program for the sandbox that runs pieces of Python one after another, which share their names.
 
 Each line of standard input is `{"nonce", "code", "most_chars"}`, and is answered by a line of
-standard output, `{"nonce", "text", "error"}`: what the piece printed, and the value of its last
-expression or what it raised. All this shares a process with the pieces, so it may answer anything.
+standard output, `{"nonce", "value"}` or `{"nonce", "error"}`: what the piece printed, and the value
+of its last expression or what it raised. All this shares a process with the pieces, so it may
+answer anything.
 
-It is read as a text and runs with the standard library, in the process of `child.py`.
+It is read as a text and runs with the standard library, in the process of `confine.py`.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def serve(seed: int) -> None:
         call = json.loads(line)
         printed = _Printed(call["most_chars"])
         sys.stdout = sys.stderr = printed
-        error = _run(call["code"], f"<piece {number}>", names, printed)
-        answer = {"nonce": call["nonce"], "text": printed.text(), "error": error}
+        failed = _run(call["code"], f"<piece {number}>", names, printed)
+        answer = {"nonce": call["nonce"], "error" if failed else "value": printed.text()}
         left = json.dumps(answer).encode() + b"\n"
         while left:
             left = left[os.write(answers, left) :]

@@ -1,4 +1,4 @@
-"""The kinds of sandbox, strongest first, and how a process of each is started.
+"""The kinds of sandbox for programs that a model wrote, strongest first, and how each is started.
 
 All but the last give up capabilities, leave only the system calls of `syscalls.py`, and open only
 the files that Landlock lets them, where the kernel has it. What they add to that:
@@ -9,6 +9,8 @@ the files that Landlock lets them, where the kernel has it. What they add to tha
 | `namespaces` | the same ones, made by the process itself |
 | `landlock` | nothing: it writes no file at all, and `stat` tells it what lies outside |
 | `limits` | no confinement: your rights, bounded in time and memory |
+
+Not covered: a bug of the kernel itself, and what heavy use of CPU and memory caches betrays.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from . import namespaces, syscalls
+from . import syscalls
+from .confine import DEVICES, FOLDER
 
 _CODE = Path(__file__).parent
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class SandboxKind:
     def folder(self) -> str:
         """Where a program starts, which is its home."""
         if self.has_folder:
-            return namespaces.FOLDER
+            return FOLDER
         return tempfile.gettempdir() if self is LIMITS else "/"
 
     @property
@@ -63,24 +65,24 @@ class SandboxKind:
     def command(
         self, code: Path | None, descriptor: int, *, python_environment: bool = False
     ) -> list[str]:
-        """What to start, for a child (`child.py` in `code`) that is told on `descriptor` the rest.
+        """What to start, for a process (`confine.py` in `code`) told on `descriptor` the rest.
 
         -I -S: neither the environment nor installed packages have a say. With `python_environment`
         variables such as `PYTHONHASHSEED` count.
         """
         folder = str(code or _CODE)
-        script = f"import sys; sys.path.insert(0, {folder!r}); import child; "
-        script += f"child.main({descriptor})"
+        script = f"import sys; sys.path.insert(0, {folder!r}); import confine; "
+        script += f"confine.main({descriptor})"
         isolated = ["-s", "-P"] if python_environment else ["-I"]
         python = [os.path.realpath(sys.executable), *isolated, "-S", "-B", "-c", script]
         return [*_bubblewrap(folder, python[0]), *python] if self is BUBBLEWRAP else python
 
     def setup(self) -> dict[str, Any]:
-        """What the child is told of its confinement."""
+        """What the process is told of its confinement."""
         made: dict[str, Any] = {"kind": self.name, "folder": self.folder}
         if self is not LIMITS:
             made["readable"] = [path for _, path in _readable()]
-            made["places"] = [*_readable(), *((path, path) for path in _DEVICES)]
+            made["places"] = [*_readable(), *((path, path) for path in DEVICES)]
             made["filter"] = _filter()
             made["own_pid"] = syscalls.OWN_PID
         return made
@@ -136,6 +138,6 @@ def _bubblewrap(code: str, python: str) -> list[str]:
         *("--unshare-cgroup-try", "--die-with-parent", "--as-pid-1"),
         *("--cap-add", "CAP_SYS_ADMIN"),  # to mount the folder; given up right after
         *(word for real, path in shown for word in ("--ro-bind", real, path)),
-        *(word for path in _DEVICES for word in ("--dev-bind", path, path)),
-        *("--dir", namespaces.FOLDER, "--remount-ro", "/", "--chdir", "/", "--"),
+        *(word for path in DEVICES for word in ("--dev-bind", path, path)),
+        *("--dir", FOLDER, "--remount-ro", "/", "--chdir", "/", "--"),
     ]

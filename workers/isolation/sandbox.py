@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from ....dataflow.errors import ConfigError, WorkerError, nearest
-from .kernel import Unconfined
+from ...dataflow.errors import ConfigError, WorkerError, nearest
+from .confine import Unconfined
 from .kinds import KINDS, LANDLOCK, LIMITS, SandboxKind
 from .process import Limits, Ran, run_in
 
@@ -36,7 +36,7 @@ def run_python(
         calls: `{"function", "args", "kwargs"}` each; a function is looked for at the top of the
             program, then in a class `Solution`. What it returns must not be trusted to be true, but
             the program never sees what is expected. With `"typed": True` arguments and the value
-            are as `child.typed` makes them.
+            are as `confine.typed` makes them.
         asserts: Statements, run one by one among the program's names. A program can make them hold
             that do not: it shares a process with them. Calls and output leave it no such way.
         limits: The default ones if not given.

@@ -1,0 +1,445 @@
+"""Processes that answer calls, one at a time each, for whichever event loop asks.
+
+A process that overruns the limit of a call, dies, or says what is no answer costs that call: it is
+killed with all that it has started (see `child`), and the next call has another one. So what runs
+in it may loop for ever, fill the memory of its process or crash it. What a process had that was
+killed from outside, another does again, once. Each limit runs from the moment a message begins to
+be sent, whether the process reads, computes or writes.
+
+A message is a line of JSON and has a nonce, which the one answer to it has as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .child import was_killed
+
+_CHILD = Path(__file__).with_name("child.py")
+STOP_S = 5.0
+"""Seconds a killed process may take to vanish."""
+END_S = 0.5
+"""Between a process's closing its end and its own, so that how it ended can be told."""
+_POLL_S = 0.005
+_PIECE = 1 << 16
+_MOST_STARTS = 4  # of which all but the last are killed from outside before they are ready
+_LOG = logging.getLogger("penstock.isolation")
+
+T = TypeVar("T")
+
+
+class NotSaid(Exception):
+    """There is no answer, or one that cannot be believed.
+
+    Attributes:
+        timed_out: Whether it took too long.
+        ended: Whether the process closed its end, as one that ends does.
+        exit_code: How it ended then, or minus the signal; None if it goes on all the same.
+    """
+
+    def __init__(self, why: str, *, timed_out: bool = False, ended: bool = False) -> None:
+        super().__init__(why)
+        self.timed_out, self.ended = timed_out, ended
+        self.exit_code: int | None = None
+
+
+class NotStarted(Exception):
+    """No process can be had: the system starts none, it did not become ready, or said why not."""
+
+    def __init__(self, why: OSError | NotSaid | str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """What a call came to: a value, or an error in words."""
+
+    value: Any = None
+    error: str | None = None
+
+
+class Lines:
+    """Messages to a process and its answers, which may be anything.
+
+    Between two messages nothing is bound to an event loop, so a process outlives the loop that
+    started it, and may be used by the next one.
+
+    Args:
+        writing: Descriptor of the pipe to it.
+        reading: Descriptor of the pipe from it.
+        most_bytes: Of an answer.
+    """
+
+    def __init__(self, writing: int, reading: int, most_bytes: int) -> None:
+        self._writing, self._reading, self._most_bytes = writing, reading, most_bytes
+        os.set_blocking(writing, False)
+        os.set_blocking(reading, False)
+
+    async def ask(self, message: Mapping[str, Any], limit_s: float) -> CallResult:
+        """Send a message, and wait for its answer so many seconds in all.
+
+        Raises:
+            NotSaid: If there is no answer by then.
+        """
+        deadline = asyncio.get_running_loop().time() + limit_s
+        nonce = secrets.token_hex(8)
+        await self._send(json.dumps({"nonce": nonce, **message}).encode() + b"\n", deadline)
+        return read_answer(await self._receive(deadline), nonce)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the other side lives and has said nothing since its last answer."""
+        try:
+            os.read(self._reading, 1)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    async def _send(self, line: bytes, deadline: float) -> None:
+        unsent = memoryview(line)
+        while unsent:
+            try:
+                unsent = unsent[os.write(self._writing, unsent) :]
+            except BlockingIOError:
+                await ready(self._writing, deadline, to_write=True)
+            except OSError:  # it has died; what it has answered, if anything, says more
+                return
+
+    async def _receive(self, deadline: float) -> bytes:
+        received = bytearray()
+        while True:
+            try:
+                piece = os.read(self._reading, _PIECE)
+            except BlockingIOError:
+                await ready(self._reading, deadline)
+                continue
+            if not piece:
+                raise NotSaid("its process ended", ended=True)
+            received += piece
+            if b"\n" in piece:
+                break
+            if len(received) > self._most_bytes:
+                raise NotSaid("it said more than it may")
+        line, _, rest = bytes(received).partition(b"\n")
+        if rest:
+            raise NotSaid("it answered twice")
+        return line
+
+
+def read_answer(line: bytes, nonce: str) -> CallResult:
+    try:
+        said: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        raise NotSaid("it did not answer in JSON") from None
+    match said:
+        case {"nonce": own, "error": str(error)} if own == nonce and len(said) == 2:
+            return CallResult(error=error)
+        case {"nonce": own, "value": value} if own == nonce and len(said) == 2:
+            return CallResult(value)
+        case _:
+            raise NotSaid("what it said is no answer")
+
+
+async def ready(descriptor: int, deadline: float, *, to_write: bool = False) -> None:
+    """Wait until a pipe has something, or takes something.
+
+    Raises:
+        NotSaid: If it does not by then.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    add, remove = loop.add_reader, loop.remove_reader
+    if to_write:
+        add, remove = loop.add_writer, loop.remove_writer
+    add(descriptor, tell)
+    try:
+        async with asyncio.timeout_at(deadline):
+            await done
+    except TimeoutError:
+        raise NotSaid("it took too long", timed_out=True) from None
+    finally:
+        remove(descriptor)
+
+
+def completed(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in a loop of its own, also where another one is running."""
+
+    def run() -> T:
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            return runner.run(coroutine)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
+
+
+class LoopSemaphore:
+    """So many at once, in whichever event loop asks."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._semaphore = asyncio.Semaphore(count)
+
+    def here(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # a semaphore belongs to the loop that waits for it
+            self._loop, self._semaphore = loop, asyncio.Semaphore(self._count)
+        return self._semaphore
+
+
+class ProcessPool:
+    """Runs calls in at most `num_processes` processes, started as needed.
+
+    Args:
+        setup: What `child` makes of it answers the calls.
+        runs: What that is, for messages: "a verifier".
+        num_processes: Calls at once; further ones wait for their turn.
+        time_limit_s: Seconds one call may take, once it has its turn.
+        start_limit_s: Seconds a process may take to start and become ready.
+        most_bytes: Of an answer.
+        accepts: Whether a value can be one; what gives another is believed no more.
+        repeats: Whether a call whose process is killed is made again, once: whoever has killed it
+            did not mean the call.
+        keeps_state: Whether calls build on each other: none is made once a process has ended.
+    """
+
+    def __init__(
+        self,
+        setup: Mapping[str, Any],
+        *,
+        runs: str,
+        num_processes: int,
+        time_limit_s: float,
+        start_limit_s: float,
+        most_bytes: int,
+        accepts: Callable[[Any], bool],
+        repeats: bool = True,
+        keeps_state: bool = False,
+    ) -> None:
+        self._setup, self._runs, self._turns = dict(setup), runs, LoopSemaphore(num_processes)
+        self.time_limit_s, self._start_limit_s = time_limit_s, start_limit_s
+        self._most_bytes, self._accepts, self._repeats = most_bytes, accepts, repeats
+        self.keeps_state, self._used = keeps_state, False
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+        # Also at garbage collection and at exit, whichever comes first.
+        self.stop = weakref.finalize(self, _stop_all, self._all, runs)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Ids of the living processes."""
+        return [one.popen.pid for one in self._all if not one.killed and one.popen.poll() is None]
+
+    def start(self) -> None:
+        """Start a process, for a later call.
+
+        Raises:
+            NotStarted: If the system starts no more.
+        """
+        self._idle.append(self._new())
+
+    async def call(self, **call: Any) -> CallResult:
+        """Have a process answer a call, which is JSON.
+
+        Raises:
+            NotSaid: If it does not.
+            NotStarted: If there is no process for it.
+        """
+        async with self._turns.here():
+            try:
+                return await self._call(call)
+            except NotSaid as error:
+                if not (self._repeats and was_killed(error.exit_code)):
+                    raise
+            _LOG.warning("%s's process was killed; another takes its place", self._runs)
+            return await self._call(call)
+
+    async def close(self) -> None:
+        """Kill all processes, and wait for that; may be called again."""
+        for process in self._all:
+            process.kill()
+        for process in tuple(self._all):
+            await self._gone(process)
+
+    async def _call(self, call: Mapping[str, Any]) -> CallResult:
+        process = await self._take()
+        answer = await self._ask(process, call, self.time_limit_s)
+        self._idle.append(process)
+        return answer
+
+    async def _ask(
+        self, process: _Process, message: Mapping[str, Any], limit_s: float
+    ) -> CallResult:
+        try:
+            answer = await process.lines.ask(message, limit_s)
+            if answer.error is None and process.ready and not self._accepts(answer.value):
+                raise NotSaid("what it said is no answer")
+            return answer
+        except NotSaid as error:
+            if error.ended:
+                await process.ends(END_S)
+                error.exit_code = process.popen.poll()
+            process.kill()
+            await self._gone(process)
+            raise
+        except BaseException:  # whoever waits for the call has given up
+            process.kill()
+            raise
+
+    async def _take(self) -> _Process:
+        """Return a process that serves no call."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.lines.quiet and process.popen.poll() is None:
+                if process.ready or await self._made_ready(process):
+                    return process
+            else:  # it died idle, or speaks unasked; no call is to blame
+                process.kill()
+                await self._gone(process)
+        if self.keeps_state and self._used:
+            raise NotStarted("its process has ended, and its state of this conversation is lost")
+        self._used = True
+        for process in [one for one in self._all if one.killed and one.popen.poll() is not None]:
+            await self._gone(process)
+        for is_last in (*[False] * (_MOST_STARTS - 1), True):
+            process = self._new()
+            if await self._made_ready(process, is_last=is_last):
+                return process
+        raise AssertionError("the last one is ready, or an error was raised")
+
+    def _new(self) -> _Process:
+        try:
+            process = _Process(self._most_bytes)
+        except OSError as error:
+            raise NotStarted(error) from error
+        self._all.add(process)
+        return process
+
+    async def _made_ready(self, process: _Process, *, is_last: bool = False) -> bool:
+        """Whether a process is ready now, and was not killed meanwhile."""
+        try:
+            setup = {"path": sys.path, **self._setup}
+            answer = await self._ask(process, setup, self._start_limit_s)
+        except NotSaid as error:
+            if was_killed(error.exit_code) and not is_last:
+                _LOG.warning("%s's process was killed; another takes its place", self._runs)
+                return False
+            raise NotStarted(error) from error
+        if answer.error is not None:
+            process.kill()
+            await self._gone(process)
+            raise NotStarted(answer.error)
+        process.ready = True
+        return True
+
+    async def _gone(self, process: _Process) -> None:
+        """Wait for a killed process."""
+        await process.ends(STOP_S)
+        process.let_go(self._runs)
+        self._all.discard(process)
+
+
+class _Process:
+    """One process and the way to talk to it.
+
+    Attributes:
+        popen: Its supervisor.
+        lines: What is said to and by it.
+        ready: Whether it has taken its setup.
+        killed: Whether it has been told to end.
+
+    Raises:
+        OSError: If the system starts no more processes.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        with contextlib.ExitStack() as undo:
+            reading, self._lifeline = os.pipe()  # closed by the system if we die
+            undo.callback(os.close, self._lifeline)
+            try:
+                # -P: the script's own folder must not stand on the path, where it would hide
+                # top-level modules. Threads of numerical libraries are of no use to small calls.
+                self.popen = subprocess.Popen(
+                    [sys.executable, "-P", str(_CHILD), str(reading)],
+                    bufsize=0,
+                    pass_fds=[reading],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
+                )
+            finally:
+                os.close(reading)
+            undo.pop_all()
+        assert self.popen.stdin is not None
+        assert self.popen.stdout is not None
+        self._pipes = (self.popen.stdin, self.popen.stdout)
+        self.lines = Lines(self.popen.stdin.fileno(), self.popen.stdout.fileno(), most_bytes)
+        self.ready = self.killed = False
+
+    def kill(self) -> None:
+        """Have the supervisor kill all that was started, and end."""
+        if self.killed:
+            return
+        self.killed = True
+        # Not closed alone: a copy of this process may hold the pipe open.
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            os.write(self._lifeline, b"x")
+        os.close(self._lifeline)
+
+    async def ends(self, wait_s: float) -> None:
+        """Wait until it ends, for so many seconds at most."""
+        deadline = time.monotonic() + wait_s
+        while self.popen.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)
+
+    def let_go(self, runs: str) -> None:
+        """Close what is left of it, when it has ended or should have."""
+        if self.popen.poll() is None:
+            _LOG.warning(
+                "process %d did not end what %s has started within %g s; it is killed, and some "
+                "of that may run on",
+                self.popen.pid,
+                runs,
+                STOP_S,
+            )
+            self.popen.kill()
+        self.popen.wait(timeout=STOP_S)
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _stop_all(processes: set[_Process], runs: str) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.popen.wait(timeout=STOP_S)
+        process.let_go(runs)
+    processes.clear()

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import penstock.configs
-from penstock.dataflow.graph.graph import Graph, NodeKind
+from penstock.dataflow.graph.graph import Graph
+from penstock.dataflow.kinds import NodeKind
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import run_config
 from penstock.launch.inputs.record import load_step, record, step_cfg

@@ -21,7 +21,7 @@ from bench import parser, report, table
 from penstock.algorithms.impala import Impala, impala_step
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.executor import TaskSpan
+from penstock.dataflow.runtime.messages import TaskSpan
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.planner.plan.plan import GroupPlan, Plan
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from penstock.dataflow.runtime.saving.of_run import Saving, Take
+from penstock.dataflow.runtime.checkpoint import Saving, Take
 from penstock.launch.main import main
 
 KINDS = ("none", "goes-on", "waits")

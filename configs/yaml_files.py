@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ..dataflow.errors import ConfigError
-from ..dataflow.regular_files import check_regular, read_bytes
+from ..dataflow.files import check_regular, read_bytes
 
 _MOST_BYTES = 250_000
 _MOST_VALUES = 100_000

@@ -9,8 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .pictures import draws
-
 if TYPE_CHECKING:
     from .errors import (
         ConfigError,
@@ -107,12 +105,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _graph_as_svg(graph: Graph) -> str:
-    from .render.svg import to_svg
-
-    return to_svg(graph)
-
-
-draws("Graph", _graph_as_svg)

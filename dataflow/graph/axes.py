@@ -5,7 +5,7 @@ two columns agree about "item" only if they name the same `Axis`. The first axis
 its rows; a ragged axis may follow it, whose length differs from row to row; further axes are fixed.
 
 Inside a step (ops, losses, role methods) a ragged column is a padded dense tensor; on the wire it
-is packed (see `ragged.py`). The padding is part of the spec: `-1` for integers, `0` for floats,
+is packed (see `Packed`). The padding is part of the spec: `-1` for integers, `0` for floats,
 `False` for booleans. An integer column therefore says by itself where each of its rows ends.
 """
 

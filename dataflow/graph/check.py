@@ -11,8 +11,9 @@ from typing import Any, TypeGuard, get_type_hints
 import networkx as nx
 
 from ..errors import FlowError
+from ..kinds import NodeKind
 from .axes import Axis, Spec, is_optional, spec_of
-from .graph import Constant, Graph, Node, NodeKind
+from .graph import Constant, Graph, Node
 from .proxies import Column, RoleStandIn, TrainHandle, table_type
 from .role import Loss
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WorkerError
-from ..written_files import WrittenFile
+from ..files import WrittenFile
 
 Scope = Literal["row", "group", "batch"]
 """The rows that a node must see at once: single ones, all of a group, or the whole batch."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import FlowError, Where, caller
+from ..kinds import NodeKind, WeightRead
 from .axes import Axis, Behavior, GroupId, Spec, has_mark, spec_of
 from .check import (
     check_argument,
@@ -28,18 +29,7 @@ from .check import (
     hints_of,
     is_table,
 )
-from .graph import (
-    Argument,
-    Constant,
-    Graph,
-    Node,
-    NodeKind,
-    OutputColumn,
-    Ref,
-    RoleRef,
-    TableArgument,
-    WeightRead,
-)
+from .graph import Argument, Constant, Graph, Node, OutputColumn, Ref, RoleRef, TableArgument
 from .proxies import (
     Column,
     RoleStandIn,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..graph.graph import Graph, Node
-from .edges import ArrowKind, arrows_of
-from .svg import KIND_FILLS, role_colors
+from .svg import KIND_FILLS, ArrowKind, arrows_of, role_colors
 
 _MERMAID_ARROWS: dict[ArrowKind, str] = {"stream": "-->", "barrier": "==>", "weights": "-.->"}
 

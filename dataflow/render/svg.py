@@ -1,5 +1,9 @@
 """A graph as one self-contained SVG picture, fit for a paper or a page, light or dark.
 
+One arrow joins two nodes however many columns travel along it. Data arrows come in two kinds: one
+that *streams* may carry part of a batch before the rest is there, a *barrier* waits for all of it.
+A third kind joins a train call to the calls after it that read the weights it made.
+
 Boxes are filled by kind and carry a stripe in their role's color. Every text is monospaced, so its
 width is known without a font file and always fits its box.
 """
@@ -7,13 +11,65 @@ width is known without a font file and always fits its box.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
 import networkx as nx
 
-from ..graph.graph import Graph, Node, NodeKind
-from .edges import ArrowKind, DrawnArrow, arrows_of
+from ..graph.graph import Graph, Node
+from ..kinds import NodeKind
 from .layout import DrawnLine, Item, lay_out
+
+ArrowKind = Literal["stream", "barrier", "weights"]
+
+
+@dataclass(frozen=True)
+class DrawnArrow:
+    """One arrow of a drawing."""
+
+    source: str  # Name of the node it leaves
+    target: str  # Name of the node it enters
+    kind: ArrowKind  # See the module
+    # What it carries, one text a column: `mask`, or `behavior_logprob → logprob` where the input's
+    # name differs from the column's.
+    labels: tuple[str, ...]
+
+
+def arrows_of(graph: Graph) -> tuple[DrawnArrow, ...]:
+    """Every arrow, in the order of the nodes they enter."""
+    arrows: list[DrawnArrow] = []
+    for node in graph.nodes:
+        labels: dict[str, list[str]] = {}
+        kinds: dict[str, ArrowKind] = {}
+        for path, ref in node.inputs:
+            text = _label(path.rpartition(".")[2], ref.column)
+            carried = labels.setdefault(ref.node, [])
+            if text not in carried:
+                carried.append(text)
+            kinds[ref.node] = "stream" if graph.streams(node, ref) else "barrier"
+        arrows.extend(
+            DrawnArrow(source, node.name, kinds[source], tuple(texts))
+            for source, texts in labels.items()
+        )
+        arrows.extend(_weight_arrows(graph, node))
+    return tuple(arrows)
+
+
+def _label(parameter: str, column: str) -> str:
+    return parameter if column in (parameter, "out") else f"{column} → {parameter}"
+
+
+def _weight_arrows(graph: Graph, node: Node) -> list[DrawnArrow]:
+    return [
+        DrawnArrow(maker.name, node.name, "weights", (f"{read.role}@{read.offset}",))
+        for read in node.reads
+        for maker in graph.nodes
+        if maker.kind is NodeKind.TRAIN
+        and maker.role == read.role
+        and maker.reads[0].offset + 1 == read.offset
+    ]
+
 
 KIND_FILLS: Mapping[NodeKind, str] = {
     NodeKind.SOURCE: "#eaeef2",

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PenstockError, StateError, WorkerError, raised_at
-from ..file_errors import file_error
+from ..files import file_error
 from ..scheduler.events import Task
 from ..scheduler.schedule import Deadline
-from .executor import Completion, Executor, Restart
+from .executor import Completion, Executor, Restart, Told, WorkerLost
 from .messages import RankWork
-from .recovery.limits import Told, WorkerLost
 
 POLL_S = 1.0
 """Longest wait for completions before deadlines are looked at again."""

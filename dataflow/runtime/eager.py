@@ -9,8 +9,8 @@ from typing import Any
 from ..errors import ConfigError
 from ..graph.role import Role
 from .call_context import step_scope
+from .columns import Source
 from .executor import build_role
-from .source import Source
 from .worker_protocol import WorkerContext, WorkerSpec, close_workers
 
 

@@ -14,30 +14,26 @@ from typing import Any
 
 from ..errors import ConfigError, WorkerError
 from ..graph.check import check_lag
-from ..graph.graph import Graph, NodeKind
+from ..graph.graph import Graph
 from ..graph.role import Role
-from ..graph.segments import check_segments
+from ..graph.streaming import check_segments
+from ..kinds import NodeKind
 from ..scheduler.events import Load, NodeTask, Publish
 from ..scheduler.flow import Flow
 from ..scheduler.schedule import Deadline, Schedule
-from .checkpoint import CheckpointFolder, Pauses, Suspended
+from .checkpoint import CheckpointFolder, Pauses, Saving, StateInWorkers, Suspended
+from .columns import Source
 from .dispatcher import Dispatcher
-from .executor import Executor, Program, check_workers
+from .executor import Executor, Program, Recoveries, Recovery, Told, WorkerLost, check_workers
+from .going_back import GoingBack
 from .host import Host
-from .in_flight import check_in_flight
 from .in_process import InProcess
-from .kept import KeptColumns
-from .messages import work
-from .placement import Placement, flow_of
-from .recovery.going_back import GoingBack
-from .recovery.ledger import Ledger
-from .recovery.limits import Recoveries, Recovery, Told, WorkerLost
-from .recovery.resizing import Resizing, Scale
+from .ledger import Ledger
+from .messages import StepResult, work
+from .placement import Placement, check_in_flight, flow_of
+from .resizing import Resizing, Scale
 from .run import EngineRun, Trained
-from .saving.of_run import Saving, StateInWorkers
-from .source import Source
-from .step_result import StepResult
-from .watch import WATCH, Watch
+from .watch import WATCH, KeptColumns, Watch
 from .worker_protocol import WorkerSpec
 
 __all__ = ["Engine", "Source", "StepResult"]

@@ -7,34 +7,43 @@ into the chunks that the other nodes work on.
 
 from __future__ import annotations
 
-import json
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from ..errors import ConfigError, StateError, WorkerError, no_exit
-from ..file_errors import writing
-from ..graph.axes import Spec, spec_of
-from ..graph.graph import Argument, Constant, Graph, Node, NodeKind, Ref, RoleRef
-from ..graph.role import Metric, Role, Streamed
-from .call_columns import CallColumns, cut, empty_part, length_key, output_lengths, returned_columns
+from ..files import Background, WrittenFile, disk_refusal, writing
+from ..graph.graph import Argument, Constant, Graph, Node, Ref, RoleRef
+from ..graph.role import Metric, Role, Streamed, Worker
+from ..kinds import NodeKind
 from .call_context import Piece, call_scope
-from .call_stream import CallStream, one_by_one, overrides
-from .device_sharing import on_device
+from .columns import (
+    CallColumns,
+    Part,
+    cut,
+    empty_part,
+    length_key,
+    load_part,
+    output_lengths,
+    pack,
+    pack_table,
+    returned_columns,
+    save_part,
+    unpack_table,
+)
+from .ledger import digest_of, feeding, pieces_of
 from .messages import (
     Handle,
     HeldLayout,
     NextAnswer,
     NodeCall,
-    Part,
     RankWork,
     Report,
     Result,
@@ -43,70 +52,171 @@ from .messages import (
     sets,
     without_workers,
 )
-from .ragged import Packed, lengths_of, pack, unpack
-from .recovery.ledger import digest_of, feeding, pieces_of
 from .remote_inference import ServedRole, ServedWeights
-from .saving.in_ranks import Saves, refusal_of
-from .worker_protocol import drain_metrics
+from .worker_protocol import CLOSE_S, drain_metrics, on_device
+
+_Arguments = Mapping[str, Any]
+
+
+PAUSE_AFTER = 16
+"""Pauses of a worker in flight after which newer weights may come. More make a message rarer."""
+
+
+@dataclass
+class CallStream:
+    """Calls that were begun, and their answers."""
+
+    calls: tuple[NodeCall, ...]
+    # The scope in which the worker serves them; entered anew for each answer.
+    scope: Callable[[NextAnswer], AbstractContextManager[None]]
+    # Binds the arguments of some of them, given by their places, and has the worker begin.
+    begin: Callable[[NextAnswer, Sequence[int]], Iterator[Streamed | None]]
+    # When the last answer was given, or the calls were begun; seconds since the epoch.
+    since_s: float = field(default_factory=time.time)
+    _answers: Iterator[Streamed | None] | None = None
+    _num_answered: int = 0
+    _served: Sequence[int] = ()
+
+    def answer(self, work: NextAnswer, skipped: Callable[[], object]) -> Streamed | None:
+        """The answer after `work.number` others; None if newer weights may come first."""
+        if work.step != self.calls[0].step or work.number < self._num_answered:
+            raise StateError(
+                f"answer {work.number} of '{work.node}' of step {work.step} was asked for, but "
+                f"{self._num_answered} of step {self.calls[0].step} have been given"
+            )
+        if self._answers is None and work.given is not None:
+            # A rank that begins again has other weights; chunks that it has answered stay.
+            self._num_answered = len(work.given)
+        while True:
+            with self.scope(work):
+                found = self._next(work)
+            if found is None:
+                return None
+            self._num_answered += 1
+            if self._num_answered > work.number:
+                break
+            skipped()
+        if self._num_answered == len(self.calls):
+            self._end(work)
+        return found
+
+    def _next(self, work: NextAnswer) -> Streamed | None:
+        if self._answers is None:
+            given = work.given or ()
+            places = range(len(self.calls))
+            self._served = [place for place in places if self.calls[place].chunk not in given]
+            self._answers = self.begin(work, self._served)
+        for num_paused, found in enumerate(self._answers, start=1):
+            if found is not None:
+                return replace(found, call=self._served[found.call])
+            if work.given is not None and num_paused >= PAUSE_AFTER:
+                return None
+        raise StateError(
+            f"'{work.node}' answered {self._num_answered} of the {len(self.calls)} calls that it "
+            "was to serve together"
+        )
+
+    def _end(self, work: NextAnswer) -> None:
+        with self.scope(work):
+            if any(found is not None for found in self._answers or ()):
+                raise StateError(f"more than the {len(self.calls)} calls were answered")
+        self._answers = iter(())
+
+
+def one_by_one(
+    worker: Worker, method: str, calls: Sequence[_Arguments], size: Callable[[int, Any], int]
+) -> Iterator[Streamed | None]:
+    """The answers of a worker to calls, by (size, call)."""
+    if overrides(worker, method, "stream"):
+        return _in_turn(getattr(worker, method), calls, size)
+    return worker.stream(method, calls)
+
+
+def overrides(worker: Worker, method: str, together: str) -> bool:
+    """True if a worker's own `method` would be passed by if its calls were served together.
+
+    So it is where a class defines the method anew below what serves calls together; `Worker`, which
+    defines the latter as a refusal, comes last.
+    """
+    where = [vars(worker), *(vars(kind) for kind in type(worker).__mro__)]
+    first = next((own for own in where if method in own or together in own), {})
+    return method in first and together not in first
+
+
+def _in_turn(
+    method: Callable[..., Any], calls: Sequence[_Arguments], size: Callable[[int, Any], int]
+) -> Generator[Streamed]:
+    returned = [method(**arguments) for arguments in calls]
+    answers = [Streamed(call, one, size(call, one)) for call, one in enumerate(returned)]
+    yield from sorted(answers, key=lambda answer: (answer.size, answer.call))
+
+
+_Written = Mapping[str, WrittenFile]
+
+
+def refusal_of(write: Callable[[], object], path: Path) -> str:
+    """Write something at `path`, and say what kept the disk from taking it; "" if nothing did."""
+    try:
+        with writing(path):
+            write()
+    except OSError as error:
+        said = disk_refusal(error)
+        if said is None:
+            raise
+        return said
+    return ""
+
+
+class Saves:
+    """States that are being written to one checkpoint, each by a thread of its own."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._unwanted = threading.Event()
+        self._begun: dict[str, Background[_Written]] = {}
+
+    def begin(self, worker: Worker, folder: Path) -> str:
+        """Write a worker's state into a folder of the checkpoint, later if the worker can."""
+        # One that was given up may be tried again in a folder of the same name.
+        if folder.parent != self._folder or self._unwanted.is_set():
+            self.close()
+            self._folder, self._unwanted = folder.parent, threading.Event()
+        if overrides(worker, "save_state", "take_state"):
+            return refusal_of(lambda: worker.save_state(folder), folder)
+        write = partial(worker.take_state(), folder, self._unwanted.is_set)
+        self._begun[folder.name] = Background(write, f"save {folder.name}")
+        return ""
+
+    def report(self, wait_s: float, *, unwanted: bool) -> SaveReport:
+        """Say how far it has come, see `Host.save_report`. Asked again, it says the same."""
+        if unwanted:
+            self._unwanted.set()
+        until_s = time.monotonic() + wait_s
+        begun = self._begun.items()
+        if not all([one.wait(max(until_s - time.monotonic(), 0.0)) for _, one in begun]):
+            return SaveReport(writing=True)
+        files: dict[str, WrittenFile] = {}
+        failed = "it was given up while it was written" if self._unwanted.is_set() else ""
+        for name, one in begun:
+            failed = failed or refusal_of(one.result, (self._folder or Path()) / name)
+            if not failed:
+                files |= {f"{name}/{file}": entry for file, entry in one.result().items()}
+        return SaveReport(writing=False, files={} if failed else files, failed=failed)
+
+    def close(self) -> None:
+        """Have what is being written end; it will not be asked for."""
+        self._unwanted.set()
+        until_s = time.monotonic() + CLOSE_S
+        for name, one in self._begun.items():
+            if not one.wait(max(until_s - time.monotonic(), 0.0)):
+                raise StateError(
+                    f"'{self._folder}/{name}' is still being written and does not end; its disk "
+                    "hangs\n    see to the disk, or choose another folder"
+                )
+        self._begun = {}
+
 
 T = TypeVar("T")
-
-
-def pack_table(table: Any) -> Part:
-    """Return a table's columns, in the order of its fields."""
-    columns = [(name, spec, getattr(table, name)) for name, spec in _specs(type(table))]
-    lengths: dict[tuple[Any, Any], Tensor] = {}
-    for _, spec, column in columns:
-        key = spec.row_axis, spec.ragged_axis
-        if spec.ragged_axis is not None and spec.dtype.value == "i64" and key not in lengths:
-            lengths[key] = lengths_of(column)
-    owner = type(table).__name__
-    return tuple(
-        pack(f"{owner}.{name}", column, spec, lengths.get((spec.row_axis, spec.ragged_axis)))
-        for name, spec, column in columns
-    )
-
-
-def unpack_table(kind: type[T], part: Part) -> T:
-    """Return the table that `pack_table` packed."""
-    columns = zip(_specs(kind), part, strict=True)
-    return kind(**{name: unpack(packed, spec.dtype) for (name, spec), packed in columns})
-
-
-def _specs(kind: type) -> Iterator[tuple[str, Spec]]:
-    hints = get_type_hints(kind, include_extras=True)
-    for name in (one.name for one in fields(kind)):
-        spec = spec_of(hints[name])
-        if spec is None:
-            raise TypeError(f"{kind.__name__}.{name} is no annotated column")
-        yield name, spec
-
-
-def save_part(part: Part, file: Path) -> None:
-    """Write a part to a safetensors file."""
-    # Cloned, because columns of one table share their lengths and safetensors refuses to write
-    # memory that is shared.
-    tensors: dict[str, Tensor] = {}
-    for index, column in enumerate(part):
-        tensors[f"{index}.values"] = column.values.clone()
-        if column.lengths is not None:
-            tensors[f"{index}.lengths"] = column.lengths.clone()
-    with writing(file):
-        save_file(tensors, file, metadata={"columns": json.dumps(len(part))})
-
-
-def load_part(file: Path) -> Part:
-    """Read what `save_part` wrote."""
-    with safe_open(file, "pt") as stored:  # pyright: ignore[reportUnknownVariableType]
-        names = set(stored.keys())
-        count = json.loads(stored.metadata()["columns"])
-        return tuple(
-            Packed(
-                stored.get_tensor(f"{index}.values"),
-                stored.get_tensor(f"{index}.lengths") if f"{index}.lengths" in names else None,
-            )
-            for index in range(count)
-        )
 
 
 Fetch = Callable[[Any], Any]

@@ -9,12 +9,7 @@ from typing import cast
 from ..errors import PlanError, StateError
 from ..graph.role import Role
 from .call_context import DeadlineExceeded, deadline
-from .device_sharing import (
-    DeviceSharing,
-    sleep_offloaded,
-    sleep_workers,
-    wake_workers,
-)
+from .columns import Part
 from .executor import (
     Completion,
     Executor,
@@ -26,9 +21,17 @@ from .executor import (
     methods_of,
 )
 from .host import Host
-from .messages import Handle, Part, RankWork
+from .messages import Handle, RankWork
+from .placement import DeviceSharing
 from .remote_inference import ServedRole, ServedWeights
-from .worker_protocol import WorkerContext, WorkerSpec, close_workers
+from .worker_protocol import (
+    WorkerContext,
+    WorkerSpec,
+    close_workers,
+    sleep_offloaded,
+    sleep_workers,
+    wake_workers,
+)
 
 
 class InProcess(Executor):

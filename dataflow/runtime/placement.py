@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 
 from ..errors import PlanError
-from ..graph.graph import Graph, Node, NodeKind
+from ..graph.graph import Graph, Node
 from ..graph.proxies import nearest
 from ..graph.streaming import Streaming, streaming
-from ..kinds import WeightRead
+from ..kinds import NodeKind, WeightRead
 from ..scheduler.flow import Flow, FlowNode
 from ..scheduler.schedule import Schedule
 from .remote_inference import remote_methods
@@ -372,3 +372,74 @@ def check_placement(graph: Graph, placement: Placement) -> None:
             f"num_chunks is {placement.num_chunks} but the largest group has {most} ranks, so some "
             f"would have no rows; use at least {most}"
         )
+
+
+def in_flight(graph: Graph, placement: Placement) -> dict[str, str]:
+    """Rollout -> why it cannot take newer weights while it is sampled; "" if it can."""
+    found = streaming(graph)
+    return {
+        node.name: f"it cannot stream: {found.why_not[node.name]}"
+        if node.name in found.why_not
+        else _why_not(graph, placement, node)
+        for node in graph.nodes
+        if node.kind is NodeKind.ROLLOUT
+    }
+
+
+def _why_not(graph: Graph, placement: Placement, node: Node) -> str:
+    role, group = node.role or "", placement.nodes[node.name]
+    home = placement.home(graph, role) if role in graph.trains_per_step else None
+    if home is None:
+        return f"nothing trains '{role}' here"
+    if home == group:
+        return f"it runs on group '{group}', which trains '{role}'; give it a group of its own"
+    if home in sharing(placement.groups).get(group, ()):
+        return (
+            f"its group '{group}' shares devices with '{home}', which trains '{role}', and they "
+            "work in turn; give it devices of its own"
+        )
+    return ""
+
+
+def check_in_flight(graph: Graph, placement: Placement) -> None:
+    """Refuse newer weights in flight where no rollout can ever take any."""
+    found = in_flight(graph, placement)
+    if not found or not all(found.values()):
+        return
+    lines = [f"    {name} cannot: {reason}" for name, reason in found.items()]
+    raise PlanError(
+        f"{graph.name} is to take newer weights in flight (Schedule.in_flight), and nothing that "
+        "it samples can\n" + "\n".join(lines) + "\n    or leave in_flight out"
+    )
+
+
+@dataclass(frozen=True)
+class HandOff:
+    """The groups that give up devices, and the one that takes them."""
+
+    sleep: tuple[str, ...] = ()  # Groups to put to sleep, first
+    wake: str | None = None  # The group to wake then; None if it is awake
+
+
+class DeviceSharing:
+    """The groups that share devices, asleep at first, and those of them that are awake."""
+
+    def __init__(self, groups: Sequence[DeviceGroup]) -> None:
+        self._sharing = sharing(groups)
+        self._awake: set[str] = set()
+
+    def shares(self, group: str) -> bool:
+        return group in self._sharing
+
+    def others(self, group: str) -> frozenset[str]:
+        """The groups that have some of its devices."""
+        return self._sharing.get(group, frozenset())
+
+    def hand_off(self, group: str) -> HandOff:
+        """Give a group its devices; says what is to be done for it."""
+        if not self.shares(group) or group in self._awake:
+            return HandOff()
+        giving = tuple(sorted(self._sharing[group] & self._awake))
+        self._awake -= self._sharing[group]
+        self._awake.add(group)
+        return HandOff(giving, group)

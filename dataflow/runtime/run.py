@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from ..errors import ConfigError, StateError, WorkerError
-from ..graph.graph import Node, NodeKind
+from ..graph.graph import Node
+from ..kinds import NodeKind
 from ..scheduler.events import (
     Abort,
     AdmitStep,
@@ -46,24 +47,129 @@ from ..scheduler.events import (
 from ..scheduler.flow import Flow
 from ..scheduler.schedule import Deadline, Schedule
 from ..scheduler.scheduler import Scheduler
-from .call_columns import rank_shares
 from .call_context import Piece
-from .checkpoint import Interval, ResumePoint, SavedRun, Suspended
+from .checkpoint import (
+    Interval,
+    ResumePoint,
+    SavedRun,
+    Saving,
+    StateInWorkers,
+    Suspended,
+    is_unfinished,
+    unfinished,
+)
+from .columns import Source, rank_shares, read_source
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
-from .executor import Executor, Program, Restart
+from .executor import Executor, Program, Restart, WorkerLost
+from .going_back import Known, made_by
 from .host import Host
-from .kept import KeptColumns
-from .messages import Handle, HeldLayout, NodeCall, RankWork, work
-from .open_streams import OpenStream, OpenStreams
+from .ledger import Ledger, NoLedger
+from .messages import (
+    Done,
+    Handle,
+    HeldLayout,
+    NextAnswer,
+    NodeCall,
+    RankWork,
+    StepResult,
+    step_result,
+    work,
+)
 from .placement import flow_of
-from .recovery.going_back import Known, made_by
-from .recovery.ledger import Ledger, NoLedger
-from .recovery.limits import WorkerLost
-from .recovery.resizing import Resizing
-from .saving.of_run import Saving, StateInWorkers, is_unfinished, unfinished
-from .source import Source, read_source
-from .step_result import Done, StepResult, step_result
-from .watch import WATCH, Watch, holds
+from .resizing import Resizing
+from .watch import WATCH, Hold, KeptColumns, Watch
+
+
+@dataclass
+class OpenStream:
+    """The tasks of one `RunStream`, and their answers."""
+
+    instruction: RunStream
+    group: str  # Where it runs
+    in_flight: bool  # Whether it takes newer weights meanwhile
+    versions: dict[str, int]  # Read from now on
+    given: list[int] = field(default_factory=list[int])  # The chunks answered, in this order
+    num_taken: int = 0  # Answers that were taken in, or are about to be
+    # Answers that were heard of before those that the rank gave before them, by number.
+    early: dict[int, Submission] = field(default_factory=dict[int, Submission])
+
+    def asked(self) -> list[tuple[NodeTask, NextAnswer]]:
+        """The answers to ask for now, each under a task that nothing is asked for under."""
+        left = [task for task in self.instruction.tasks if task.chunk not in self.given]
+        versions = tuple(sorted(self.versions.items()))
+        first = NextAnswer(self.instruction.node, self.instruction.step, 0, versions)
+        if self.in_flight:
+            return [
+                (task, replace(first, number=len(self.given), given=tuple(self.given)))
+                for task in left[:1]
+            ]
+        return [(task, replace(first, number=number)) for number, task in enumerate(left)]
+
+
+class OpenStreams:
+    """All streams that some rank serves."""
+
+    def __init__(self, *, in_flight: bool) -> None:
+        self._in_flight = in_flight
+        self._by_task: dict[NodeTask, OpenStream] = {}
+
+    def __contains__(self, task: object) -> bool:
+        return task in self._by_task
+
+    def begin(self, instruction: RunStream, group: str) -> OpenStream:
+        """Note a stream that is begun."""
+        stream = OpenStream(instruction, group, self._in_flight, dict(instruction.versions))
+        self._by_task.update(dict.fromkeys(instruction.tasks, stream))
+        return stream
+
+    def loads(self, load: Load) -> None:
+        """Weights are sent to a group: what is asked of its ranks from now on comes after them."""
+        for stream in self._by_task.values():
+            if stream.group == load.group and load.role in stream.versions:
+                stream.versions[load.role] = load.version
+
+    def in_order(self, heard: Submission | Restart) -> list[Submission | Restart]:
+        """Return what may be taken in now: a rank's answers in the order in which it gave them.
+
+        Of two that are given within a millisecond a backend may tell the second first.
+        """
+        task = heard.task if isinstance(heard, Submission) else None
+        if not isinstance(task, NodeTask) or task not in self._by_task:
+            return [heard]
+        stream = self._by_task[task]
+        assert isinstance(heard, Submission), "nothing else has a task"
+        if stream.in_flight or heard.failed is not None:
+            return [heard]
+        stream.early[stream.instruction.tasks.index(task)] = heard
+        ready: list[Submission | Restart] = []
+        while stream.num_taken in stream.early:
+            ready.append(stream.early.pop(stream.num_taken))
+            stream.num_taken += 1
+        return ready
+
+    def answered(
+        self, asked: NodeTask, submission: Submission
+    ) -> tuple[NodeTask | None, OpenStream]:
+        """The task that an answer is of, and its stream; None if it was a pause.
+
+        A failure is of the first that is left.
+        """
+        stream = self._by_task[asked]
+        report = submission.first.report if submission.failed is None else None
+        if report is None:
+            return _first(stream), stream
+        if report.chunk is None:
+            return None, stream
+        task = replace(asked, chunk=report.chunk)
+        stream.given.append(report.chunk)
+        # What is left is known by the tasks under which something is asked, or may be.
+        del self._by_task[task if self._in_flight else asked]
+        return task, stream
+
+
+def _first(stream: OpenStream) -> NodeTask:
+    left: Sequence[NodeTask] = stream.instruction.tasks
+    return next(task for task in left if task.chunk not in stream.given)
 
 
 class Publication:
@@ -183,7 +289,8 @@ class EngineRun:
         self._seed, self._saving, self._longest, self._stop = seed, saving, longest, stop
         self._watch, self._kept = watch, KeptColumns(program.graph, keep)
         self._checkpoint_every = checkpoint_every
-        self._looked, self._handed = holds(watch, self._kept, suspended)
+        held = Hold(watch.nodes if watch else ()), Hold(self._kept.nodes)
+        self._looked, self._handed = suspended.holds if suspended else held
         self._store: dict[Output, Handle] = dict(suspended.outputs) if suspended else {}
         self._snapshots: dict[tuple[str, int], Handle] = {}
         self._done_by_step: dict[int, list[Done]] = {}

@@ -8,13 +8,14 @@ from a spec is closed by who had it built; a live object is its owner's to close
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from typing_extensions import TypeIs
 
-from ..graph.role import Metric, Role
+from ..graph.role import Metric, Role, Worker
 from .call_context import DeadlineExceeded, deadline
 
 CLOSE_S = 5.0
@@ -120,3 +121,32 @@ def drain_metrics(worker: object) -> dict[str, Metric]:
     taken = dict(gathered)
     gathered.clear()
     return taken
+
+
+def sleep_workers(workers: Iterable[Worker]) -> None:
+    """Put workers to sleep."""
+    for worker in workers:
+        worker.sleep()
+
+
+def wake_workers(workers: Iterable[Worker]) -> None:
+    """Wake workers, but for those that wait in host memory for their next call."""
+    for worker in workers:
+        if not worker.offload:
+            worker.wake()
+
+
+def sleep_offloaded(workers: Iterable[Worker]) -> None:
+    """Put those to sleep that wait in host memory for their next call."""
+    sleep_workers(worker for worker in workers if worker.offload)
+
+
+@contextmanager
+def on_device(workers: Iterable[Worker]) -> Generator[None]:
+    waiting = [worker for worker in workers if worker.offload]
+    try:
+        for worker in waiting:
+            worker.wake()
+        yield
+    finally:
+        sleep_workers(waiting)

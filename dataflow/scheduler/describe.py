@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .events import NodeTask, Task
-from .log import rank_names, versions_text
+from .events import HangReport, HungTask, NodeTask, Task
 from .rank_queues import Running
-from .report import HangReport, HungTask
 from .schedule import Deadline
-from .state import SchedulerState
+from .state import SchedulerState, rank_names, versions_text
 from .weight_versions import NO_CEILING, Instance
 
 _MAX_BLOCKED = 8

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from ..errors import StateError
 from .events import Load, NodeTask, Output, Task
 from .state import SchedulerState
 from .steps import StepState
 
+_TOLD = 50  # Transitions told with an invariant that does not hold
 
-def violations(scheduler: SchedulerState) -> list[str]:
-    """Every invariant that does not hold, in words."""
+
+def validate(scheduler: SchedulerState) -> None:
+    """Check every invariant."""
     checks = (
         _ranks_exclusive,
         _devices_exclusive,
@@ -29,7 +32,10 @@ def violations(scheduler: SchedulerState) -> list[str]:
         _sizes,
         _not_stalled,
     )
-    return [text for check in checks for text in check(scheduler)]
+    found = [text for check in checks for text in check(scheduler)]
+    if found:
+        story = scheduler.log.story()[-_TOLD:]
+        raise StateError("broken invariants:\n    " + "\n    ".join(found), story)
 
 
 def _ranks_exclusive(scheduler: SchedulerState) -> Iterator[str]:

@@ -31,7 +31,9 @@ from .events import (
     Awaited,
     CheckpointSaved,
     Event,
+    FailureReport,
     Finished,
+    HangReport,
     Instruction,
     Load,
     NodeTask,
@@ -58,12 +60,9 @@ from .events import (
     Versions,
 )
 from .flow import Flow
-from .invariants import violations
-from .log import chain_sha256
 from .rank_queues import Priority, Running
-from .report import FailureReport, HangReport
 from .schedule import Schedule
-from .state import SchedulerState
+from .state import SchedulerState, chain_sha256
 from .steps import StepState
 
 _NO_VERSIONS: Versions = ()
@@ -172,14 +171,6 @@ class Scheduler(SchedulerState):
         if role not in self.flow.homes:
             return 0
         return self.weights.home(role).holds
-
-    def validate(self) -> None:
-        """Check every invariant."""
-        found = violations(self)
-        if found:
-            raise StateError(
-                "broken invariants:\n    " + "\n    ".join(found), self.story()[-_TOLD:]
-            )
 
     def describe(self) -> str:
         """The present state in words, for reports and debuggers."""

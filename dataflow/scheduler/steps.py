@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ..errors import StateError
 from .events import NodeTask, Output, ResumeState, Versions
 from .flow import Flow
-from .read_rules import ReadRule
+from .weight_versions import ReadRule
 
 _Key = tuple[int, int]
 _FIRST: _Key = (-1, -1)

@@ -197,8 +197,8 @@ def _graph(composed: dict[str, Any]) -> None:
 
 def _graph_text(graph: Graph) -> str:
     """Describe the graph, and what of it could stream if something is sampled."""
-    from ...dataflow.graph.graph import NodeKind
     from ...dataflow.graph.streaming import streaming
+    from ...dataflow.kinds import NodeKind
 
     if not any(node.kind is NodeKind.ROLLOUT for node in graph.nodes):
         return str(graph)

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.runtime.recovery.limits import Recoveries, Recovery, WorkerLost
+from ...dataflow.runtime.executor import Recoveries, Recovery, WorkerLost
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.step_logs import read_metrics
 from ..run_dir.stop import environment_of, say, what_was_told

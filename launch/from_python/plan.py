@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...dataflow.errors import ConfigError, nearest
 from ...dataflow.graph.graph import Graph
-from ...dataflow.pictures import framed
 from ...planner.formatting import seconds_text
 from ...planner.plan.plan import Plan
 from ...planner.plan.simulate import Simulation, simulate_plan
@@ -92,7 +92,11 @@ class Planned:
     def _repr_html_(self) -> str:
         """The page of `penstock plan html=FILE`, for Jupyter."""
         page = to_html(self.graph, self.plan, self.simulation, self.comparisons)
-        return framed(page, _HEIGHT)
+        # A frame, so that the page's style and script do not reach beyond it.
+        return (
+            f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" width="100%" '
+            f'height="{_HEIGHT}" style="border: 0" loading="lazy"></iframe>'
+        )
 
 
 def plan(*words: str, **keys: Any) -> Planned:

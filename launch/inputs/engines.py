@@ -10,7 +10,8 @@ from ...algorithms.roles.language import Policy
 from ...configs.references import entry_or_own
 from ...configs.schema import SAME, AlgorithmConfig, EngineConfig, RoleConfig, RolloutConfig
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.graph import Graph, Node, NodeKind
+from ...dataflow.graph.graph import Graph, Node
+from ...dataflow.kinds import NodeKind
 from ...planner.cost.engine_model import RoleEngines
 from ...planner.inputs.calls import CallKind
 from ...planner.inputs.layout import Layout

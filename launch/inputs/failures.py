@@ -17,9 +17,9 @@ from ...dataflow.errors import (
     raised_at,
     users_line,
 )
-from ...dataflow.file_errors import file_error
-from ...dataflow.runtime.recovery.ledger import LedgerError
-from ...dataflow.runtime.recovery.limits import WorkerLost
+from ...dataflow.files import file_error
+from ...dataflow.runtime.executor import WorkerLost
+from ...dataflow.runtime.ledger import LedgerError
 
 _MOST_CHARACTERS = 2000
 

@@ -24,9 +24,10 @@ from ...dataflow.errors import (
     one_process,
 )
 from ...dataflow.graph.check import hints_of
-from ...dataflow.graph.graph import Constant, Graph, NodeKind
+from ...dataflow.graph.graph import Constant, Graph
 from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
+from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
 from ...dataflow.runtime.placement import Placement
 

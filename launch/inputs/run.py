@@ -10,7 +10,7 @@ from typing import Any
 from ...configs.references import entry_or_own
 from ...configs.schema import ExecutorConfig, ModelConfig, RunConfig
 from ...dataflow.runtime.engine import Source
-from ...dataflow.runtime.recovery.limits import Recovery
+from ...dataflow.runtime.executor import Recovery
 from ...planner.inputs.cluster import ClusterSpec
 from ...planner.plan.plan import Plan
 from ...workers.data.row_report import DataReport

@@ -14,8 +14,9 @@ from typing import Any
 from ...algorithms.roles.language import PreferencePairs, Sampling
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind
+from ...dataflow.graph.graph import Constant, Graph, Node
 from ...dataflow.graph.role import Loss
+from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.placement import Placement
 from ...workers.rollout.generate_calls import check_turns
 

@@ -18,7 +18,8 @@ from ...configs.schema import EvaluationConfig, SuiteConfig
 from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.graph.axes import DType, Spec
-from ...dataflow.graph.graph import Graph, Node, NodeKind, OutputColumn, Ref
+from ...dataflow.graph.graph import Graph, Node, OutputColumn, Ref
+from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.engine import Source
 from ...workers.data.sources import DemonstrationSource, PairSource, PromptSource
 from ...workers.data.task import build_task

@@ -16,7 +16,8 @@ from ...configs.plan_schema import WorkloadConfig
 from ...configs.schema import ExecutorConfig, RoleConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, PlanError
-from ...dataflow.graph.graph import Graph, Node, NodeKind
+from ...dataflow.graph.graph import Graph, Node
+from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.executor import Executor
 from ...dataflow.runtime.placement import DeviceGroup, Placement, check_placement, follow
 from ...planner.formatting import bytes_text, seconds_text

@@ -19,8 +19,8 @@ from ...configs.references import option_file, options_of
 from ...configs.schema import ModelConfig, RoleConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
+from ...dataflow.files import read_json
 from ...dataflow.graph.graph import Graph
-from ...dataflow.regular_files import read_json
 from ...planner.inputs.logical_params import adapter_params
 from ...planner.inputs.model_shape import ModelShape, shape_of
 from ...planner.inputs.workload import Lengths, Workload

@@ -19,8 +19,8 @@ from ...configs.yaml_files import load_yaml
 from ...dataflow.errors import ConfigError, FlowError, InfeasibleError, PlanError
 from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph
-from ...dataflow.graph.segments import check_segments
-from ...dataflow.runtime.executor import TaskSpan
+from ...dataflow.graph.streaming import check_segments
+from ...dataflow.runtime.messages import TaskSpan
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.cost.calibration import Calibration
 from ...planner.cost.constants import Constants, default_constants

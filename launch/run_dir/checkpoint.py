@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.file_errors import disk_refusal, writing
-from ...dataflow.regular_files import read_json
-from ...dataflow.written_files import WrittenFile
+from ...dataflow.files import WrittenFile, disk_refusal, read_json, writing
 from .files import file_sha256, sync_file, sync_folder, write_json
 
 _MANIFEST = "manifest.json"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.regular_files import read_json
+from ...dataflow.files import read_json
 from .files import plain, write_json
 
 WHOLE = ""  # the suite without a name: the first held-out problems of the run's own task

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_origin
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.file_errors import writing
-from ...dataflow.regular_files import (
+from ...dataflow.files import (
     NotAFile,
     created,
     open_regular,
     opened,
     parse_json,
     read_bytes,
+    writing,
 )
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from ...dataflow.written_files import Background
+from ...dataflow.files import Background
 
 _HEADERS = {
     "Content-Security-Policy": (

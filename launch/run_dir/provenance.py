@@ -25,7 +25,7 @@ import psutil
 
 from ... import __version__
 from ...dataflow.errors import ConfigError, is_library
-from ...dataflow.regular_files import opened, read_bytes
+from ...dataflow.files import opened, read_bytes
 
 _DISTRIBUTION, _FOR_ITS_TESTS = "penstock-rl", 'extra == "dev"'
 _MOST_NAMED = 4  # packages that one line names

@@ -38,7 +38,7 @@ from typing import Any, Literal, cast
 import yaml
 
 from ...dataflow.errors import ConfigError, WorkerError
-from ...dataflow.regular_files import open_regular
+from ...dataflow.files import open_regular
 from .files import (
     differences,
     json_field,

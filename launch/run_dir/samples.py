@@ -17,7 +17,7 @@ from typing import Any, Literal
 from rich.text import Text
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.regular_files import MOST_TEXT_BYTES, opened
+from ...dataflow.files import MOST_TEXT_BYTES, opened
 from ...workers.data.sample_files import step_files
 from .stop import visible
 

@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.regular_files import opened_to_append
+from ...dataflow.files import opened_to_append
 from .files import append, finite_or_none, read_lines, write_text
 
 if TYPE_CHECKING:
     from ...dataflow.graph.graph import Graph
-    from ...dataflow.runtime.executor import TaskSpan
-    from ...dataflow.runtime.recovery.ledger import Ledger, Line
+    from ...dataflow.runtime.ledger import Ledger, Line
+    from ...dataflow.runtime.messages import TaskSpan
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"  # absent as long as there is nothing to warn of
@@ -191,7 +191,7 @@ def count_kinds(run: Path) -> dict[str, int]:
 
 def _ledger_format() -> _LineFormat[Line]:
     # Imported here and below: it needs torch, and listing runs does without.
-    from ...dataflow.runtime.recovery.ledger import from_json
+    from ...dataflow.runtime.ledger import from_json
 
     return _LineFormat("a line of a ledger", from_json, lambda line: line.step)
 
@@ -202,7 +202,7 @@ def read_ledger(path: Path) -> list[Line]:
 
 def opened_ledger(graph: Graph, path: Path, first_step: int) -> Ledger:
     """Return a stage's ledger, which compares steps that are computed again with their lines."""
-    from ...dataflow.runtime.recovery.ledger import Ledger, as_json
+    from ...dataflow.runtime.ledger import Ledger, as_json
 
     lines, before = _ledger_format(), read_ledger(path)
     lines.rewind(path, first_step)

@@ -32,8 +32,7 @@ from typing import IO, Any
 import yaml
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.file_errors import writing
-from ...dataflow.regular_files import created, opened
+from ...dataflow.files import created, opened, writing
 from ..run_dir.files import file_sha256, json_field, parse_object
 from ..run_dir.provenance import CodeVersion
 from ..run_dir.run_folder import RunFolder, RunRecord, create_run

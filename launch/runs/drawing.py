@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.file_errors import writing
+from ...dataflow.files import writing
 from .comparison import mean_curve
 from .sweep import Sweep
 from .values import Series

@@ -24,9 +24,10 @@ from ...algorithms.roles.environment import Actor, EnvRows
 from ...algorithms.roles.language import PolicyOutput, Sampling, ScoreOutput
 from ...configs.schema import EvaluationConfig
 from ...dataflow.errors import WorkerError
-from ...dataflow.graph.graph import Argument, Constant, Graph, Node, NodeKind, Ref, RoleRef
+from ...dataflow.graph.graph import Argument, Constant, Graph, Node, Ref, RoleRef
 from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
+from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.checkpoint import Interval, Pauses
 from ...dataflow.runtime.engine import Engine, Source
 from ...dataflow.runtime.executor import Program

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...dataflow.file_errors import writing
+from ...dataflow.files import opened, writing
 from ...dataflow.graph.role import Role, Worker
-from ...dataflow.regular_files import opened
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
 from ...workers.models.tokenizer import Tokenizer
 from ...workers.training.flat_parameters import tensors_sha256

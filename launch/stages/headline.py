@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from ...algorithms.roles.language import Reward
-from ...dataflow.graph.graph import NodeKind
+from ...dataflow.kinds import NodeKind
 from ..inputs.record import Stage
 
 _SCORE = "reward/mean"

@@ -15,7 +15,7 @@ import transformers
 import yaml
 
 from ... import __version__
-from ...dataflow.file_errors import writing
+from ...dataflow.files import writing
 from ...workers.models.architecture import quiet_transformers
 from ...workers.models.hub import hub_name
 from ...workers.models.lora import ADAPTER_SETTINGS

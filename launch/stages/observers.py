@@ -15,7 +15,8 @@ from typing import Any
 from typing_extensions import override
 
 from ...algorithms.roles.language import Policy
-from ...dataflow.graph.graph import Graph, Node, NodeKind
+from ...dataflow.graph.graph import Graph, Node
+from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.engine import StepResult
 from ..inputs.record import Stage
 from ..inputs.run import Run

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...configs.schema import SAME, EvaluationConfig, ExecutorConfig, ModelConfig, model_spec
 from ...dataflow.errors import ConfigError, nearest
-from ...dataflow.graph.graph import NodeKind, RoleRef
+from ...dataflow.graph.graph import RoleRef
+from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.engine import Source
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.plan.plan import Plan

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...algorithms.roles.language import Policy
-from ...dataflow.graph.graph import Graph, NodeKind
+from ...dataflow.graph.graph import Graph
+from ...dataflow.kinds import NodeKind
 from ...planner.formatting import aligned, bytes_text, seconds_text
 from ...planner.plan.plan import Plan
 from ..inputs.record import Stage

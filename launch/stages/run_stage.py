@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...dataflow.errors import ConfigError, StateError, WorkerError
-from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
+from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.checkpoint import read_resume_point
 from ...dataflow.runtime.engine import Engine
 from ...dataflow.runtime.executor import groups_of
+from ...dataflow.runtime.ledger import check, text_of
 from ...dataflow.runtime.placement import follow
-from ...dataflow.runtime.recovery.ledger import check, text_of
-from ...dataflow.runtime.recovery.resizing import Scale, why_not_elastic
+from ...dataflow.runtime.resizing import Scale, why_not_elastic
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.scheduler import Scheduler
 from ..inputs.record import Stage

@@ -15,8 +15,9 @@ from rich.text import Text
 from ...algorithms.roles.agents import Conversations
 from ...configs.schema import SamplesConfig
 from ...dataflow.errors import ConfigError, one_process
-from ...dataflow.graph.graph import Graph, Node, NodeKind, Ref
+from ...dataflow.graph.graph import Graph, Node, Ref
 from ...dataflow.graph.role import Role
+from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.watch import Watch, watch_before
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...workers.data.sample_log import SampleLog, SampleLogSpec

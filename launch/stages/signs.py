@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from ...configs.schema import MismatchConfig
-from ...dataflow.graph.graph import NodeKind
+from ...dataflow.kinds import NodeKind
 from ...dataflow.scheduler.schedule import Schedule
 from ..inputs.record import Stage, load_step, step_cfg
 from .headline import needed_nodes, ranked_nodes

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...dataflow.graph.graph import NodeKind
+from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.engine import StepResult
-from ...dataflow.runtime.executor import Restart, TaskSpan
-from ...dataflow.runtime.recovery.limits import Recovered
+from ...dataflow.runtime.executor import Recovered, Restart
+from ...dataflow.runtime.messages import TaskSpan
 from ..inputs.record import Stage
 from ..run_dir.evaluations import Measured
 from ..run_dir.progress import format_duration

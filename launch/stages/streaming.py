@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.graph import Graph, NodeKind
-from ...dataflow.graph.segments import check_segments
-from ...dataflow.graph.streaming import Streaming, streaming
-from ...dataflow.runtime.in_flight import check_in_flight, in_flight
-from ...dataflow.runtime.placement import Placement, flow_of, sharing
+from ...dataflow.graph.graph import Graph
+from ...dataflow.graph.streaming import Streaming, check_segments, streaming
+from ...dataflow.kinds import NodeKind
+from ...dataflow.runtime.placement import Placement, check_in_flight, flow_of, in_flight, sharing
 from ...dataflow.scheduler.flow import Flow
 from ...dataflow.scheduler.schedule import Schedule
 from ..inputs.record import Stage

@@ -18,8 +18,8 @@ from ...configs.references import load_object
 from ...configs.schema import EngineConfig, ModelConfig, RolloutConfig, model_spec
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, one_process
-from ...dataflow.graph.graph import NodeKind
 from ...dataflow.graph.role import Role
+from ...dataflow.kinds import NodeKind
 from ...dataflow.options import check_early
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
 from ...workers.agents.registry import AGENT, TASK_AGENTS

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.regular_files import open_regular
+from ...dataflow.files import open_regular
 from ..run_dir.run_folder import WHY, RunFolder, RunRecord, record_of, state_of
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...dataflow.errors import PlanError
-from ...dataflow.regular_files import read_bytes
+from ...dataflow.files import read_bytes
 from ..inputs.cluster import ClusterSpec
 from ..inputs.model_shape import ModelShape
 from .constants import Constants

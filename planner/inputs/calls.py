@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ...dataflow.errors import PlanError
-from ...dataflow.graph.graph import Constant, Graph, Node, NodeKind
+from ...dataflow.graph.graph import Constant, Graph, Node
+from ...dataflow.kinds import NodeKind
 from .model_shape import Head, ModelShape
 from .segments import Begun, Stretch, begun_before, stretches
 from .workload import Lengths, Workload

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ...dataflow.graph.graph import Graph, NodeKind
-from ...dataflow.runtime.executor import TaskSpan
+from ...dataflow.graph.graph import Graph
+from ...dataflow.kinds import NodeKind
+from ...dataflow.runtime.messages import TaskSpan
 from ...dataflow.runtime.placement import Placement
 from ...dataflow.scheduler.events import Load, NodeTask, Publish, Task
 from ...dataflow.scheduler.simulate import Span

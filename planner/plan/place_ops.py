@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ...dataflow.errors import PlanError
-from ...dataflow.graph.graph import Graph, Node, NodeKind
+from ...dataflow.graph.graph import Graph, Node
+from ...dataflow.kinds import NodeKind
 from .simulate import simulate
 
 _SAME = 1e-9  # A smaller share of a step is no improvement

@@ -16,9 +16,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...dataflow.errors import PlanError
-from ...dataflow.graph.graph import Graph, Node, NodeKind
-from ...dataflow.pictures import picture
-from ...dataflow.regular_files import read_bytes
+from ...dataflow.files import read_bytes
+from ...dataflow.graph.graph import Graph, Node
+from ...dataflow.kinds import NodeKind
+from ...dataflow.registry import imported
 from ...dataflow.runtime.placement import ClusterNode, DeviceGroup, Placement, check_placement
 from ..inputs.cluster import MOST_DEVICES, ClusterSpec
 from ..inputs.layout import Layout
@@ -134,7 +135,7 @@ class Plan(BaseModel):
         }
 
     def _repr_html_(self) -> str:
-        return picture("Plan", self)
+        return imported("penstock.planner.report.plan_table:plan_table")(self)  # above this folder
 
     def group(self, name: str) -> GroupPlan:
         return next(group for group in self.groups if group.name == name)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Graph
-from ...dataflow.runtime.executor import TaskSpan
+from ...dataflow.runtime.messages import TaskSpan
 from ...dataflow.runtime.placement import DeviceGroup, Placement, flow_of
 from ...dataflow.scheduler.events import NodeTask, RunCall, RunStream, RunTrain
 from ...dataflow.scheduler.schedule import Schedule

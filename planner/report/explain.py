@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 
 from ...dataflow.graph.graph import Graph
-from ...dataflow.runtime.executor import TaskSpan
+from ...dataflow.runtime.messages import TaskSpan
 from ..formatting import (
     aligned,
     bytes_text,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from html import escape
 
 from ...dataflow.graph.graph import Graph
-from ...dataflow.runtime.executor import TaskSpan
+from ...dataflow.runtime.messages import TaskSpan
 from ..formatting import part_text, percent_text, ranges_text, seconds_text
 from ..inputs.cluster import ClusterSpec
 from ..plan.plan import GroupPlan, Plan

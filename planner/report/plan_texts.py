@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...dataflow.graph.graph import Graph, NodeKind
+from ...dataflow.graph.graph import Graph
+from ...dataflow.kinds import NodeKind
 from ..formatting import hours_text
 from ..inputs.cluster import ClusterSpec
 from ..inputs.segments import begun_before

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from ...dataflow.graph.graph import Graph
-from ...dataflow.runtime.executor import TaskSpan
+from ...dataflow.runtime.messages import TaskSpan
 from ..formatting import bytes_text, ranges_text
 from ..plan.plan import Plan
 from ..plan.simulate import Simulation, simulate_plan

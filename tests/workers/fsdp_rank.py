@@ -39,8 +39,7 @@ from megatron_models import (
 )
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.runtime.device_sharing import on_device, sleep_offloaded
-from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.dataflow.runtime.worker_protocol import WorkerContext, on_device, sleep_offloaded
 from penstock.workers.engines.fsdp_engine.context_parallel import CutOutputs
 from penstock.workers.engines.fsdp_engine.mesh import (
     _cut_mesh,  # pyright: ignore[reportPrivateUsage]

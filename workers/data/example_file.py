@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...algorithms.roles.language import Observer, PerSample, PromptId, TokenIds, TokenMask
-from ...dataflow.file_errors import writing
+from ...dataflow.files import writing
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.tokenizer import TokenizerSpec
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from ...dataflow.errors import ConfigError, closest
+from ...dataflow.files import check_regular, opened
 from ...dataflow.options import option_class
-from ...dataflow.regular_files import check_regular, opened
 from .row_parts import BadPart, WrittenFloat
 from .row_task import RowSource, RowTask, RowTaskSpec
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.files import check_folder_files, check_regular, opened
 from ...dataflow.options import PositiveInt, option_class
-from ...dataflow.regular_files import check_folder_files, check_regular, opened
 from .file_task import arrow_rows
 from .row_task import RowSource, RowTask, RowTaskSpec
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ...dataflow.errors import one_process
+from ...dataflow.files import created
 from ...dataflow.graph.role import Role
-from ...dataflow.regular_files import created
 from ...dataflow.runtime.call_context import call_staleness, current_step
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.tokenizer import Tokenizer, TokenizerSpec

@@ -19,9 +19,8 @@ from typing import Any
 
 from ...dataflow.errors import PenstockError, PlanError, WorkerError
 from ...dataflow.graph.role import Role
-from ...dataflow.runtime.executor import Program
+from ...dataflow.runtime.executor import Program, WorkerLost
 from ...dataflow.runtime.placement import DeviceGroup
-from ...dataflow.runtime.recovery.limits import WorkerLost
 from ...dataflow.runtime.worker_protocol import CLOSE_S, WorkerSpec
 from .process_backend import (
     BackendError,

@@ -19,17 +19,21 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ...dataflow.errors import PenstockError, WorkerError
-from ...dataflow.file_errors import file_error
+from ...dataflow.files import file_error
 from ...dataflow.graph.role import Role
-from ...dataflow.runtime.device_sharing import sleep_offloaded, sleep_workers, wake_workers
-from ...dataflow.runtime.executor import Program, build_role, methods_of
+from ...dataflow.runtime.columns import Packed, Part
+from ...dataflow.runtime.executor import Program, WorkerLost, build_role, methods_of
 from ...dataflow.runtime.host import Host, HostOutcome
-from ...dataflow.runtime.messages import HeldLayout, Part, RankWork, Report, Result
+from ...dataflow.runtime.messages import HeldLayout, RankWork, Report, Result
 from ...dataflow.runtime.placement import DeviceGroup
-from ...dataflow.runtime.ragged import Packed
-from ...dataflow.runtime.recovery.limits import WorkerLost
 from ...dataflow.runtime.remote_inference import ServedRole, ServedWeights
-from ...dataflow.runtime.worker_protocol import WorkerContext, close_workers
+from ...dataflow.runtime.worker_protocol import (
+    WorkerContext,
+    close_workers,
+    sleep_offloaded,
+    sleep_workers,
+    wake_workers,
+)
 from ..inference.client import InferenceClient
 from ..inference.server import InferenceServer
 from ..weight_sync.channel import ChannelEnd, Offer, WeightChannel

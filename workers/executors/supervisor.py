@@ -23,12 +23,13 @@ import torch
 
 from ...dataflow.errors import ConfigError, PenstockError, StateError, WorkerError
 from ...dataflow.graph.role import Role
-from ...dataflow.runtime.device_sharing import DeviceSharing
+from ...dataflow.runtime.columns import Part
 from ...dataflow.runtime.executor import (
     Completion,
     Executor,
     Lost,
     Program,
+    Recovery,
     Restart,
     groups_of,
     longest_s,
@@ -36,9 +37,9 @@ from ...dataflow.runtime.executor import (
     servers_of,
 )
 from ...dataflow.runtime.host import Host
-from ...dataflow.runtime.messages import Handle, Part, RankWork, work
-from ...dataflow.runtime.recovery.limits import Recovery
-from ...dataflow.runtime.recovery.resizing import replica_groups, restartable_groups
+from ...dataflow.runtime.messages import Handle, RankWork, work
+from ...dataflow.runtime.placement import DeviceSharing
+from ...dataflow.runtime.resizing import replica_groups, restartable_groups
 from ...dataflow.runtime.worker_protocol import WorkerSpec, is_spec
 from ..weight_sync.channel import Offer
 from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport

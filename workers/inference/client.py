@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from ...dataflow.errors import StateError, WorkerError
-from ...dataflow.runtime.recovery.limits import WorkerLost
+from ...dataflow.runtime.executor import WorkerLost
 from ...dataflow.runtime.remote_inference import InferenceRequest
 from .protocol import CHALLENGE_BYTES, FrameReader, answer_from, proof, request_frame
 

@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.regular_files import check_folder_files, read_json
+from ...dataflow.files import check_folder_files, read_json
 from ..training.weight_checks import not_mapped, refuse_faults, some
 from .architecture import checked_config, empty_model, quiet_transformers
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...algorithms.roles.language import Sampling
 from ...dataflow.errors import ConfigError
-from ...dataflow.regular_files import check_folder_files
+from ...dataflow.files import check_folder_files
 from .tool_text import PROBE_TOOL, with_tools_as_text
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.regular_files import check_folder_files, read_bytes, read_json
+from ...dataflow.files import check_folder_files, read_bytes, read_json
 from ..verifiers.pool import VerifierPool, VerifierSpec
 
 _LIMIT_S = 10.0

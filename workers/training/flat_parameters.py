@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.regular_files import NotAFile, check_regular
+from ...dataflow.files import NotAFile, check_regular
 from .weight_checks import not_mapped
 
 _ALIGN = 16  # elements; keeps every parameter on a 64-byte boundary in float32

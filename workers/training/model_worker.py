@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ...algorithms.roles.language import TrainMetrics
 from ...dataflow.errors import ConfigError
+from ...dataflow.files import WrittenFile, write_hashed
 from ...dataflow.graph.role import Loss, Metric, Worker, WriteState
 from ...dataflow.runtime.call_context import call_key, call_piece
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from ...dataflow.written_files import WrittenFile, write_hashed
 from ...planner.resharding.sharding import Sharding
 from .checkpoint_files import (
     WholeTensorSource,

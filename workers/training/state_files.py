@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.errors import StateError
-from ...dataflow.written_files import WrittenFile, write_hashed
+from ...dataflow.files import WrittenFile, write_hashed
 
 _AT_ONCE = 8 << 20
 """Bytes that are read, hashed and written at once."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ....dataflow.errors import ConfigError
-from ....dataflow.regular_files import read_bytes
+from ....dataflow.files import read_bytes
 from ..loopback_server import Answer, PageServer
 from ..stop import say
 from .tracker import RunInfo

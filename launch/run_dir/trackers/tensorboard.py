@@ -9,7 +9,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from ....dataflow.file_errors import writing
+from ....dataflow.files import writing
 from .tracker import RunInfo
 
 _FOLDER = "tensorboard"  # below a stage's folder; every start adds a file to it

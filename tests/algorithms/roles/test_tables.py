@@ -23,7 +23,7 @@ from penstock.dataflow.graph.axes import Spec, spec_of
 from penstock.dataflow.graph.check import hints_of
 from penstock.dataflow.graph.tracer import build, op
 from penstock.dataflow.runtime.call_context import call_scope
-from penstock.dataflow.runtime.ragged import Packed, lengths_of, pack, unpack
+from penstock.dataflow.runtime.columns import Packed, lengths_of, pack, unpack
 from torch import Tensor
 
 # --- versions of tokens

@@ -21,8 +21,9 @@ from penstock.algorithms.reward_modelling import RewardModelling, reward_modelli
 from penstock.algorithms.roles import Sampling
 from penstock.algorithms.sft import SFT, sft_step
 from penstock.dataflow.errors import FlowError, Where
-from penstock.dataflow.graph.graph import Constant, Graph, Node, NodeKind, Ref
+from penstock.dataflow.graph.graph import Constant, Graph, Node, Ref
 from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.kinds import NodeKind
 
 GOLDEN = Path(__file__).parents[1] / "graphs"
 SHIPPED = {

@@ -33,9 +33,10 @@ from penstock.algorithms.roles import (
 from penstock.dataflow.errors import FlowError
 from penstock.dataflow.graph.axes import Axis, f32, i64
 from penstock.dataflow.graph.check import check_lag
-from penstock.dataflow.graph.graph import Constant, NodeKind, RoleRef, WeightRead
+from penstock.dataflow.graph.graph import Constant, RoleRef
 from penstock.dataflow.graph.role import Loss, Role, call
 from penstock.dataflow.graph.tracer import build, op
+from penstock.dataflow.kinds import NodeKind, WeightRead
 from penstock.dataflow.runtime.placement import flow_of, one_group
 from torch import Tensor
 

@@ -16,9 +16,8 @@ from penstock.algorithms.roles import DemonstrationBatch, Demonstrations, Policy
 from penstock.algorithms.sft import SFT, sft_step
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
-from penstock.dataflow.render.edges import DrawnArrow, arrows_of
 from penstock.dataflow.render.mermaid import to_mermaid
-from penstock.dataflow.render.svg import to_svg
+from penstock.dataflow.render.svg import DrawnArrow, arrows_of, to_svg
 
 GOLDEN = Path(__file__).parents[1] / "graphs"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.errors import ConfigError, WorkerError
+from penstock.dataflow.files import WrittenFile, write_hashed
 from penstock.dataflow.graph.graph import Graph
+from penstock.dataflow.graph.role import WriteState
 from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.runtime import checkpoint as checkpoint_module
+from penstock.dataflow.runtime.checkpoint import Interval, Pauses, SavedRun, write_run_state
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.placement import Placement, one_group
 from penstock.dataflow.scheduler.schedule import Schedule
-from penstock.launch.run_dir.checkpoint import CheckpointStore
+from penstock.launch.run_dir.checkpoint import CheckpointStore, CheckpointWarning, checkpoints_in
 
-from ..counter import COUNT, SOURCES, AnyLoss, Batch, CounterSpec, Keys, Model, apart, seen
+from ..counter import COUNT, SOURCES, AnyLoss, Batch, Counter, CounterSpec, Keys, Model, apart, seen
 
 
 def engine(
@@ -130,3 +139,291 @@ def test_a_checkpoint_every_no_steps_is_refused(tmp_path: Path) -> None:
     with engine() as one, pytest.raises(ConfigError) as raised:
         list(one.run(SOURCES, 2, checkpoint_every=0, checkpoints=CheckpointStore(tmp_path)))
     assert str(raised.value) == "checkpoint_every must be at least 1 step, got 0"
+
+
+LIMIT_S = 60.0
+
+
+class Later(Counter):
+    """Its state is written by another thread, which first asks `before` with the step's weight."""
+
+    def __init__(self, before: Callable[[float, Callable[[], bool]], object]) -> None:
+        super().__init__()
+        self.before = before
+
+    def take_state(self) -> WriteState:
+        weight = self.weight.item()
+
+        def write(folder: Path, is_unwanted: Callable[[], bool]) -> Mapping[str, WrittenFile]:
+            self.before(weight, is_unwanted)
+            name = "weight.txt"
+            return {name: write_hashed(folder / name, [str(weight).encode()])}
+
+        return write
+
+
+def engine_of(worker: Counter, deadline_s: float = LIMIT_S) -> Engine:
+    return Engine(
+        COUNT,
+        one_group(COUNT),
+        workers={"model": worker},
+        schedule=Schedule(deadline_s=deadline_s),
+    )
+
+
+def full(path: str) -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+def weight_of(folder: Path) -> float:
+    return float((folder / "model" / "weight.txt").read_text())
+
+
+def test_a_run_goes_on_while_its_checkpoint_is_written(tmp_path: Path) -> None:
+    gate = threading.Event()
+    store = CheckpointStore(tmp_path, keep=9)
+    worker = Later(lambda weight, _: gate.wait(LIMIT_S))
+    with engine_of(worker) as one:
+        steps = one.run(SOURCES, 6, checkpoint_every=3, checkpoints=store)
+        taken = [next(steps) for _ in range(5)]
+        assert (tmp_path / "step-00000003.writing").is_dir(), "five steps, and it is not there"
+        assert not checkpoints_in(tmp_path)
+        gate.set()
+        taken += list(steps)
+    assert seen(taken) == [0, 1, 2, 3, 4, 5]
+    assert {step: weight_of(path) for step, path in checkpoints_in(tmp_path).items()} == {
+        3: 3.0,
+        6: 6.0,
+    }
+    assert store.latest() == tmp_path / "step-00000006", "hashed as it was written, and verified"
+
+
+def test_an_engine_that_is_closed_has_written_its_checkpoint(tmp_path: Path) -> None:
+    gate = threading.Event()
+    with engine_of(Later(lambda weight, _: gate.wait(LIMIT_S))) as one:
+        steps = one.run(SOURCES, 6, checkpoint_every=1, checkpoints=CheckpointStore(tmp_path))
+        next(steps)
+        next(steps)  # the first is taken before it
+        threading.Timer(0.1, gate.set).start()
+    assert list(checkpoints_in(tmp_path)) == [1]
+
+
+def test_a_full_disk_costs_one_warning_and_the_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=9)
+
+    def before(weight: float, is_unwanted: object) -> None:
+        if weight in (2, 3):
+            raise full("runs/w")
+
+    with engine_of(Later(before)) as one, pytest.warns(CheckpointWarning) as caught:
+        assert len(list(one.run(SOURCES, 5, checkpoint_every=1, checkpoints=store))) == 5
+    assert [str(one.message) for one in caught] == [
+        "the checkpoint of step 2 was not written, and that of step 1 counts. The run goes on, "
+        "tries again at the next one, and says no more of it until it is written: 'runs/w': No "
+        "space left on device\n    free some space, or choose another folder"
+    ]
+    assert list(checkpoints_in(tmp_path)) == [1, 4, 5]
+    assert store.num_missed == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000001",
+        "step-00000004",
+        "step-00000005",
+    ]
+
+
+def test_a_folder_that_cannot_be_made_costs_no_more(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    real = store.begin
+
+    def begin(step: int) -> Path:
+        if step == 1:
+            raise full("runs/x")
+        return real(step)
+
+    store.begin = begin
+    with (
+        engine_of(Counter()) as one,
+        pytest.warns(CheckpointWarning, match="there is no older one"),
+    ):
+        assert len(list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=store))) == 2
+    assert list(checkpoints_in(tmp_path)) == [2]
+
+
+def test_a_state_that_is_written_at_once_costs_no_more_either(tmp_path: Path) -> None:
+    class Once(Counter):
+        def save_state(self, folder: Path) -> None:
+            if self.weight == 1:
+                raise full("runs/y")
+            super().save_state(folder)
+
+    with engine_of(Once()) as one, pytest.warns(CheckpointWarning, match="runs/y"):
+        list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=CheckpointStore(tmp_path)))
+    assert list(checkpoints_in(tmp_path)) == [2]
+
+
+def test_the_last_checkpoint_is_tried_twice(tmp_path: Path) -> None:
+    tries: list[float] = []
+
+    def before(weight: float, is_unwanted: object) -> None:
+        tries.append(weight)
+        if tries == [1, 2]:
+            raise full("runs/w")
+
+    with (
+        engine_of(Later(before)) as one,
+        pytest.warns(CheckpointWarning, match="of step 2 was not"),
+    ):
+        list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=CheckpointStore(tmp_path)))
+    assert tries == [1, 2, 2]
+    assert list(checkpoints_in(tmp_path)) == [1, 2]
+
+
+def test_a_run_whose_last_checkpoint_is_not_there_has_failed(tmp_path: Path) -> None:
+    def before(weight: float, is_unwanted: object) -> None:
+        if weight == 2:
+            raise full("runs/w")
+
+    store = CheckpointStore(tmp_path)
+    with (
+        pytest.warns(CheckpointWarning),
+        pytest.raises(WorkerError) as raised,
+        engine_of(Later(before)) as one,
+    ):
+        list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=store))
+    assert str(raised.value) == (
+        "the last checkpoint, of step 2, was not written, and that of step 1 counts: 'runs/w': No "
+        "space left on device\n    free some space, or choose another folder"
+    )
+    assert store.latest() == tmp_path / "step-00000001"
+
+
+def test_a_slow_disk_costs_checkpoints_and_one_warning(tmp_path: Path) -> None:
+    gate = threading.Event()
+    store = CheckpointStore(tmp_path, keep=9)
+
+    def take(one: Engine) -> None:
+        for result in one.run(SOURCES, 6, checkpoint_every=1, checkpoints=store):
+            if result.step == 4:  # those of steps 2 to 4 are left out
+                gate.set()
+                (pending,) = tmp_path.iterdir()
+                assert pending.name == "step-00000001.writing"
+
+    with (
+        engine_of(Later(lambda weight, _: gate.wait(LIMIT_S)), deadline_s=2.0) as one,
+        pytest.warns(CheckpointWarning) as caught,
+    ):
+        take(one)
+    assert [str(one.message) for one in caught] == [
+        "the checkpoint of step 2 was not written, and there is no older one. The run goes on, "
+        "tries again at the next one, and says no more of it until it is written: that of step 1 "
+        "is being written for more than 2 s; the disk is too slow"
+    ]
+    found = checkpoints_in(tmp_path)
+    assert {1, 6} <= found.keys()
+    assert not {2, 3, 4} & found.keys()
+    assert all(weight_of(path) == step for step, path in found.items())
+
+
+def test_what_is_no_matter_of_the_disk_ends_the_run(tmp_path: Path) -> None:
+    def before(weight: float, is_unwanted: object) -> None:
+        raise ValueError("no such number")
+
+    with (
+        pytest.raises(WorkerError, match="ValueError: no such number"),
+        engine_of(Later(before)) as one,
+    ):
+        list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=CheckpointStore(tmp_path)))
+    assert not checkpoints_in(tmp_path)
+
+
+def test_an_interrupted_run_waits_for_nothing(tmp_path: Path) -> None:
+    ended: list[bool] = []
+
+    def before(weight: float, is_unwanted: Callable[[], bool]) -> None:
+        while not is_unwanted():
+            threading.Event().wait(0.01)
+        ended.append(True)
+
+    def take(one: Engine) -> None:
+        for _ in one.run(SOURCES, 6, checkpoint_every=2, checkpoints=CheckpointStore(tmp_path)):
+            if one.call("model", "count") == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), engine_of(Later(before)) as one:
+        take(one)
+    assert ended == [True]
+    assert not checkpoints_in(tmp_path)
+
+
+def test_what_was_given_up_is_written_whole_when_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt fails after the ranks have begun, and they are told to give it up."""
+    refused: list[Path] = []
+
+    def write(folder: Path, saved: SavedRun) -> None:
+        if folder.name.startswith("step-00000002") and not refused:
+            refused.append(folder)
+            raise full("runs/run.json")
+        write_run_state(folder, saved)
+
+    class Partly(Counter):
+        def take_state(self) -> WriteState:
+            weight = self.weight.item()
+
+            def write(folder: Path, is_unwanted: Callable[[], bool]) -> Mapping[str, WrittenFile]:
+                while refused == [folder.parent] and len(tries) == 1 and not is_unwanted():
+                    threading.Event().wait(0.01)
+                tries.append(folder)
+                if is_unwanted():
+                    return {}
+                name = "weight.txt"
+                return {name: write_hashed(folder / name, [str(weight).encode()])}
+
+            return write
+
+    tries: list[Path] = []
+    monkeypatch.setattr(checkpoint_module, "write_run_state", write)
+    store = CheckpointStore(tmp_path)
+    with engine_of(Partly()) as one, pytest.warns(CheckpointWarning, match="of step 2 was not"):
+        list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=store))
+    assert len(refused) == 1
+    assert weight_of(tmp_path / "step-00000002") == 2.0
+    assert store.num_missed == 0, "it is there after all"
+
+
+def test_a_checkpoint_is_there_before_a_pause(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=9)
+
+    def between(interval: Interval) -> bool:
+        assert interval.saved
+        assert list(checkpoints_in(tmp_path)) == [2]
+        return True
+
+    with engine_of(Later(lambda weight, _: threading.Event().wait(0.3))) as one:
+        pauses = Pauses(frozenset({2}), between)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            list(one.run(SOURCES, 6, checkpoint_every=2, checkpoints=store, pauses=pauses))
+
+
+def test_a_checkpoint_that_was_refused_is_not_taken_for_saved_in_a_pause(tmp_path: Path) -> None:
+    said: list[bool] = []
+
+    def between(interval: Interval) -> bool:
+        said.append(interval.saved)
+        interval.save()
+        return True
+
+    def before(weight: float, is_unwanted: object) -> None:
+        if not said:
+            raise full("runs/w")
+
+    pauses, store = Pauses(frozenset({2}), between), CheckpointStore(tmp_path)
+    with (
+        engine_of(Later(before)) as one,
+        pytest.warns(CheckpointWarning, match="of step 2 was not"),
+    ):
+        list(one.run(SOURCES, 6, checkpoint_every=2, checkpoints=store, pauses=pauses))
+    assert said == [False]
+    assert list(checkpoints_in(tmp_path)) == [2], "the run has ended, so it is there"

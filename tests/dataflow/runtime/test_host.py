@@ -17,18 +17,19 @@ from penstock.dataflow.graph.axes import Axis, GroupId, f32, i64
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.role import Loss, Metric, Role, Streamed, call
 from penstock.dataflow.graph.tracer import build, op
-from penstock.dataflow.runtime.call_columns import cut_table, even_cuts
 from penstock.dataflow.runtime.call_context import call_key
-from penstock.dataflow.runtime.host import Host
-from penstock.dataflow.runtime.messages import (
-    NextAnswer,
-    NodeCall,
+from penstock.dataflow.runtime.columns import (
+    Packed,
     Part,
-    RankWork,
-    Result,
-    work,
+    concatenate,
+    cut_table,
+    even_cuts,
+    lengths_of,
+    pack,
+    unpack,
 )
-from penstock.dataflow.runtime.ragged import Packed, concatenate, lengths_of, pack, unpack
+from penstock.dataflow.runtime.host import Host
+from penstock.dataflow.runtime.messages import NextAnswer, NodeCall, RankWork, Result, work
 from torch import Tensor
 
 ROW = Axis("row")

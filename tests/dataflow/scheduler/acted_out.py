@@ -33,6 +33,7 @@ from penstock.dataflow.scheduler.events import (
     Versions,
 )
 from penstock.dataflow.scheduler.flow import Flow, FlowNode
+from penstock.dataflow.scheduler.invariants import validate
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run
@@ -47,13 +48,13 @@ class Recorded(Scheduler):
 
     def start(self, at_s: float) -> list[Instruction]:
         self.trace = list(super().start(at_s))
-        self.validate()
+        validate(self)
         return list(self.trace)  # pyright: ignore[reportReturnType] - only instructions so far
 
     def handle(self, *events: Event) -> list[Instruction]:
         instructions = super().handle(*events)
         self.trace += [*events, *instructions]
-        self.validate()
+        validate(self)
         return instructions
 
 

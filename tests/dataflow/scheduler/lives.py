@@ -10,7 +10,7 @@ import random
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from penstock.dataflow.runtime.recovery.limits import Recoveries, Recovery, WorkerLost
+from penstock.dataflow.runtime.executor import Recoveries, Recovery, WorkerLost
 from penstock.dataflow.scheduler.events import (
     CheckpointSaved,
     Event,

@@ -28,6 +28,7 @@ from penstock.dataflow.scheduler.events import (
     Versions,
 )
 from penstock.dataflow.scheduler.flow import Flow, FlowNode
+from penstock.dataflow.scheduler.invariants import validate
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run
@@ -50,7 +51,7 @@ def done(node: str, step: int, chunk: int | None = 0) -> TaskDone:
 
 
 def validated(scheduler: Scheduler, event: Event) -> None:
-    scheduler.validate()
+    validate(scheduler)
 
 
 def test_synchronous_checkpoints_hold_nothing_but_weights() -> None:
@@ -89,7 +90,7 @@ def test_one_step_ahead_the_checkpoint_holds_the_older_rollouts() -> None:
     assert s.handle(TaskDone(Publish("actor", 1), 1.0)) == []
     # All that training step 1 needs is there, but it would take the actor past the checkpoint.
     assert s.handle(done("score", 1)) == [Load("actor", 1, "b")]
-    s.validate()
+    validate(s)
     *_, save = s.handle(TaskDone(Load("actor", 1, "b"), 1.0))
     tasks = {NodeTask("prompts", 1), NodeTask("generate", 1, 0), NodeTask("score", 1, 0)}
     assert isinstance(save, SaveCheckpoint)
@@ -99,7 +100,7 @@ def test_one_step_ahead_the_checkpoint_holds_the_older_rollouts() -> None:
         AdmitStep(2),
         RunTrain("train", 1, (0,), (("actor", 1),), 2),
     ]
-    s.validate()
+    validate(s)
 
 
 def test_a_draining_run_starts_what_needs_older_weights_and_nothing_else() -> None:
@@ -118,7 +119,7 @@ def test_a_draining_run_starts_what_needs_older_weights_and_nothing_else() -> No
     assert isinstance(save, SaveCheckpoint)
     assert save.resume.done == {NodeTask("prompts", 1), NodeTask("generate", 1, 0)}
     assert s.handle(CheckpointSaved(1, 4.0)) == [AdmitStep(2), RunCall("score", 1, 0, 0)]
-    s.validate()
+    validate(s)
 
 
 def test_a_resumed_run_goes_on_with_what_is_left() -> None:
@@ -132,7 +133,7 @@ def test_a_resumed_run_goes_on_with_what_is_left() -> None:
         RunCall("generate", 2, 0, 0, (("actor", 1),)),
         RunTrain("train", 1, (0,), (("actor", 1),), 2),
     ]
-    s.validate()
+    validate(s)
 
 
 def test_a_finished_run_resumes_as_finished() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.dataflow.runtime.recovery.limits import Recovery
+from penstock.dataflow.runtime.executor import Recovery
 from penstock.dataflow.scheduler.events import NodeTask, ResumeState, RunTrain
 from penstock.dataflow.scheduler.flow import Flow
 from penstock.dataflow.scheduler.schedule import Schedule

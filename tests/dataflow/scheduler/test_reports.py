@@ -17,6 +17,7 @@ from penstock.dataflow.scheduler.events import (
     Tick,
 )
 from penstock.dataflow.scheduler.flow import Flow, FlowNode
+from penstock.dataflow.scheduler.invariants import validate
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 
@@ -67,7 +68,7 @@ def started(max_lag: int = 0) -> Scheduler:
     scheduler.handle(TaskDone(NodeTask("actor.generate", 0, 2), 9.0, num_rows=(32,)))
     scheduler.handle(TaskDone(NodeTask("reward.score", 0, 0), 9.5))
     scheduler.handle(TaskDone(NodeTask("reward.score", 0, 2), 9.75))
-    scheduler.validate()
+    validate(scheduler)
     return scheduler
 
 
@@ -83,7 +84,7 @@ def test_a_hang_report_names_everything() -> None:
     assert abort_text(scheduler.handle(Tick(61.5))) == HANG
     assert scheduler.aborted
     assert scheduler.handle(TaskDone(NodeTask("actor.generate", 0, 1), 62.0)) == []
-    scheduler.validate()
+    validate(scheduler)
 
 
 HANG = """\
@@ -179,7 +180,7 @@ def test_a_failure_report_has_the_error_and_the_story() -> None:
     failed = TaskFailed(NodeTask("actor.generate", 0, 1), 1, error, 12.0)
     assert abort_text(scheduler.handle(failed)) == FAILURE
     assert scheduler.handle(failed) == []
-    scheduler.validate()
+    validate(scheduler)
 
 
 FAILURE = """\
@@ -240,7 +241,7 @@ def streamed() -> Scheduler:
     scheduler.handle(SourceReady(0, 1.0, num_rows=(32, 32, 32, 16)))
     scheduler.handle(TaskDone(NodeTask("actor.generate", 0, 2), 5.0, num_rows=(32,), size=7))
     scheduler.handle(TaskDone(NodeTask("actor.generate", 0, 3), 9.0, num_rows=(16,), size=9))
-    scheduler.validate()
+    validate(scheduler)
     return scheduler
 
 

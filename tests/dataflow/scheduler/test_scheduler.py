@@ -29,6 +29,7 @@ from penstock.dataflow.scheduler.events import (
     Tick,
 )
 from penstock.dataflow.scheduler.flow import Flow, FlowNode
+from penstock.dataflow.scheduler.invariants import validate
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run
@@ -62,13 +63,13 @@ class Driver:
 
     def start(self) -> list[Instruction]:
         instructions = self.scheduler.start(self.at_s)
-        self.scheduler.validate()
+        validate(self.scheduler)
         return instructions
 
     def send(self, event: Event) -> list[Instruction]:
         self.at_s += 1.0
         instructions = self.scheduler.handle(replace(event, at_s=self.at_s))
-        self.scheduler.validate()
+        validate(self.scheduler)
         return instructions
 
     def done(self, node: str, step: int, chunk: int | None = None) -> list[Instruction]:
@@ -83,7 +84,7 @@ def drivers() -> Iterator[list[Driver]]:
     made: list[Driver] = []
     yield made
     for driver in made:
-        driver.scheduler.validate()
+        validate(driver.scheduler)
 
 
 def out(node: str, step: int, chunk: int = 0) -> Output:
@@ -356,7 +357,7 @@ def test_a_lagged_read_behind_an_exact_one_is_exact() -> None:
         for n in (flow.nodes[0], exact, *flow.nodes[1:])
     )
     scheduler = Scheduler(replace(flow, nodes=nodes), Schedule(max_lag=2), 4)
-    reads = dry_run(scheduler, lambda work: 1.0, after_event=lambda s, e: s.validate()).reads
+    reads = dry_run(scheduler, lambda work: 1.0, after_event=lambda s, e: validate(s)).reads
     assert [dict(reads[NodeTask("generate", s, 0)])["actor"] for s in range(4)] == [0, 1, 2, 3]
 
 

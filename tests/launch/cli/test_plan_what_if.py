@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from penstock.dataflow.runtime.executor import TaskSpan
+from penstock.dataflow.runtime.messages import TaskSpan
 from penstock.launch.run_dir.step_logs import TraceLog
 from penstock.planner.plan.plan import Plan
 

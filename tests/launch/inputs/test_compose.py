@@ -9,7 +9,7 @@ import pytest
 from penstock.configs.schema import RunConfig
 from penstock.configs.validate import validated
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.runtime.recovery.limits import Recovery
+from penstock.dataflow.runtime.executor import Recovery
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import check_model, dumped, resolve, resolved, run_config
 

@@ -11,7 +11,7 @@ import pytest
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.dataflow.graph.tracer import build
-from penstock.dataflow.runtime.executor import TaskSpan
+from penstock.dataflow.runtime.messages import TaskSpan
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.inputs.record import Stage

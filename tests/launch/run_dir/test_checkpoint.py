@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from penstock.dataflow.written_files import WrittenFile
+from penstock.dataflow.files import WrittenFile
 from penstock.launch.run_dir.checkpoint import (
     CheckpointStore,
     CheckpointWarning,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.dataflow.file_errors import file_error, writing
-from penstock.dataflow.runtime.executor import TaskSpan
+from penstock.dataflow.files import file_error, writing
+from penstock.dataflow.runtime.messages import TaskSpan
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.launch.run_dir.run_folder import create_run
 from penstock.launch.run_dir.step_logs import MetricsLog, TraceLog, read_metrics, read_trace

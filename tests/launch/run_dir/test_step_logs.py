@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.runtime.executor import TaskSpan
+from penstock.dataflow.runtime.messages import TaskSpan
 from penstock.launch.run_dir.files import finite_or_none
 from penstock.launch.run_dir.step_logs import (
     EVENTS,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.dataflow.runtime.executor import Restart
-from penstock.dataflow.runtime.recovery.limits import Recovered
+from penstock.dataflow.runtime.executor import Recovered, Restart
 from penstock.launch.stages.run_stage import mirror_of
 from penstock.launch.stages.stage_result import Deaths
 

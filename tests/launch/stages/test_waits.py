@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.runtime.engine import StepResult
-from penstock.dataflow.runtime.executor import TaskSpan
+from penstock.dataflow.runtime.messages import TaskSpan
 from penstock.launch.stages.observers import Waits, union_s
 
 from .test_headline import stage

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from penstock.dataflow.runtime.executor import TaskSpan
+from penstock.dataflow.runtime.messages import TaskSpan
 from penstock.launch.run_dir.step_logs import TraceLog
 
 from .conftest import Ask

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.dataflow.errors import PlanError
-from penstock.dataflow.graph.graph import NodeKind
+from penstock.dataflow.kinds import NodeKind
 from penstock.planner.plan.plan import Plan, one_group_plan
 from penstock.planner.plan.simulate import Simulation, simulate, simulate_plan
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.grpo import GRPO, grpo_step
-from penstock.dataflow.graph.graph import NodeKind
 from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.kinds import NodeKind
 from penstock.planner.cost.time_parts import CallTime
 from penstock.planner.inputs.calls import Call, calls_of
 from penstock.planner.inputs.model_shape import ModelShape

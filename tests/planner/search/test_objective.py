@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.reference_grpo import ReferenceGRPO, reference_grpo_step
-from penstock.dataflow.graph.graph import Graph, NodeKind
+from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
+from penstock.dataflow.kinds import NodeKind
 from penstock.planner.inputs.calls import Call, calls_of
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.inputs.workload import Lengths, Workload

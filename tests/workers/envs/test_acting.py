@@ -21,10 +21,9 @@ from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine, StepResult
-from penstock.dataflow.runtime.executor import Executor
+from penstock.dataflow.runtime.executor import Executor, Recovery
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement
-from penstock.dataflow.runtime.recovery.limits import Recovery
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime.engine import Engine, StepResult
-from penstock.dataflow.runtime.executor import Executor, Restart
+from penstock.dataflow.runtime.executor import Executor, Recovered, Recovery, Restart
 from penstock.dataflow.runtime.in_process import InProcess
+from penstock.dataflow.runtime.ledger import Ledger, check
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
-from penstock.dataflow.runtime.recovery.ledger import Ledger, check
-from penstock.dataflow.runtime.recovery.limits import Recovered, Recovery
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 

@@ -16,7 +16,7 @@ from penstock.algorithms.grpo import GRPO
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.dataflow.graph.role import Role, Streamed
-from penstock.dataflow.runtime import call_stream
+from penstock.dataflow.runtime import host
 from penstock.dataflow.runtime.call_context import current_step
 from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Executor
@@ -61,7 +61,7 @@ class WatchedSpec:
         worker.takes_weights = self.takes_weights
         if "train" in context.methods:
             return worker
-        call_stream.PAUSE_AFTER = 1
+        host.PAUSE_AFTER = 1
         stream, folder = worker.stream, Path(self.folder)
 
         def watched(method: str, calls: Any) -> Iterator[Streamed | None]:
@@ -126,7 +126,7 @@ def watched(run: runs.Run, folder: Path, **options: Any) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def _pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker in this process changes is put back."""
-    monkeypatch.setattr(call_stream, "PAUSE_AFTER", call_stream.PAUSE_AFTER)
+    monkeypatch.setattr(host, "PAUSE_AFTER", host.PAUSE_AFTER)
 
 
 def test_two_groups_in_one_process(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from killer import killing
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.executor import Restart
-from penstock.dataflow.runtime.recovery.limits import Recovered, Told, WorkerLost
+from penstock.dataflow.runtime.executor import Recovered, Restart, Told, WorkerLost
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore

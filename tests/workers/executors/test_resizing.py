@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from penstock.dataflow.runtime import resizing
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.executor import Restart
+from penstock.dataflow.runtime.executor import Recovered, Recovery, Restart
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
-from penstock.dataflow.runtime.recovery import resizing
-from penstock.dataflow.runtime.recovery.limits import Recovered, Recovery
-from penstock.dataflow.runtime.recovery.resizing import Scale
+from penstock.dataflow.runtime.resizing import Scale
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.workers.executors.supervisor import Supervisor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from penstock.dataflow.errors import WorkerError
-from penstock.dataflow.runtime.recovery.limits import Recovery
+from penstock.dataflow.runtime.executor import Recovery
 from penstock.workers.executors.supervisor import RestartBudget
 
 DIED = "rank 1 of group 'rollout' died: it got SIGKILL"

@@ -23,8 +23,9 @@ from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine, StepResult
-from penstock.dataflow.runtime.executor import Executor, TaskSpan
+from penstock.dataflow.runtime.executor import Executor
 from penstock.dataflow.runtime.in_process import InProcess
+from penstock.dataflow.runtime.messages import TaskSpan
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from penstock.dataflow.scheduler.schedule import Schedule

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from penstock.dataflow.errors import StateError
-from penstock.dataflow.written_files import WrittenFile
+from penstock.dataflow.files import WrittenFile
 from penstock.workers.training import state_files
 from penstock.workers.training.checkpoint_files import StoredPiece, share_of
 from penstock.workers.training.state_files import PinnedBlocks, StateFiles, Writes

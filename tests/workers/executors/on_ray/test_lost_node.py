@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.executor import Executor, Restart
+from penstock.dataflow.runtime.executor import Executor, Recovered, Recovery, Restart
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import ClusterNode, DeviceGroup, Placement, one_group
-from penstock.dataflow.runtime.recovery.limits import Recovered, Recovery
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.workers.executors.on_ray.executor import RayExecutor, connect_ray, shutdown_ray

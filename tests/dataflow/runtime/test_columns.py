@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.axes import Axis, DType, Spec, boolean, f32, i64
-from penstock.dataflow.runtime.ragged import Packed, concatenate, lengths_of, pack, split, unpack
+from penstock.dataflow.runtime.columns import Packed, concatenate, lengths_of, pack, split, unpack
 from torch import Tensor
 
 SAMPLE = Axis("sample")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import StateError
+from penstock.dataflow.files import WrittenFile, write_hashed
 from penstock.dataflow.graph.role import WriteState
+from penstock.dataflow.runtime import host
+from penstock.dataflow.runtime.host import Saves
 from penstock.dataflow.runtime.messages import SaveReport
-from penstock.dataflow.runtime.saving import in_ranks
-from penstock.dataflow.runtime.saving.in_ranks import Saves
-from penstock.dataflow.written_files import WrittenFile, write_hashed
 
-from ...counter import Counter
+from ..counter import Counter
 
 
 class Later(Counter):
@@ -74,7 +74,7 @@ def test_the_next_checkpoint_ends_the_one_before(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_ranks, "CLOSE_S", 0.05)
+    monkeypatch.setattr(host, "CLOSE_S", 0.05)
     gate = threading.Event()
 
     class Hangs(Counter):

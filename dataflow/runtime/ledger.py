@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
-from ...errors import StateError
-from ...graph.graph import Graph, NodeKind
-from ...scheduler.events import NodeTask
-from ..messages import Part, Report
-from ..ragged import Packed
+from ..errors import StateError
+from ..graph.graph import Graph
+from ..kinds import NodeKind
+from ..scheduler.events import NodeTask
+from .columns import Packed, Part
+from .messages import Report
 
 _OPEN = "ledger.json"  # In a checkpoint's folder: what is known of the steps that are not complete
 

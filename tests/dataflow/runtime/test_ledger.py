@@ -10,12 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from penstock.dataflow.runtime.columns import Packed, Part
 from penstock.dataflow.runtime.engine import Engine, Source
 from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.messages import Handle, Part, RankWork, Report
-from penstock.dataflow.runtime.ragged import Packed
-from penstock.dataflow.runtime.recovery.ledger import (
+from penstock.dataflow.runtime.ledger import (
     Ledger,
     LedgerError,
     Line,
@@ -25,12 +24,13 @@ from penstock.dataflow.runtime.recovery.ledger import (
     from_json,
     text_of,
 )
+from penstock.dataflow.runtime.messages import Handle, RankWork, Report
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.events import NodeTask
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 
-from ...counter import COUNT, Counter, Key, Keys, Score, apart
+from ..counter import COUNT, Counter, Key, Keys, Score, apart
 
 SAMPLE, TRAIN = "model.sample", "model.train"
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from penstock.dataflow.errors import PlanError
+from penstock.dataflow.runtime import resizing
 from penstock.dataflow.runtime.executor import Program
 from penstock.dataflow.runtime.placement import flow_of
-from penstock.dataflow.runtime.recovery import resizing
-from penstock.dataflow.runtime.recovery.resizing import Resizing, Scale
+from penstock.dataflow.runtime.resizing import Resizing, Scale
 from penstock.dataflow.scheduler.events import Resize, ResizeGroup
 
-from ...counter import COUNT, apart
+from ..counter import COUNT, apart
 
 
 @dataclass

@@ -6,14 +6,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...errors import PlanError, WorkerError
-from ...scheduler.events import NodeTask, Output, Versions
-from ..dispatcher import Dispatcher, Submission
-from ..executor import Executor
-from ..messages import Handle
-from ..saving.of_run import Saving
-from ..step_result import Done
-from .limits import Recovered, Recoveries, Recovery, Told, WorkerLost
+from ..errors import PlanError, WorkerError
+from ..scheduler.events import NodeTask, Output, Versions
+from .checkpoint import Saving
+from .dispatcher import Dispatcher, Submission
+from .executor import Executor, Recovered, Recoveries, Recovery, Told, WorkerLost
+from .messages import Done, Handle
 
 _Key = tuple[NodeTask, Versions]
 

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ...errors import PenstockError
-from ...scheduler.events import Resize, Resized, ResizeGroup
-from ...scheduler.flow import Flow
-from ..executor import Executor, Program, groups_of, servers_of
+from ..errors import PenstockError
+from ..scheduler.events import Resize, Resized, ResizeGroup
+from ..scheduler.flow import Flow
+from .executor import Executor, Program, groups_of, servers_of
 
 _LOOK_S = 1.0  # Between two looks for requests to resize
 

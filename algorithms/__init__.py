@@ -2,58 +2,55 @@
 
 `roles` holds contracts and tables; an algorithm's options and its step function are imported from
 its own file, as in `from penstock.algorithms.grpo import GRPO, grpo_step`. Listed here is the
-mathematics to write new ones with.
+mathematics to write new ones with, each name loaded when first asked for.
 """
 
-from .losses import (
-    BradleyTerryLoss,
-    ClippedPolicyLoss,
-    ClippedValueLoss,
-    CrossEntropyLoss,
-    ReferenceKLPolicyLoss,
-)
-from .losses.token_formulas import (
-    bradley_terry_loss,
-    clipped_policy_loss,
-    clipped_value_loss,
-    cross_entropy,
-    probability_ratio,
-)
-from .ops.advantages import (
-    GaeTargets,
-    broadcast_over_tokens,
-    gae,
-    group_advantage,
-    leave_one_out,
-    return_to_go,
-    whiten,
-)
-from .ops.kl import adaptive_kl_coef, kl_estimate, kl_shaped_reward
-from .ops.reductions import aggregate, aggregation_totals, masked_mean, masked_variance
+from __future__ import annotations
 
-__all__ = [
-    "BradleyTerryLoss",
-    "ClippedPolicyLoss",
-    "ClippedValueLoss",
-    "CrossEntropyLoss",
-    "GaeTargets",
-    "ReferenceKLPolicyLoss",
-    "adaptive_kl_coef",
-    "aggregate",
-    "aggregation_totals",
-    "bradley_terry_loss",
-    "broadcast_over_tokens",
-    "clipped_policy_loss",
-    "clipped_value_loss",
-    "cross_entropy",
-    "gae",
-    "group_advantage",
-    "kl_estimate",
-    "kl_shaped_reward",
-    "leave_one_out",
-    "masked_mean",
-    "masked_variance",
-    "probability_ratio",
-    "return_to_go",
-    "whiten",
-]
+from typing import TYPE_CHECKING
+
+from ..dataflow.registry import on_demand
+
+if TYPE_CHECKING:
+    from .losses.preference import BradleyTerryLoss
+    from .losses.token_formulas import (
+        bradley_terry_loss,
+        clipped_policy_loss,
+        clipped_value_loss,
+        cross_entropy,
+        probability_ratio,
+    )
+    from .losses.tokens import (
+        ClippedPolicyLoss,
+        ClippedValueLoss,
+        CrossEntropyLoss,
+        ReferenceKLPolicyLoss,
+    )
+    from .ops.advantages import broadcast_over_tokens, group_advantage, leave_one_out, whiten
+    from .ops.kl import adaptive_kl_coef, kl_estimate, kl_shaped_reward
+    from .ops.reductions import aggregate, aggregation_totals, masked_mean, masked_variance
+    from .ops.returns import GaeTargets, gae, return_to_go
+
+_MODULES = {
+    "losses.preference": ("BradleyTerryLoss",),
+    "losses.token_formulas": (
+        *("bradley_terry_loss", "clipped_policy_loss", "clipped_value_loss"),
+        *("cross_entropy", "probability_ratio"),
+    ),
+    "losses.tokens": (
+        *("ClippedPolicyLoss", "ClippedValueLoss", "CrossEntropyLoss", "ReferenceKLPolicyLoss"),
+    ),
+    "ops.advantages": ("broadcast_over_tokens", "group_advantage", "leave_one_out", "whiten"),
+    "ops.kl": ("adaptive_kl_coef", "kl_estimate", "kl_shaped_reward"),
+    "ops.reductions": ("aggregate", "aggregation_totals", "masked_mean", "masked_variance"),
+    "ops.returns": ("GaeTargets", "gae", "return_to_go"),
+}
+
+__all__ = ["BradleyTerryLoss", "ClippedPolicyLoss", "ClippedValueLoss", "CrossEntropyLoss"]
+__all__ += ["GaeTargets", "ReferenceKLPolicyLoss", "bradley_terry_loss", "clipped_policy_loss"]
+__all__ += ["clipped_value_loss", "cross_entropy", "probability_ratio"]
+__all__ += ["broadcast_over_tokens", "gae", "group_advantage", "leave_one_out", "return_to_go"]
+__all__ += ["adaptive_kl_coef", "kl_estimate", "kl_shaped_reward", "whiten"]
+__all__ += ["aggregate", "aggregation_totals", "masked_mean", "masked_variance"]
+
+__getattr__ = on_demand(__name__, _MODULES)

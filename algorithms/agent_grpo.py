@@ -7,12 +7,48 @@ not trained on. Each turn's tokens get the advantage of the whole conversation, 
 
 from __future__ import annotations
 
+from ..dataflow.graph.tracer import op
 from ..dataflow.options import option_class
 from .grpo import GRPO
-from .ops.advantages import broadcast_over_tokens
-from .ops.turns import conversation_advantage
-from .options.policy_updates import train_policy
+from .ops.advantages import broadcast_over_tokens, group_advantage
+from .ops.reductions import Variance
+from .options import train_policy
 from .roles import Agent, Policy, Prompts, Sampling, TrainMetrics
+from .roles.language import PieceNumber
+from .roles.language_tables import PerSample, PromptId
+
+
+@op(scope="group")
+def conversation_advantage(
+    score: PerSample,
+    prompt_id: PromptId,
+    piece: PieceNumber,
+    *,
+    divide_by_std: bool = True,
+    variance: Variance = "unbiased",
+    eps: float = 1e-6,
+) -> PerSample:
+    """`group_advantage` of conversations: each counts once in its group, however many rows it has.
+
+    Args:
+        score: f32[rows]; the rows of a conversation have the same.
+        prompt_id: i64[rows], the group of each row.
+        piece: i64[rows], of `Conversations`: a row with 0 begins a conversation.
+        divide_by_std: See `group_advantage`, as for the rest.
+        variance: As there.
+        eps: As there.
+
+    Returns:
+        f32[rows].
+
+    Raises:
+        ValueError: As `group_advantage`.
+    """
+    first = piece == 0
+    advantage = group_advantage(
+        score[first], prompt_id[first], divide_by_std=divide_by_std, variance=variance, eps=eps
+    )
+    return advantage[first.long().cumsum(0) - 1]
 
 
 @option_class

@@ -1,22 +1,251 @@
 """DAPO: GRPO with a higher upper clip, dynamic sampling, a mean over tokens, and overlong shaping.
 
 Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025. A step trains on
-the first `per_step.prompts / filling.max_rounds` groups that are neither all right nor all wrong;
-see `dynamic_sampling`. The filter looks at correctness, the advantage at the shaped reward.
+the first `per_step.prompts / filling.max_rounds` groups that are neither all right nor all wrong.
+The filter looks at correctness, the advantage at the shaped reward.
+
+A group whose responses are all right, or all wrong, has no advantage. A step drops such groups and
+asks for more prompts: the graph has one set of nodes per round, and a round that is not needed asks
+for no prompts, which costs next to nothing. So the number of rounds is bounded, the graph is
+recorded like any other, and what depends on data is how many rows pass through it. A step reads
+`max_rounds` times as many prompts as it trains on; each round has a share of them, and what it
+leaves is not asked in this step.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from ..dataflow.options import Int, PositiveInt, option_class
+import torch
+from annotated_types import Ge
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..dataflow.graph.tracer import op
+from ..dataflow.options import FiniteFloat, Int, PositiveInt, option_class
 from .grpo import GRPO
-from .losses import ClippedPolicyLoss
+from .losses.tokens import ClippedPolicyLoss
 from .ops.advantages import broadcast_over_tokens, group_advantage
-from .ops.dynamic_sampling import DynamicSampling, sample_until_full
+from .ops.groups import Groups, floating
 from .ops.rewards import is_correct, overlong_penalty, response_length, signed_score, weighted_score
-from .options.policy_updates import train_policy
-from .roles import PerSample, Policy, Prompts, Reward, Rollout, Sampling, TrainMetrics
+from .options import train_policy
+from .roles import TrainMetrics
+from .roles.language import Policy, Reward
+from .roles.language_tables import PerSample, PromptId, Prompts, Rollout, Sampling
+
+WhenShort = Literal["train", "error"]
+"""With too few groups after the last round: train on those there are, or end the run."""
+
+
+@option_class
+class DynamicSampling:
+    """Which groups are kept, and how long more are sampled."""
+
+    max_rounds: PositiveInt = 3
+    """How often a step may sample. It reads this many times the prompts it trains on."""
+    oversample: Annotated[FiniteFloat, Ge(1)] = 2.0
+    """How many prompts a later round asks for each group that is missing."""
+    metric: Literal["accuracy", "score"] = "accuracy"
+    """What must differ within a group: whether responses are correct, or the verifier's scores."""
+    correct_score: FiniteFloat = 1.0
+    """From which score on a response counts as correct."""
+    when_short: WhenShort = "train"
+    """With too few groups after the last round: train on those there are, or end the run."""
+    finished_only: bool = False
+    """Leave responses that were cut off out of the loss, though not out of their group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredRollout(Rollout):
+    """A rollout with what its responses score."""
+
+    score: PerSample
+
+
+def sample_until_full(
+    prompts: Prompts,
+    actor: Policy,
+    reward: Reward,
+    sampling: Sampling,
+    cfg: DynamicSampling,
+) -> tuple[ScoredRollout, PerSample]:
+    """Sample and score, round after round, until there are enough groups that teach something.
+
+    Args:
+        prompts: All prompts of the step, `cfg.max_rounds` shares.
+        actor: The policy that answers.
+        reward: The reward that scores.
+        sampling: How responses are sampled.
+        cfg: Which groups are kept, and how long more are sampled.
+
+    Returns:
+        As many groups as a share has prompts, or fewer (see `WhenShort`); and of the first round 1
+        for each row of a group that was kept, 0 for others.
+    """
+    correct_score = cfg.correct_score if cfg.metric == "accuracy" else None
+    kept: ScoredRollout | None = None
+    first_mixed: PerSample | None = None
+    for index in range(cfg.max_rounds):
+        ask = prompts_to_ask(
+            prompts, kept, round_index=index, max_rounds=cfg.max_rounds, oversample=cfg.oversample
+        )
+        roll = actor.generate(ask.prompt, ask.prompt_id, sampling)
+        score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+        mixed = is_mixed(score, roll.prompt_id, correct_score=correct_score)
+        new = kept_groups(roll, score=score, mixed=mixed)
+        first_mixed = mixed if first_mixed is None else first_mixed
+        kept = new if kept is None else joined(kept, new)
+    assert kept is not None, "there is at least one round"
+    assert first_mixed is not None, "there is at least one round"
+    full = filled_batch(
+        kept,
+        prompts,
+        max_rounds=cfg.max_rounds,
+        when_short=cfg.when_short,
+        finished_only=cfg.finished_only,
+    )
+    return full, first_mixed
+
+
+@op(scope="group")
+def is_mixed(
+    score: PerSample, prompt_id: PromptId, *, correct_score: float | None = None
+) -> PerSample:
+    """1 for every row of a group whose responses differ, 0 for others: f32[rows].
+
+    Args:
+        score: f32[rows].
+        prompt_id: i64[rows], the group of each row, in any order.
+        correct_score: Only whether a score is at least this counts; None: scores themselves do.
+    """
+    score = floating(score)
+    metric = score if correct_score is None else is_correct(score, threshold=correct_score)
+    groups = Groups(metric, prompt_id)
+    # Without any score the highest is -inf and the lowest inf.
+    return groups.per_group_row((groups.highest() > groups.lowest()).double()).to(score)
+
+
+@op(scope="row", makes_rows=True)
+def kept_groups(roll: Rollout, *, score: PerSample, mixed: PerSample) -> ScoredRollout:
+    """The rows of `roll` where `mixed` is not 0, with their scores."""
+    kept = mixed != 0
+    return ScoredRollout(
+        prompt_id=roll.prompt_id[kept],
+        tokens=roll.tokens[kept],
+        mask=roll.mask[kept],
+        behavior_logprob=roll.behavior_logprob[kept],
+        finished=roll.finished[kept],
+        version=roll.version[kept],
+        score=score[kept],
+    )
+
+
+@op(scope="batch", makes_rows=True)
+def prompts_to_ask(
+    prompts: Prompts,
+    kept: ScoredRollout | None = None,
+    *,
+    round_index: int,
+    max_rounds: int,
+    oversample: float = 2.0,
+) -> Prompts:
+    """The prompts of one round: the first share of the step's prompts, or what is missing still.
+
+    Args:
+        prompts: All prompts of the step, `max_rounds` shares.
+        kept: The groups there are after the rounds before; None in the first round.
+        round_index: Counted from 0.
+        max_rounds: How many rounds there are.
+        oversample: How many prompts a later round asks for each group that is missing.
+
+    Returns:
+        Up to a share of the prompts; none if nothing is missing.
+    """
+    share = _share(prompts, max_rounds)
+    count = share
+    if kept is not None:
+        missing = share - _num_groups(kept.prompt_id)
+        count = min(share, math.ceil(max(missing, 0) * oversample))
+    rows = slice(round_index * share, round_index * share + count)
+    return Prompts(prompt=prompts.prompt[rows], prompt_id=prompts.prompt_id[rows])
+
+
+@op(scope="batch", makes_rows=True)
+def joined(first: ScoredRollout, second: ScoredRollout) -> ScoredRollout:
+    """The rows of both, one after another."""
+    width = max(first.tokens.shape[1], second.tokens.shape[1])
+
+    def both(one: Tensor, other: Tensor, fill: float) -> Tensor:
+        padded = [F.pad(part, (0, width - part.shape[1]), value=fill) for part in (one, other)]
+        return torch.cat(padded)
+
+    return ScoredRollout(
+        prompt_id=torch.cat([first.prompt_id, second.prompt_id]),
+        tokens=both(first.tokens, second.tokens, -1),
+        mask=both(first.mask, second.mask, False),
+        behavior_logprob=both(first.behavior_logprob, second.behavior_logprob, 0.0),
+        finished=torch.cat([first.finished, second.finished]),
+        version=both(first.version, second.version, -1),
+        score=torch.cat([first.score, second.score]),
+    )
+
+
+@op(scope="batch", makes_rows=True)
+def filled_batch(
+    kept: ScoredRollout,
+    prompts: Prompts,
+    *,
+    max_rounds: int,
+    when_short: WhenShort = "train",
+    finished_only: bool = False,
+) -> ScoredRollout:
+    """The first groups that were kept, as many as a step trains on.
+
+    Args:
+        kept: The groups of all rounds.
+        prompts: All prompts of the step, `max_rounds` shares.
+        max_rounds: How many rounds there were.
+        when_short: See `WhenShort`.
+        finished_only: Whether responses that were cut off get a mask that is False throughout.
+
+    Raises:
+        ValueError: If there is no group at all, or too few and `when_short` is "error".
+    """
+    wanted, found = _share(prompts, max_rounds), _num_groups(kept.prompt_id)
+    if found == 0 or (found < wanted and when_short == "error"):
+        raise ValueError(
+            f"after {max_rounds} rounds {found} of {wanted} groups have responses that differ, "
+            "and the others teach nothing: the task is too hard or too easy for this policy; "
+            "choose other prompts, raise sampling.num_samples, or raise max_rounds and with it the "
+            "prompts per step"
+        )
+    first = list(dict.fromkeys(kept.prompt_id.tolist()))[:wanted]
+    rows = torch.isin(kept.prompt_id, kept.prompt_id.new_tensor(first))
+    columns = {name: column[rows] for name, column in vars(kept).items()}
+    if finished_only:
+        columns["mask"] = columns["mask"] & columns["finished"][:, None]
+    return ScoredRollout(**columns)
+
+
+def _num_groups(prompt_id: Tensor) -> int:
+    return len(torch.unique(prompt_id))
+
+
+def _share(prompts: Prompts, max_rounds: int) -> int:
+    """Groups that a step trains on.
+
+    Raises:
+        ValueError: If the step's prompts cannot be shared out evenly.
+    """
+    share, rest = divmod(len(prompts.prompt_id), max_rounds)
+    if rest or not share:
+        raise ValueError(
+            f"a step reads {len(prompts.prompt_id)} prompts, which {max_rounds} rounds do not "
+            "share evenly; make the prompts per step a multiple of max_rounds"
+        )
+    return share
 
 
 @option_class

@@ -7,7 +7,7 @@ Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretl
 from __future__ import annotations
 
 from ..dataflow.options import PositiveInt, option_class
-from .losses import DPOLoss
+from .losses.preference import DPOLoss
 from .roles import Policy, PreferencePairs, ReferencePairBatch, TrainMetrics
 
 

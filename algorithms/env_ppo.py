@@ -14,7 +14,7 @@ from __future__ import annotations
 from ..dataflow.options import Fraction, PositiveInt, option_class
 from .losses.actor_critic import ActorCriticLoss
 from .ops.value_transforms import percentile_scaled
-from .options.env_updates import gae_of, train_actor_critic
+from .options import gae_of, train_actor_critic
 from .roles import TrainMetrics
 from .roles.environment import ActorCritic, Env, EnvRows, Trajectories
 

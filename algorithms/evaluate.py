@@ -1,13 +1,16 @@
-"""Evaluation: answer held-out problems and score the answers. Trains nothing.
+"""Evaluation: answer held-out problems and score the answers, or play episodes. Trains nothing.
 
-A graph of its own on the workers of another: its policy has the same name and is the same worker.
+A graph of its own on the workers of another: its roles have the same names and are the same
+workers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..dataflow.options import PositiveInt, option_class
 from .roles import Agent, Observer, PerSample, Policy, Prompts, Reward, Sampling
+from .roles.environment import Actor, Env, EnvRows, PerEnv
 
 __all__ = ["Evaluation", "Observer", "agent_evaluate_step", "evaluate_step"]
 
@@ -39,3 +42,24 @@ def agent_evaluate_step(
         prompts.prompt, prompts.prompt_id, agent, cfg.sampling, max_turns=cfg.max_turns
     )
     return observer.observe(held.tokens, held.mask, held.prompt_id, score=held.score)
+
+
+@option_class
+class EnvEvaluation:
+    """Options of evaluation in environments."""
+
+    num_episodes: PositiveInt = 1
+    """Episodes of every environment."""
+    max_episode_steps: PositiveInt = 10_000
+    """An episode that is longer counts with what was earned by then."""
+
+
+def env_evaluate_step(rows: EnvRows, env: Env, actor: Actor, cfg: EnvEvaluation) -> PerEnv:
+    """What an actor earns for an episode in each environment."""
+    return env.evaluate(
+        rows.env,
+        rows.group,
+        actor,
+        num_episodes=cfg.num_episodes,
+        max_episode_steps=cfg.max_episode_steps,
+    )

@@ -8,11 +8,11 @@ is `divide_by_std=False` with the aggregation "constant".
 from __future__ import annotations
 
 from ..dataflow.options import NonNegativeFloat, PositiveInt, option_class
-from .losses import ClippedPolicyLoss
+from .losses.tokens import ClippedPolicyLoss
 from .ops.advantages import broadcast_over_tokens, group_advantage
 from .ops.reductions import Variance
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_groups, train_policy
+from .options import check_groups, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..dataflow.options import PositiveInt, option_class
 from .grpo import GRPO, grpo_step
-from .losses import ClippedPolicyLoss
+from .losses.tokens import ClippedPolicyLoss
 from .roles import Policy, Prompts, Reward, TrainMetrics
 
 

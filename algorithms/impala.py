@@ -10,10 +10,10 @@ Adam's epsilon, do.
 from __future__ import annotations
 
 from ..dataflow.options import Fraction, PositiveFloat, PositiveInt, option_class
-from .losses import ClippedValueLoss, ReinforceLoss
 from .losses.actor_critic import ActorCriticLoss
+from .losses.tokens import ClippedValueLoss, ReinforceLoss
 from .ops.returns import vtrace
-from .options.env_updates import train_actor_critic
+from .options import train_actor_critic
 from .roles import TrainMetrics
 from .roles.environment import ActorCritic, Env, EnvRows
 

@@ -11,8 +11,7 @@ import torch
 
 from ..dataflow.graph.tracer import op
 from ..dataflow.options import PositiveInt, option_class
-from .losses import KTOLoss
-from .losses.preference_formulas import kto_kl
+from .losses.preference import KTOLoss, kto_kl
 from .ops.pairs import mismatched
 from .ops.reductions import zero_where_masked_out
 from .roles import (

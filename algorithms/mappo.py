@@ -17,7 +17,7 @@ from torch import Tensor
 from ..dataflow.graph.tracer import op
 from ..dataflow.options import Fraction, PositiveInt, option_class
 from .losses.actor_critic import ActorLoss, CriticLoss
-from .options.env_updates import actor_critic_batch, gae_of
+from .options import actor_critic_batch, gae_of
 from .roles import TrainMetrics
 from .roles.environment import (
     ActorCritic,
@@ -26,8 +26,8 @@ from .roles.environment import (
     EnvRows,
     LastObservation,
     Observations,
+    TeamCritic,
 )
-from .roles.teams import TeamCritic
 
 
 @dataclass(frozen=True, kw_only=True)

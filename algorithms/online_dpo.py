@@ -8,7 +8,7 @@ found it to lose less with old rollouts than PPO.
 from __future__ import annotations
 
 from ..dataflow.options import FiniteFloat, PositiveInt, option_class
-from .losses import DPOLoss
+from .losses.preference import DPOLoss
 from .ops.kl import NoEos, finished_score
 from .ops.pairs import Ties, best_and_worst
 from .roles import (

@@ -22,15 +22,15 @@ from ..dataflow.options import (
     PositiveInt,
     option_class,
 )
-from .losses import ClippedPolicyLoss, ClippedValueLoss
-from .ops.advantages import GaeTargets, Masking, gae, whiten
+from .losses.tokens import ClippedPolicyLoss, ClippedValueLoss
+from .ops.advantages import whiten
 from .ops.final_state import bootstrap_of, with_final_state
 from .ops.groups import scored_tokens
 from .ops.kl import KLEstimator, NoEos, ScoreSlot, kl_shaped_reward
 from .ops.reductions import Variance, WeightedBy
+from .ops.returns import GaeTargets, Masking, gae
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import scored_rows, train_policy
-from .options.reference_kl import reference_logprob, reported_kl
+from .options import reference_logprob, reported_kl, scored_rows, train_policy
 from .roles import (
     PerSample,
     PerToken,

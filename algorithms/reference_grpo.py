@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from ..dataflow.options import FiniteFloat, option_class
 from .grpo import GRPO
-from .losses import KLGradient, ReferenceKLPolicyLoss
+from .losses.tokens import KLGradient, ReferenceKLPolicyLoss
 from .ops.advantages import broadcast_over_tokens, group_advantage
 from .ops.kl import KLEstimator
-from .options.policy_updates import train_policy
+from .options import train_policy
 from .roles import Policy, Prompts, Reward, TrainMetrics
 
 

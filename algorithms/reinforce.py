@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Literal
 
 from ..dataflow.options import PositiveInt, option_class
-from .losses import ReinforceLoss
+from .losses.tokens import ReinforceLoss
 from .ops.advantages import batch_centered, broadcast_over_tokens
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import scored_rows, train_policy
+from .options import scored_rows, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 

@@ -15,13 +15,13 @@ from ..dataflow.options import (
     PositiveInt,
     option_class,
 )
-from .losses import ClippedPolicyLoss, ReferenceKLPolicyLoss
-from .ops.advantages import broadcast_over_tokens, group_advantage, return_to_go, whiten
+from .losses.tokens import ClippedPolicyLoss, ReferenceKLPolicyLoss
+from .ops.advantages import broadcast_over_tokens, group_advantage, whiten
 from .ops.kl import KLEstimator, NoEos, kl_shaped_reward
 from .ops.reductions import Variance
+from .ops.returns import return_to_go
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_groups, scored_rows, train_policy
-from .options.reference_kl import reference_logprob
+from .options import check_groups, reference_logprob, scored_rows, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 

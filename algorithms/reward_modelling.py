@@ -7,7 +7,7 @@ models overfit fast: one pass over the pairs is usual.
 from __future__ import annotations
 
 from ..dataflow.options import PositiveInt, option_class
-from .losses import BradleyTerryLoss
+from .losses.preference import BradleyTerryLoss
 from .roles import PairBatch, PreferencePairs, RewardModel, TrainMetrics
 
 

@@ -9,11 +9,10 @@ one update on fresh rollouts its gradient is REINFORCE's.
 from __future__ import annotations
 
 from ..dataflow.options import NonNegativeFloat, PositiveInt, option_class
-from .losses import ClippedPolicyLoss
+from .losses.tokens import ClippedPolicyLoss
 from .ops.advantages import broadcast_over_tokens, leave_one_out
 from .ops.rollout_correction import RolloutCorrection
-from .options.policy_updates import check_groups, train_policy
-from .options.reference_kl import score_less_kl
+from .options import check_groups, score_less_kl, train_policy
 from .roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..dataflow.options import PositiveInt, option_class
-from .losses import CrossEntropyLoss
+from .losses.tokens import CrossEntropyLoss
 from .roles import DemonstrationBatch, Demonstrations, Policy, TrainMetrics
 
 

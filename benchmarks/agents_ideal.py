@@ -16,7 +16,7 @@ import torch
 from agents_case import MAX_TOTAL_TOKENS, MAX_TURN_TOKENS, wait_s
 from agents_task import LookUpSpec, NumberedQuestions
 from penstock.algorithms.roles import Conversations, Sampling
-from penstock.algorithms.roles.agents import ENDINGS, Turn, TurnRequest
+from penstock.algorithms.roles.language import ENDINGS, Turn, TurnRequest
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, drain_metrics
 from penstock.workers.agents.worker import AgentSpec

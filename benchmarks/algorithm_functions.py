@@ -23,15 +23,13 @@ from penstock.dataflow.graph.axes import Spec
 __all__ = ["MODULES", "function_page", "function_table", "loss_table"]
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "advantages": ("ops.advantages",),
+    "advantages": ("ops.advantages", "ops.returns"),
     "losses": ("losses",),
     "rewards": ("ops.rewards",),
     "kl": ("ops.kl", "ops.reductions"),
     "parts": (
-        "ops.lagrangian", "ops.macro_actions",
-        "ops.rollout_correction", "ops.dynamic_sampling", "ops.pairs",
-        "ops.distributions", "ops.value_transforms",
-        "ops.novelty", "ops.final_state",
+        "ops.macro_actions", "ops.rollout_correction", "ops.pairs",
+        "ops.distributions", "ops.value_transforms", "ops.final_state",
     ),
 }  # fmt: skip
 """Table of docs/algorithms/index.md -> the modules of `penstock.algorithms` it lists."""

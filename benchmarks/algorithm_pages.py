@@ -22,15 +22,12 @@ from typing import Any
 import torch
 from algorithm_functions import MODULES, function_page, function_table, loss_table
 from algorithm_sizes import CONFIGS, NAMES, RELATIVES, Algorithm, algorithm, difference
-from penstock.algorithms import losses
-from penstock.algorithms.controllers import kl_controller, multiplier
-from penstock.algorithms.controllers.kl_controller import KLController
-from penstock.algorithms.controllers.multiplier import Multiplier
+from penstock.algorithms import controllers, losses
+from penstock.algorithms.controllers import KLController, Multiplier
 from penstock.algorithms.losses import preference
 from penstock.algorithms.ops.rollout_correction import RolloutCorrection
-from penstock.algorithms.roles.environment import ActorCritic
+from penstock.algorithms.roles.environment import ActorCritic, QNetwork, Replay
 from penstock.algorithms.roles.language import ValueModel
-from penstock.algorithms.roles.replay import QNetwork, Replay
 from penstock.configs.validate import fields_of, key_docs
 from penstock.dataflow.graph.axes import Spec
 from penstock.dataflow.graph.graph import Constant, Graph, Node, TableArgument
@@ -296,7 +293,7 @@ def _meanings(graph: Graph, node: Node) -> dict[str, str]:
     loss = dict(node.arguments).get("loss")
     own = inspect.getdoc(type(loss.value)) if isinstance(loss, Constant) else None
     asked = getattr(graph.roles[node.role or ""], node.method or "")
-    modules = (losses, preference, multiplier, kl_controller)
+    modules = (losses, preference, controllers)
     for text in (*(module.__doc__ for module in modules), own, inspect.getdoc(asked)):
         flat = re.sub(r"\n  +", " ", text or "")
         for line in re.findall(r"^- (.*)$", flat, re.MULTILINE):

@@ -15,7 +15,7 @@ from gpu_case import SAMPLES, Bench, Figure, batch_of, prompts_of
 from gpu_kernels import profiled, tables
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.roles import Sampling
-from penstock.algorithms.roles.language import Rollout
+from penstock.algorithms.roles.language_tables import Rollout
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.workers.engines.roles import PolicyWorker

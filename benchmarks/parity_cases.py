@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,8 +30,10 @@ from parity_draws import (
 )
 from penstock.algorithms import losses
 from penstock.algorithms.losses import token_formulas
+from penstock.algorithms.losses.tokens import TokenPolicyLoss
 from penstock.algorithms.ops import advantages as ours
-from penstock.algorithms.ops import kl, reductions, rewards, rollout_correction
+from penstock.algorithms.ops import kl, reductions, returns, rewards, rollout_correction
+from penstock.algorithms.roles import PolicyBatch, PolicyOutput
 from torch import Tensor
 
 # Building blocks
@@ -97,17 +100,17 @@ def _(d: Draw) -> tuple[Any, Any]:
 # Advantages
 
 
-@case("GAE, whitened", "verl compute_gae_advantage_return", "advantages.gae, whiten")
+@case("GAE, whitened", "verl compute_gae_advantage_return", "returns.gae, whiten")
 def _(d: Draw) -> tuple[Any, Any]:
     advantage, target = verl.compute_gae_advantage_return(
         d.paid_last, d.value, d.floats, 0.99, 0.95
     )
-    mine = ours.gae(d.mask, reward=d.paid_last, value=d.value, discount=0.99, lam=0.95)
+    mine = returns.gae(d.mask, reward=d.paid_last, value=d.value, discount=0.99, lam=0.95)
     both = torch.stack([ours.whiten(mine.advantage, d.mask), mine.value_target])
     return both, torch.stack([on_masked(advantage, d), on_masked(target, d)])
 
 
-@case("GAE", "torchrl generalized_advantage_estimate", "advantages.gae")
+@case("GAE", "torchrl generalized_advantage_estimate", "returns.gae")
 def _(d: Draw) -> tuple[Any, Any]:
     functional: Any = importlib.import_module("torchrl.objectives.value.functional")
     whole = torch.ones_like(d.mask)
@@ -118,7 +121,7 @@ def _(d: Draw) -> tuple[Any, Any]:
     advantage, target = functional.generalized_advantage_estimate(
         0.99, 0.95, value[..., None], next_value[..., None], reward[..., None], done, done
     )
-    mine = ours.gae(whole, reward=reward, value=value, discount=0.99, lam=0.95)
+    mine = returns.gae(whole, reward=reward, value=value, discount=0.99, lam=0.95)
     return torch.stack([mine.advantage, mine.value_target]), torch.stack(
         [advantage.squeeze(-1), target.squeeze(-1)]
     )
@@ -166,13 +169,13 @@ def _(d: Draw) -> tuple[Any, Any]:
 @case(
     "REINFORCE++ advantage",
     "verl compute_reinforce_plus_plus_outcome_advantage",
-    "advantages.return_to_go, whiten",
+    "returns.return_to_go, whiten",
 )
 def _(d: Draw) -> tuple[Any, Any]:
     reward = d.paid_last - 0.05 * (d.logprob - d.ref_logprob) * d.mask
     config = SimpleNamespace(gamma=0.97)
     theirs, _ = verl.compute_reinforce_plus_plus_outcome_advantage(reward, d.floats, config)
-    return ours.whiten(ours.return_to_go(reward, d.mask, discount=0.97), d.mask), theirs
+    return ours.whiten(returns.return_to_go(reward, d.mask, discount=0.97), d.mask), theirs
 
 
 @case(
@@ -188,7 +191,7 @@ def _(d: Draw) -> tuple[Any, Any]:
     return ours.whiten(ours.broadcast_over_tokens(centered, d.mask), d.mask), theirs
 
 
-@case("V-trace", "rlax vtrace_td_error_and_advantage", "advantages.vtrace")
+@case("V-trace", "rlax vtrace_td_error_and_advantage", "returns.vtrace")
 def _(d: Draw) -> tuple[Any, Any]:
     jax: Any = importlib.import_module("jax")
     jax.config.update("jax_enable_x64", True)
@@ -204,7 +207,7 @@ def _(d: Draw) -> tuple[Any, Any]:
         np.full(value.shape, 0.97),
         ratio.numpy(),
     )
-    mine = ours.vtrace(
+    mine = returns.vtrace(
         torch.ones_like(d.mask),
         reward=reward,
         value=value,
@@ -318,36 +321,36 @@ def _(d: Draw) -> tuple[Any, Any]:
     return with_gradient(mine, d.score), with_gradient(theirs, d.score)
 
 
-def _policy_case(theirs: Callable[..., Any], d: Draw, **options: Any) -> tuple[Any, Any]:
-    """A policy loss of verl against `losses.policy_loss`."""
+def _loss_of(loss: TokenPolicyLoss, d: Draw, logprob: Tensor, weight: Tensor | float = 1) -> Tensor:
+    advantage = d.advantage * weight
+    batch = PolicyBatch(
+        tokens=d.mask.long(),
+        mask=d.mask,
+        behavior_logprob=d.behavior_logprob,
+        advantage=advantage,
+    )
+    return loss(PolicyOutput(logprob=logprob), batch, loss.totals(batch)).total
 
-    def mine(logprob: Tensor) -> Tensor:
-        return losses.policy_loss(
-            logprob=logprob,
-            behavior_logprob=d.behavior_logprob,
-            advantage=d.advantage,
-            mask=d.mask,
-            **options,
-        )
+
+def _policy_case(theirs: Callable[..., Any], d: Draw, loss: TokenPolicyLoss) -> tuple[Any, Any]:
+    """A policy loss of verl against ours."""
 
     def other(logprob: Tensor) -> Tensor:
         return theirs(d.behavior_logprob, logprob, d.advantage, d.floats, config=ACTOR)[0]
 
+    mine = partial(_loss_of, loss, d)
     return with_gradient(mine, d.logprob), with_gradient(other, d.logprob)
 
 
-@case("GSPO loss", "verl compute_policy_loss_gspo", "losses.policy_loss")
+@case("GSPO loss", "verl compute_policy_loss_gspo", "losses.ClippedPolicyLoss")
 def _(d: Draw) -> tuple[Any, Any]:
-    return _policy_case(
-        verl.compute_policy_loss_gspo,
-        d,
-        ratio_level="sequence_mean_token",
-        eps_high=0.28,
-        aggregation="seq-mean-token-mean",
+    loss = losses.ClippedPolicyLoss(
+        ratio_level="sequence_mean_token", eps_high=0.28, aggregation="seq-mean-token-mean"
     )
+    return _policy_case(verl.compute_policy_loss_gspo, d, loss)
 
 
-@case("GSPO loss", "openrlhf PolicyLoss", "losses.policy_loss")
+@case("GSPO loss", "openrlhf PolicyLoss", "losses.ClippedPolicyLoss")
 def _(d: Draw) -> tuple[Any, Any]:
     module = openrlhf_loss.PolicyLoss(policy_loss_type="gspo")
 
@@ -355,18 +358,14 @@ def _(d: Draw) -> tuple[Any, Any]:
         del config
         return module(new, old, advantage, mask)
 
-    return _policy_case(theirs, d, ratio_level="sequence_mean", aggregation="seq-mean-token-mean")
+    loss = losses.ClippedPolicyLoss(ratio_level="sequence_mean", aggregation="seq-mean-token-mean")
+    return _policy_case(theirs, d, loss)
 
 
-@case("CISPO loss", "verl compute_policy_loss_cispo", "losses.policy_loss")
+@case("CISPO loss", "verl compute_policy_loss_cispo", "losses.CappedWeightLoss")
 def _(d: Draw) -> tuple[Any, Any]:
-    return _policy_case(
-        verl.compute_policy_loss_cispo,
-        d,
-        objective="capped_weight",
-        weight_floor=0.8,
-        weight_cap=1.28,
-    )
+    loss = losses.CappedWeightLoss(weight_floor=0.8, weight_cap=1.28)
+    return _policy_case(verl.compute_policy_loss_cispo, d, loss)
 
 
 @case(
@@ -387,12 +386,7 @@ def _(d: Draw) -> tuple[Any, Any]:
     )
 
     def mine(logprob: Tensor) -> Tensor:
-        return losses.policy_loss(
-            logprob=logprob,
-            behavior_logprob=d.behavior_logprob,
-            advantage=d.advantage * weight,
-            mask=d.mask,
-        )
+        return _loss_of(losses.ClippedPolicyLoss(), d, logprob, weight)
 
     def theirs(logprob: Tensor) -> Tensor:
         return module(logprob, d.behavior_logprob, d.advantage, d.floats, rollout_logprob)[0]

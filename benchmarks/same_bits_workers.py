@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from penstock.algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
+from penstock.algorithms.roles.language import Reward
+from penstock.algorithms.roles.language_tables import PerSample, PromptId, TokenIds, TokenMask
 from penstock.workers.data.row_report import DataReport
 from penstock.workers.data.task import Task
 from penstock.workers.verifiers.pool import VerifierSpec

@@ -1,8 +1,9 @@
-"""Registries: parts by name, each imported when it is chosen."""
+"""Registries: parts by name, each imported when it is chosen or asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -40,3 +41,22 @@ def imported(path: str) -> Any:
     """Import what "module:name" names."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
+
+
+def on_demand(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """Make the `__getattr__` of a package: it imports a public name's module when first asked.
+
+    Args:
+        package: The package's `__name__`.
+        modules: Module in it -> the names that the package has from there.
+    """
+    homes = {name: module for module, names in modules.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        value = getattr(import_module(f".{homes[name]}", package), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get

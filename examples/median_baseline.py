@@ -12,7 +12,7 @@ import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.ops.advantages import broadcast_over_tokens
 from penstock.algorithms.ops.rollout_correction import RolloutCorrection
-from penstock.algorithms.options.policy_updates import check_groups, train_policy
+from penstock.algorithms.options import check_groups, train_policy
 from penstock.algorithms.roles import (
     PerSample,
     Policy,

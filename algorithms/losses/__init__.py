@@ -3,8 +3,8 @@
 A loss names the batch it reads, hides what is masked out, and reduces by one of the modes of
 `reductions`. It can be computed in any number of micro-batches: their results add up to the
 minibatch's loss. The ratio of a policy loss is against `behavior_logprob`, the policy that sampled
-the tokens. Every loss, and every formula of one, can be imported from here. `policy_loss` is for
-tensors without any of this.
+the tokens. Every loss that several algorithms have, and every formula of one, can be imported from
+here; each is loaded when first asked for.
 
 Metrics are weighted means, per token unless it says otherwise:
 
@@ -28,61 +28,55 @@ reports is said with its loss.
 
 from __future__ import annotations
 
-from .base import TokenAggregation
-from .cross_entropy import CrossEntropyLoss
-from .distillation import DistillationLoss, complete_distribution, jensen_shannon_divergence
-from .plain import policy_loss
-from .policy import (
-    CappedWeightLoss,
-    ClippedPolicyLoss,
-    KLGradient,
-    ReferenceKLPolicyLoss,
-    ReinforceLoss,
-)
-from .preference import BradleyTerryLoss, DPOLoss, KTOLoss
-from .preference_formulas import dpo_loss, kto_kl, kto_loss
-from .sequence import RebelLoss
-from .sequence_formulas import rebel_loss, sequence_sum
-from .token_formulas import (
-    RatioLevel,
-    bradley_terry_loss,
-    capped_weight_loss,
-    clipped_policy_loss,
-    clipped_value_loss,
-    cross_entropy,
-    probability_ratio,
-    reinforce_loss,
-)
-from .value import ClippedValueLoss
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BradleyTerryLoss",
-    "CappedWeightLoss",
-    "ClippedPolicyLoss",
-    "ClippedValueLoss",
-    "CrossEntropyLoss",
-    "DPOLoss",
-    "DistillationLoss",
-    "KLGradient",
-    "KTOLoss",
-    "RatioLevel",
-    "RebelLoss",
-    "ReferenceKLPolicyLoss",
-    "ReinforceLoss",
-    "TokenAggregation",
-    "bradley_terry_loss",
-    "capped_weight_loss",
-    "clipped_policy_loss",
-    "clipped_value_loss",
-    "complete_distribution",
-    "cross_entropy",
-    "dpo_loss",
-    "jensen_shannon_divergence",
-    "kto_kl",
-    "kto_loss",
-    "policy_loss",
-    "probability_ratio",
-    "rebel_loss",
-    "reinforce_loss",
-    "sequence_sum",
-]
+from ...dataflow.registry import on_demand
+
+if TYPE_CHECKING:
+    from .distillation import DistillationLoss, complete_distribution, jensen_shannon_divergence
+    from .preference import BradleyTerryLoss, DPOLoss, KTOLoss, dpo_loss, kto_kl, kto_loss
+    from .sequence import RebelLoss, rebel_loss, sequence_sum
+    from .token_formulas import (
+        RatioLevel,
+        bradley_terry_loss,
+        capped_weight_loss,
+        clipped_policy_loss,
+        clipped_value_loss,
+        cross_entropy,
+        probability_ratio,
+        reinforce_loss,
+    )
+    from .tokens import (
+        CappedWeightLoss,
+        ClippedPolicyLoss,
+        ClippedValueLoss,
+        CrossEntropyLoss,
+        KLGradient,
+        ReferenceKLPolicyLoss,
+        ReinforceLoss,
+        TokenAggregation,
+    )
+
+_MODULES = {
+    "distillation": ("DistillationLoss", "complete_distribution", "jensen_shannon_divergence"),
+    "preference": ("BradleyTerryLoss", "DPOLoss", "KTOLoss", "dpo_loss", "kto_kl", "kto_loss"),
+    "sequence": ("RebelLoss", "rebel_loss", "sequence_sum"),
+    "token_formulas": (
+        *("RatioLevel", "bradley_terry_loss", "capped_weight_loss", "clipped_policy_loss"),
+        *("clipped_value_loss", "cross_entropy", "probability_ratio", "reinforce_loss"),
+    ),
+    "tokens": (
+        *("CappedWeightLoss", "ClippedPolicyLoss", "ClippedValueLoss", "CrossEntropyLoss"),
+        *("KLGradient", "ReferenceKLPolicyLoss", "ReinforceLoss", "TokenAggregation"),
+    ),
+}
+
+__all__ = ["BradleyTerryLoss", "CappedWeightLoss", "ClippedPolicyLoss", "ClippedValueLoss"]
+__all__ += ["CrossEntropyLoss", "DPOLoss", "DistillationLoss", "KLGradient", "KTOLoss"]
+__all__ += ["RatioLevel", "RebelLoss", "ReferenceKLPolicyLoss", "ReinforceLoss"]
+__all__ += ["TokenAggregation", "bradley_terry_loss", "capped_weight_loss", "clipped_policy_loss"]
+__all__ += ["clipped_value_loss", "complete_distribution", "cross_entropy", "dpo_loss"]
+__all__ += ["jensen_shannon_divergence", "kto_kl", "kto_loss", "probability_ratio", "rebel_loss"]
+__all__ += ["reinforce_loss", "sequence_sum"]
+
+__getattr__ = on_demand(__name__, _MODULES)

@@ -16,9 +16,8 @@ from ...dataflow.graph.role import Loss, LossSum
 from ..ops.reductions import zero_where_masked_out
 from ..ops.value_transforms import two_hot_loss, value_bins
 from ..roles.environment import ActorCriticBatch, ActorCriticOutput
-from ..roles.language import PolicyOutput, ValueOutput
-from .policy import ClippedPolicyLoss, ReinforceLoss
-from .value import ClippedValueLoss
+from ..roles.language_tables import PolicyOutput, ValueOutput
+from .tokens import ClippedPolicyLoss, ClippedValueLoss, ReinforceLoss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ from torch import Tensor
 from ...dataflow.graph.role import Loss, LossSum
 from ...dataflow.options import Fraction, option_class
 from ..ops.reductions import aggregation_totals
-from ..roles.language import DistillationBatch, PolicyOutput
-from .base import TokenAggregation, token_metric
+from ..roles.language_tables import DistillationBatch, PolicyOutput
+from .tokens import TokenAggregation, token_metric
 
 Rest = Literal["one_word", "left_out"]
 """What becomes of words that are not among the likeliest.

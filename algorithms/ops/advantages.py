@@ -14,12 +14,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from ...dataflow.graph.tracer import op
-from ..roles.language import PerSample, PerStep, PerToken, PromptId, StepMask, TokenMask
+from ..roles.language_tables import PerSample, PerStep, PerToken, PromptId, StepMask, TokenMask
 from .groups import Groups, MissingScore, SingletonGroup, floating, sum_rows
-from .lagrangian import lagrangian_advantage
 from .reductions import (
     Variance,
     WeightedBy,
@@ -28,30 +26,7 @@ from .reductions import (
     variance_correction,
     zero_where_masked_out,
 )
-from .returns import GaeTargets, Masking, gae, return_to_go, vtrace
-
-__all__ = [
-    "GaeTargets",
-    "KLPlacement",
-    "Masking",
-    "MissingScore",
-    "SingletonGroup",
-    "StdScores",
-    "batch_centered",
-    "batch_std_advantage",
-    "broadcast_over_tokens",
-    "gae",
-    "group_advantage",
-    "lagrangian_advantage",
-    "leave_one_out",
-    "log_partition_advantage",
-    "paired_baseline",
-    "remax_advantage",
-    "return_to_go",
-    "step_advantage",
-    "vtrace",
-    "whiten",
-]
+from .returns import return_to_go
 
 StdScores = Literal["raw", "centered"]
 """Scores whose deviation a batch's advantages are divided by: as they came, or less their group's
@@ -357,43 +332,3 @@ def remax_advantage(
     discounted = score[:, None] * discount ** (to_end - 1).clamp(min=0)
     kl_to_go = return_to_go(penalty, mask, discount=discount)
     return zero_where_masked_out(discounted + kl_to_go - greedy_score[:, None], mask)
-
-
-def step_advantage(
-    step_reward: Tensor,
-    step_end: Tensor,
-    prompt_id: Tensor,
-    mask: Tensor,
-    *,
-    variance: Variance = "unbiased",
-    eps: float = 1e-6,
-) -> Tensor:
-    """Advantages from rewards of steps: normalized over all steps of a group, summed to the end.
-
-    A token's advantage is the sum of the normalized rewards of all steps that end at or after it.
-    Shao et al., "DeepSeekMath", 2024, section 4.1.3.
-
-    Args:
-        step_reward: f32[rows, K].
-        step_end: i64[rows, K], position in the row of each step's last token; -1 where there is no
-            step.
-        prompt_id: i64[rows], the group of each row.
-        mask: bool[rows, T].
-        variance: Estimator of the deviation that is divided by.
-        eps: Added to it.
-
-    Returns:
-        f32[rows, T].
-
-    Raises:
-        ValueError: If shapes differ.
-    """
-    step_reward, there = floating(step_reward), step_end >= 0
-    of_row = prompt_id[:, None].expand(step_end.shape)[there]
-    normalized = torch.zeros_like(step_reward)
-    normalized[there] = group_advantage(
-        step_reward[there], of_row, variance=variance, eps=eps, singleton_group="zero"
-    )
-    place = torch.arange(mask.shape[1], device=mask.device)
-    later = (step_end[:, None, :] >= place[None, :, None]) & there[:, None, :]
-    return zero_where_masked_out((later * normalized[:, None, :]).sum(dim=2), mask)

@@ -1,10 +1,17 @@
-"""Categorical distributions over actions of which some may be invalid.
+"""Categorical distributions over actions of which some may be invalid; random numbers for ops.
 
-Pure functions of tensors whose last dimension counts actions. An action with several independent
+Distributions are tensors whose last dimension counts actions. An action with several independent
 components has the sum of their log-probabilities and of their entropies.
+
+An op has no state, and may be computed in any number of pieces, in any process and again after a
+restart. A number that depends on a seed and on the tokens of some rows alone comes out the same
+each time, and differs from step to step because the rows do.
 """
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -69,14 +76,17 @@ def entropy_of_logprobs(logprob: Tensor, valid: Tensor | None = None) -> Tensor:
     return -(term if valid is None else torch.where(valid, term, torch.zeros_like(term))).sum(-1)
 
 
-def unimix(probability: Tensor, share: float = 0.01) -> Tensor:
-    """A mixture with the uniform distribution, which keeps every action possible.
-
-    `(1 - share) * probability + share / actions`. Hafner et al., "Mastering Diverse Domains through
-    World Models", 2023.
+def uniforms(seed: int, *tokens: Tensor) -> Iterator[float]:
+    """Endless numbers in [0, 1) for some rows.
 
     Args:
-        probability: f32[..., actions].
-        share: Share of the uniform distribution.
+        seed: Another seed gives other numbers.
+        tokens: i64[T] each, a row's tokens; padding of -1 is left out.
     """
-    return (1 - share) * probability + share / probability.shape[-1]
+    rows = [row[row >= 0].tolist() for row in tokens]
+    key = hashlib.blake2b(repr((seed, rows)).encode(), digest_size=16).digest()
+    count = 0
+    while True:
+        digest = hashlib.blake2b(count.to_bytes(8, "little"), key=key, digest_size=8).digest()
+        yield (int.from_bytes(digest, "little") >> 11) / 2**53
+        count += 1

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...dataflow.graph.tracer import op
-from ..roles.agents import ENDINGS, Conversations
-from ..roles.language import PerSample, PerToken, Rollout, SampleFlag, TokenMask
+from ..roles.language import ENDINGS, Conversations
+from ..roles.language_tables import PerSample, PerToken, Rollout, SampleFlag, TokenMask
 from .reductions import check_token_columns
 
 

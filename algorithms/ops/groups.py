@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.graph.tracer import op
-from ..roles.language import PerSample, TokenMask
+from ..roles.language_tables import PerSample, TokenMask
 
 SingletonGroup = Literal["error", "score", "zero"]
 """Advantage of a sample alone in its group: refuse, the score itself, or 0."""

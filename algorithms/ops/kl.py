@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.graph.tracer import op
-from ..roles.language import PerSample, PerToken, SampleFlag, TokenMask
+from ..roles.language_tables import PerSample, PerToken, SampleFlag, TokenMask
 from .groups import floating
 from .reductions import check_token_columns, zero_where_masked_out
 

@@ -14,10 +14,19 @@ from torch import Tensor
 
 from ...dataflow.graph.axes import i64
 from ...dataflow.graph.tracer import op
-from ..roles.language import SAMPLE, TOKEN, PerRow, PerStep, PerToken, StepMask, TokenIds, TokenMask
-from .advantages import GaeTargets, gae
-from .op_random import uniforms
+from ..roles.language_tables import (
+    SAMPLE,
+    TOKEN,
+    PerRow,
+    PerStep,
+    PerToken,
+    StepMask,
+    TokenIds,
+    TokenMask,
+)
+from .distributions import uniforms
 from .reductions import check_token_columns, zero_where_masked_out
+from .returns import GaeTargets, gae
 
 MacroId = Annotated[Tensor, i64(SAMPLE, TOKEN)]
 """Which macro action of its row a token belongs to, from 0; -1 where the mask is False."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.graph.tracer import op
-from ..roles.language import (
+from ..roles.language_tables import (
     PerSample,
     PreferencePairs,
     PromptId,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.graph.tracer import op
-from ..roles.language import PerRow, PerStep, StepMask
+from ..roles.language_tables import PerRow, PerStep, StepMask
 from .reductions import check_token_columns, zero_where_masked_out
 
 Masking = Literal["transparent", "zeroed"]

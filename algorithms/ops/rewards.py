@@ -1,58 +1,186 @@
 """Rewards: from verdicts, judges' scores and process scores to what an algorithm is given.
 
 Pure functions of columns. Nothing here scores a text: workers do (`Reward.score`); these functions
-combine, bound and place what they say. Scores of a process reward model stand in a column over
-tokens (or over steps), and a boolean column of the same shape says where a step ends.
+combine, bound and place what they say. Penalties are added to a score; they are negative or 0.
+Scores of a process reward model stand in a column over tokens (or over steps), and a boolean column
+of the same shape says where a step ends.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ...dataflow.graph.tracer import op
-from ..roles.language import PerSample, PerToken, SampleFlag, TokenMask
-from .combined_score import constrained_score, weighted_sum
-from .groups import floating
-from .kl import finished_score, kl_shaped_reward
+from ..roles.language_tables import PerSample, PerToken, PromptId, TokenMask
+from .groups import Groups, floating
 from .reductions import check_token_columns, zero_where_masked_out
-from .reward_shaping import (
-    OverlongForm,
-    combine_rewards,
-    is_correct,
-    kl_penalized_score,
-    length_reward,
-    overlong_penalty,
-    prompt_priority,
-    response_length,
-    signed_score,
-)
 
-__all__ = [
-    "OverlongForm",
-    "blended_with_model",
-    "calibrated_score",
-    "clipped_step_reward",
-    "combine_rewards",
-    "constrained_score",
-    "constraint_reward",
-    "delta_step_reward",
-    "finished_score",
-    "known_throughout",
-    "is_correct",
-    "kl_penalized_score",
-    "kl_shaped_reward",
-    "length_reward",
-    "overlong_penalty",
-    "process_reward",
-    "process_shaped_reward",
-    "prompt_priority",
-    "response_length",
-    "signed_score",
-    "verifiable_reward",
-    "weighted_score",
-    "weighted_sum",
-]
+OverlongForm = Literal["piecewise", "linear"]
+"""Penalty of a response beyond the longest length: -1 ("piecewise"), or growing ("linear")."""
+
+
+@op(scope="row")
+def response_length(mask: TokenMask) -> PerSample:
+    """Sampled tokens of each response: f32[rows] from bool[rows, T]."""
+    return mask.sum(dim=1).float()
+
+
+@op(scope="row")
+def is_correct(score: PerSample, *, threshold: float = 1.0) -> PerSample:
+    """Return 1 where `score >= threshold`, else 0, and nan for a row without a score: f32[rows]."""
+    correct = (score >= threshold).to(floating(score))
+    return torch.where(score.isnan(), torch.nan, correct)
+
+
+def check_known(what: str, column: Tensor, *, finite: bool = False) -> None:
+    """Refuse numbers that are none, where something is chosen by them.
+
+    A comparison would make its choice all the same: it is False for nan, and `argmax` takes nan for
+    the highest number.
+
+    Args:
+        what: What they are, for the message.
+        column: [rows] or [rows, ...].
+        finite: Refuse infinities as well, of which no share can be taken.
+
+    Raises:
+        FloatingPointError: If there is one; it names the first row.
+    """
+    unknown = ~column.isfinite() if finite else column.isnan()
+    if bool(unknown.any()):
+        first = unknown.nonzero()[0]
+        raise FloatingPointError(
+            f"the {what} of row {int(first[0])} is {float(column[tuple(first)])}, by which nothing "
+            "can be chosen; give every row a number"
+        )
+
+
+@op(scope="row")
+def signed_score(correct: PerSample) -> PerSample:
+    """Return 1 for a correct response, -1 for a wrong one, nan for no score; see `is_correct`."""
+    return 2 * floating(correct) - 1
+
+
+@op(scope="row")
+def overlong_penalty(
+    length: PerSample, *, max_length: int, cache: int, form: OverlongForm = "piecewise"
+) -> PerSample:
+    """What a response loses for being too long: 0 up to `max_length - cache` tokens, then linear.
+
+    In the last `cache` tokens `((max_length - cache) - length) / cache`, beyond `max_length` -1.
+    Yu et al., "DAPO", 2025, equation 13. "linear" goes on falling beyond `max_length`.
+
+    Args:
+        length: [rows], sampled tokens of each response; integers or f32.
+        max_length: Longest response that is not fully penalized, in tokens.
+        cache: Tokens before that over which the penalty grows; at least 1.
+        form: See `OverlongForm`.
+
+    Returns:
+        f32[rows], 0 or negative.
+
+    Raises:
+        ValueError: If `cache` is not in 1..`max_length`, or `form` is unknown.
+    """
+    if not 1 <= cache <= max_length:
+        raise ValueError(
+            f"cache is {cache}, but the soft zone must have between 1 and max_length={max_length} "
+            "tokens; DAPO uses a fifth of max_length"
+        )
+    if form not in ("piecewise", "linear"):
+        raise ValueError(f"form {form!r} is unknown; choose 'piecewise' or 'linear'")
+    penalty = ((max_length - cache - floating(length)) / cache).clamp(max=0)
+    return penalty.clamp(min=-1) if form == "piecewise" else penalty
+
+
+@op(scope="group")
+def length_reward(length: PerSample, prompt_id: PromptId, *, correct: PerSample) -> PerSample:
+    """Preference for short responses among those of one prompt; wrong ones only lose by it.
+
+    `0.5 - (length - shortest) / (longest - shortest)` within the group; a wrong response gets that
+    or 0, whichever is less; 0 for all if the lengths are equal. Kimi Team, "Kimi k1.5", 2025,
+    section 2.3.3.
+
+    Args:
+        length: [rows], sampled tokens of each response; integers or f32.
+        prompt_id: i64[rows], the group of each row, in any order.
+        correct: f32[rows], see `is_correct`; the lengths of rows where it is nan do not count.
+
+    Returns:
+        f32[rows], from -0.5 to 0.5; nan where `correct` is.
+
+    Raises:
+        ValueError: If shapes differ.
+        FloatingPointError: If a length is nan.
+    """
+    if correct.shape != length.shape:
+        raise ValueError(
+            f"correct must have one entry per row, {list(length.shape)}, got {list(correct.shape)}"
+        )
+    check_known("length", length)
+    correct = floating(correct)
+    exact = torch.where(correct.isnan(), torch.nan, floating(length))
+    groups = Groups(exact, prompt_id)
+    low, high = groups.per_group_row(groups.lowest()), groups.per_group_row(groups.highest())
+    spread = high - low
+    share = (exact.double() - low) / torch.where(spread > 0, spread, 1.0)
+    reward = torch.where(exact.isnan() | (spread > 0), 0.5 - share, 0.0)
+    return torch.where(correct > 0.5, reward, reward.clamp(max=0)).to(exact)
+
+
+@op(scope="row")
+def kl_penalized_score(score: PerSample, *, kl: PerSample, kl_coef: float) -> PerSample:
+    """`score - kl_coef * kl`: the KL to a reference as part of a response's score, not of a loss.
+
+    Args:
+        score: f32[rows].
+        kl: f32[rows], summed over each response, in nats; see `kl.response_kl`.
+        kl_coef: Score taken per nat.
+    """
+    return score - kl_coef * kl
+
+
+@op(scope="row")
+def constrained_score(
+    score: PerSample, passed: PerSample, *, violation_score: float = 0.0
+) -> PerSample:
+    """The score where the constraints hold, else `violation_score`; nan where nobody knows.
+
+    Args:
+        score: f32[rows].
+        passed: f32[rows], above 0.5 where all constraints hold.
+        violation_score: What a violation is worth. To choose among samples use -inf, as 0 would
+            win over negative scores.
+
+    Returns:
+        f32[rows]. A `passed` of nan stays nan, for the optimizer to refuse.
+    """
+    score = floating(score)
+    shaped = torch.where(passed > 0.5, score, torch.full_like(score, violation_score))
+    return torch.where(passed.isnan(), torch.nan, shaped)
+
+
+def weighted_sum(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """The sum of named scores, each times its weight (1 where none is given): f32[rows].
+
+    Raises:
+        ValueError: If there is no score, or a weight names none of them.
+    """
+    unknown = [name for name in weights if name not in scores]
+    if unknown or not scores:
+        raise ValueError(
+            f"weights are given for {', '.join(unknown) or 'nothing'}, scores are: "
+            f"{', '.join(scores) or 'none'}; every weight needs a score of its name"
+        )
+    first = next(iter(scores.values()))
+    total = torch.zeros_like(first)
+    for name, score in scores.items():
+        total = total + weights.get(name, 1.0) * score
+    return total
 
 
 @op(scope="row")
@@ -178,89 +306,6 @@ def process_shaped_reward(
 def known_throughout(score: PerSample, step_score: PerToken, step_end: TokenMask) -> PerSample:
     """Return the score of a response, nan also where one of its steps has no score: f32[rows]."""
     return torch.where((step_score.isnan() & step_end).any(dim=1), torch.nan, floating(score))
-
-
-@op(scope="row")
-def verifiable_reward(
-    verified: PerSample,
-    finished: SampleFlag | None = None,
-    *,
-    scale: float = 10.0,
-    no_eos_reward: float | None = -10.0,
-) -> PerSample:
-    """RLVR's reward: `scale` for a verified response, 0 for any other, `no_eos_reward` if cut off.
-
-    Lambert et al., "Tulu 3: Pushing Frontiers in Open Language Model Post-Training", 2024.
-
-    Args:
-        verified: f32[rows]; above 0 means verified; nan means that there is no verdict.
-        finished: bool[rows], True where the end of sequence was reached; None: all were.
-        scale: alpha.
-        no_eos_reward: Replaces the reward of a response that was cut off; None leaves it.
-
-    Returns:
-        f32[rows]; nan without a verdict, unless the response was cut off.
-    """
-    verified = floating(verified)
-    reward = torch.where(verified > 0, scale, torch.zeros_like(verified))
-    reward = torch.where(verified.isnan(), torch.nan, reward)
-    if finished is None or no_eos_reward is None:
-        return reward
-    return torch.where(finished.bool(), reward, torch.full_like(reward, no_eos_reward))
-
-
-def constraint_reward(
-    verified: Tensor,
-    *,
-    multiplier: Tensor | float = 1.0,
-    weight: Tensor | float = 1.0,
-) -> Tensor:
-    """Reward of several constraints: the sum of `verified * multiplier * weight` over them.
-
-    Pyatkin et al., "Generalizing Verifiable Instruction Following", 2025.
-
-    Args:
-        verified: f32 or bool[..., constraints], 1 where the constraint holds.
-        multiplier: One number, or one per constraint.
-        weight: One number, or one per constraint.
-
-    Returns:
-        f32[...].
-    """
-    return (
-        verified.to(torch.promote_types(verified.dtype, torch.float32)) * multiplier * weight
-    ).sum(-1)
-
-
-@op(scope="row")
-def blended_with_model(
-    verified: PerSample,
-    model_score: PerSample,
-    *,
-    threshold: float = 75.0,
-    bonus: float = 1.0,
-    penalty: float = 0.5,
-) -> PerSample:
-    """A verifier's reward, corrected by a reward model where anything was verified at all.
-
-    `V + bonus` where V > 0 and the model's score is above `threshold`, `V - penalty` where V > 0
-    and it is not, and V otherwise (Pyatkin et al., 2025): the model can neither replace the
-    verifier nor be ignored.
-
-    Args:
-        verified: f32[rows], the verifier's reward V.
-        model_score: f32[rows].
-        threshold: alpha, on the model's scale.
-        bonus: Added above the threshold.
-        penalty: Taken below it.
-
-    Returns:
-        f32[rows]; nan where V is, and where V > 0 and the model has no score.
-    """
-    verified = floating(verified)
-    change = torch.where(model_score > threshold, bonus, -penalty).to(verified)
-    change = torch.where(model_score.isnan(), torch.nan, change)
-    return torch.where(verified > 0, verified + change, verified)
 
 
 @op(scope="row")

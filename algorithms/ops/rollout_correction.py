@@ -22,11 +22,11 @@ from torch import Tensor
 from ...dataflow.graph.axes import Behavior, f32
 from ...dataflow.graph.tracer import op
 from ...dataflow.options import FiniteFloat, NonNegativeFloat, option_class
-from ..roles.language import (
+from ..roles.language import Policy
+from ..roles.language_tables import (
     SAMPLE,
     TOKEN,
     PerToken,
-    Policy,
     PolicyBatch,
     ReferencePolicyBatch,
     Rollout,
@@ -143,20 +143,6 @@ def self_normalized(weight: PerToken, mask: TokenMask) -> PerToken:
         return torch.zeros_like(weight)
     mean = weight[mask].double().mean()
     return zero_where_masked_out(weight / torch.where(mean == 0, 1.0, mean), mask).to(weight)
-
-
-def effective_sample_size(weight: Tensor, mask: Tensor) -> Tensor:
-    """Share of tokens that would say as much with equal weights: `(sum w)^2 / (n sum w^2)`.
-
-    Args:
-        weight: f32[rows, T].
-        mask: bool[rows, T].
-
-    Returns:
-        f64 scalar in (0, 1]; 0 if all weights are.
-    """
-    kept = weight[mask].double()
-    return kept.sum().square() / (len(kept) * kept.square().sum()).clamp(min=1e-300)
 
 
 @op(scope="row")

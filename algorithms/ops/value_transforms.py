@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.graph.tracer import op
-from ..roles.language import PerStep, StepMask
+from ..roles.language_tables import PerStep, StepMask
 from .reductions import check_token_columns, zero_where_masked_out
 from .returns import GaeTargets
 
@@ -76,34 +76,6 @@ def two_hot_value(logits: Tensor, bins: Tensor) -> Tensor:
     return symexp((logits.softmax(dim=-1) * bins).sum(dim=-1))
 
 
-def percentile_scale(
-    returns: Tensor,
-    scale: float = 0.0,
-    *,
-    decay: float = 0.99,
-    low: float = 5.0,
-    high: float = 95.0,
-) -> float:
-    """A running spread of returns: the distance between two percentiles, averaged over updates.
-
-    Args:
-        returns: f32[...], of this batch; percentiles lie between two of them where need be.
-        scale: What the last call returned.
-        decay: Share of the old value that stays.
-        low: The lower percentile.
-        high: The upper one.
-
-    Returns:
-        The scale; what it was where there are no returns.
-    """
-    # `Tensor.quantile` takes 2^24 numbers at most.
-    ordered = returns.detach().double().flatten().sort().values
-    if not len(ordered):
-        return scale
-    bottom, top = (_percentile(ordered, edge) for edge in (low, high))
-    return decay * scale + (1 - decay) * (top - bottom)
-
-
 def _percentile(ordered: Tensor, percent: float) -> float:
     """Return a percentile of f64[n], ascending, n at least 1; interpolated between two numbers."""
     if bool(ordered[-1].isnan()):  # they come last
@@ -112,11 +84,6 @@ def _percentile(ordered: Tensor, percent: float) -> float:
     below = int(place)
     first, second = ordered[below], ordered[min(below + 1, len(ordered) - 1)]
     return float(torch.lerp(first, second, place - below))
-
-
-def scaled_advantage(advantage: Tensor, scale: float) -> Tensor:
-    """Advantages over `max(1, scale)`: large returns are scaled down, small ones never up."""
-    return advantage / max(scale, 1.0)  # in this order nan stays nan
 
 
 @op(scope="batch")
@@ -138,9 +105,11 @@ def percentile_scaled(mask: StepMask, *, advantage: PerStep, value_target: PerSt
         ValueError: If shapes differ.
     """
     check_token_columns(mask, advantage=advantage, value_target=value_target)
-    returns = value_target[mask]
-    scale = percentile_scale(returns, decay=0.0)
+    # `Tensor.quantile` takes 2^24 numbers at most.
+    returns = value_target[mask].detach().double().sort().values
+    scale = _percentile(returns, 95.0) - _percentile(returns, 5.0) if len(returns) else 0.0
     return GaeTargets(
-        advantage=zero_where_masked_out(scaled_advantage(advantage, scale), mask),
+        # In this order a scale of nan stays nan.
+        advantage=zero_where_masked_out(advantage / max(scale, 1.0), mask),
         value_target=zero_where_masked_out(value_target, mask),
     )

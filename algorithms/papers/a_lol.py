@@ -16,13 +16,12 @@ from torch import Tensor
 
 from ...dataflow.graph.tracer import op
 from ...dataflow.options import Fraction, NonNegativeFloat, PositiveInt, option_class
-from ..losses import ClippedValueLoss
-from ..losses.sequence import SequenceLoss, of_row
-from ..losses.sequence_formulas import LOG_RATIO_CLAMP, sequence_sum
+from ..losses.sequence import LOG_RATIO_CLAMP, SequenceLoss, of_row, sequence_sum
+from ..losses.tokens import ClippedValueLoss
 from ..ops.advantages import broadcast_over_tokens
 from ..ops.groups import scored_tokens
 from ..ops.reductions import check_token_columns, zero_where_masked_out
-from ..ops.reward_shaping import check_known
+from ..ops.rewards import check_known
 from ..roles import (
     Policy,
     PolicyBatch,
@@ -32,7 +31,7 @@ from ..roles import (
     ValueBatch,
     ValueModel,
 )
-from ..roles.language import PerSample, PerToken, PolicyOutput, TokenIds, TokenMask
+from ..roles.language_tables import PerSample, PerToken, PolicyOutput, TokenIds, TokenMask
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ lowers it while they are closer. All else is PPO's.
 from __future__ import annotations
 
 from ...dataflow.options import NonNegativeFloat, option_class
-from ..controllers.kl_controller import KLController, KLTarget
+from ..controllers import KLController, KLTarget
 from ..ops.kl import kl_penalized_reward, response_kl
-from ..options.policy_updates import train_policy
+from ..options import train_policy
 from ..ppo import (
     PPO,
     critic_states,

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ...dataflow.graph.tracer import op
 from ...dataflow.options import option_class
-from ..ops.advantages import gae
 from ..ops.final_state import bootstrap_of, with_next_turn
+from ..ops.kl import KLEstimator, kl_estimate
 from ..ops.macro_actions import macro_gae
-from ..ops.turns import turn_rewards
-from ..options.policy_updates import scored_rows, train_policy
-from ..options.reference_kl import reference_logprob, reported_kl
+from ..ops.reductions import check_token_columns, zero_where_masked_out
+from ..ops.returns import gae
+from ..options import reference_logprob, reported_kl, scored_rows, train_policy
 from ..ppo import PPO, train_critic, whitened_advantage, whitened_reward
 from ..roles import (
     Agent,
@@ -28,6 +29,38 @@ from ..roles import (
     TrainMetrics,
     ValueModel,
 )
+from ..roles.language_tables import TokenMask
+
+
+@op(scope="row")
+def turn_rewards(
+    mask: TokenMask,
+    reward: PerToken,
+    *,
+    logprob: PerToken,
+    ref_logprob: PerToken,
+    kl_coef: float,
+    kl_estimator: KLEstimator = "k1",
+) -> PerToken:
+    """Token rewards: what each turn earned on its last token, less the KL to a reference.
+
+    Args:
+        mask: bool[rows, T].
+        reward: f32[rows, T], of `Conversations`.
+        logprob: f32[rows, T], under the policy that sampled the tokens.
+        ref_logprob: f32[rows, T], under the reference.
+        kl_coef: Reward taken per nat.
+        kl_estimator: Which estimate of the KL.
+
+    Returns:
+        f32[rows, T], without gradient.
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    check_token_columns(mask, reward=reward)
+    kl = kl_estimate(mask, logprob=logprob, ref_logprob=ref_logprob, estimator=kl_estimator)
+    return zero_where_masked_out(reward - kl_coef * kl, mask).detach()
 
 
 @option_class

@@ -23,17 +23,17 @@ from torch.nn import functional as F
 
 from ...dataflow.graph.tracer import op
 from ...dataflow.options import Fraction, PositiveFraction, PositiveInt, option_class
-from ..losses import ClippedPolicyLoss, ClippedValueLoss
+from ..losses.tokens import ClippedPolicyLoss, ClippedValueLoss
 from ..ops.advantages import whiten
 from ..ops.final_state import lengthened
 from ..ops.groups import scored_tokens
 from ..ops.macro_actions import sum_over_macros
 from ..ops.reductions import check_token_columns, zero_where_masked_out
 from ..ops.rollout_correction import RolloutCorrection
-from ..options.policy_updates import train_policy
+from ..options import train_policy
 from ..roles import Agent, Policy, Prompts, Sampling, TrainMetrics, ValueBatch, ValueModel
-from ..roles.agents import Conversations, TurnIndex
-from ..roles.language import PerToken, TokenMask
+from ..roles.language import Conversations, TurnIndex
+from ..roles.language_tables import PerToken, TokenMask
 
 ActionValue = Literal["critic", "backup"]
 """Source of Q(s, a) in an advantage: the critic's value of the turn, or the target that it learns

@@ -26,15 +26,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...dataflow.graph.tracer import op
 from ...dataflow.options import PositiveFloat, PositiveInt, option_class
-from ..losses import DPOLoss, ReinforceLoss
+from ..losses.preference import DPOLoss
+from ..losses.tokens import ReinforceLoss
 from ..ops.advantages import broadcast_over_tokens, paired_baseline
 from ..ops.groups import Groups, floating
 from ..ops.kl import response_kl
 from ..ops.pairs import SelectedPairs, pairs_of
-from ..ops.reward_shaping import check_known
-from ..ops.rewards import calibrated_score
+from ..ops.rewards import calibrated_score, check_known
 from ..ops.rollout_correction import RolloutCorrection
-from ..options.policy_updates import check_groups, train_policy
+from ..options import check_groups, train_policy
 from ..roles import (
     PerSample,
     Policy,
@@ -44,7 +44,14 @@ from ..roles import (
     Reward,
     TrainMetrics,
 )
-from ..roles.language import BehaviorLogprob, PromptId, Rollout, Sampling, TokenIds, TokenMask
+from ..roles.language_tables import (
+    BehaviorLogprob,
+    PromptId,
+    Rollout,
+    Sampling,
+    TokenIds,
+    TokenMask,
+)
 
 MeanOver = Literal["batch", "passing", "prompt"]
 """Responses whose mean is taken off a constrained reward: all, those that pass, or all of the same

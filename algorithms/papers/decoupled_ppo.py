@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ...dataflow.options import option_class
 from ..ops.rollout_correction import RolloutCorrection, corrected_batch
-from ..options.reference_kl import reference_logprob, reported_kl
+from ..options import reference_logprob, reported_kl
 from ..ppo import (
     PPO,
     critic_states,

@@ -17,7 +17,7 @@ from ..ops.groups import floating
 from ..ops.reductions import Variance, variance_correction
 from ..ppo import PPO, ppo_step
 from ..roles import PerSample, Policy, Prompts, Reward, TrainMetrics, ValueModel
-from ..roles.language import PromptId, TokenIds, TokenMask
+from ..roles.language_tables import PromptId, TokenIds, TokenMask
 
 Combination = Literal["mean", "worst_case", "uncertainty_weighted"]
 """Score of an ensemble: its members' mean, their least score, or the mean less their variance."""

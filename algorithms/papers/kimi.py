@@ -19,13 +19,12 @@ from ...dataflow.options import (
     PositiveInt,
     option_class,
 )
-from ..losses.sequence import SequenceLoss, of_row
-from ..losses.sequence_formulas import sequence_sum
+from ..losses.sequence import SequenceLoss, of_row, sequence_sum
 from ..ops.advantages import broadcast_over_tokens, group_advantage, log_partition_advantage
 from ..ops.rewards import is_correct, length_reward, response_length, weighted_score
-from ..options.policy_updates import check_groups
+from ..options import check_groups
 from ..roles import Policy, PolicyBatch, Prompts, Reward, Sampling, TrainMetrics
-from ..roles.language import PolicyOutput
+from ..roles.language_tables import PolicyOutput
 
 MirrorForm = Literal["gradient", "squared"]
 """The loss whose gradient is the paper's ("gradient"), or the squared error it is derived from,

@@ -7,11 +7,11 @@ these two suffice. It has no critic, no KL and no filter.
 from __future__ import annotations
 
 from ...dataflow.options import NonNegativeFloat, PositiveInt, option_class
-from ..losses import ClippedPolicyLoss
+from ..losses.tokens import ClippedPolicyLoss
 from ..ops.advantages import StdScores, batch_std_advantage, broadcast_over_tokens
 from ..ops.reductions import Variance
 from ..ops.rollout_correction import RolloutCorrection
-from ..options.policy_updates import check_groups, train_policy
+from ..options import check_groups, train_policy
 from ..roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 

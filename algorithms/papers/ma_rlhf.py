@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...dataflow.graph.role import Loss, LossSum
 from ...dataflow.options import PositiveFloat, option_class
-from ..losses.base import token_metric
-from ..losses.policy import ClippedPolicyLoss
+from ..losses.tokens import ClippedPolicyLoss, token_metric
 from ..ops.macro_actions import (
     MacroId,
     MacroReward,
@@ -26,11 +25,10 @@ from ..ops.macro_actions import (
     sum_over_macros,
 )
 from ..ops.reductions import aggregation_totals, zero_where_masked_out
-from ..options.policy_updates import scored_rows, train_policy
-from ..options.reference_kl import reference_logprob, reported_kl
+from ..options import reference_logprob, reported_kl, scored_rows, train_policy
 from ..ppo import PPO, token_rewards, train_critic, whitened_advantage
 from ..roles import PerSample, PerToken, Policy, Prompts, Reward, Rollout, TrainMetrics, ValueModel
-from ..roles.language import PolicyBatch, PolicyOutput
+from ..roles.language_tables import PolicyBatch, PolicyOutput
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ from ...dataflow.options import (
     PositiveInt,
     option_class,
 )
-from ..losses.base import CountedMean
 from ..losses.preference import of_scores
+from ..losses.tokens import CountedMean
 from ..ops.pairs import pair_rows
 from ..roles import RewardModel, ScoredPairBatch, ScoredPairs, TrainMetrics
-from ..roles.language import ScoreOutput
+from ..roles.language_tables import ScoreOutput
 
 
 @option_class

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from ...dataflow.options import PositiveFloat, option_class
-from ..losses.sequence import PairLoss
-from ..losses.sequence_formulas import LOG_RATIO_CLAMP
-from ..options.pair_updates import PairUpdates, train_on_pairs
-from ..options.reference_kl import score_less_kl
+from ..losses.sequence import LOG_RATIO_CLAMP, PairLoss
+from ..options import PairUpdates, score_less_kl, train_on_pairs
 from ..roles import Policy, Prompts, Reward, TrainMetrics
 
 PairClip = Literal["separate", "joint"]

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from ...dataflow.graph.tracer import op
 from ...dataflow.options import NonNegativeFloat, PositiveInt, option_class
+from ..ops.distributions import uniforms
 from ..ops.groups import floating
-from ..ops.op_random import uniforms
-from ..ops.reward_shaping import check_known
-from ..options.policy_updates import check_groups, train_policy
-from ..options.reference_kl import reference_logprob, reported_kl
+from ..ops.rewards import check_known
+from ..options import check_groups, reference_logprob, reported_kl, train_policy
 from ..ppo import (
     PPO,
     critic_states,
@@ -29,7 +28,7 @@ from ..ppo import (
     whitened_advantage,
 )
 from ..roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
-from ..roles.language import PromptId, Rollout
+from ..roles.language_tables import PromptId, Rollout
 
 Strategy = Literal["best", "best_random", "best_worst", "power"]
 """Which responses are kept: the best; the best and others at random; the best and the worst; any,

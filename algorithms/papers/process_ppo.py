@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from ...dataflow.options import FiniteFloat, option_class
 from ..ops.rewards import known_throughout, process_shaped_reward
-from ..options.policy_updates import scored_rows, train_policy
-from ..options.reference_kl import reference_logprob, reported_kl
+from ..options import reference_logprob, reported_kl, scored_rows, train_policy
 from ..ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advantage
 from ..roles import PerSample, Policy, ProcessReward, Prompts, Reward, TrainMetrics, ValueModel
 

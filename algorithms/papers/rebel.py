@@ -7,9 +7,8 @@ the policy the step begins with, which sampled; the KL to the reference is in th
 from __future__ import annotations
 
 from ...dataflow.options import PositiveInt, option_class
-from ..losses import RebelLoss
-from ..options.pair_updates import PairUpdates, train_on_pairs
-from ..options.reference_kl import score_less_kl
+from ..losses.sequence import RebelLoss
+from ..options import PairUpdates, score_less_kl, train_on_pairs
 from ..roles import Policy, Prompts, Reward, Sampling, TrainMetrics
 
 

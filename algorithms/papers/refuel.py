@@ -10,11 +10,24 @@ nothing.
 
 from __future__ import annotations
 
+from ...dataflow.graph.tracer import op
 from ...dataflow.options import PositiveInt, option_class
-from ..losses import RebelLoss
-from ..losses.sequence import ComparedPairBatch
-from ..ops.turns import branch_turn
+from ..losses.sequence import ComparedPairBatch, RebelLoss
 from ..roles import Agent, Policy, Prompts, Sampling, TrainMetrics
+from ..roles.language import TurnIndex, TurnNumber
+from ..roles.language_tables import TokenMask
+
+
+@op(scope="row")
+def branch_turn(mask: TokenMask, turn: TurnIndex, branch: TurnNumber) -> TokenMask:
+    """The tokens of the turn in which a conversation parts from its partner: bool[rows, T].
+
+    Args:
+        mask: bool[rows, T].
+        turn: i64[rows, T].
+        branch: i64[rows], of `Conversations`.
+    """
+    return mask & (turn == branch[:, None])
 
 
 @option_class

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...dataflow.options import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, option_class
-from ..losses import ClippedPolicyLoss
+from ..losses.tokens import ClippedPolicyLoss
 from ..ops.advantages import KLPlacement, paired_baseline, remax_advantage
 from ..ops.kl import kl_estimate
 from ..ops.rollout_correction import RolloutCorrection
-from ..options.policy_updates import train_policy
-from ..options.reference_kl import reference_logprob, reported_kl
+from ..options import reference_logprob, reported_kl, train_policy
 from ..roles import PerSample, PerToken, Policy, Prompts, Reward, Rollout, Sampling, TrainMetrics
 
 

@@ -23,14 +23,11 @@ from ...dataflow.options import (
     PositiveInt,
     option_class,
 )
-from ..controllers.multiplier import Ascent, Multiplier
-from ..losses import ClippedValueLoss
-from ..losses.base import CountedMean
-from ..ops.lagrangian import lagrangian_advantage
+from ..controllers import Ascent, Multiplier
+from ..losses.tokens import ClippedValueLoss, CountedMean
 from ..ops.pairs import pair_rows
 from ..ops.reductions import check_token_columns
-from ..options.policy_updates import scored_rows, train_policy
-from ..options.reference_kl import reference_logprob, reported_kl
+from ..options import reference_logprob, reported_kl, scored_rows, train_policy
 from ..ppo import PPO, gae_targets, token_rewards, train_critic, whitened_advantage
 from ..roles import (
     PerSample,
@@ -44,11 +41,7 @@ from ..roles import (
     TrainMetrics,
     ValueModel,
 )
-from ..roles.language import (
-    PerToken,
-    ScoreOutput,
-    TokenMask,
-)
+from ..roles.language_tables import PerToken, ScoreOutput, TokenMask
 
 
 def cost_model_loss(
@@ -115,6 +108,19 @@ class CostModelLoss(CountedMean, Loss[ScoredPairBatch, ScoreOutput]):
             "unsafe_accuracy": ((cost.detach() * sign > 0).sum(), 2 * pairs),
         }
         return LossSum(loss / self.divisor(totals).to(loss), metrics)
+
+
+def lagrangian_advantage(
+    reward_advantage: Tensor, cost_advantage: Tensor, multiplier: Tensor | float
+) -> Tensor:
+    """`(A_r - m A_c) / (1 + m)`: reward and cost as one advantage.
+
+    Args:
+        reward_advantage: f32[...].
+        cost_advantage: f32[...], of the same shape.
+        multiplier: m, one number or a tensor that broadcasts.
+    """
+    return (reward_advantage - multiplier * cost_advantage) / (1 + multiplier)
 
 
 @op(scope="row")

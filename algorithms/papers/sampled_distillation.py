@@ -9,10 +9,10 @@ learns more from each response, by what else the teacher might have said.
 from __future__ import annotations
 
 from ...dataflow.options import PositiveInt, option_class
-from ..losses import ClippedPolicyLoss
+from ..losses.tokens import ClippedPolicyLoss
 from ..ops.kl import kl_estimate, response_kl
 from ..ops.rollout_correction import RolloutCorrection
-from ..options.policy_updates import train_policy
+from ..options import train_policy
 from ..roles import PerSample, Policy, Prompts, Sampling, TrainMetrics
 
 

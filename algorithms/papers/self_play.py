@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from ...dataflow.graph.tracer import op
 from ..env_ppo import EnvPPO, learn
 from ..roles import TrainMetrics
-from ..roles.environment import ActorCritic, Trajectories
-from ..roles.games import BoardGame, GameRows
+from ..roles.environment import ActorCritic, BoardGame, GameRows, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from ...dataflow.graph.tracer import op
 from ...dataflow.options import PositiveFloat, option_class
-from ..ops.advantages import GaeTargets
 from ..ops.reductions import zero_where_masked_out
-from ..ops.returns import vtrace
+from ..ops.returns import GaeTargets, vtrace
 from ..ops.rollout_correction import with_rollout_logprob
-from ..options.reference_kl import reference_logprob, reported_kl
+from ..options import reference_logprob, reported_kl
 from ..ppo import (
     PPO,
     bootstrap_value,

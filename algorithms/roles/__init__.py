@@ -1,13 +1,22 @@
 """What roles can be asked for: contracts and tables. No formula and no worker stands here.
 
-Those of language models are importable from this package; environments, games, replays and teams
-have modules of their own.
+Those of language models are importable from this package; `environment` has those of environments,
+games, replays and teams.
 """
 
 from __future__ import annotations
 
-from .agents import Agent, Conversations
 from .language import (
+    Agent,
+    Conversations,
+    Observer,
+    Policy,
+    ProcessReward,
+    Reward,
+    RewardModel,
+    ValueModel,
+)
+from .language_tables import (
     PROMPT,
     ROW,
     SAMPLE,
@@ -19,27 +28,22 @@ from .language import (
     Demonstrations,
     DistillationBatch,
     FeedbackBatch,
-    Observer,
     PairBatch,
     PerRow,
     PerSample,
     PerStep,
     PerToken,
     PerWord,
-    Policy,
     PolicyBatch,
     PolicyColumns,
     PolicyOutput,
     PreferencePairs,
-    ProcessReward,
     PromptId,
     PromptKey,
     Prompts,
     PromptTokenIds,
     ReferencePairBatch,
     ReferencePolicyBatch,
-    Reward,
-    RewardModel,
     Rollout,
     SampleFlag,
     Sampling,
@@ -56,63 +60,17 @@ from .language import (
     Unfinished,
     ValueBatch,
     ValueColumns,
-    ValueModel,
     ValueOutput,
     WordIds,
 )
 
-__all__ = [
-    "Agent",
-    "BehaviorLogprob",
-    "Conversations",
-    "DemonstrationBatch",
-    "Demonstrations",
-    "DistillationBatch",
-    "FeedbackBatch",
-    "Observer",
-    "PROMPT",
-    "PairBatch",
-    "PerRow",
-    "PerSample",
-    "PerStep",
-    "PerToken",
-    "PerWord",
-    "Policy",
-    "PolicyBatch",
-    "PolicyColumns",
-    "PolicyOutput",
-    "PreferencePairs",
-    "ProcessReward",
-    "PromptId",
-    "PromptKey",
-    "PromptTokenIds",
-    "Prompts",
-    "ROW",
-    "ReferencePairBatch",
-    "ReferencePolicyBatch",
-    "Reward",
-    "RewardModel",
-    "Rollout",
-    "SAMPLE",
-    "STEP",
-    "SampleFlag",
-    "Sampling",
-    "ScoreOutput",
-    "ScoredPairBatch",
-    "ScoredPairs",
-    "StepMask",
-    "StepScores",
-    "TOKEN",
-    "TokenIds",
-    "TokenMask",
-    "TokenVersion",
-    "TopWords",
-    "TrainMetrics",
-    "Unfinished",
-    "ValueBatch",
-    "ValueColumns",
-    "ValueModel",
-    "ValueOutput",
-    "WORD",
-    "WordIds",
-]
+__all__ = ["PROMPT", "ROW", "SAMPLE", "STEP", "TOKEN", "WORD"]
+__all__ += ["Agent", "Conversations", "Observer", "Policy", "ProcessReward", "Prompts", "Reward"]
+__all__ += ["RewardModel", "Rollout", "Sampling", "TrainMetrics", "Unfinished", "ValueModel"]
+__all__ += ["BehaviorLogprob", "PerRow", "PerSample", "PerStep", "PerToken", "PerWord", "PromptId"]
+__all__ += ["PromptKey", "PromptTokenIds", "SampleFlag", "StepMask", "TokenIds", "TokenMask"]
+__all__ += ["TokenVersion", "WordIds", "Demonstrations", "PreferencePairs", "ScoredPairs"]
+__all__ += ["DemonstrationBatch", "DistillationBatch", "FeedbackBatch", "PairBatch", "PolicyBatch"]
+__all__ += ["PolicyColumns", "ReferencePairBatch", "ReferencePolicyBatch", "ScoredPairBatch"]
+__all__ += ["ValueBatch", "ValueColumns", "PolicyOutput", "ScoreOutput", "StepScores", "TopWords"]
+__all__ += ["ValueOutput"]

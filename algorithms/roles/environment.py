@@ -1,6 +1,6 @@
-"""Role contracts and tables of reinforcement learning in environments.
+"""Role contracts and tables of reinforcement learning in environments, and in games.
 
-Conventions (they hold for every table here):
+Conventions (they hold for every table of environments):
 
 - A row is one environment, a column of it `horizon` steps of time; rows may hold several episodes
   one after another. Columns are dense: no row is shorter than another.
@@ -16,6 +16,10 @@ Conventions (they hold for every table here):
 
 The loop of observing and acting is one node, `Env.rollout`. It asks the actor it is given, a copy
 of the role's weights, through `Actor.act`, which no step function calls.
+
+Rows of `Transitions` are samples of a replay, each of them one step of some environment: columns
+are `[sampled_step, time]` with one step of time, so that whatever is written over rows and steps
+takes them.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from torch import Tensor
 
 from ...dataflow.graph.axes import Axis, Behavior, GroupId, boolean, f32, i64
 from ...dataflow.graph.role import Loss, Role, call
-from .language import PolicyOutput, TrainMetrics, ValueOutput
+from .language_tables import PolicyOutput, TrainMetrics, ValueOutput
 
 ENV = Axis("env")
 TIME = Axis("time")
@@ -323,5 +327,186 @@ class Env(Role):
 
         Returns:
             f32[envs], the mean return of an episode, unscaled.
+        """
+        raise NotImplementedError
+
+
+GAME = Axis("game")
+
+GameNumber = Annotated[Tensor, i64(GAME)]
+"""Which game of a step a row is."""
+GameGroup = Annotated[Tensor, i64(GAME), GroupId()]
+"""The group a game is played with: its players are asked about all of them at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GameRows:
+    """The games of a step; every step begins new ones.
+
+    Example:
+        Two groups of two: `game = [0, 1, 2, 3]`, `group = [0, 0, 1, 1]`.
+    """
+
+    game: GameNumber
+    group: GameGroup
+
+
+class BoardGame(Role):
+    """A game of two players, one of whom is to move at a time."""
+
+    @call("rollout", scope="group")
+    def play(
+        self, game: GameNumber, group: GameGroup, first: ActorCritic, second: ActorCritic
+    ) -> Trajectories:
+        """Play whole games.
+
+        Every game makes two rows, next to each other: `env` is twice its number for the first
+        player, and one more for the second. A step of a row is a turn of that player; `mask` is
+        False on those after the end. What a player earns belongs to its last turn before: in most
+        games 1 to who won and -1 to who lost, with the last turn of each.
+
+        The last turn of each is `terminated`; it is `truncated` where a game was cut off that would
+        have gone on, and how the player sees it then stands in the next column or in `last_obs`.
+
+        Args:
+            game: i64[games].
+            group: i64[games]; the rows of a group are next to each other.
+            first: The player who begins, in all games.
+            second: The other.
+        """
+        raise NotImplementedError
+
+
+class TeamCritic(Role):
+    """A critic of what a whole team sees."""
+
+    @call("forward")
+    def value(self, obs: Observations, last_obs: LastObservation) -> Values:
+        """The critic's value of every state, seen from every agent."""
+        raise NotImplementedError
+
+    @call("train")
+    def train(
+        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        """Take `epochs * num_minibatches` optimizer steps and make the next weight version.
+
+        Minibatches are sampled from single steps of agents, wherever the mask is True.
+        """
+        raise NotImplementedError
+
+
+SAMPLED_STEP = Axis("sampled_step")
+
+SampledObs = Annotated[Tensor, f32(SAMPLED_STEP, TIME, FEATURE)]
+"""What the actor saw, laid out flat."""
+SampledAction = Annotated[Tensor, f32(SAMPLED_STEP, TIME, COMPONENT)]
+"""One choice per component."""
+PerSampledStep = Annotated[Tensor, f32(SAMPLED_STEP, TIME)]
+"""One number per sampled step."""
+SampledFlag = Annotated[Tensor, boolean(SAMPLED_STEP, TIME)]
+"""True on sampled steps that something is true of."""
+NumStored = Annotated[Tensor, i64(ENV)]
+"""How many steps a replay holds, once per environment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transitions:
+    """Steps sampled from a replay.
+
+    Example:
+        Two samples of a replay that does not hold enough yet: `mask = [[F], [F]]`.
+    """
+
+    obs: SampledObs
+    action: SampledAction
+    reward: PerSampledStep
+    next_obs: SampledObs
+    """What the actor saw after the step, before any reset."""
+    terminated: SampledFlag
+    """True if nothing comes after; an episode that was cut off goes on."""
+    mask: SampledFlag
+    """False where there was nothing to sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QBatch:
+    """What the loss of a Q-network reads."""
+
+    obs: SampledObs
+    action: SampledAction
+    mask: SampledFlag
+    value_target: PerSampledStep
+
+
+class Replay(Role):
+    """Steps of environments, kept for later: as many as there is room for, the newest ones.
+
+    It is one thing that every step changes, so it is on one group of one rank, its calls come in
+    the order of steps, and it is part of checkpoints.
+    """
+
+    keeps_state: ClassVar[bool] = True
+
+    @call("forward", scope="batch")
+    def add(self, steps: Trajectories) -> NumStored:
+        """Keep all steps that count; how many are held then, once per environment.
+
+        Its metric:
+
+        - `stored`: steps held after the call.
+        """
+        raise NotImplementedError
+
+    @call("rollout", scope="batch")
+    def sample(self, stored: NumStored, *, num_steps: int, at_least: int = 1) -> Transitions:
+        """Sample steps uniformly and with replacement.
+
+        Args:
+            stored: What `add` gave: samples are taken after the steps that this graph adds.
+            num_steps: Number of steps to sample.
+            at_least: Sample nothing, that is, steps that are masked out, as long as fewer are held.
+        """
+        raise NotImplementedError
+
+
+class QNetwork(Actor):
+    """Values of all choices in a state: acts by the best one, or at random now and then."""
+
+    @call("forward")
+    def best(self, obs: SampledObs) -> SampledAction:
+        """The choice of highest value in each state."""
+        raise NotImplementedError
+
+    @call("forward")
+    def value(self, obs: SampledObs, action: SampledAction) -> PerSampledStep:
+        """Value of a choice in a state."""
+        raise NotImplementedError
+
+    @call("train")
+    def train(
+        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        """Take `epochs * num_minibatches` optimizer steps and make the next weight version.
+
+        A batch without a step that counts makes the next version too, by no optimizer step.
+        Its metric, besides the loss's:
+
+        - `epsilon`: the share of random choices after the call.
+        """
+        raise NotImplementedError
+
+    @call("train")
+    def follow(self, leader: QNetwork, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
+        """Move the weights to those of another network, and make the next weight version.
+
+        Args:
+            leader: The role whose weights are read, as they are at this line of the step.
+            share: How far: 1 copies them, less is a running mean.
+            every: Only in steps whose number it divides, the first of a run included.
+
+        Its metric:
+
+        - `followed`: 1 if the weights have been moved in this step, else 0.
         """
         raise NotImplementedError

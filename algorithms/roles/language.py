@@ -1,116 +1,197 @@
 """Role contracts of language-model RL: the words that algorithms are written in.
 
-Their tables and columns, and the conventions that hold for them, are in `language_tables`; they can
-be imported from here as well.
+Their tables and columns, and the conventions that hold for them, are in `language_tables`.
+
+In a conversation a policy speaks, something answers, and it goes on. Conventions of
+`Conversations`, beside those of `language_tables`:
+
+- A row is one conversation: the prompt, then turns of the policy and what it was shown after each.
+  One that branches, as a program's may, is several rows.
+- `mask` is True exactly on what the policy sampled, the token that ends a turn included, so it has
+  holes. Tokens are those that were sampled, never the text of them encoded again.
+- `turn` numbers the policy's turns from 0; what follows a turn, and the prompt, has -1.
+- `reward` is earned at the last token of a turn. A conversation's score is its sum; one without a
+  score is not to be learned from.
+
+The conversation is one node, `Policy.converse`, because speaking and being answered go round in a
+circle. It is a call of the policy: it runs where the policy generates, with the weights that it
+generates with. The policy is given the `Agent`, whatever answers it, which holds the conversations:
+`Agent.hold` is called there, by no step function.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Protocol, TypeVar
 
+from torch import Tensor
+
+from ...dataflow.graph.axes import i64
 from ...dataflow.graph.role import Loss, Role, call
-from .agents import Agent, Conversations
 from .language_tables import (
-    PROMPT,
-    ROW,
     SAMPLE,
-    STEP,
     TOKEN,
-    WORD,
-    BehaviorLogprob,
-    DemonstrationBatch,
-    Demonstrations,
-    DistillationBatch,
-    FeedbackBatch,
-    PairBatch,
-    PerRow,
     PerSample,
-    PerStep,
     PerToken,
-    PerWord,
-    PolicyBatch,
-    PolicyColumns,
     PolicyOutput,
-    PreferencePairs,
     PromptId,
     PromptKey,
-    Prompts,
     PromptTokenIds,
-    ReferencePairBatch,
-    ReferencePolicyBatch,
     Rollout,
-    SampleFlag,
     Sampling,
-    ScoredPairBatch,
-    ScoredPairs,
     ScoreOutput,
-    StepMask,
     StepScores,
     TokenIds,
     TokenMask,
-    TokenVersion,
     TopWords,
     TrainMetrics,
-    Unfinished,
-    ValueBatch,
-    ValueColumns,
     ValueOutput,
-    WordIds,
 )
 
-__all__ = [
-    "BehaviorLogprob",
-    "DemonstrationBatch",
-    "Demonstrations",
-    "DistillationBatch",
-    "FeedbackBatch",
-    "Observer",
-    "PROMPT",
-    "PairBatch",
-    "PerRow",
-    "PerSample",
-    "PerStep",
-    "PerToken",
-    "PerWord",
-    "Policy",
-    "PolicyBatch",
-    "PolicyColumns",
-    "PolicyOutput",
-    "PreferencePairs",
-    "ProcessReward",
-    "PromptId",
-    "PromptKey",
-    "PromptTokenIds",
-    "Prompts",
-    "ROW",
-    "ReferencePairBatch",
-    "ReferencePolicyBatch",
-    "Reward",
-    "RewardModel",
-    "Rollout",
-    "SAMPLE",
-    "STEP",
-    "SampleFlag",
-    "Sampling",
-    "ScoreOutput",
-    "ScoredPairBatch",
-    "ScoredPairs",
-    "StepMask",
-    "StepScores",
-    "TOKEN",
-    "TokenIds",
-    "TokenMask",
-    "TokenVersion",
-    "TopWords",
-    "TrainMetrics",
-    "Unfinished",
-    "ValueBatch",
-    "ValueColumns",
-    "ValueModel",
-    "ValueOutput",
-    "WORD",
-    "WordIds",
-]
+ENDINGS = ("done", "last turn", "out of tokens", "failed")
+"""Why a conversation ended: the other side said so, it had as many turns or tokens as it may have,
+or the other side broke."""
+
+TurnIndex = Annotated[Tensor, i64(SAMPLE, TOKEN)]
+"""Which of the policy's turns a token belongs to; -1 on all that it did not say."""
+
+TurnNumber = Annotated[Tensor, i64(SAMPLE)]
+"""A turn of each conversation."""
+
+PieceNumber = Annotated[Tensor, i64(SAMPLE)]
+"""Which of its conversation's rows each is, from 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversations(Rollout):
+    """Conversations, with the log-probabilities that the policy's turns were sampled with.
+
+    `finished` is True where the other side ended it or the policy ended its last turn.
+
+    Example:
+        Prompt `[5]`, a turn `[8, 2]`, the answer `[9]`, a turn `[7, 2]` that earns 1:
+        `tokens = [[5, 8, 2, 9, 7, 2]]`, `mask = [[F, T, T, F, T, T]]`,
+        `turn = [[-1, 0, 0, -1, 1, 1]]`, `reward = [[0, 0, 0, 0, 0, 1]]`, `ending = [0]`.
+    """
+
+    turn: TurnIndex
+    reward: PerToken
+    score: PerSample
+    """Sum of the row's rewards; nan where the other side failed or gave no reward."""
+    ending: Annotated[Tensor, i64(SAMPLE)]
+    """Index into `ENDINGS`."""
+    branch: TurnNumber
+    """The turn up to which a row is the same as its partner's; 0 where rows have no partners."""
+    piece: PieceNumber
+    """Which of its conversation's rows: what a program has asked for may be no single text, and
+    then its rows stand next to each other, each with the whole score."""
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """A turn to sample.
+
+    Attributes:
+        row: The conversation; one turn of it is sampled at a time.
+        text: All tokens before the turn: prompt, turns, and what was shown.
+        max_new_tokens: Longest turn, the token that ends it included.
+        uniform: f64[max_new_tokens]; the random numbers of an engine that takes some.
+        seed: 63 bits, for one that has its own.
+    """
+
+    row: int
+    text: Sequence[int]
+    max_new_tokens: int
+    uniform: Tensor
+    seed: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What was sampled.
+
+    Attributes:
+        row: The conversation.
+        token: i64[n].
+        logprob: f32[n], of the distribution that each was sampled from.
+        version: i64[n]; of the weights that sampled each.
+        finished: Whether a token ended it, and not its length.
+    """
+
+    row: int
+    token: Tensor
+    logprob: Tensor
+    version: Tensor
+    finished: bool
+
+
+class Turns(Protocol):
+    """Samples turns of several conversations as they are asked for, all that are open at once.
+
+    What is sampled depends on the request and the weights, not on the other rows.
+
+    Attributes:
+        num_read: Tokens of texts that were computed.
+        num_reused: Tokens of texts that were not, because they had been computed in earlier turns.
+    """
+
+    num_read: int
+    num_reused: int
+
+    @property
+    def num_open(self) -> int:
+        """Turns that are being sampled, or wait to be."""
+        ...
+
+    def ask(self, request: TurnRequest) -> None:
+        """Have a turn sampled."""
+
+    def step(self) -> list[Turn]:
+        """Go on by a token; those turns that have ended with it. Only while some are open."""
+        ...
+
+    def release(self, row: int) -> None:
+        """Forget a conversation that is over; nothing of it is open."""
+
+    def close(self) -> None:
+        """Give up what is open."""
+
+
+class Agent(Role):
+    """What a policy talks with: an environment, tools, or both.
+
+    Attributes:
+        max_pieces: Most rows of one conversation.
+    """
+
+    max_pieces: int = 1
+
+    def hold(
+        self,
+        turns: Turns,
+        prompt: Tensor,
+        prompt_id: Tensor,
+        sampling: Sampling,
+        *,
+        max_turns: int,
+        branch: bool,
+    ) -> Conversations:
+        """Hold conversations; whoever samples for a policy calls it, never a step function.
+
+        Args:
+            turns: Samples the policy's turns.
+            prompt: i64[P, T], right padded with -1.
+            prompt_id: i64[P].
+            sampling: See `Policy.converse`, as for the rest.
+            max_turns: Most turns of the policy in a conversation.
+            branch: Whether rows come in pairs that are the same up to a turn.
+
+        Returns:
+            Rows of one prompt are adjacent, in the order of the prompts.
+        """
+        raise NotImplementedError
+
 
 B = TypeVar("B")
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 ENV_CONTRACTS = Registry[type[Role]](
     {
         "env": "penstock.algorithms.roles.environment:Env",
-        "board": "penstock.algorithms.roles.games:BoardGame",
+        "board": "penstock.algorithms.roles.environment:BoardGame",
         "actor_critic": "penstock.algorithms.roles.environment:ActorCritic",
-        "team_critic": "penstock.algorithms.roles.teams:TeamCritic",
-        "q_network": "penstock.algorithms.roles.replay:QNetwork",
-        "replay": "penstock.algorithms.roles.replay:Replay",
+        "team_critic": "penstock.algorithms.roles.environment:TeamCritic",
+        "q_network": "penstock.algorithms.roles.environment:QNetwork",
+        "replay": "penstock.algorithms.roles.environment:Replay",
     }
 )
 """The workers that can be named, and the contract of each."""

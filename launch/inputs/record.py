@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...algorithms.roles.language import Policy, Sampling
+from ...algorithms.roles.language import Policy
+from ...algorithms.roles.language_tables import Sampling
 from ...configs.references import load_object
 from ...configs.schema import AlgorithmConfig, RoleConfig
 from ...configs.validate import check_finite, validated

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...algorithms.roles.language import PreferencePairs, Sampling
+from ...algorithms.roles.language_tables import PreferencePairs, Sampling
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Constant, Graph, Node

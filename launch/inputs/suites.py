@@ -13,7 +13,8 @@ from typing import Any
 
 import networkx as nx
 
-from ...algorithms.roles.language import Policy, Prompts, RewardModel, Sampling
+from ...algorithms.roles.language import Policy, RewardModel
+from ...algorithms.roles.language_tables import Prompts, Sampling
 from ...configs.schema import EvaluationConfig, SuiteConfig
 from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, one_process

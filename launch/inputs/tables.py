@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from ...algorithms.roles.environment import EnvRows
-from ...algorithms.roles.games import GameRows
-from ...algorithms.roles.language import Demonstrations, PreferencePairs, Prompts, ScoredPairs
+from ...algorithms.roles.environment import EnvRows, GameRows
+from ...algorithms.roles.language_tables import (
+    Demonstrations,
+    PreferencePairs,
+    Prompts,
+    ScoredPairs,
+)
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph
 from ...dataflow.runtime.engine import Source

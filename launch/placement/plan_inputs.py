@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ...algorithms.roles.language import PreferencePairs, Reward, RewardModel, Sampling
+from ...algorithms.roles.language import Reward, RewardModel
+from ...algorithms.roles.language_tables import PreferencePairs, Sampling
 from ...configs.plan_schema import WorkloadConfig
 from ...configs.references import option_file, options_of
 from ...configs.schema import ModelConfig, RoleConfig

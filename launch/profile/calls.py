@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...algorithms.losses import ClippedPolicyLoss
-from ...algorithms.roles.language import PolicyBatch, Sampling
+from ...algorithms.losses.tokens import ClippedPolicyLoss
+from ...algorithms.roles.language_tables import PolicyBatch, Sampling
 from ...dataflow.runtime.call_context import call_scope
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.cost.calibration_fit import Timed

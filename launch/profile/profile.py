@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...algorithms.roles.language import Prompts, PromptTokenIds
+from ...algorithms.roles.language_tables import Prompts, PromptTokenIds
 from ...configs.references import option_file
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.tracer import build, op

@@ -18,10 +18,15 @@ from typing import Any, Protocol
 
 import torch
 
-from ...algorithms.env_evaluate import EnvEvaluation, env_evaluate_step
-from ...algorithms.evaluate import Evaluation, agent_evaluate_step, evaluate_step
+from ...algorithms.evaluate import (
+    EnvEvaluation,
+    Evaluation,
+    agent_evaluate_step,
+    env_evaluate_step,
+    evaluate_step,
+)
 from ...algorithms.roles.environment import Actor, EnvRows
-from ...algorithms.roles.language import PolicyOutput, Sampling, ScoreOutput
+from ...algorithms.roles.language_tables import PolicyOutput, Sampling, ScoreOutput
 from ...configs.schema import EvaluationConfig
 from ...dataflow.errors import WorkerError
 from ...dataflow.graph.graph import Argument, Constant, Graph, Node, Ref, RoleRef

@@ -12,8 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...algorithms.roles.agents import Agent
-from ...algorithms.roles.language import Policy, ProcessReward, Reward, RewardModel, ValueModel
+from ...algorithms.roles.language import (
+    Agent,
+    Policy,
+    ProcessReward,
+    Reward,
+    RewardModel,
+    ValueModel,
+)
 from ...configs.schema import AlgorithmConfig, ModelConfig, RoleConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 import networkx as nx
 from rich.text import Text
 
-from ...algorithms.roles.agents import Conversations
+from ...algorithms.roles.language import Conversations
 from ...configs.schema import SamplesConfig
 from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.graph.graph import Graph, Node, Ref

@@ -43,6 +43,29 @@ from penstock.algorithms.roles import (
 from penstock.dataflow.graph.role import Loss
 from torch import Tensor
 
+
+def number_of(
+    loss: Loss[Any, Any],
+    logprob: Tensor,
+    behavior_logprob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    **more: Tensor,
+) -> Tensor:
+    """A policy loss of plain columns, as one number; an advantage may be one for each row."""
+    if advantage.ndim == 1:
+        advantage = advantage[:, None].expand(mask.shape)
+    kind = ReferencePolicyBatch if more else PolicyBatch
+    batch = kind(
+        tokens=mask.long(),
+        mask=mask,
+        behavior_logprob=behavior_logprob,
+        advantage=advantage,
+        **more,
+    )
+    return loss(PolicyOutput(logprob=logprob), batch, loss.totals(batch)).total
+
+
 SEEDS = st.integers(0, 2**31 - 1)
 GARBAGE = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30], dtype=torch.float64)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.algorithms.controllers.kl_controller import KLTarget
+from penstock.algorithms.controllers import KLTarget
 from penstock.algorithms.papers.adaptive_ppo import AdaptivePPO, adaptive_ppo_step
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.dataflow.runtime.worker_protocol import WorkerContext

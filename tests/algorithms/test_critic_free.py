@@ -6,7 +6,14 @@ import math
 
 import pytest
 import torch
-from penstock.algorithms.losses import policy_loss, probability_ratio, rebel_loss, sequence_sum
+from penstock.algorithms.losses import (
+    CappedWeightLoss,
+    ClippedPolicyLoss,
+    ReferenceKLPolicyLoss,
+    probability_ratio,
+    rebel_loss,
+    sequence_sum,
+)
 from penstock.algorithms.ops.advantages import (
     batch_std_advantage,
     broadcast_over_tokens,
@@ -15,19 +22,16 @@ from penstock.algorithms.ops.advantages import (
     log_partition_advantage,
     paired_baseline,
     remax_advantage,
-    return_to_go,
-    step_advantage,
     whiten,
 )
 from penstock.algorithms.ops.kl import kl_estimate, kl_shaped_reward
 from penstock.algorithms.ops.reductions import Variance, aggregate
+from penstock.algorithms.ops.returns import return_to_go
 from penstock.algorithms.ops.rewards import (
-    combine_rewards,
     is_correct,
     kl_penalized_score,
     length_reward,
     overlong_penalty,
-    prompt_priority,
     signed_score,
     weighted_score,
 )
@@ -35,6 +39,8 @@ from penstock.algorithms.papers.a_lol import a_lol_kl_loss, a_lol_loss, priority
 from penstock.algorithms.papers.kimi import mirror_descent_loss
 from penstock.algorithms.papers.p3o import p3o_loss
 from torch import Tensor
+
+from .samples import number_of
 
 
 def f64(values: object) -> Tensor:
@@ -180,36 +186,19 @@ GRPO_REF = f64([[-1.1, -1.0], [-0.7, -0.5]])
     ("kl_gradient", "expected"), [("as_is", 0.069665), ("is_corrected", 0.06972)]
 )
 def test_grpo_loss_with_its_kl(kl_gradient: str, expected: float) -> None:
-    loss = policy_loss(
-        logprob=GRPO_NEW,
-        behavior_logprob=GRPO_OLD,
-        advantage=f64([1, -1]),
-        mask=mask_of(2, 2),
-        aggregation="seq-mean-token-mean",
-        ref_logprob=GRPO_REF,
+    loss = ReferenceKLPolicyLoss(
+        policy=ClippedPolicyLoss(aggregation="seq-mean-token-mean"),
         kl_coef=0.04,
         kl_gradient=kl_gradient,  # pyright: ignore[reportArgumentType] - one of its choices
     )
-    close(loss, expected)
+    mask, advantage = mask_of(2, 2), f64([1, -1])
+    close(number_of(loss, GRPO_NEW, GRPO_OLD, advantage, mask, ref_logprob=GRPO_REF), expected)
     k3 = kl_estimate(mask_of(2, 2), logprob=GRPO_NEW, ref_logprob=GRPO_REF, estimator="k3")
     close(k3, [[0.018731, 0.049859], [0.028801, 0.018731]])
 
 
-def test_grpo_with_rewards_of_steps() -> None:
-    got = step_advantage(
-        f64([[0.2, 0.8, 0.5], [0.1, 0.9, 0]]),
-        torch.tensor([[1, 3, 4], [2, 3, -1]]),
-        torch.tensor([5, 5]),
-        mask_of(5, 4),
-        eps=0,
-    )
-    close(got, [[0, 0, 0.848528, 0.848528, 0], [0, 0, 0, 1.131371, 0]])
-
-
-def test_rewards_are_added_up_before_they_are_normalized() -> None:
-    nan = math.nan
-    total = combine_rewards([f64([1, nan, nan, 0]), f64([0, 1, nan, 0])], weights=[2, 1])
-    torch.testing.assert_close(total, f64([2, 1, nan, 0]), equal_nan=True)
+def test_missing_scores_are_left_out_or_leave_nothing() -> None:
+    total = f64([2, 1, math.nan, 0])
     ids = torch.zeros(4).long()
     got = group_advantage(total, ids, eps=0, missing="zero")
     close(got, [1, 0, 0, -1])
@@ -247,14 +236,9 @@ def test_overlong_penalty_needs_a_zone(cache: int) -> None:
 @pytest.mark.parametrize(("eps_high", "expected"), [(0.2, 0.14), (0.28, 0.114)])
 def test_clip_higher(eps_high: float, expected: float) -> None:
     ratio = f64([[1.25, 1.35, 1], [0.75, 1.3, 1]])
-    loss = policy_loss(
-        logprob=ratio.log(),
-        behavior_logprob=torch.zeros_like(ratio),
-        advantage=f64([1, -1]),
-        mask=mask_of(2, 3),
-        eps_high=eps_high,
-    )
-    close(loss, expected)
+    loss = ClippedPolicyLoss(eps_high=eps_high)
+    columns = (ratio.log(), torch.zeros_like(ratio), f64([1, -1]), mask_of(2, 3))
+    close(number_of(loss, *columns), expected)
 
 
 def test_correct_responses_are_paid_one_and_others_minus_one() -> None:
@@ -269,17 +253,15 @@ GSPO_MASK = mask_of(2, 4)
 
 def gspo(eps_low: float, eps_high: float, level: str = "sequence_mean") -> tuple[Tensor, Tensor]:
     logprob = (GSPO_RATIO - 1).requires_grad_()
-    loss = policy_loss(
-        logprob=logprob,
-        behavior_logprob=torch.full_like(GSPO_RATIO, -1),
-        advantage=f64([1, -1]),
-        mask=GSPO_MASK,
+    loss = ClippedPolicyLoss(
         eps_low=eps_low,
         eps_high=eps_high,
         ratio_level=level,  # pyright: ignore[reportArgumentType] - one of its choices
         aggregation="seq-mean-token-mean",
     )
-    return loss, gradient(loss, logprob)
+    before = torch.full_like(GSPO_RATIO, -1)
+    number = number_of(loss, logprob, before, f64([1, -1]), GSPO_MASK)
+    return number, gradient(number, logprob)
 
 
 def test_gspo_clips_whole_responses() -> None:
@@ -328,17 +310,11 @@ def test_gspo_gives_every_token_of_a_response_the_same_gradient(level: str) -> N
 def test_cispo(floor: float, cap: float, expected: float, slope: list[list[float]]) -> None:
     log_ratio = f64([[0.5, 2], [-0.5, 0.1]])
     logprob = (log_ratio - 1).requires_grad_()
-    loss = policy_loss(
-        logprob=logprob,
-        behavior_logprob=torch.full_like(log_ratio, -1),
-        advantage=f64([1, -1]),
-        mask=mask_of(2, 2),
-        objective="capped_weight",
-        weight_floor=floor,
-        weight_cap=cap,
-    )
-    close(loss, expected)
-    close(gradient(loss, logprob), slope)
+    loss = CappedWeightLoss(weight_floor=floor, weight_cap=cap)
+    columns = (torch.full_like(log_ratio, -1), f64([1, -1]), mask_of(2, 2))
+    number = number_of(loss, logprob, *columns)
+    close(number, expected)
+    close(gradient(number, logprob), slope)
 
 
 # --- Lite PPO, Kimi -------------------------------------------------------------------------------
@@ -407,11 +383,6 @@ def test_the_exact_soft_baseline() -> None:
         log_partition_advantage(f64([1, 1, 0, 0]), ids, tau=0.1),
         [0.06931, 0.06931, -0.93069, -0.93069],
     )
-
-
-def test_prompts_that_fail_are_sampled_more_often() -> None:
-    close(prompt_priority(f64([0.9, 0.2, 0.5])), [0.071429, 0.571429, 0.357143])
-    close(prompt_priority(f64([1, 1])), [0.5, 0.5])
 
 
 # --- pairs ----------------------------------------------------------------------------------------

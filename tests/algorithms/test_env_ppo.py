@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.algorithms import ppo
+from penstock.algorithms import options, ppo
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
 from penstock.algorithms.losses.actor_critic import ActorCriticLoss
 from penstock.algorithms.ops import macro_actions, returns
-from penstock.algorithms.options import env_updates
 from penstock.algorithms.roles.environment import ActorCritic, Env, EnvRows
 from penstock.dataflow.errors import PlanError
 from penstock.dataflow.graph.tracer import build
@@ -118,6 +117,6 @@ def test_environments_have_one_home() -> None:
 
 
 def test_what_language_models_learn_by_is_what_is_used_here() -> None:
-    assert vars(env_updates)["gae"] is returns.gae is vars(macro_actions)["gae"]
+    assert vars(options)["gae"] is returns.gae is vars(macro_actions)["gae"]
     assert type(ActorCriticLoss().policy) is type(ppo.PPO().policy_loss)
     assert type(ActorCriticLoss().value) is type(ppo.PPO().value_loss)

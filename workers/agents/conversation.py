@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.agents import ENDINGS, Conversations, Turn, TurnRequest, Turns
-from ...algorithms.roles.language import Sampling
+from ...algorithms.roles.language import ENDINGS, Conversations, Turn, TurnRequest, Turns
+from ...algorithms.roles.language_tables import Sampling
 from ...dataflow.errors import one_process
 from ..data.task import Message
 from ..isolation.child import as_score

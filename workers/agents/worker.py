@@ -18,13 +18,8 @@ import torch
 from pydantic import SkipValidation
 from torch import Tensor
 
-from ...algorithms.roles.agents import (
-    ENDINGS,
-    Agent,
-    Conversations,
-    Turns,
-)
-from ...algorithms.roles.language import Sampling
+from ...algorithms.roles.language import ENDINGS, Agent, Conversations, Turns
+from ...algorithms.roles.language_tables import Sampling
 from ...dataflow.errors import ConfigError, WorkerError
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.options import PositiveFloat, option_class

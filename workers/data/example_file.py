@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ...algorithms.roles.language import Observer, PerSample, PromptId, TokenIds, TokenMask
+from ...algorithms.roles.language import Observer
+from ...algorithms.roles.language_tables import PerSample, PromptId, TokenIds, TokenMask
 from ...dataflow.files import writing
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.tokenizer import TokenizerSpec

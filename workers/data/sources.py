@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...algorithms.roles.language import Demonstrations, PreferencePairs, Prompts, ScoredPairs
+from ...algorithms.roles.language_tables import (
+    Demonstrations,
+    PreferencePairs,
+    Prompts,
+    ScoredPairs,
+)
 from ...dataflow.errors import ConfigError, one_process
 from ..isolation.child import as_score
 from ..models.tokenizer import ChatTemplateError, Tokenizer, pad_rows

@@ -14,18 +14,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.agents import Agent, Conversations
-from ...algorithms.roles.language import (
-    Policy,
+from ...algorithms.roles.language import Agent, Conversations, Policy, RewardModel, ValueModel
+from ...algorithms.roles.language_tables import (
     PolicyOutput,
-    RewardModel,
     Rollout,
     Sampling,
     ScoreOutput,
     TopWords,
     TrainMetrics,
     Unfinished,
-    ValueModel,
     ValueOutput,
 )
 from ...dataflow.errors import ConfigError

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.environment import EnvRows
-from ...algorithms.roles.games import GameRows
+from ...algorithms.roles.environment import EnvRows, GameRows
 
 
 class EnvRowSource:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.language import Sampling
+from ...algorithms.roles.language_tables import Sampling
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import check_folder_files
 from .tool_text import PROBE_TOOL, with_tools_as_text

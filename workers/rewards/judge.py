@@ -21,7 +21,8 @@ import torch
 from annotated_types import Ge, Le
 from pydantic import SkipValidation
 
-from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
+from ...algorithms.roles.language import Reward
+from ...algorithms.roles.language_tables import PerSample, PromptId, TokenIds, TokenMask
 from ...dataflow.errors import WorkerError, one_process
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.options import FiniteFloat, Int, option_class

@@ -18,8 +18,9 @@ import torch
 from annotated_types import Ge, Le
 from pydantic import SkipValidation
 
-from ...algorithms.ops.combined_score import constrained_score, weighted_sum
-from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
+from ...algorithms.ops.rewards import constrained_score, weighted_sum
+from ...algorithms.roles.language import Reward
+from ...algorithms.roles.language_tables import PerSample, PromptId, TokenIds, TokenMask
 from ...dataflow.errors import ConfigError, PenstockError, WorkerError, nearest
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.options import FiniteFloat, option_class

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.language import ProcessReward, StepScores
+from ...algorithms.roles.language import ProcessReward
+from ...algorithms.roles.language_tables import StepScores
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.options import option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext

@@ -18,7 +18,8 @@ from pydantic import SkipValidation
 from torch import Tensor
 from typing_extensions import override
 
-from ...algorithms.roles.language import PerSample, PromptId, Reward, TokenIds, TokenMask
+from ...algorithms.roles.language import Reward
+from ...algorithms.roles.language_tables import PerSample, PromptId, TokenIds, TokenMask
 from ...dataflow.errors import one_process
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.options import FiniteFloat, Int, option_class

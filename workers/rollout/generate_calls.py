@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...algorithms.roles.agents import Agent, Conversations
-from ...algorithms.roles.language import Rollout, Sampling, Unfinished
+from ...algorithms.roles.language import Agent, Conversations
+from ...algorithms.roles.language_tables import Rollout, Sampling, Unfinished
 from ...dataflow.errors import ConfigError, WorkerError
 from ...dataflow.graph.role import Metric, Streamed, add_metrics
 from ...dataflow.runtime.call_context import call_in_flight, call_key, current_step

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.agents import Turns
-from ...algorithms.roles.language import Sampling
+from ...algorithms.roles.language import Turns
+from ...algorithms.roles.language_tables import Sampling
 from .responses import BegunRows, EndedRows, Responses
 from .sampling import SampleStreams
 

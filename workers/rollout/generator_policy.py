@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ...algorithms.roles.agents import Agent, Conversations
-from ...algorithms.roles.language import (
-    Policy,
+from ...algorithms.roles.language import Agent, Conversations, Policy
+from ...algorithms.roles.language_tables import (
     PolicyOutput,
     Rollout,
     Sampling,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.language import Rollout
+from ...algorithms.roles.language_tables import Rollout
 from ...dataflow.graph.role import Metric, add_metrics
 from ...dataflow.runtime.call_context import call_lag, call_version
 from .responses import Responses

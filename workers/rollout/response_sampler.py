@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.agents import Turn, TurnRequest
-from ...algorithms.roles.language import Sampling
+from ...algorithms.roles.language import Turn, TurnRequest
+from ...algorithms.roles.language_tables import Sampling
 from ...dataflow.runtime.call_context import call_version
 from .responses import BegunRows, EndedRows, Responses
 from .sampling import sample_token

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.language import Rollout, Sampling
+from ...algorithms.roles.language_tables import Rollout, Sampling
 from ...dataflow.errors import WorkerError
 from ...dataflow.runtime.call_context import call_version, current_step
 

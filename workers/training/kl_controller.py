@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...algorithms.controllers.kl_controller import KLController, KLTarget
-from ...algorithms.roles.language import TrainMetrics
+from ...algorithms.controllers import KLController, KLTarget
+from ...algorithms.roles.language_tables import TrainMetrics
 from ...dataflow.graph.role import Metric
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from .data_parallel import rank_group

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.language import TrainMetrics
+from ...algorithms.roles.language_tables import TrainMetrics
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import WrittenFile, write_hashed
 from ...dataflow.graph.role import Loss, Metric, Worker, WriteState

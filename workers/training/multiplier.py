@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...algorithms.controllers.multiplier import Ascent, Multiplier
-from ...algorithms.roles.language import TrainMetrics
+from ...algorithms.controllers import Ascent, Multiplier
+from ...algorithms.roles.language_tables import TrainMetrics
 from ...dataflow.graph.role import Metric
 from ...dataflow.options import PositiveFloat, option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.language import TrainMetrics
+from ...algorithms.roles.language_tables import TrainMetrics
 from ...dataflow.errors import ConfigError, StateError, nearest
 from ...dataflow.graph.role import Loss, Metric
 from ...dataflow.runtime.call_context import CallKey, Piece, call_staleness

@@ -10,9 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.algorithms.controllers.multiplier import Ascent
-from penstock.algorithms.ops.lagrangian import lagrangian_advantage, next_log_multiplier
-from penstock.algorithms.papers.safe_rlhf import SafeRLHF, safe_rlhf_step
+from penstock.algorithms.controllers import Ascent, next_log_multiplier
+from penstock.algorithms.papers.safe_rlhf import SafeRLHF, lagrangian_advantage, safe_rlhf_step
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.training.multiplier import LagrangeMultiplier, MultiplierSpec

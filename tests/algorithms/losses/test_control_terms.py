@@ -1,4 +1,4 @@
-"""Terms of classical control: invalid actions, scale-free critics, reward switching, A2C in PPO."""
+"""Terms of classical control: invalid actions, scale-free critics, A2C in PPO."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from penstock.algorithms.ops.distributions import (
     action_logprob,
     entropy_of_logits,
     masked_logits,
-    unimix,
 )
 from penstock.algorithms.ops.kl import kl_estimate
-from penstock.algorithms.ops.novelty import novelty_thresholds, switch_rewards
 from penstock.algorithms.ops.value_transforms import (
-    percentile_scale,
-    scaled_advantage,
+    percentile_scaled,
     symexp,
     symlog,
     two_hot,
@@ -72,24 +69,21 @@ def test_a_state_without_a_valid_action_is_refused() -> None:
 # --- scale-free critics ---------------------------------------------------------------------------
 
 
-def test_symlog_two_hot_and_unimix() -> None:
+def test_symlog_and_two_hot() -> None:
     assert_close(symlog(f64(-10, 0, 0.5, 100)), -2.397895, 0, 0.405465, 4.615121)
     bins = f64(-2, -1, 0, 1, 2)
     assert_close(two_hot(f64(0.3), bins), 0, 0, 0.7, 0.3, 0)
     assert_close(two_hot(f64(-2), bins), 1, 0, 0, 0, 0)
     assert_close(two_hot(f64(7), bins), 0, 0, 0, 0, 1)
-    assert_close(unimix(f64(0.97, 0.02, 0.01)), 0.963633, 0.023133, 0.013233)
 
 
 def test_advantages_are_scaled_down_only() -> None:
-    returns = torch.arange(101.0)
-    scale = percentile_scale(returns)
-    assert scale == pytest.approx(0.9, abs=1e-6)
-    assert_close(scaled_advantage(f64(3), scale), 3)
-    for _ in range(1000):
-        scale = percentile_scale(returns, scale)
-    assert scale == pytest.approx(90, rel=1e-3)
-    assert_close(scaled_advantage(f64(45), 90.0), 0.5)
+    mask = torch.ones(1, 101, dtype=torch.bool)
+    returns, advantage = torch.arange(101.0)[None], torch.full((1, 101), 45.0)
+    scaled = percentile_scaled(mask, advantage=advantage, value_target=returns)
+    assert_close(scaled.advantage[0, :1], 0.5)
+    scaled = percentile_scaled(mask, advantage=advantage, value_target=returns / 1000)
+    assert_close(scaled.advantage[0, :1], 45)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8))
@@ -102,22 +96,6 @@ def test_numbers_survive_their_codes(numbers: list[float]) -> None:
     torch.testing.assert_close(two_hot_value(code.log(), bins), x, rtol=1e-5, atol=1e-6)
     own = two_hot_loss(code.log().clamp(min=-1e4), x, bins)
     assert (own <= two_hot_loss(torch.zeros_like(code), x, bins)).all()
-
-
-# --- reward switching -----------------------------------------------------------------------------
-
-
-def test_only_what_is_new_to_all_policies_earns_the_extrinsic_reward() -> None:
-    switch = switch_rewards(f64(1.2, 0.3)[None], f64(0.8, 0.8))
-    assert_close(switch.extrinsic, 0)
-    assert_close(switch.prediction, 1, 0)
-    assert_close(switch.behavior, 0, 1)
-    switch = switch_rewards(f64(1.2, 0.9)[None], f64(0.8, 0.8))
-    assert_close(switch.extrinsic, 1)
-    assert_close(switch.behavior, 0, 0)
-    assert_close(novelty_thresholds(torch.stack([f64(1, 2), f64(3, 4)]), coef=0.5), 1, 1.5)
-    with pytest.raises(ValueError, match=r"one entry per policy, \[2\], got \[1\]"):
-        switch_rewards(f64(1.2, 0.9)[None], f64(0.8))
 
 
 # --- relations between algorithms -----------------------------------------------------------------

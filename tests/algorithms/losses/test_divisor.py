@@ -19,8 +19,7 @@ from penstock.algorithms.dqn import TemporalDifferenceLoss
 from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss, DistillationLoss
 from penstock.algorithms.losses.actor_critic import ActorCriticLoss, ActorLoss, CriticLoss
 from penstock.algorithms.roles import DistillationBatch, PolicyOutput, ValueOutput
-from penstock.algorithms.roles.environment import ActorCriticBatch
-from penstock.algorithms.roles.replay import QBatch
+from penstock.algorithms.roles.environment import ActorCriticBatch, QBatch
 from penstock.dataflow.graph.role import Loss, LossSum
 from torch import Tensor
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.algorithms.losses import DPOLoss, KTOLoss
-from penstock.algorithms.losses.preference import BradleyTerryLoss
-from penstock.algorithms.losses.preference_formulas import dpo_loss, kto_kl, kto_loss
+from penstock.algorithms.losses.preference import BradleyTerryLoss, dpo_loss, kto_kl, kto_loss
 from penstock.algorithms.papers.margin_modelling import MarginLoss
 from penstock.algorithms.papers.safe_rlhf import CostModelLoss, cost_model_loss
 from penstock.algorithms.roles import (

@@ -13,16 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.ops.advantages import (
-    GaeTargets,
-    Masking,
     broadcast_over_tokens,
-    gae,
     group_advantage,
     leave_one_out,
-    return_to_go,
     whiten,
 )
 from penstock.algorithms.ops.reductions import Variance, masked_mean, masked_variance
+from penstock.algorithms.ops.returns import GaeTargets, Masking, gae, return_to_go
 from torch import Tensor
 
 Rows = list[list[float]]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from penstock.algorithms.dapo import DAPO, dapo_step
-from penstock.algorithms.ops.dynamic_sampling import (
+from penstock.algorithms.dapo import (
+    DAPO,
     DynamicSampling,
     ScoredRollout,
+    dapo_step,
     filled_batch,
     is_mixed,
     joined,

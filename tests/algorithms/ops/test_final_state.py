@@ -6,10 +6,10 @@ from typing import Literal
 
 import pytest
 import torch
-from penstock.algorithms.ops.advantages import gae
 from penstock.algorithms.ops.final_state import bootstrap_of, with_final_state, with_next_turn
 from penstock.algorithms.ops.kl import kl_shaped_reward
 from penstock.algorithms.ops.macro_actions import macro_gae
+from penstock.algorithms.ops.returns import gae
 from penstock.algorithms.papers.agent_ppo import AgentPPO, agent_ppo_step
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.roles import Conversations, Rollout

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from penstock.algorithms.losses import kto_loss, policy_loss
+from penstock.algorithms.losses import kto_loss
 from penstock.algorithms.ops.advantages import (
     batch_centered,
     batch_std_advantage,
@@ -15,10 +13,9 @@ from penstock.algorithms.ops.advantages import (
     leave_one_out,
     log_partition_advantage,
     remax_advantage,
-    step_advantage,
 )
 from penstock.algorithms.ops.groups import floating
-from penstock.algorithms.ops.rewards import blended_with_model, combine_rewards, verifiable_reward
+from penstock.algorithms.ops.reductions import aggregate
 from penstock.algorithms.papers.pf_ppo import selection_weights
 from torch import Tensor
 
@@ -45,22 +42,15 @@ def test_advantages_of_whole_numbers_are_those_of_floats(verdicts: Tensor) -> No
 def test_group_advantages_of_verdicts_are_not_cut_off() -> None:
     expected = torch.tensor([2, -2, -2, 2]) / 3
     assert torch.allclose(leave_one_out(VERDICTS[:4], PROMPT_ID[:4]), expected)
-    steps = torch.tensor([[0, 1], [1, 2]])
-    got = step_advantage(torch.tensor([[1, 0], [0, 1]]), steps, PROMPT_ID[:2], MASK[:2])
-    assert torch.allclose(got[0, 1], torch.tensor(-math.sqrt(0.75)))
 
 
 def test_shares_and_weights_of_whole_numbers_keep_their_fractions() -> None:
-    blended = blended_with_model(torch.tensor([2, 2, 0]), torch.tensor([80, 60, 99]))
-    assert blended.tolist() == [3, 1.5, 0]
     shares = selection_weights(torch.tensor([1, 0, 2]), torch.zeros(3).long(), strategy="power")
     assert torch.allclose(shares, torch.tensor([0.2, 0, 0.8]))
     weighed = kto_loss(
         torch.tensor([0, 0]), torch.tensor([True, False]), kl=0, desirable_weight=1.5
     )
     assert weighed.tolist() == [0.75, 0.5]
-    finished = torch.tensor([1, 1, 0])
-    assert verifiable_reward(torch.tensor([1, 0, 1]), finished).tolist() == [10, 0, -10]
 
 
 def test_a_batch_of_one_sample_gets_its_score_if_that_is_asked_for() -> None:
@@ -69,22 +59,11 @@ def test_a_batch_of_one_sample_gets_its_score_if_that_is_asked_for() -> None:
     assert batch_std_advantage(score, group, singleton_group="zero").item() == 0
 
 
-def test_an_infinite_reward_stays_infinite_among_several() -> None:
-    nan, inf = math.nan, math.inf
-    total = combine_rewards([torch.tensor([-inf, nan, 1.0]), torch.tensor([2.0, inf, nan])])
-    assert total.tolist() == [-inf, inf, 1]
-
-
 def test_a_mask_of_numbers_and_columns_of_another_shape_are_refused_by_name() -> None:
-    logprob = torch.zeros(8, 2)
     with pytest.raises(ValueError, match=r"mask must be bool\[rows, T\].*write mask.bool\(\)"):
         broadcast_over_tokens(torch.zeros(8), MASK.long())
-    with pytest.raises(ValueError, match=r"behavior_logprob must be .* \[8, 2\], got float32\[1"):
-        policy_loss(
-            logprob=logprob, behavior_logprob=logprob[:1], advantage=torch.ones(8), mask=MASK
-        )
-    loss = policy_loss(logprob=logprob, behavior_logprob=logprob, advantage=VERDICTS, mask=MASK)
-    assert loss.item() == -5 / 8
+    with pytest.raises(ValueError, match=r"loss must be .* \[8, 2\], got float32\[1"):
+        aggregate(torch.zeros(1, 2), MASK)
 
 
 def test_floating_columns_keep_their_precision() -> None:

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.losses import ClippedPolicyLoss
-from penstock.algorithms.ops.advantages import gae
 from penstock.algorithms.ops.macro_actions import (
     macro_actions,
     macro_gae,
     macro_mask,
     sum_over_macros,
 )
+from penstock.algorithms.ops.returns import gae
 from penstock.algorithms.papers.ma_rlhf import (
     MARLHF,
     MacroPolicyBatch,

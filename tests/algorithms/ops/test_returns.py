@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.algorithms.ops.advantages import gae, return_to_go, vtrace, whiten
+from penstock.algorithms.ops.advantages import whiten
+from penstock.algorithms.ops.returns import gae, return_to_go, vtrace
 from torch import Tensor
 
 SEEDS = st.integers(0, 2**31 - 1)

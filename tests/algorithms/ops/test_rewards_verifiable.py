@@ -7,15 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.algorithms.ops.rewards import (
-    blended_with_model,
     calibrated_score,
     clipped_step_reward,
     constrained_score,
-    constraint_reward,
     delta_step_reward,
     process_reward,
     process_shaped_reward,
-    verifiable_reward,
     weighted_score,
     weighted_sum,
 )
@@ -98,26 +95,6 @@ def test_padding_changes_nothing(steps: list[tuple[float, bool]]) -> None:
     padded = process_reward(longer, more)
     assert torch.equal(padded[:, : score.shape[1]], process_reward(score, ends))
     assert not padded[:, score.shape[1] :].any()
-
-
-def test_rlvr_of_the_printed_rows() -> None:
-    verified, finished = torch.tensor([1.0, 0, 1]), torch.tensor([True, True, False])
-    close(verifiable_reward(verified, finished, scale=10, no_eos_reward=-10), 10, 0, -10)
-    close(verifiable_reward(verified, finished, no_eos_reward=None), 10, 0, 10)
-    close(verifiable_reward(verified), 10, 0, 10)
-
-
-def test_constraints_add_up() -> None:
-    verified = torch.tensor([True, False, True])
-    close(constraint_reward(verified, multiplier=1, weight=1), 2)
-    close(constraint_reward(verified, weight=torch.tensor([0.5, 1, 2])), 2.5)
-    close(constraint_reward(torch.tensor([[1.0, 1], [0, 1]]), multiplier=2.0), 4, 2)
-
-
-def test_a_reward_model_corrects_only_what_was_verified() -> None:
-    verified, score = torch.tensor([2.0, 2, 0]), torch.tensor([80.0, 60, 99])
-    close(blended_with_model(verified, score, threshold=75), 3, 1.5, 0)
-    close(blended_with_model(torch.tensor([2.0]), torch.tensor([75.0])), 1.5)
 
 
 def test_calibration_of_the_printed_rows() -> None:

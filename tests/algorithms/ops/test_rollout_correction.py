@@ -9,7 +9,6 @@ import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.ops.rollout_correction import (
     RolloutCorrection,
-    effective_sample_size,
     rollout_weight,
     self_normalized,
     weighted_advantage,
@@ -92,13 +91,6 @@ def test_responses_can_be_left_out_by_their_mean_weight() -> None:
     torch.testing.assert_close(wide, tensor([[1.221403, 0.818731, 3.320117, 1.0]]))
     unbounded = weights(RolloutCorrection(mode="sequence_truncate", cap=None))
     torch.testing.assert_close(unbounded, torch.full((1, 4), 3.320117), atol=1e-6, rtol=0)
-
-
-def test_effective_sample_size() -> None:
-    weight = tensor([[2.0, 2.0, 9.0], [0.0, 4.0, 2.0]])
-    mask = tensor([[True, True, False], [True, True, False]])
-    assert float(effective_sample_size(weight, mask)) == pytest.approx(64 / (4 * 24))
-    assert float(effective_sample_size(torch.ones(2, 3), mask)) == 1
 
 
 WITHOUT = {

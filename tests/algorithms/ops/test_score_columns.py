@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from penstock.algorithms.dapo import is_mixed
 from penstock.algorithms.ops.advantages import (
     batch_centered,
     batch_std_advantage,
@@ -20,24 +21,16 @@ from penstock.algorithms.ops.advantages import (
     log_partition_advantage,
     remax_advantage,
 )
-from penstock.algorithms.ops.dynamic_sampling import is_mixed
-from penstock.algorithms.ops.novelty import switch_rewards
+from penstock.algorithms.ops.kl import finished_score, kl_shaped_reward
 from penstock.algorithms.ops.pairs import best_and_worst, mismatched
 from penstock.algorithms.ops.rewards import (
-    blended_with_model,
     calibrated_score,
-    combine_rewards,
     constrained_score,
-    constraint_reward,
-    finished_score,
     is_correct,
     kl_penalized_score,
-    kl_shaped_reward,
     length_reward,
     overlong_penalty,
-    prompt_priority,
     signed_score,
-    verifiable_reward,
     weighted_score,
     weighted_sum,
 )
@@ -110,13 +103,10 @@ FUNCTIONS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
     "better_responses": lambda s, r: (
         better_responses(r.roll.tokens, r.mask, score=s, value=r.ones / 2).advantage
     ),
-    "blended_with_model": lambda s, r: blended_with_model(s, 80 * s, bonus=0.25),
     "broadcast_over_tokens": lambda s, r: broadcast_over_tokens(s, r.mask),
     "calibrated_score": lambda s, r: calibrated_score(s, baseline_score=r.ones),
-    "combine_rewards": lambda s, r: combine_rewards([s, s], weights=[0.5, 0.25]),
     "constrained_reward": lambda s, r: constrained_reward(s, passed=r.passed, allowance=r.ones / 2),
     "constrained_score": lambda s, r: constrained_score(s, r.passed, violation_score=-0.5),
-    "constraint_reward": lambda s, r: constraint_reward(s[:, None], weight=0.5),
     "ensemble, mean": lambda s, r: ensemble_score(torch.stack([s, s // 2])),
     "ensemble, worst": lambda s, r: ensemble_score(torch.stack([s, -s]), combination="worst_case"),
     "ensemble, uncertain": lambda s, r: ensemble_score(
@@ -147,11 +137,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
     ),
     "overlong_penalty": lambda s, r: overlong_penalty(s, max_length=3, cache=2),
     "passing_and_failing": lambda s, r: passing_and_failing(r.roll, s, passed=r.passed).score,
-    "prompt_priority": lambda s, r: prompt_priority(s),
     "remax_advantage": lambda s, r: remax_advantage(s, r.mask, greedy_score=r.ones / 2),
     "selection_weights": lambda s, r: selection_weights(s, r.ids, strategy="power"),
-    "switch_rewards": lambda s, r: switch_rewards(s[:, None], torch.ones(1)).behavior,
-    "verifiable_reward": lambda s, r: verifiable_reward(s, r.finished, scale=1.5),
     "weighted_score": lambda s, r: weighted_score(s, other=s, weight=0.5),
     "weighted_sum": lambda s, r: weighted_sum({"a": s, "b": s}, {"a": 0.5}),
 }
@@ -191,8 +178,8 @@ def test_equal_scores_make_finite_numbers(name: str, score: float) -> None:
     assert made.double().isfinite().all()
 
 
-REFUSED = ("prompt_priority", "switch_rewards", "length_reward", "mean_return")
-"""Read rates, log-probabilities, lengths and rewards of environments, which are never missing."""
+REFUSED = ("length_reward", "mean_return")
+"""Read lengths and rewards of environments, which are never missing."""
 CHOSEN = (
     "best_passing",
     "filtered_batch",
@@ -270,7 +257,6 @@ def test_batch_statistics_leave_out_missing_scores() -> None:
     torch.testing.assert_close(got, torch.tensor([0.0, 1.0, 3.0, -1.0]))
 
 
-@pytest.mark.parametrize("name", ["length_reward", "prompt_priority", "switch_rewards"])
-def test_nan_is_refused_where_values_are_never_missing(name: str) -> None:
+def test_nan_is_refused_where_values_are_never_missing() -> None:
     with pytest.raises(FloatingPointError, match="of row 0 is nan"):
-        FUNCTIONS[name](torch.tensor([torch.nan, 1.0, 0.5, 2.0]), Rows(4, 3))
+        FUNCTIONS["length_reward"](torch.tensor([torch.nan, 1.0, 0.5, 2.0]), Rows(4, 3))

@@ -12,11 +12,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from penstock.algorithms.ops.novelty import switch_rewards
 from penstock.algorithms.ops.rewards import (
-    blended_with_model,
     length_reward,
-    prompt_priority,
 )
 from penstock.algorithms.ops.rollout_correction import self_normalized
 from penstock.algorithms.ops.value_transforms import percentile_scaled
@@ -43,16 +40,10 @@ CHOICES: dict[str, tuple[str, Callable[[Tensor], object]]] = {
         "length",
         lambda x: length_reward(x, IDS, correct=MASK[:, 0]),
     ),
-    "prompt_priority": ("success rate", prompt_priority),
     "best_passing by KL": ("KL", lambda x: passing(kl=x)),
     "draw_rows": ("weight", lambda x: draw_rows(x, 2, 0.5)),
     "priority": ("advantage", priority),
     "systematic_rows": ("share", lambda x: systematic_rows(x, 2)),
-    "switch_rewards by threshold": (
-        "threshold",
-        lambda x: switch_rewards(torch.ones(2, 3), x),
-    ),
-    "switch_rewards": ("log-probability", lambda x: switch_rewards(x[:, None], ONES[:1])),
 }
 
 
@@ -80,9 +71,7 @@ def test_shares_of_an_infinite_whole_are_refused(choose: Callable[[Tensor], Tens
 
 
 def test_what_is_not_chosen_by_may_be_unknown() -> None:
-    """A model need not score what no verifier passed; the best of all may be infinitely good."""
-    nan = torch.tensor([torch.nan, 80.0])
-    assert blended_with_model(torch.tensor([0.0, 1.0]), nan).tolist() == [0, 2]
+    """The best of all may be infinitely good."""
     endless = torch.tensor([-torch.inf, torch.inf, 0])
     assert selection_weights(endless, IDS, strategy="best").tolist() == [0, 1, 1]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.algorithms.ops.dynamic_sampling import joined, kept_groups
+from penstock.algorithms.dapo import joined, kept_groups
 from penstock.algorithms.ops.final_state import with_final_state
 from penstock.algorithms.papers.pf_ppo import filtered_groups
 from penstock.algorithms.roles import (

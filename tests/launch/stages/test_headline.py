@@ -22,7 +22,7 @@ BOTH = '''\
 from penstock.algorithms.grpo import GRPO
 from penstock.algorithms.ops.advantages import broadcast_over_tokens, group_advantage
 from penstock.algorithms.roles import PerSample, Policy, Prompts, Reward, TrainMetrics
-from penstock.algorithms.options.policy_updates import train_policy
+from penstock.algorithms.options import train_policy
 
 
 def both_step(

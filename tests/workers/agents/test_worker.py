@@ -12,7 +12,7 @@ import pytest
 import torch
 from echo_task import EchoSpec
 from penstock.algorithms.roles import Conversations, Prompts, Sampling
-from penstock.algorithms.roles.agents import ENDINGS
+from penstock.algorithms.roles.language import ENDINGS
 from penstock.dataflow.errors import ConfigError, PenstockError, WorkerError
 from talk import Conversing
 

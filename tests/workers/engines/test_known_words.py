@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.algorithms.losses.policy import ClippedPolicyLoss
+from penstock.algorithms.losses.tokens import ClippedPolicyLoss
 from penstock.algorithms.roles import PolicyBatch, Sampling
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from penstock.algorithms.env_evaluate import EnvEvaluation, env_evaluate_step
+from penstock.algorithms.evaluate import EnvEvaluation, env_evaluate_step
 from penstock.algorithms.roles.environment import Actor, Acts
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.tracer import build

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ....algorithms.roles.language import Sampling
+from ....algorithms.roles.language_tables import Sampling
 from ....dataflow.errors import one_process
 from ...data.task import Message, Task
 from ...isolation.child import as_score, supervised, was_killed

@@ -19,8 +19,8 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from ....algorithms.roles.agents import Turn, TurnRequest
-from ....algorithms.roles.language import Sampling
+from ....algorithms.roles.language import Turn, TurnRequest
+from ....algorithms.roles.language_tables import Sampling
 from ...models.tokenizer import ChatTemplateError
 from ..conversation import Conversation, Exchange
 from ..rendering import TurnRenderer

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ....algorithms.roles.agents import Turn, TurnRequest
-from ....algorithms.roles.language import Sampling
+from ....algorithms.roles.language import Turn, TurnRequest
+from ....algorithms.roles.language_tables import Sampling
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.call_context import call_in_flight
 from ...models.architecture import quiet_transformers

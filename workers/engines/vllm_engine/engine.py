@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....algorithms.roles.language import Sampling
+from ....algorithms.roles.language_tables import Sampling
 from ....dataflow.errors import PenstockError
 from ....dataflow.runtime.call_context import call_in_flight
 from .requests import Progress, Request, RequestBatch, Sampled

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ....algorithms.roles.agents import Turn, TurnRequest
-from ....algorithms.roles.language import Sampling
+from ....algorithms.roles.language import Turn, TurnRequest
+from ....algorithms.roles.language_tables import Sampling
 from ....dataflow.errors import ConfigError
 from ....dataflow.options import PositiveFraction, PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....algorithms.roles.language import Sampling
+from ....algorithms.roles.language_tables import Sampling
 from ....dataflow.runtime.call_context import call_version
 
 

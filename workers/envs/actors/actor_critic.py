@@ -22,7 +22,7 @@ from ....algorithms.roles.environment import (
     Acts,
     Values,
 )
-from ....algorithms.roles.language import TrainMetrics
+from ....algorithms.roles.language_tables import TrainMetrics
 from ....dataflow.errors import WorkerError
 from ....dataflow.graph.role import Loss, Metric
 from ....dataflow.options import PositiveInt, option_class

@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ....algorithms.roles.environment import ActionSpace, Acts
-from ....algorithms.roles.language import TrainMetrics, ValueOutput
-from ....algorithms.roles.replay import QNetwork
+from ....algorithms.roles.environment import ActionSpace, Acts, QNetwork
+from ....algorithms.roles.language_tables import TrainMetrics, ValueOutput
 from ....dataflow.errors import ConfigError
 from ....dataflow.graph.role import Loss, Metric
 from ....dataflow.options import Fraction, PositiveInt, option_class

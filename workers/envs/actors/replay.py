@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....algorithms.roles.environment import Trajectories
-from ....algorithms.roles.replay import Replay, Transitions
+from ....algorithms.roles.environment import Replay, Trajectories, Transitions
 from ....dataflow.errors import PlanError, StateError
 from ....dataflow.graph.role import Metric
 from ....dataflow.options import PositiveInt, option_class

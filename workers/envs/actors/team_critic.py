@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ....algorithms.roles.environment import Values
-from ....algorithms.roles.language import TrainMetrics, ValueOutput
-from ....algorithms.roles.teams import TeamCritic
+from ....algorithms.roles.environment import TeamCritic, Values
+from ....algorithms.roles.language_tables import TrainMetrics, ValueOutput
 from ....dataflow.errors import ConfigError
 from ....dataflow.graph.role import Loss
 from ....dataflow.runtime.worker_protocol import WorkerContext

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....algorithms.roles.environment import Actor, Trajectories
-from ....algorithms.roles.games import BoardGame
+from ....algorithms.roles.environment import Actor, BoardGame, Trajectories
 from ....dataflow.graph.role import Metric, add_metrics
 from ....dataflow.runtime.call_context import CallKey, call_key
 from ....dataflow.runtime.worker_protocol import WorkerContext

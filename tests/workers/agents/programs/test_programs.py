@@ -15,9 +15,9 @@ import pytest
 import torch
 from echo_task import EchoSpec, EchoTask
 from killer import killing
-from penstock.algorithms.ops.turns import conversation_advantage
+from penstock.algorithms.agent_grpo import conversation_advantage
 from penstock.algorithms.roles import Conversations, Sampling
-from penstock.algorithms.roles.agents import ENDINGS
+from penstock.algorithms.roles.language import ENDINGS
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import drain_metrics
 from penstock.workers.agents.tasks.program_task import ProgramTaskSpec

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.roles import Sampling
-from penstock.algorithms.roles.agents import Turn, TurnRequest
+from penstock.algorithms.roles.language import Turn, TurnRequest
 from penstock.workers.agents.conversation import Conversation, Exchange, as_table
 from penstock.workers.agents.environment import Reply
 from penstock.workers.agents.programs.chat_api import Refused, read_request

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from penstock.algorithms.roles import Conversations, Sampling
-from penstock.algorithms.roles.agents import ENDINGS, Turn, TurnRequest
+from penstock.algorithms.roles.language import ENDINGS, Turn, TurnRequest
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.agents.tasks.tool_task import ToolTaskSpec

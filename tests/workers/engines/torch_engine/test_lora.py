@@ -11,7 +11,7 @@ import torch
 import transformers
 from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import PolicyBatch, Sampling
-from penstock.algorithms.roles.language import ValueBatch
+from penstock.algorithms.roles.language_tables import ValueBatch
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext

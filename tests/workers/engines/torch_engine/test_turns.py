@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from penstock.algorithms.roles import Sampling
-from penstock.algorithms.roles.agents import Turn, TurnRequest, Turns
+from penstock.algorithms.roles.language import Turn, TurnRequest, Turns
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec

@@ -8,7 +8,7 @@ from collections.abc import Generator
 import pytest
 import torch
 from penstock.algorithms.roles import Sampling
-from penstock.algorithms.roles.agents import Turn, TurnRequest, Turns
+from penstock.algorithms.roles.language import Turn, TurnRequest, Turns
 from penstock.workers.engines.vllm_engine.generator import VllmGenerator
 from torch_models import VOCAB
 from vllm_models import model_spec, start

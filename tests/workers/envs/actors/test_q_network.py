@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from penstock.algorithms.dqn import TemporalDifferenceLoss, bellman_target
-from penstock.algorithms.roles.replay import QBatch
+from penstock.algorithms.roles.environment import QBatch
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.call_context import call_scope, step_scope
 from penstock.dataflow.runtime.engine import Engine

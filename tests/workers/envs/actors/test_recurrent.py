@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.algorithms.losses.actor_critic import ActorCriticLoss
 from penstock.algorithms.ops.returns import GaeTargets
-from penstock.algorithms.options.env_updates import actor_critic_batch
+from penstock.algorithms.options import actor_critic_batch
 from penstock.algorithms.roles.environment import (
     ActorCritic,
     ActorCriticBatch,

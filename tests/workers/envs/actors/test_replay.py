@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.algorithms.roles.environment import Trajectories
-from penstock.algorithms.roles.replay import Transitions
+from penstock.algorithms.roles.environment import Trajectories, Transitions
 from penstock.dataflow.errors import PlanError, StateError
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext

@@ -1,4 +1,4 @@
-"""Losses of policies: the clipped surrogate, and the same with a KL to a reference.
+"""Losses of token columns: the clipped surrogate with or without a KL, values, maximum likelihood.
 
 What their metrics mean is said in `losses`.
 """
@@ -6,24 +6,110 @@ What their metrics mean is said in `losses`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ...dataflow.graph.role import Loss, LossSum
-from ...dataflow.options import FiniteFloat, NonNegativeFloat, PositiveFloat, option_class
+from ...dataflow.options import (
+    FiniteFloat,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    option_class,
+)
 from ..ops.kl import KLEstimator, kl_estimate
-from ..ops.reductions import aggregation_totals, zero_where_masked_out
-from ..roles.language import PolicyBatch, PolicyColumns, PolicyOutput, ReferencePolicyBatch
-from .base import TokenAggregation, token_metric
+from ..ops.reductions import (
+    Aggregation,
+    aggregate,
+    aggregation_denominator,
+    aggregation_numerator,
+    aggregation_totals,
+    zero_where_masked_out,
+)
+from ..roles.language_tables import (
+    DemonstrationBatch,
+    PolicyBatch,
+    PolicyColumns,
+    PolicyOutput,
+    ReferencePolicyBatch,
+    ValueBatch,
+    ValueColumns,
+    ValueOutput,
+)
 from .token_formulas import (
     RatioLevel,
     capped_weight_loss,
     clipped_policy_loss,
+    clipped_value_loss,
+    cross_entropy,
     probability_ratio,
     reinforce_loss,
 )
+
+
+@option_class
+class TokenAggregation:
+    """How a token loss becomes a number. See `reductions` for the modes."""
+
+    aggregation: Aggregation = "token-mean"
+    """How tokens of one row are weighed against tokens of another."""
+    aggregation_length: PositiveInt | None = None
+    """Tokens per row that mode "constant" divides by; usually `Sampling.max_new_tokens`."""
+    count_empty_rows: bool = False
+    """Count rows without a sampled token when dividing by rows."""
+
+    def __post_init__(self) -> None:
+        if self.aggregation == "constant" and self.aggregation_length is None:
+            raise ValueError(
+                f"{type(self).__name__}: aggregation 'constant' divides by a fixed length; set "
+                "aggregation_length to the longest response in tokens"
+            )
+
+    def divisor(self, totals: Tensor) -> Tensor | None:
+        """See `Loss.divisor`: the mode's denominator, at least 1."""
+        return aggregation_denominator(
+            totals,
+            self.aggregation,
+            length=self.aggregation_length,
+            count_empty_rows=self.count_empty_rows,
+        ).clamp(min=1)
+
+    def reduce(self, token_loss: Tensor, mask: Tensor, totals: Tensor) -> Tensor:
+        """These rows' share of the minibatch's mean: f32 scalar."""
+        return aggregate(
+            token_loss,
+            mask,
+            mode=self.aggregation,
+            length=self.aggregation_length,
+            count_empty_rows=self.count_empty_rows,
+            totals=totals,
+        )
+
+    def reduced_metric(self, token_loss: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The same mean as a metric: `(sum, weight)` of these rows."""
+        weight = aggregation_denominator(
+            aggregation_totals(mask),
+            self.aggregation,
+            length=self.aggregation_length,
+            count_empty_rows=self.count_empty_rows,
+        )
+        return aggregation_numerator(token_loss, mask, self.aggregation).detach(), weight
+
+
+class CountedMean:
+    """A mean over pairs, or responses: whatever the first of the loss's totals counts."""
+
+    def divisor(self, totals: Tensor) -> Tensor:
+        """See `Loss.divisor`: how many there are, at least 1."""
+        return totals[0].clamp(min=1)
+
+
+def token_metric(column: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over masked tokens as `(sum, weight)`."""
+    return zero_where_masked_out(column.detach(), mask).sum(), mask.sum()
+
 
 KLGradient = Literal["as_is", "is_corrected", "straight_through_k2"]
 """How a KL estimate inside a loss is differentiated.
@@ -328,3 +414,77 @@ class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
             "ref_kl_k1_per_sequence": (k1.sum(), rows),
             "ref_kl_k3_per_token": token_metric(k3, batch.mask),
         }
+
+
+@option_class
+class ClippedValueLoss(TokenAggregation, Loss[ValueBatch, ValueOutput]):
+    """A critic's clipped squared error; see `clipped_value_loss`."""
+
+    tolerates_lag: ClassVar[bool] = True
+
+    eps: NonNegativeFloat | None = 0.2
+    """How far one update may move a prediction from the old one; None for the plain error."""
+    coef: NonNegativeFloat = 1.0
+    """Factor on the whole loss."""
+
+    def totals(self, batch: ValueColumns) -> Tensor:
+        """f64[7]: `aggregation_totals`, then first and second moments of target and old error."""
+        target = zero_where_masked_out(batch.value_target, batch.mask).double()
+        error = target - zero_where_masked_out(batch.old_value, batch.mask).double()
+        moments = [target.sum(), target.square().sum(), error.sum(), error.square().sum()]
+        return torch.cat([aggregation_totals(batch.mask), torch.stack(moments)])
+
+    def divisor(self, totals: Tensor) -> None:
+        """None: the explained variance is of the whole minibatch's moments."""
+
+    def __call__(self, output: ValueOutput, batch: ValueColumns, totals: Tensor) -> LossSum:
+        """These rows' share of the minibatch's loss."""
+        mask = batch.mask
+        value = zero_where_masked_out(output.value, mask)
+        old_value = zero_where_masked_out(batch.old_value, mask)
+        value_target = zero_where_masked_out(batch.value_target, mask)
+        token_loss = clipped_value_loss(
+            value=value, old_value=old_value, value_target=value_target, eps=self.eps
+        )
+        plain = clipped_value_loss(
+            value=value.detach(), old_value=old_value, value_target=value_target, eps=None
+        )
+        metrics = {
+            "value_loss": self.reduced_metric(token_loss, mask),
+            "value_clip_fraction": token_metric((token_loss.detach() > plain).to(value), mask),
+            "explained_variance": _explained_variance(totals, mask),
+        }
+        return LossSum(self.coef * self.reduce(token_loss, mask, totals), metrics)
+
+
+def _explained_variance(totals: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The minibatch's explained variance, weighted by these rows' tokens.
+
+    A share of it cannot be computed from these rows alone, so the global moments travel in the
+    totals and every micro-batch reports the same number. Constant targets have none: weight 0.
+    """
+    tokens, moments = totals[0].clamp(min=1), totals[3:]
+    target_variance = moments[1] / tokens - (moments[0] / tokens).square()
+    error_variance = moments[3] / tokens - (moments[2] / tokens).square()
+    # Moments of equal numbers differ by rounding; a variance below that is none.
+    exists = target_variance > 1e-12 * (moments[1] / tokens)
+    explained = 1 - error_variance / torch.where(exists, target_variance, 1.0)
+    weight = torch.where(exists, mask.sum().to(totals), 0.0)
+    return explained * weight, weight
+
+
+@option_class
+class CrossEntropyLoss(TokenAggregation, Loss[DemonstrationBatch, PolicyOutput]):
+    """Maximum likelihood of the demonstrated tokens."""
+
+    tolerates_lag: ClassVar[bool] = True
+
+    def totals(self, batch: DemonstrationBatch) -> Tensor:
+        """f64[3], see `aggregation_totals`."""
+        return aggregation_totals(batch.mask)
+
+    def __call__(self, output: PolicyOutput, batch: DemonstrationBatch, totals: Tensor) -> LossSum:
+        """These rows' share of the minibatch's loss."""
+        token_loss = cross_entropy(output.logprob)
+        metrics = {"cross_entropy": token_metric(token_loss, batch.mask)}
+        return LossSum(self.reduce(token_loss, batch.mask, totals), metrics)

@@ -30,10 +30,11 @@ from typing import Any
 import torch
 from bench import machine, parser, table
 from gpu_case import Bench, Figure, scale
-from gpu_compute import attention, engines, inventory, logprobs, train
-from gpu_generate import decode, determinism
+from gpu_commands import agents, paths, plan, runs
+from gpu_compute import engines, inventory, logprobs, train
+from gpu_generate import adapters, decode, determinism
 from gpu_kernels import kernels
-from gpu_run import prediction, smollm2, step
+from gpu_run import smollm2, step
 from gpu_transfer import sleep, weights
 
 LIMIT_S = 1500.0
@@ -59,13 +60,16 @@ STAGES: Mapping[str, Stage] = {
     "decode": Stage(decode, 150),
     "logprobs": Stage(logprobs, 90),
     "determinism": Stage(determinism, 90),
+    "paths": Stage(paths, 150),
+    "runs": Stage(runs, 90),
+    "plan": Stage(plan, 300),
     "step": Stage(step, 150),
+    "adapters": Stage(adapters, 120),
+    "agents": Stage(agents, 90),
     "smollm2": Stage(smollm2, 570),
-    "attention": Stage(attention, 90),
     "sleep": Stage(sleep, 120),
     "weights": Stage(weights, 180),
     "engines": Stage(engines, 180),
-    "prediction": Stage(prediction, 420),
 }
 """Name -> stage, in the order in which they run: what is worth most first, then what is known."""
 
@@ -193,7 +197,7 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--again", action="store_true", help="also what the file has already")
     options.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all stages together")
     options.add_argument("--smollm2", type=Path, help="a folder with SmolLM2-135M-Instruct")
-    options.add_argument("--runs", type=Path, help="where the run of SmolLM2 is kept")
+    options.add_argument("--runs", type=Path, help="where runs and a profile are kept")
     options.add_argument("--here", action="store_true", help="stages in this process")
     options.add_argument("--tiny", action="store_true", help="a demonstration on the CPU")
     args = options.parse_args()

@@ -226,7 +226,7 @@ class Bench:
     Args:
         sizes: How much is measured.
         smollm2: A folder with SmolLM2-135M-Instruct, if there is one.
-        runs: Where the run of SmolLM2 is kept; nowhere if None.
+        runs: Where runs are kept, and a profile of the device; nowhere if None.
         limit_s: How long the stage may take.
     """
 

@@ -1,4 +1,4 @@
-"""Stages of `gpu.py` that compute: the device, attention, training, log-probabilities."""
+"""Stages of `gpu.py` that compute: the device, training, log-probabilities."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import shutil
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from gpu_case import SAMPLES, Bench, Figure, batch_of, computed_flops, packs_seen, train_flops
 from penstock.algorithms.losses import ClippedPolicyLoss
@@ -25,15 +23,11 @@ from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.costs import torch_engine_peak
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 MFU = {"qwen2.5-0.5b": 0.35, "qwen2.5-1.5b": 0.45}
 """Goals of training: the share of the data sheet's products."""
 
 MEMORY_ERROR = 0.1
-MOST_SHAPES = 8
-NEW_SHAPES = 6
 SCALES = {"TFLOP/s": 1e12, "GB/s": 1e9}
 
 # --- inventory
@@ -86,102 +80,6 @@ def _versions() -> dict[str, Any]:
         )
         found["driver, power limit, clock"] = (said.stdout or said.stderr).strip()
     return found
-
-
-# --- attention
-
-
-class _Shapes(TorchDispatchMode):
-    """Notes the shapes with which a library's attention is called.
-
-    Attributes:
-        dense: Those of `scaled_dot_product_attention`, for which a library may make a plan each.
-        packed: Those of kernels for packed rows.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = set[tuple[Any, ...]]()
-        self.packed = set[tuple[Any, ...]]()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        name = str(func)
-        if "attn" in name or "attention" in name:
-            shapes = tuple(tuple(a.shape) for a in args if isinstance(a, Tensor))
-            (self.dense if "scaled_dot_product" in name else self.packed).add((name, *shapes))
-        return func(*args, **kwargs or {})
-
-
-def attention(bench: Bench) -> Iterator[Figure]:
-    """Distinct shapes of a step, and what a new shape costs with each kernel."""
-    yield _shapes_of_a_step(bench)
-    kernels = {"as the worker leaves it": None, "flash": SDPBackend.FLASH_ATTENTION}
-    if bench.sizes.is_cuda:
-        kernels["cuDNN"] = SDPBackend.CUDNN_ATTENTION
-    for name, kernel in kernels.items():
-        if kernel is None:
-            first_s, again_s = _new_shapes(bench)
-        else:
-            with sdpa_kernel(kernel):
-                first_s, again_s = _new_shapes(bench)
-        yield Figure(
-            name=f"attention of a new shape, {name}",
-            value=1e3 * max(first_s[1:]),
-            unit="ms",
-            details={"first_ms": [1e3 * s for s in first_s], "again_ms": 1e3 * again_s},
-        )
-
-
-def _shapes_of_a_step(bench: Bench) -> Figure:
-    sizes = bench.sizes
-    few_layers = {**sizes.models[sizes.large], "num_hidden_layers": 2}
-    sizes_of_it = replace(sizes, models={"two layers": few_layers})
-    policy = Bench(sizes_of_it).policy("two layers")
-    counts: list[int] = []
-    seen, packed = set[tuple[Any, ...]](), set[tuple[Any, ...]]()
-    for step in range(3):
-        shapes = _Shapes()
-        batch = batch_of(sizes, sizes.step_prompts, seed=step)
-        with shapes:
-            train_step(policy, batch, step)
-        counts.append(len(shapes.dense))
-        packed |= shapes.packed
-        seen |= shapes.dense
-    details = {
-        "of_each_step": counts,
-        "of_three_steps": len(seen),
-        "of_packed_kernels": len(packed),
-        "rows": sizes.step_prompts * SAMPLES,
-        "cudnn_is_on": torch.backends.cuda.cudnn_sdp_enabled(),
-    }
-    name = "distinct attention shapes of a step"
-    if not sizes.is_cuda:
-        return Figure(name=name, open="on a CPU attention is no library's", details=details)
-    return Figure(name=name, value=max(counts), goal=MOST_SHAPES, most=True, details=details)
-
-
-def _new_shapes(bench: Bench) -> tuple[list[float], float]:
-    """Seconds of each first call of a shape, forward and backward, and of the fastest repeated."""
-    long = bench.sizes.prompt + bench.sizes.response // 2
-    first: list[float] = []
-    again: list[float] = []
-    for i in range(NEW_SHAPES):
-        tokens = long + 13 * i
-        size = (3, 12, tokens, 64)
-        query, key, value = (
-            torch.randn(size, device=bench.sizes.device, dtype=torch.bfloat16).requires_grad_()
-            for _ in range(3)
-        )
-
-        def call(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> None:
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            mixed.float().sum().backward()
-
-        first.append(bench.meter.once(call))
-        again.append(min(bench.meter.once(call) for _ in range(3)))
-    return first, min(again)
 
 
 # --- training

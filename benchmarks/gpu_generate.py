@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -12,6 +13,7 @@ from unittest import mock
 
 import torch
 from gpu_case import SAMPLES, Bench, Figure, batch_of, prompts_of
+from gpu_compute import mfu
 from gpu_kernels import profiled, tables
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.roles import Sampling
@@ -22,9 +24,11 @@ from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine import device_decode
 from penstock.workers.engines.torch_engine.device_decode import StepGraphs
 from penstock.workers.engines.torch_engine.network import prepare_same_bits
+from penstock.workers.models.lora import LoraSpec
 from torch.profiler import ProfilerActivity, profile
 
 BANDWIDTH = 0.35
+LORA_RANK = 16
 WAITS = 1 / 16
 LAUNCHES = (
     *("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"),
@@ -44,6 +48,24 @@ def decode(bench: Bench) -> Iterator[Figure]:
     yield from _launches(bench, policy, name)
     for rows in (bench.sizes.decode_rows[0], bench.sizes.decode_rows[-1]):
         yield _kernels(bench, policy, name, rows)
+
+
+def adapters(bench: Bench) -> Iterator[Figure]:
+    """Train adapters and decode with them: the larger model, and seven layers of a 7B."""
+    sizes = bench.sizes
+    layers = min(7, sizes.sent["num_hidden_layers"])
+    wide = {**sizes.sent, "num_hidden_layers": layers}
+    for name, architecture in {
+        sizes.large: sizes.models[sizes.large],
+        f"{layers} layers of the model whose weights are sent": wide,
+    }.items():
+        its = Bench(replace(sizes, models={name: architecture}))
+        policy = its.policy(name, lora=LoraSpec(rank=LORA_RANK))
+        share = mfu(its, policy, name, "", None)
+        what = f"training adapters of rank {LORA_RANK}, {name}"
+        rate = share.details["tokens_per_s"]
+        yield Figure(name=what, value=rate, unit="tokens/s", details=share.details)
+        yield from _decoded(its, policy, name, sizes.decode_rows[1])
 
 
 def _decoded(bench: Bench, policy: PolicyWorker, name: str, rows: int) -> Iterator[Figure]:

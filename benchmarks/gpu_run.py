@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from gpu_case import SAMPLES, Bench, Figure, prompts_of
 from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.roles import Prompts, Reward, Sampling
-from penstock.configs.plan_schema import ClusterConfig, ProfileConfig
+from penstock.configs.plan_schema import ClusterConfig
 from penstock.configs.references import option_file
 from penstock.configs.validate import validated
 from penstock.dataflow.graph.graph import Graph
@@ -27,9 +27,9 @@ from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.placement.machine import analytic_cpus, cluster_spec
-from penstock.launch.profile.profile import profile
 from penstock.launch.run_dir.samples import read_samples
 from penstock.launch.stages.stage_result import node_seconds
+from penstock.planner.cost.calibration import Calibration
 from penstock.planner.cost.constants import CPU_DEFAULTS, GPU_DEFAULTS, Constants
 from penstock.planner.cost.engine_model import RoleEngines
 from penstock.planner.inputs.cluster import ClusterSpec
@@ -47,7 +47,6 @@ SMOLLM2_STEPS = 34
 LEFT_S = 20.0
 """Seconds of a stage to import, and to read the results that an ended run left."""
 MICRO_BATCH_TOKENS = 16_384
-PROFILE_S = 240.0
 HERE = Path(__file__).resolve().parent
 CPU_CURVE = HERE / "results" / "instructions_cpu_2026-11-22.json"
 
@@ -159,59 +158,41 @@ def _one_device(cluster: ClusterSpec) -> ClusterSpec:
     return cluster.model_copy(update={"node_groups": (one,)})
 
 
-def _calibrated(bench: Bench) -> tuple[ClusterSpec, Constants]:
-    """The device, and what our engine gets out of it, measured now."""
-    sizes = bench.sizes
-    if not sizes.is_cuda:
-        return _from_sheet(bench)
-    found = profile(
-        ProfileConfig(
-            device="cuda",
-            num_ranks=1,
-            dispatch="in_process",
-            widths=list(sizes.widths),
-            dtypes=["bfloat16"],
-            seconds=0.3,
-            deadline_s=PROFILE_S,
-        )
-    )
-    return found.cluster, found.constants_for([bench.shape(sizes.large)])
+def _calibrated(bench: Bench) -> tuple[ClusterSpec, Constants] | None:
+    """The device as stage `plan` has measured it, if it has."""
+    file = None if bench.runs is None else bench.runs / "plan" / "calibration.json"
+    if file is None or not file.exists():
+        return None
+    found = Calibration.read(file)
+    return found.cluster, found.constants_for([bench.shape(bench.sizes.large)])
 
 
 def step(bench: Bench) -> Iterator[Figure]:
-    """A GRPO step: how long it takes, and what a data sheet would have said."""
-    yield from _stepped(bench, _from_sheet, "by its data sheet", None)
-
-
-def prediction(bench: Bench) -> Iterator[Figure]:
-    """Time a step against its prediction from a profile, which takes up to four minutes."""
-    yield from _stepped(bench, _calibrated, "by a profile", STEP_ERROR)
-
-
-def _stepped(
-    bench: Bench,
-    described: Callable[[Bench], tuple[ClusterSpec, Constants]],
-    how: str,
-    goal: float | None,
-) -> Iterator[Figure]:
+    """A GRPO step: how long it takes, and what a data sheet and a profile say of it."""
     case, name = Case(bench), bench.sizes.large
     steps, nodes = case.run()
     measured_s = statistics.median(steps)
     details = {"rows": case.rows, "steps_s": steps, "measured_nodes_s": nodes}
     rate = case.rows / measured_s
     yield Figure(name=f"GRPO, {name}", value=rate, unit="samples/s", details=details)
-    predicted = case.predicted(*described(bench))
-    yield Figure(
-        name=f"predicted step time, error {how}, {name}",
-        value=abs(predicted.step_time_s / measured_s - 1),
-        goal=goal,
-        most=True,
-        details={
-            "predicted_s": predicted.step_time_s,
-            "measured_s": measured_s,
-            "predicted_nodes_s": dict(predicted.durations_s),
-        },
-    )
+    by = {"its data sheet": _from_sheet(bench), "a profile": _calibrated(bench)}
+    for how, described in by.items():
+        what = f"predicted step time, error by {how}, {name}"
+        if described is None:
+            yield Figure(name=what, open="run stage `plan` first, with the same --runs")
+            continue
+        predicted = case.predicted(*described)
+        yield Figure(
+            name=what,
+            value=abs(predicted.step_time_s / measured_s - 1),
+            goal=STEP_ERROR if how == "a profile" else None,
+            most=True,
+            details={
+                "predicted_s": predicted.step_time_s,
+                "measured_s": measured_s,
+                "predicted_nodes_s": dict(predicted.durations_s),
+            },
+        )
 
 
 # --- SmolLM2

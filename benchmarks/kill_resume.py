@@ -39,10 +39,10 @@ SETTINGS = (
 )
 
 
-def command(folder: Path, max_lag: int) -> list[str]:
+def command(folder: Path, max_lag: int, words: list[str]) -> list[str]:
     """The run as a person would start it."""
     entry = [sys.executable, "-m", "penstock.launch.main", "run"]
-    return [*entry, f"runs={folder}", f"schedule.max_lag={max_lag}", *SETTINGS]
+    return [*entry, f"runs={folder}", f"schedule.max_lag={max_lag}", *SETTINGS, *words]
 
 
 def finish(words: list[str]) -> None:
@@ -82,10 +82,10 @@ def wait_for_step(folder: Path, process: subprocess.Popen[bytes], num_steps: int
         time.sleep(POLL_S)
 
 
-def trial(folder: Path, max_lag: int, after_steps: float) -> dict[str, Any]:
+def trial(folder: Path, max_lag: int, after_steps: float, words: list[str]) -> dict[str, Any]:
     """Kill one run after so many steps, finish it, and say how it went on."""
     process = subprocess.Popen(
-        command(folder, max_lag), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command(folder, max_lag, words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         wait_for_step(folder, process, CHECKPOINT_EVERY)
@@ -113,6 +113,7 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0] if __doc__ else "")
     options.add_argument("--kills", type=int, default=20)
     options.add_argument("--seed", type=int, default=0, help="of the moments")
+    options.add_argument("words", nargs="*", help="further keys of all runs")
     args = options.parse_args()
     moments = random.Random(args.seed)
     rows: list[list[object]] = []
@@ -121,12 +122,12 @@ def main() -> None:
         base = Path(name)
         expected: dict[int, str] = {}
         for max_lag in (0, 1):
-            finish(command(base / f"whole-{max_lag}", max_lag))
+            finish(command(base / f"whole-{max_lag}", max_lag, args.words))
             expected[max_lag] = summary(base / f"whole-{max_lag}")["weights_sha256"]
         for index in range(args.kills):
             max_lag = index % 2
             after_steps = moments.uniform(CHECKPOINT_EVERY, NUM_STEPS)
-            outcome = trial(base / f"trial-{index}", max_lag, after_steps)
+            outcome = trial(base / f"trial-{index}", max_lag, after_steps, args.words)
             outcome["same"] = outcome["weights_sha256"] == expected[max_lag]
             trials.append(outcome)
             rows.append([index, max_lag, outcome["killed_after_steps"],

@@ -30,6 +30,9 @@ APART = (
     "+executor.nodes={actor.generate: rollout}",
 )
 """Generation and training on groups of their own, in one process and on one device."""
+REWARD_MODEL = tuple(
+    f"algorithm.before.reward_modelling.{key}" for key in ("num_steps=40", "per_step.pairs=8")
+)
 AGENTS = ("algorithm=agent_grpo", "task=calculator")
 PATHS: Mapping[str, Sequence[str]] = {
     "engine=fsdp": (*SMALL, "engine=fsdp", "rollout=torch"),
@@ -40,7 +43,7 @@ PATHS: Mapping[str, Sequence[str]] = {
     "schedule=in_flight": (*SMALL, *APART, "schedule=in_flight"),
     "schedule=one_step_off": (*SMALL, *APART, "schedule=one_step_off"),
     "adapters": (*SMALL, "model.lora.rank=8"),
-    "PPO, with a critic": (*SMALL, "algorithm=ppo"),
+    "PPO, with a critic": (*SMALL, "algorithm=ppo", *REWARD_MODEL),
     "a conversation": (*SMALL, *AGENTS),
 }
 """What had not been seen on a GPU, or not since the code was divided anew -> its options."""
@@ -49,6 +52,8 @@ PLANNED = (
     *("model=qwen2.5-0.5b", *SMALL_MODEL, "engine=torch", "rollout=same"),
     *("task.max_response_tokens=24", "algorithm.per_step.prompts=16"),
 )
+RESPONSES = "{tokens: [8, 24], weights: [0.6, 0.4]}"
+"""Of a model with random weights, which ends a response at any token: 15 of 24 on average."""
 TINY_MODEL = tuple(
     f"model.architecture.{key}=64" for key in ("hidden_size", "intermediate_size")
 ) + ("model.architecture.num_attention_heads=2", "model.architecture.num_key_value_heads=2")
@@ -122,7 +127,7 @@ def plan(bench: Bench) -> Iterator[Figure]:
     yield Figure(name=name, value=sum(errors) / len(errors), details=details)
     own = PLANNED if sizes.is_cuda else (*PLANNED, *TINY_MODEL)
     words = ["plan", *own, "cluster=measured", f"plan.calibration={calibration}", f"output={file}",
-             "workload.prompt=null", "workload.response=null"]  # fmt: skip
+             "workload.prompt=null", f"workload.response={RESPONSES}"]  # fmt: skip
     failed, took_s = _command(["-m", "penstock.launch.main", *words], bench.limit_s)
     if failed:
         yield Figure(name="penstock plan", open=failed)
@@ -145,7 +150,8 @@ def _ran(bench: Bench, name: str, words: Sequence[str]) -> Figure:
     if failed or not summaries:
         return Figure(name=what, open=failed or "no summary", details={"command": command[2:]})
     found = json.loads(summaries[-1].read_text())
-    steps = [json.loads(line) for line in (summaries[-1].parent / "metrics.jsonl").open()]
+    lines = (summaries[-1].parent / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
     kept = ("samples_per_s", "predicted_step_time_s", "nodes", "stage_times_s", "weights_sha256",
             "peak_memory_bytes", "suites", "warnings", "not_reproducible")  # fmt: skip
     details = {

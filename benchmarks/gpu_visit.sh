@@ -2,7 +2,7 @@
 # One call of a visit to a GPU that is lent for fifteen minutes: bash benchmarks/gpu_visit.sh 1|2
 #
 #   1  the tests, and beside them every path once; then the default run, and a plan from a profile
-#   2  a step against that profile, adapters, conversations, engines; then what failed in call 1
+#   2  a step against that profile, adapters, conversations, engines
 #
 # Each step has its limit, none that fails stops the next, and all of a call end after $CALL_S seconds.
 # Figures are in gpu.json as soon as they are found, and $OUT has everything after each step: at most
@@ -36,10 +36,24 @@ run() { # run NAME LIMIT COMMAND...: its last lines are shown, more of them if i
     timeout -k 5 "$limit" "$@" >"$log" 2>&1
     code=$?
     echo "== $name: exit $code after $((SECONDS - began)) s, at $SECONDS s"
-    tail -n $((code ? 25 : 3)) "$log" | cut -c1-400
+    tail -n $((code ? 25 : 1)) "$log" | cut -c1-400
     { echo "== $name"; cat "$log"; } >>"$VISIT/call$call.txt"
     cp -f "$VISIT"/*.json "$VISIT"/*.xml "$VISIT/call$call.txt" "$OUT"/ 2>/dev/null
     return 0
+}
+
+figures() { # figures [STAGE...]: what gpu.json has of these, or of all
+    "$PYTHON" - "$VISIT/gpu.json" "$@" <<'END'
+import json, pathlib, sys
+file = pathlib.Path(sys.argv[1])
+found = json.loads(file.read_text())["stages"] if file.exists() else {}
+for name in sys.argv[2:] or found:
+    stage = found.get(name, {"figures": []})
+    state = "complete" if stage.get("is_complete") else stage.get("failed", "not at its end")
+    print("  ", name, state, f"{stage.get('seconds', 0):.1f} s")
+    for one in stage["figures"]:
+        print("     ", one["name"], one["value"], one["unit"], one["open"][-300:])
+END
 }
 
 stages() { # stages LIMIT NAME...: those that gpu.json lacks, in one process, for imports take seconds
@@ -48,6 +62,7 @@ stages() { # stages LIMIT NAME...: those that gpu.json lacks, in one process, fo
     shift
     run "$*" "$limit" "$PYTHON" benchmarks/gpu.py $tiny --here --json "$VISIT/gpu.json" \
         --limit-s "$((limit > 30 ? limit - 10 : limit))" --runs "$VISIT/runs" --stage "$@"
+    figures "$@"
 }
 
 tests() { # tests LIMIT: of their files alone, as to collect all takes long, and some need Ray
@@ -67,20 +82,12 @@ case $call in
     stages 150 plan
     ;;
 2)
+    [ -f "$VISIT/runs/plan/calibration.json" ] || stages 150 plan
     stages 70 step
     stages 90 adapters
-    stages 60 agents
+    stages 80 agents
     stages 60 engines
-    stages 120 inventory runs plan
     ;;
 *) echo "usage: bash benchmarks/gpu_visit.sh 1|2" >&2; exit 2 ;;
 esac
-"$PYTHON" - "$VISIT/gpu.json" <<'END'
-import json, pathlib, sys
-file = pathlib.Path(sys.argv[1])
-for name, stage in (json.loads(file.read_text())["stages"] if file.exists() else {}).items():
-    state = "complete" if stage["is_complete"] else stage.get("failed", "not at its end")
-    print(name, state, f"{stage.get('seconds', 0):.1f} s")
-    for one in stage["figures"]:
-        print("   ", one["name"], one["value"], one["unit"], one["open"])
-END
+figures

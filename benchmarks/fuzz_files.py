@@ -20,8 +20,12 @@ import yaml
 from fuzz_case import Case, Commands
 from fuzz_keys import small_words
 from penstock.launch.cli.hydra_app import compose
-from penstock.planner.cost.calibration import Calibration, DtypeConstants, MeasuredCall
-from penstock.planner.cost.constants import CPU_DEFAULTS
+from penstock.planner.cost.calibration import (
+    CPU_DEFAULTS,
+    Calibration,
+    DtypeConstants,
+    MeasuredCall,
+)
 from penstock.planner.inputs.cluster import ClusterSpec
 from transformers import AutoModelForCausalLM
 

@@ -29,13 +29,12 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.placement.machine import analytic_cpus, cluster_spec
 from penstock.launch.run_dir.samples import read_samples
 from penstock.launch.stages.stage_result import node_seconds
-from penstock.planner.cost.calibration import Calibration
-from penstock.planner.cost.constants import CPU_DEFAULTS, GPU_DEFAULTS, Constants
+from penstock.planner.cost.calibration import CPU_DEFAULTS, GPU_DEFAULTS, Calibration, Constants
 from penstock.planner.cost.engine_model import RoleEngines
 from penstock.planner.inputs.cluster import ClusterSpec
 from penstock.planner.inputs.workload import Lengths, Workload
+from penstock.planner.plan.plan import Prediction
 from penstock.planner.plan.planner import plan_step
-from penstock.planner.plan.prediction import Prediction
 from penstock.workers.engines.registry import DEFAULT
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.training.optimizer import OptimizerSpec

@@ -29,14 +29,12 @@ from penstock.dataflow.runtime.engine import Engine
 from penstock.launch.profile.calls import calls_of_width
 from penstock.launch.profile.profile import profile
 from penstock.launch.stages.stage_result import node_seconds
-from penstock.planner.cost.calibration import Calibration
+from penstock.planner.cost.calibration import Calibration, Constants
 from penstock.planner.cost.calibration_fit import fit_constants
-from penstock.planner.cost.constants import Constants
 from penstock.planner.cost.engine_model import RoleEngines
 from penstock.planner.inputs.cluster import ClusterSpec
-from penstock.planner.plan.plan import Plan
+from penstock.planner.plan.plan import Plan, Prediction
 from penstock.planner.plan.planner import plan_step
-from penstock.planner.plan.prediction import Prediction
 from penstock.workers.engines.torch_engine.declaration import TORCH
 from penstock.workers.executors.on_ray.executor import RayExecutor, shutdown_ray
 from planner_accuracy_case import CASES, Case

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.planner.cost.constants import Constants
+from penstock.planner.cost.calibration import Constants
 from penstock.planner.cost.time_model import TimeModel, offload_time
 from penstock.planner.inputs.calls import Call
-from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.inputs.mesh import Mesh
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.inputs.workload import Lengths, Workload
 

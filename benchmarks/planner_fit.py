@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from bench import parser, report, table
 from numpy.typing import NDArray
-from penstock.planner.cost.constants import GPU_DEFAULTS, PUBLISHED_H100, Constants
+from penstock.planner.cost.calibration import GPU_DEFAULTS, PUBLISHED_H100, Constants
 from planner_case import ROWS, SIZES, Case, case, heuristic_s, read_rows
 
 FITTED = ("matmul_efficiency", "hop_s", "stage_s")

@@ -23,8 +23,7 @@ from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import PolicyBatch, Sampling, ValueBatch
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.planner.inputs.calls import Call, CallKind
-from penstock.planner.inputs.logical_params import adapter_params
-from penstock.planner.inputs.model_shape import Head, shape_of
+from penstock.planner.inputs.model_shape import Head, adapter_params, shape_of
 from penstock.planner.inputs.workload import Lengths
 from penstock.workers.engines.torch_engine.costs import torch_engine_peak
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchValueSpec

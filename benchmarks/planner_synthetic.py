@@ -11,9 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout, legal_layouts
-from penstock.planner.inputs.mesh import Mesh
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.search.options import CallNode, Option, dominant
 

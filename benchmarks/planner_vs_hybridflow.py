@@ -44,18 +44,17 @@ from typing import Any, TypeAlias
 
 from bench import parser, report, table
 from penstock.dataflow.errors import InfeasibleError, PlanError
-from penstock.planner.cost.constants import GPU_DEFAULTS
+from penstock.planner.cost.calibration import GPU_DEFAULTS
 from penstock.planner.cost.engine_model import ANY, EngineModel, RoleEngines
 from penstock.planner.cost.time_model import CallTime, TimeModel
 from penstock.planner.inputs.calls import Call, CallKind
-from penstock.planner.inputs.cluster import ClusterSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.cluster import ClusterSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.inputs.mesh import Mesh
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.inputs.workload import Lengths
 from penstock.planner.search.option_table import ModelTable, call_nodes
+from penstock.planner.search.options import Assignment, SearchResult
 from penstock.planner.search.pins import Pins
-from penstock.planner.search.result import Assignment, SearchResult
 from penstock.planner.search.search import search
 from planner_case import shape
 from planner_vs_megatron import A100, share_of_width

@@ -20,12 +20,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from bench import parser, report, table
-from penstock.planner.cost.constants import GPU_DEFAULTS
+from penstock.planner.cost.calibration import GPU_DEFAULTS
 from penstock.planner.cost.time_model import call_time
 from penstock.planner.inputs.calls import Call
-from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.inputs.mesh import Mesh
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.inputs.workload import Lengths
 

@@ -71,8 +71,7 @@ def _show(
     from ...planner.report.comparison import comparison_text
     from ...planner.report.explain import explain
     from ...planner.report.html_report import to_html
-    from ...planner.report.json_report import to_json
-    from ...planner.report.trace_report import to_trace
+    from ...planner.report.json_report import to_json, to_trace
 
     graph, kept = request.graph, request.kept(plan)
     simulation = simulate_plan(graph, plan)

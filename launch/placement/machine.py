@@ -23,8 +23,7 @@ from ...configs.references import option_file, options_of
 from ...configs.schema import ExecutorConfig
 from ...configs.validate import nearest_key, validated
 from ...dataflow.errors import ConfigError, PlanError
-from ...planner.cost.calibration import Calibration
-from ...planner.cost.constants import Constants, default_constants
+from ...planner.cost.calibration import Calibration, Constants, default_constants
 from ...planner.formatting import bytes_text
 from ...planner.inputs.calls import CallKind
 from ...planner.inputs.cluster import ClusterSpec, LinkSpec, NodeGroup

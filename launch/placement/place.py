@@ -22,8 +22,7 @@ from ...dataflow.runtime.executor import Executor
 from ...dataflow.runtime.placement import DeviceGroup, Placement, check_placement, follow
 from ...planner.formatting import bytes_text, seconds_text
 from ...planner.inputs.calls import CALL_KINDS, calls_of
-from ...planner.inputs.cluster import ClusterSpec
-from ...planner.inputs.cluster_variants import halvings, part
+from ...planner.inputs.cluster import ClusterSpec, halvings, part
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.model_shape import ModelShape
 from ...planner.inputs.workload import Workload

@@ -22,8 +22,7 @@ from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import read_json
 from ...dataflow.graph.graph import Graph
-from ...planner.inputs.logical_params import adapter_params
-from ...planner.inputs.model_shape import ModelShape, shape_of
+from ...planner.inputs.model_shape import ModelShape, adapter_params, shape_of
 from ...planner.inputs.workload import Lengths, Workload
 from ...workers.data.chat import BadPrompt
 from ..inputs.data import Data, load_data

@@ -22,19 +22,16 @@ from ...dataflow.graph.graph import Graph
 from ...dataflow.graph.streaming import check_segments
 from ...dataflow.runtime.messages import TaskSpan
 from ...dataflow.scheduler.schedule import Schedule
-from ...planner.cost.calibration import Calibration
-from ...planner.cost.constants import Constants, default_constants
+from ...planner.cost.calibration import Calibration, Constants, default_constants
 from ...planner.cost.engine_model import RoleEngines
 from ...planner.formatting import change_text, ranges_text, seconds_text
 from ...planner.inputs.calls import Call, calls_of
-from ...planner.inputs.cluster import ClusterSpec
-from ...planner.inputs.cluster_variants import improved, smaller
+from ...planner.inputs.cluster import ClusterSpec, improved, smaller
 from ...planner.inputs.layout import Layout, check_layout, pinned_layout
 from ...planner.inputs.model_shape import ModelShape
 from ...planner.inputs.workload import Workload
-from ...planner.plan.plan import Plan
+from ...planner.plan.plan import NodePrediction, OtherSchedule, Plan, Prediction
 from ...planner.plan.planner import plan_step
-from ...planner.plan.prediction import NodePrediction, OtherSchedule, Prediction
 from ...planner.plan.simulate import Simulation, idle_of
 from ...planner.report.comparison import Alternative, PlanComparison
 from ...planner.search.pins import Pins

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...planner.cost.constants import Constants
+from ...planner.cost.calibration import Constants
 from ...planner.inputs.cluster import LinkSpec
 
 _LONG_BYTES = {"cpu": 2**27, "cuda": 2**28}  # gradients of a model do not stay in a cache

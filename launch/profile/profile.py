@@ -27,7 +27,7 @@ from ...dataflow.graph.tracer import build, op
 from ...dataflow.runtime.engine import Engine
 from ...dataflow.runtime.executor import Executor
 from ...dataflow.runtime.placement import one_group
-from ...planner.cost.constants import CPU_DEFAULTS, GPU_DEFAULTS, Constants
+from ...planner.cost.calibration import CPU_DEFAULTS, GPU_DEFAULTS, Constants
 from ...planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from ..placement.machine import ALIKE
 from .links import LinkTimes, link_constants, link_of

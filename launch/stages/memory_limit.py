@@ -14,7 +14,7 @@ from typing import Any
 from ...configs.plan_schema import WorkloadConfig
 from ...dataflow.errors import ConfigError, PlanError
 from ...dataflow.graph.graph import Node
-from ...planner.cost.memory_ledger import GroupLedger, Parts
+from ...planner.cost.memory import GroupLedger, Parts
 from ...planner.formatting import bytes_of, bytes_text, part_text
 from ...planner.inputs.calls import Call, calls_of
 from ...planner.inputs.layout import Layout

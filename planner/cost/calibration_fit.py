@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..inputs.calls import Call
-from ..inputs.cluster import ClusterSpec
+from ..inputs.cluster import ClusterSpec, Mesh
 from ..inputs.layout import Layout
-from ..inputs.mesh import Mesh
-from .calibration import DtypeConstants
-from .constants import Constants
+from .calibration import Constants, DtypeConstants
 from .engine_model import ANY, EngineModel
 from .time_model import TimeModel
 

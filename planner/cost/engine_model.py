@@ -17,8 +17,7 @@ from typing import Literal, Protocol
 from ..inputs.calls import Call, CallKind
 from ..inputs.layout import Layout
 from ..inputs.model_shape import ModelShape
-from .memory import resident_parts, transient_parts
-from .memory_ledger import Parts
+from .memory import Parts, resident_parts, transient_parts
 
 # of a layout, what is done in it, and the model's shape if it is known: a clause that says what the
 # engine lacks ("megatron has no cp"), or None if it runs it

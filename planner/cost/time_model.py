@@ -1,20 +1,162 @@
 """How long a call takes in a layout on a mesh, and how long it takes to move weights.
 
-`call_time` is the question; `TimeModel` asks it many times and keeps what depends on the call or
-the mesh alone. The formulas are in `time_train` and `time_decode`.
+Generation is prompts once, then one token after another. A decode step reads every weight and every
+row's keys and values, waits for the launches of its kernels where they take longer (on a CPU it
+waits for all of them), and adds the latency of two all-reduces per layer. With a pipeline the rows
+go round in as many groups as there are stages, and a token takes a full round. Rows that do not fit
+into the key-value cache at once run in waves.
 """
 
 from __future__ import annotations
 
+from ...dataflow.errors import PlanError
 from ..inputs.calls import Call
+from ..inputs.cluster import Mesh
 from ..inputs.layout import Layout
-from ..inputs.mesh import Mesh
-from .collectives import links_of
-from .constants import Constants
+from .calibration import Constants
 from .engine_model import ANY, EngineModel
-from .time_decode import generate_time, kv_bytes_per_row
-from .time_parts import CallTime, MachineRates, Work
-from .time_train import forward_time, pipeline_time, train_time
+from .time_parts import (
+    CallTime,
+    MachineRates,
+    Work,
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    links_of,
+)
+from .time_train import (
+    forward_time,
+    gather_s,
+    hand_over_s,
+    head_matmul_s,
+    layer_time,
+    pipeline_time,
+    train_time,
+)
+
+
+def kv_bytes_per_token(work: Work, layout: Layout) -> float:
+    """Key-value cache of one token on one device. Key heads are cut over tp, never below one."""
+    layers = -(-work.num_layers // layout.pp)
+    return layers * max(work.key_heads / layout.tp, 1.0) * work.kv_layer_bytes / layout.cp
+
+
+def rows_at_once(call: Call, layout: Layout, kv_bytes: float) -> int:
+    """Rows whose keys and values fit on one data-parallel rank, at their mean final length."""
+    return _rows_at_once(Work.of(call), layout, kv_bytes)
+
+
+def kv_bytes_per_row(work: Work, layout: Layout) -> float:
+    """Keys and values of one row at its mean final length, on one device."""
+    return kv_bytes_per_token(work, layout) * work.tokens
+
+
+def _rows_at_once(work: Work, layout: Layout, kv_bytes: float) -> int:
+    rows = kv_bytes / kv_bytes_per_row(work, layout)
+    return int(rows * (1.0 + 1e-9))  # a budget worked out for n rows must hold n
+
+
+def generate_time(
+    work: Work, layout: Layout, machine: MachineRates, kv_bytes: float | None = None
+) -> CallTime:
+    """A generation call."""
+    rows = -(-work.rows // layout.dp)
+    waves = 1
+    if kv_bytes is not None:
+        at_once = _rows_at_once(work, layout, kv_bytes)
+        if at_once < 1:
+            row = kv_bytes_per_row(work, layout)
+            raise PlanError(
+                f"a key-value cache of {kv_bytes:.3g} bytes per device holds no row of "
+                f"{work.tokens:.0f} tokens, which needs {row:.3g}; cut the heads or layers over "
+                "more devices, or leave more memory to the cache"
+            )
+        waves = -(-rows // at_once)
+    prompts = max(-(-rows // work.samples) / waves, 1.0)
+    prefill = _prefill_s(work, layout, machine, prompts)
+    parts = _decode(work, layout, machine, rows / waves)
+    return CallTime(
+        fixed_s=machine.call_s,
+        prefill_s=waves * prefill,
+        matmul_s=waves * parts[0],
+        attention_s=waves * parts[1],
+        launch_s=waves * parts[2],
+        tp_comm_s=waves * parts[3],
+        cp_comm_s=waves * parts[4],
+        ep_comm_s=waves * parts[5],
+        p2p_s=waves * parts[6],
+        weight_gather_s=waves * parts[7],
+    )
+
+
+def _prefill_s(work: Work, layout: Layout, machine: MachineRates, prompts: float) -> float:
+    groups = min(float(layout.pp), prompts)
+    size = prompts / groups
+    tokens = size * work.prompt / layout.cp
+    squares = size * work.prompt_square / layout.cp
+    layers = -(-work.num_layers // layout.pp)
+    stage = layers * sum(layer_time(work, layout, machine, tokens, squares))
+    stage += hand_over_s(work, layout, machine, tokens)
+    head = head_matmul_s(work, layout, machine, size * work.samples)
+    head += machine.waits_s(machine.launch_s, head)
+    gather = gather_s(work, layout, machine) if layout.zero == 3 else 0.0
+    return (groups + layout.pp - 1) * stage + groups * head + gather
+
+
+def _decode(work: Work, layout: Layout, machine: MachineRates, rows: float) -> list[float]:
+    sums = [0.0] * 8
+    for steps, share, context in work.decode:
+        running = max(rows * share, 1.0)
+        groups = min(float(layout.pp), running)
+        size = running / groups
+        stage = _stage(work, layout, machine, size, context)
+        head = _head(work, layout, machine, size)
+        # A token goes round all stages; the last one has the head too, and is the slowest.
+        for part in range(8):
+            sums[part] += steps * (layout.pp * stage[part] + groups * head[part])
+    return sums
+
+
+def _stage(
+    work: Work, layout: Layout, machine: MachineRates, rows: float, context: float
+) -> tuple[float, ...]:
+    tp, cp, ep, links = layout.tp, layout.cp, layout.ep, machine.links
+    layers = -(-work.num_layers // layout.pp)
+    experts = work.expert_layer_params / ep
+    if experts:
+        missed = (1.0 - work.experts_per_token / work.num_experts) ** (rows * ep)
+        experts *= 1.0 - missed
+    read = (work.dense_layer_params + experts) * work.dtype_bytes / tp
+    matmul = layers * machine.product_s(rows * work.layer_flops / tp, read)
+    attended = rows * context / cp
+    attention = machine.both_s(
+        attended * kv_bytes_per_token(work, layout) * cp / machine.read_bytes_per_s,
+        layers * attended * work.context_flops / tp / machine.attention_flops_per_s,
+    )
+    launch = machine.waits_s(layers * machine.launch_s, matmul + attention)
+    sent = rows * work.hidden_size * work.dtype_bytes
+    tp_comm = layers * 2.0 * all_reduce_s(links, sent, tp) if tp > 1 else 0.0
+    cp_comm = layers * all_reduce_s(links, sent / tp, cp, tp) if cp > 1 else 0.0
+    ep_comm = 0.0
+    if ep > 1:
+        routed = sent * work.experts_per_token
+        ep_comm = layers * 2.0 * all_to_all_s(links, routed, ep, tp * cp)
+    p2p = hand_over_s(work, layout, machine, rows)
+    gather = gather_s(work, layout, machine) if layout.zero == 3 else 0.0
+    return matmul, attention, launch, tp_comm, cp_comm, ep_comm, p2p, gather
+
+
+def _head(work: Work, layout: Layout, machine: MachineRates, rows: float) -> tuple[float, ...]:
+    matmul = head_matmul_s(work, layout, machine, rows)
+    launch = machine.waits_s(machine.launch_s, matmul)
+    tp_comm = 0.0
+    if layout.tp > 1:
+        embedded = rows * work.hidden_size * work.dtype_bytes
+        logits = rows * work.head_columns * work.dtype_bytes
+        tp_comm = all_reduce_s(machine.links, embedded, layout.tp)
+        tp_comm += all_gather_s(machine.links, logits, layout.tp)
+    return matmul, 0.0, launch, tp_comm, 0.0, 0.0, 0.0, 0.0
+
 
 __all__ = ["CallTime", "TimeModel", "call_time", "move_time", "offload_time"]
 

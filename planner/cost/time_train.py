@@ -16,8 +16,15 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from ..inputs.layout import Layout
-from .collectives import all_gather_s, all_reduce_s, all_to_all_s, point_to_point_s
-from .time_parts import CallTime, MachineRates, Work
+from .time_parts import (
+    CallTime,
+    MachineRates,
+    Work,
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    point_to_point_s,
+)
 
 _GRADIENT_BYTES = 4  # of a gradient: float32, whatever the weights are in
 

@@ -12,8 +12,7 @@ from ...dataflow.errors import PlanError
 from ...dataflow.graph.graph import Constant, Graph, Node
 from ...dataflow.kinds import NodeKind
 from .model_shape import Head, ModelShape
-from .segments import Begun, Stretch, begun_before, stretches
-from .workload import Lengths, Workload
+from .workload import Begun, Lengths, Stretch, Workload, begun_before, stretches
 
 CallKind = Literal["generate", "forward", "train"]
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from ...dataflow.graph.graph import Graph
 from ..formatting import aligned, bytes_text, change_text, hours_text, percent_text, seconds_text
-from ..plan.plan import Plan
-from ..plan.prediction import Prediction
+from ..plan.plan import Plan, Prediction
 from ..plan.simulate import Simulation
 from .plan_texts import placement_text
 

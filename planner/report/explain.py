@@ -16,8 +16,7 @@ from ..formatting import (
     ranges_text,
     seconds_text,
 )
-from ..plan.plan import Plan
-from ..plan.prediction import GroupMemory, Prediction
+from ..plan.plan import GroupMemory, Plan, Prediction
 from ..plan.simulate import Simulation, simulate_plan
 from .plan_texts import (
     cluster_text,

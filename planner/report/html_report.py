@@ -7,11 +7,20 @@ from html import escape
 
 from ...dataflow.graph.graph import Graph
 from ..formatting import bytes_text, hours_text, part_text, percent_text, seconds_text
-from ..plan.plan import Plan
-from ..plan.prediction import GroupMemory, Prediction
+from ..plan.plan import GroupMemory, Plan, Prediction
 from ..plan.simulate import Simulation, simulate_plan
 from .comparison import HEADS, PlanComparison, rows_of
-from .gantt import WIDTH, attribute, gantt, role_colors, round_text, ticks
+from .gantt import (
+    PART_COLORS,
+    SCRIPT,
+    STYLE,
+    WIDTH,
+    attribute,
+    gantt,
+    role_colors,
+    round_text,
+    ticks,
+)
 from .plan_texts import (
     cluster_text,
     cost_text,
@@ -20,7 +29,6 @@ from .plan_texts import (
     segments_text,
     workload_text,
 )
-from .style import PART_COLORS, SCRIPT, STYLE
 
 _LEFT, _RIGHT, _ROW, _BAR, _HEAD = 190, 80, 26, 18, 30
 _PLOT = WIDTH - _LEFT - _RIGHT

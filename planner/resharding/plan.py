@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 
 from pydantic import TypeAdapter
 
-from .box import Box
+from .sharding import Box
 
 
 @dataclass(frozen=True, slots=True)

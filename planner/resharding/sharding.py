@@ -7,21 +7,66 @@ means; `storage.py` rewrites where the slices lie inside an engine's own tensors
 
 from __future__ import annotations
 
+import itertools
 import json
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations
+from math import prod
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
 from ...dataflow.errors import PlanError
 from ..inputs.layout import Layout, check_layout
-from ..inputs.logical_params import LogicalParam, logical_params
-from ..inputs.model_shape import DTYPE_BYTES, Head, ModelShape
-from .box import Box, intersection, volume
+from ..inputs.model_shape import DTYPE_BYTES, Head, LogicalParam, ModelShape, logical_params
+
+Box = tuple[tuple[int, int], ...]  # one (start, stop) per dimension of a parameter
+
+
+def whole(shape: Iterable[int]) -> Box:
+    """All indices of a parameter."""
+    return tuple((0, size) for size in shape)
+
+
+def volume(box: Box) -> int:
+    """Elements in a box; 0 if any range is empty."""
+    return prod(max(stop - start, 0) for start, stop in box)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    shared = tuple(
+        (max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True)
+    )  # fmt: skip
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The coarsest grid in which every given box is a block of whole cells."""
+
+    cuts: tuple[tuple[int, ...], ...]  # per dimension, where cells begin and end, ascending
+
+    @staticmethod
+    def of(boxes: Iterable[Box]) -> Grid:
+        columns = zip(*boxes, strict=True)
+        return Grid(
+            tuple(tuple(sorted({i for span in column for i in span})) for column in columns)
+        )
+
+    def cells(self, box: Box) -> Iterator[tuple[int, ...]]:
+        return itertools.product(
+            *(
+                range(bisect_left(cuts, start), bisect_left(cuts, stop))
+                for cuts, (start, stop) in zip(self.cuts, box, strict=True)
+            )
+        )
+
+    def box(self, cell: tuple[int, ...]) -> Box:
+        return tuple((cuts[i], cuts[i + 1]) for cuts, i in zip(self.cuts, cell, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +194,13 @@ def rank_of(index: int, layout: Layout) -> Rank:
     return Rank(tp, cp, dp, pp)
 
 
-def whole(
+def unsharded(
     shapes: Mapping[str, tuple[int, ...]], devices: Sequence[int], *, dtype: str = "float32"
 ) -> Sharding:
     """Every device has all of every parameter, each a tensor of its own."""
     order = {shape: index for index, shape in enumerate(dict.fromkeys(shapes.values()))}
     patterns = tuple(
-        tuple(Slice(d, tuple((0, size) for size in shape), (0,) * len(shape)) for d in devices)
-        for shape in order
+        tuple(Slice(d, whole(shape), (0,) * len(shape)) for d in devices) for shape in order
     )
     params = tuple(
         StoredParam(name, shape, order[shape], name, tuple(range(len(shape))))

@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...dataflow.errors import PlanError
-from ..inputs.cluster import ClusterSpec
-from ..inputs.mesh import Mesh
+from ..inputs.cluster import ClusterSpec, Mesh
 
 Index: TypeAlias = tuple[int, ...]  # per pool, a position in its `sizes`
 
@@ -218,3 +218,132 @@ def _legal(pools: Sequence[Pool]) -> NDArray[np.bool_]:
         legal[tuple(alone)] = True
     legal[(0,) * len(pools)] = False
     return legal
+
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+
+
+class RangeMin:
+    """A sparse table: minima of all boxes whose sides are powers of two."""
+
+    def __init__(self, values: Floats) -> None:
+        sides = values.shape[1:]
+        self._levels = tuple(int(side).bit_length() for side in sides)
+        self._table = np.full((*self._levels, *values.shape), np.inf)
+        for level in product(*(range(count) for count in self._levels)):
+            axis = next((a for a, exponent in enumerate(level) if exponent), None)
+            if axis is None:
+                self._table[level] = values
+                continue
+            half = self._table[(*level[:axis], level[axis] - 1, *level[axis + 1 :])]
+            step = 1 << (level[axis] - 1)
+            left: list[Any] = [slice(None)] * values.ndim
+            right = list(left)
+            left[axis + 1], right[axis + 1] = slice(None, -step), slice(step, None)
+            self._table[level] = half
+            np.minimum(half[tuple(left)], half[tuple(right)], out=self._table[level][tuple(left)])
+
+    def __call__(self, low: Ints, high: Ints) -> Floats:
+        # frexp gives the bit length, hence the largest power of two that fits.
+        exponent = np.frexp((high - low + 1).astype(np.float64))[1] - 1
+        last = high - (1 << exponent) + 1
+        least: Floats | None = None
+        for corner in product((0, 1), repeat=low.shape[1]):
+            at = [(last if end else low)[:, axis] for axis, end in enumerate(corner)]
+            found = self._table[(*exponent.T, slice(None), *at)]
+            least = found if least is None else np.minimum(least, found)
+        assert least is not None
+        return least
+
+
+# the first and the last position of boxes: boxes x groups x pools
+Corners: TypeAlias = tuple[Ints, Ints]
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Some boxes with what is known of them."""
+
+    low: Ints  # boxes x groups x pools, the first position
+    high: Ints  # the last
+    bound: Floats  # boxes; nothing inside has a lower value
+
+    def __len__(self) -> int:
+        return len(self.bound)
+
+    def where(self, rows: NDArray[np.bool_] | Ints) -> Boxes:
+        return Boxes(self.low[rows], self.high[rows], self.bound[rows])
+
+    def plus(self, other: Boxes) -> Boxes:
+        return Boxes(
+            np.concatenate((self.low, other.low)),
+            np.concatenate((self.high, other.high)),
+            np.concatenate((self.bound, other.bound)),
+        )
+
+    def best_first(self) -> Boxes:
+        return self.where(np.argsort(self.bound, kind="stable"))
+
+    @property
+    def is_point(self) -> NDArray[np.bool_]:
+        return (self.low == self.high).all((1, 2))
+
+    def point(self, row: int) -> tuple[Index, ...]:
+        return tuple(tuple(int(k) for k in index) for index in self.low[row])
+
+
+class AllocationGrid:
+    """The boxes of a number of groups in a space."""
+
+    def __init__(self, space: Space, fixed: Sequence[Sequence[int]]) -> None:
+        self._space, self._fixed = space, fixed
+        self._sizes = [np.array(pool.sizes) for pool in space.pools]
+
+    def nothing(self) -> Boxes:
+        empty = np.zeros((0, len(self._fixed), len(self._sizes)), np.int64)
+        return Boxes(empty, empty, np.zeros(0))
+
+    def root(self) -> Corners:
+        low = np.zeros((1, len(self._fixed), len(self._sizes)), np.int64)
+        high = low + np.array(self._space.shape) - 1
+        for k, devices in enumerate(self._fixed):
+            if devices:
+                low[0, k] = high[0, k] = self._space.index_of(devices, "pin devices")
+        return self._tightened(low, high)
+
+    def split(self, boxes: Boxes) -> Corners:
+        rows = np.arange(len(boxes))
+        ends = [
+            [np.maximum(sizes[at[:, :, k]], 0.5) for k, sizes in enumerate(self._sizes)]
+            for at in (boxes.low, boxes.high)
+        ]
+        num_ranges = len(self._fixed) * len(self._sizes)
+        low, high = (np.stack(end, 2).reshape(-1, num_ranges) for end in ends)
+        widest = (high / low).argmax(1)
+        group, pool = np.divmod(widest, len(self._sizes))
+        middle = np.sqrt(low[rows, widest] * high[rows, widest])
+        cut = np.zeros(len(boxes), np.int64)
+        for k, sizes in enumerate(self._sizes):
+            cut = np.where(pool == k, np.searchsorted(sizes, middle, "right") - 1, cut)
+        cut = np.clip(cut, boxes.low[rows, group, pool], boxes.high[rows, group, pool] - 1)
+        below, above = boxes.high.copy(), boxes.low.copy()
+        below[rows, group, pool], above[rows, group, pool] = cut, cut + 1
+        return self._tightened(
+            np.concatenate((boxes.low, above)), np.concatenate((below, boxes.high))
+        )
+
+    def _tightened(self, low: Ints, high: Ints) -> Corners:
+        low, high = low.copy(), high.copy()
+        while True:
+            before = low.copy(), high.copy()
+            for k, (pool, sizes) in enumerate(zip(self._space.pools, self._sizes, strict=True)):
+                least, most = sizes[low[:, :, k]], sizes[high[:, :, k]]
+                can = pool.num_devices - (least.sum(1, keepdims=True) - least)
+                must = pool.num_devices - (most.sum(1, keepdims=True) - most)
+                low[:, :, k] = np.maximum(low[:, :, k], np.searchsorted(sizes, must, "left"))
+                high[:, :, k] = np.minimum(high[:, :, k], np.searchsorted(sizes, can, "right") - 1)
+            good = (low <= high).all((1, 2))
+            if good.all() and (low == before[0]).all() and (high == before[1]).all():
+                return low, high
+            low, high = low[good], high[good]

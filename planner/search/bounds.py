@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .options import CallNode
-from .precedence import Wait, waits
+from .step_time import Wait, waits
 
 Floats: TypeAlias = NDArray[np.float64]
 

@@ -16,14 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...dataflow.errors import PlanError
-from ..cost.constants import Constants
+from ..cost.calibration import Constants
 from ..cost.engine_model import EngineModel, RoleEngines
-from ..cost.memory import rows_at_once
-from ..cost.memory_ledger import Parts
+from ..cost.memory import Parts, rows_at_once
 from ..cost.time_model import CallTime, TimeModel, move_time, offload_time
 from ..inputs.calls import Call
+from ..inputs.cluster import Mesh
 from ..inputs.layout import Layout, legal_layouts
-from ..inputs.mesh import Mesh
 from .options import CallNode, Option, dominant
 
 # in how many waves a generation's rows may run, where their cache does not fit at once

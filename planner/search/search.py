@@ -24,11 +24,17 @@ from ...dataflow.errors import PlanError
 from ..inputs.cluster import ClusterSpec
 from .allocation import Index, Space
 from .choices import Choices
-from .initial_plans import fair_shares, improved, plunge
-from .options import CallNode, OptionTable, Partition, partitions
-from .partition_search import Branch, Found
+from .options import (
+    Assignment,
+    CallNode,
+    GroupAssignment,
+    OptionTable,
+    Partition,
+    SearchResult,
+    partitions,
+)
+from .partition_search import Branch, Found, fair_shares, improved, plunge
 from .pins import Pins
-from .result import Assignment, GroupAssignment, SearchResult
 from .shortfall import explain_infeasible
 
 _SEEDS = 8

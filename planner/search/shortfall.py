@@ -12,12 +12,9 @@ from numpy.typing import NDArray
 
 from ...dataflow.errors import InfeasibleError
 from ..formatting import bytes_text
-from .allocation import Index
-from .allocation_boxes import AllocationGrid, Boxes, Corners, Ints
-from .call_group_options import CallGroupOption
-from .choices import Choices
+from .allocation import AllocationGrid, Boxes, Corners, Index, Ints, RangeMin
+from .choices import CallGroupOption, Choices
 from .options import Partition
-from .range_min import RangeMin
 
 _AT_ONCE = 512
 

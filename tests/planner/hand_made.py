@@ -10,11 +10,12 @@ from penstock.dataflow.graph.tracer import build
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.workload import Lengths, Workload
-from penstock.planner.plan.plan import GroupPlan, Plan
-from penstock.planner.plan.prediction import (
+from penstock.planner.plan.plan import (
     GroupMemory,
+    GroupPlan,
     NodePrediction,
     OtherSchedule,
+    Plan,
     Prediction,
     RunnerUp,
 )

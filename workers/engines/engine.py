@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from ...dataflow.errors import ConfigError
 from ...planner.cost.engine_model import EngineModel
-from ...planner.cost.memory_ledger import Parts
+from ...planner.cost.memory import Parts
 from ...planner.inputs.calls import Call, CallKind
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.model_shape import ModelShape

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...dataflow.errors import ConfigError
-from ...planner.resharding.box import Box
+from ...planner.resharding.sharding import Box
 from ..training.checkpoint_files import TensorSource
 
 _MATRIX = re.compile(r"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(\w+)\.weight")

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from ...planner.resharding.box import Box
+from ...planner.resharding.sharding import Box
 from ..training.checkpoint_files import FileTensors, TensorSource, WholeTensorSource, fill_weights
 from ..training.network import Network
 from .experts import FusedExperts

@@ -26,7 +26,7 @@ from ...algorithms.roles.language_tables import (
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, Metric, Role, Streamed, add_metrics
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
-from ...planner.resharding.sharding import Sharding, whole
+from ...planner.resharding.sharding import Sharding, unsharded
 from ..weight_sync.packets import WeightsError
 from .generate_calls import converse, sample, sample_segment, sample_streamed
 from .generation_engine import GenerationEngine
@@ -138,7 +138,7 @@ class GeneratorPolicy(Policy):
         Devices are numbered as the group's processes. An engine cuts and fuses by itself.
         """
         shapes = {name: tuple(shape) for name, shape in self.engine.shapes.items()}
-        return whole(shapes, range(self.context.num_processes), dtype=self.engine.dtype)
+        return unsharded(shapes, range(self.context.num_processes), dtype=self.engine.dtype)
 
     def receive(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Replace all weights; until the engine has loaded them, generating is refused."""

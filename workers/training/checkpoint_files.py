@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from ...planner.resharding.box import Box, intersection, volume, whole
-from ...planner.resharding.sharding import Sharding
+from ...planner.resharding.sharding import Box, Sharding, intersection, volume, whole
 from .network import Network
 
 _KEY = re.compile(r"(.+)\[([0-9:,]*)\]")

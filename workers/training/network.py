@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from ...planner.resharding.sharding import Sharding, whole
+from ...planner.resharding.sharding import Sharding, unsharded
 from .data_parallel import RankGroup, rank_group
 from .flat_parameters import FlatParameters
 from .host_memory import give_back_freed
@@ -240,10 +240,10 @@ class WholeNetwork:
         self.replicas.broadcast_(self.flat.data)
         shapes = {name: tuple(self.flat.parameter(name).shape) for name in self.flat.names}
         dtype = str(self.flat.data.dtype).removeprefix("torch.")
-        self.layout = whole(shapes, range(context.num_processes), dtype=dtype)
+        self.layout = unsharded(shapes, range(context.num_processes), dtype=dtype)
         # Exported as they lie in the buffer: whoever samples noise for one after another sees that.
         lying = {name: shapes[name] for name in sorted(shapes, key=self.flat.span)}
-        self.rank_layout = whole(lying, [context.process], dtype=dtype)
+        self.rank_layout = unsharded(lying, [context.process], dtype=dtype)
 
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
         source = self.flat.data if buffer is None else buffer

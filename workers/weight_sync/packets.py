@@ -24,9 +24,8 @@ from torch import Tensor
 
 from ...dataflow.errors import WorkerError
 from ...planner.inputs.model_shape import DTYPE_BYTES
-from ...planner.resharding.box import Box, intersection, volume, whole
 from ...planner.resharding.plan import Move, MovedParam, TransferPlan, window
-from ...planner.resharding.sharding import Sharding
+from ...planner.resharding.sharding import Box, Sharding, intersection, volume, whole
 
 
 class WeightsError(WorkerError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.planner.cost.engine_model import EngineModel
-from penstock.planner.cost.memory_ledger import Parts
+from penstock.planner.cost.memory import Parts
 from penstock.planner.inputs.calls import Call, CallKind
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from penstock.launch.profile.show import calibration_text
-from penstock.planner.cost.calibration import Calibration, MeasuredCall
-from penstock.planner.cost.constants import CPU_DEFAULTS
+from penstock.planner.cost.calibration import CPU_DEFAULTS, Calibration, MeasuredCall
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 
 from ..conftest import Penstock

@@ -32,8 +32,7 @@ from penstock.launch.stages.report import (
 )
 from penstock.launch.stages.roles import build_stages
 from penstock.launch.stages.stage_result import node_seconds
-from penstock.planner.cost.calibration import Calibration
-from penstock.planner.cost.constants import CPU_DEFAULTS
+from penstock.planner.cost.calibration import CPU_DEFAULTS, Calibration
 from penstock.planner.inputs.cluster import ClusterSpec
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.plan.plan import GroupPlan, Plan

@@ -31,10 +31,9 @@ from penstock.launch.profile.profile import (
 )
 from penstock.launch.profile.rank import RankResult, Together
 from penstock.launch.profile.show import calibration_text
-from penstock.planner.cost.calibration import Calibration
-from penstock.planner.cost.collectives import all_reduce_s, links_of
-from penstock.planner.cost.constants import CPU_DEFAULTS, GPU_DEFAULTS
-from penstock.planner.inputs.mesh import Mesh
+from penstock.planner.cost.calibration import CPU_DEFAULTS, GPU_DEFAULTS, Calibration
+from penstock.planner.cost.time_parts import all_reduce_s, links_of
+from penstock.planner.inputs.cluster import Mesh
 from penstock.planner.inputs.model_shape import shape_of
 
 from ..conftest import Penstock

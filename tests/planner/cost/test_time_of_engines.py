@@ -12,9 +12,8 @@ from penstock.planner.cost.engine_model import EngineModel
 from penstock.planner.cost.time_model import TimeModel
 from penstock.planner.cost.time_parts import CallTime
 from penstock.planner.inputs.calls import Call
-from penstock.planner.inputs.cluster import ClusterSpec
+from penstock.planner.inputs.cluster import ClusterSpec, Mesh
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.inputs.mesh import Mesh
 
 from .time_cases import IDEAL, MIXTURE, TINY, call, mesh, timed
 

@@ -17,12 +17,11 @@ from penstock.algorithms.roles import (
     TrainMetrics,
 )
 from penstock.dataflow import PlanError, build
-from penstock.planner.cost.constants import GPU_DEFAULTS
+from penstock.planner.cost.calibration import GPU_DEFAULTS
 from penstock.planner.inputs.calls import Call, calls_of
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.plan.place_ops import place_ops
 from penstock.planner.plan.plan import Plan
-from penstock.planner.plan.planner import plan_step
+from penstock.planner.plan.planner import place_ops, plan_step
 from penstock.planner.search.pins import Pins
 
 from .test_planner import WORKLOAD, h100, llama

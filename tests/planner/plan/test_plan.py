@@ -10,8 +10,7 @@ from penstock.dataflow.errors import PlanError
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.placement import flow_of
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.plan.plan import GroupPlan, Plan, one_group_plan
-from penstock.planner.plan.prediction import GroupMemory, Prediction
+from penstock.planner.plan.plan import GroupMemory, GroupPlan, Plan, Prediction, one_group_plan
 
 from ..hand_made import GB, h100, memory_a, ppo, prediction, split_plan
 

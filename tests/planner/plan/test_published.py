@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.planner.cost.constants import PUBLISHED_H100
+from penstock.planner.cost.calibration import PUBLISHED_H100
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

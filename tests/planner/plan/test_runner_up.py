@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
-from penstock.planner.inputs.mesh import Mesh
+from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.plan.planner import runner_up
-from penstock.planner.search.options import Option
-from penstock.planner.search.result import Assignment, GroupAssignment
+from penstock.planner.search.options import Assignment, GroupAssignment, Option
 
 LINK = LinkSpec(bytes_per_s=1e9, latency_s=0.0)
 CLUSTER = ClusterSpec(

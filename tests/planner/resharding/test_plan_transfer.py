@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from penstock.dataflow.errors import PlanError
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.resharding.box import Box, volume
 from penstock.planner.resharding.plan import TransferPlan
 from penstock.planner.resharding.plan_transfer import plan_transfer
-from penstock.planner.resharding.sharding import Sharding, Slice, StoredParam, shard
+from penstock.planner.resharding.sharding import Box, Sharding, Slice, StoredParam, shard, volume
 
 from ..transfers import (
     LLAMA_7B,

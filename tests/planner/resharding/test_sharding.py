@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.dataflow.errors import PlanError
 from penstock.planner.inputs.layout import Layout, legal_layouts
-from penstock.planner.inputs.logical_params import LogicalParam, logical_params
-from penstock.planner.inputs.model_shape import ModelShape
+from penstock.planner.inputs.model_shape import LogicalParam, ModelShape, logical_params
 from penstock.planner.resharding.sharding import Rank, Sharding, Slice, StoredParam, rank_of, shard
 
 from ..transfers import LLAMA_70B, TINY, models

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from penstock.planner.inputs.cluster import ClusterSpec
-from penstock.planner.inputs.mesh import Mesh
+from penstock.planner.inputs.cluster import ClusterSpec, Mesh
 from penstock.planner.search.options import CallNode, Option, OptionTable
 from penstock.planner.search.step_time import period
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from itertools import permutations, product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.planner.inputs.cluster import ClusterSpec
-from penstock.planner.search.allocation import Index, Space, pack
+from penstock.planner.search.allocation import Index, RangeMin, Space, pack
 
 from .brute_force import Kinds, divisions
 from .tables import cluster_of, clusters, device, kinds_of
@@ -78,3 +79,16 @@ def test_equal_nodes_are_one_pool_wherever_they_are_listed() -> None:
 def test_a_part_of_a_node_stands_alone(index: Index, legal: bool) -> None:
     space = Space(cluster_of((2, 4, device("a", 10)), (2, 2, device("b", 10))))
     assert space.legal[index] == legal
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 3), st.data())
+def test_equals_the_minimum_of_the_box(sides: list[int], rows: int, data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    values = rng.random((rows, *sides))
+    values[rng.random(values.shape) < 0.2] = np.inf
+    ends = np.sort(np.stack([rng.integers(0, side, (20, 2)) for side in sides], 2), 1)
+    low, high = ends[:, 0], ends[:, 1]
+    found = RangeMin(values)(low, high)
+    for k in range(20):
+        box = (slice(None), *(slice(a, b + 1) for a, b in zip(low[k], high[k], strict=True)))
+        assert found[k].tolist() == values[box].reshape(rows, -1).min(1).tolist()

@@ -13,7 +13,7 @@ from penstock.dataflow.kinds import NodeKind
 from penstock.planner.inputs.calls import Call, calls_of
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.inputs.workload import Lengths, Workload
-from penstock.planner.plan.place_ops import place_ops
+from penstock.planner.plan.planner import place_ops
 from penstock.planner.plan.simulate import simulate
 from penstock.planner.search.option_table import call_nodes
 from penstock.planner.search.step_time import period

@@ -8,8 +8,8 @@ from inspect import cleandoc
 
 import pytest
 from penstock.dataflow.errors import PlanError
+from penstock.planner.inputs.cluster import Mesh
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.inputs.mesh import Mesh
 from penstock.planner.search.options import CallNode, Option
 from penstock.planner.search.pins import Pins
 from penstock.planner.search.search import search

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from penstock.planner.resharding.box import Box
+from penstock.planner.resharding.sharding import Box
 from penstock.workers.training.checkpoint_files import (
     FileTensors,
     WholeTensorSource,

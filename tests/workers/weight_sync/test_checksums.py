@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.resharding.plan_transfer import plan_transfer
-from penstock.planner.resharding.sharding import shard, whole
+from penstock.planner.resharding.sharding import shard, unsharded
 from penstock.workers.weight_sync.packets import (
     Message,
     checksum,
@@ -26,7 +26,7 @@ SHAPES = {"a": (3, 2000), "b": (7,), "c": (2, 4096), "d": (9001,)}
 
 def message(dtype: str = "bfloat16") -> Message:
     """Of four parameters that end in the middle of rows, or fill them."""
-    plan = plan_transfer(whole(SHAPES, [0], dtype=dtype), whole(SHAPES, [1], dtype=dtype))
+    plan = plan_transfer(unsharded(SHAPES, [0], dtype=dtype), unsharded(SHAPES, [1], dtype=dtype))
     (made,) = messages_of(plan, [0])[0]
     return made
 

@@ -14,7 +14,7 @@ import torch
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.planner.resharding.plan_transfer import plan_transfer
-from penstock.planner.resharding.sharding import whole
+from penstock.planner.resharding.sharding import unsharded
 from penstock.workers.executors.process_backend import CallFailed
 from penstock.workers.weight_sync.channel import ChannelEnd, Offer, Receiver
 from penstock.workers.weight_sync.packets import (
@@ -31,7 +31,7 @@ from torch import Tensor
 from ..executors.spawned import SpawnedBackend
 from .whole_peer import MODEL_BYTES, RECEIVERS, WholePeer
 
-LAYOUT = whole({"a": (40, 30), "b": (7,)}, [0])
+LAYOUT = unsharded({"a": (40, 30), "b": (7,)}, [0])
 PLAN = plan_transfer(LAYOUT, LAYOUT.on([1]), bucket_bytes=4000)
 RECEIVER: Receiver = ("rollout", 0)
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.role import Worker
-from penstock.planner.resharding.sharding import Sharding, whole
+from penstock.planner.resharding.sharding import Sharding, unsharded
 from penstock.workers.weight_sync.packets import WeightsError
 from penstock.workers.weight_sync.slice_exchange import SliceTraffic
 from torch import Tensor
 
 SHAPES = {"gate": (2, 3), "up": (4,)}
-LAYOUT = whole(SHAPES, (0,))
+LAYOUT = unsharded(SHAPES, (0,))
 
 
 class Sender(Worker):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from penstock.dataflow.graph.role import Worker
-from penstock.planner.resharding.sharding import Sharding, whole
+from penstock.planner.resharding.sharding import Sharding, unsharded
 from penstock.workers.executors.process_backend import ProcessHome
 from penstock.workers.weight_sync.channel import ChannelEnd, Offer
 from penstock.workers.weight_sync.registry import CHANNELS, Transport
@@ -105,4 +105,4 @@ class _Receiver(Worker):
 
 
 def _layout(group: str) -> Sharding:
-    return whole(SHAPES, range(RECEIVERS.get(group, 1)))
+    return unsharded(SHAPES, range(RECEIVERS.get(group, 1)))

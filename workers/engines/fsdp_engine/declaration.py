@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....planner.cost.engine_model import EngineModel, ShardedMemory
-from ....planner.cost.memory import Computes, transient_parts, weight_bytes
-from ....planner.cost.memory_ledger import Parts
+from ....planner.cost.memory import Computes, Parts, transient_parts, weight_bytes
 from ....planner.inputs.calls import Call, CallKind
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape

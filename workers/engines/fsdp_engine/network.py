@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ....planner.resharding.box import Box, volume
-from ....planner.resharding.sharding import Pattern, Sharding, Slice, StoredParam
+from ....planner.resharding.sharding import Box, Pattern, Sharding, Slice, StoredParam, volume
 from ...models.heads import Head
 from ...models.lora import LoraSpec, checkpoint_name, insert_adapters, merge, save_adapter
 from ...models.spec import ModelSpec

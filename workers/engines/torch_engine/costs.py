@@ -29,7 +29,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any, NamedTuple
 
-from ....planner.cost.memory_ledger import Parts
+from ....planner.cost.memory import Parts
 from ....planner.inputs.calls import Call
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.dataflow.errors import PlanError
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.resharding.box import volume
+from penstock.planner.resharding.sharding import volume
 from penstock.workers.engines.megatron_engine.specs import megatron_sharding
 from penstock.workers.models.heads import HeadName
 from penstock.workers.training.checkpoint_files import StoredPiece, pieces_on, stored_view

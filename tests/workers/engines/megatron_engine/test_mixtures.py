@@ -34,7 +34,7 @@ from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import shape_of
 from penstock.planner.inputs.workload import Lengths
 from penstock.planner.resharding.plan_transfer import plan_transfer
-from penstock.planner.resharding.sharding import Sharding, whole
+from penstock.planner.resharding.sharding import Sharding, unsharded
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
 from penstock.workers.models.spec import ModelSpec
@@ -213,7 +213,7 @@ def test_what_is_sent_to_others_is_no_more_than_they_lack(folder: Path, layout: 
         assert stored == described
     shapes = {param.name: param.shape for param in source.params}
     # To every process, as a torch engine beside them holds the model, and to one that has nothing.
-    plan = plan_transfer(source, whole(shapes, [*source.devices, 99]))
+    plan = plan_transfer(source, unsharded(shapes, [*source.devices, 99]))
     for device in plan.devices:
         assert device.received_bytes == device.needed_bytes - device.kept_bytes
         if device.device in source.devices:

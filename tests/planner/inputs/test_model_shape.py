@@ -7,8 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.planner.inputs.logical_params import adapter_params, logical_params
-from penstock.planner.inputs.model_shape import Head, ModelShape, shape_of
+from penstock.planner.inputs.model_shape import (
+    Head,
+    ModelShape,
+    adapter_params,
+    logical_params,
+    shape_of,
+)
 from penstock.workers.models.lora import LoraSpec, insert_adapters
 from transformers import (
     AutoModelForCausalLM,

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from penstock.planner.inputs.cluster import MOST_DEVICES, ClusterSpec
-from penstock.planner.inputs.cluster_variants import halvings, improved, part, smaller
+from penstock.planner.inputs.cluster import (
+    MOST_DEVICES,
+    ClusterSpec,
+    halvings,
+    improved,
+    part,
+    smaller,
+)
 
 from ..hand_made import GB, h100
 

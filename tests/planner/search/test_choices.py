@@ -7,14 +7,8 @@ from itertools import product
 from math import inf
 
 import pytest
-from penstock.planner.search import call_group_options
-from penstock.planner.search.call_group_options import (
-    CallGroupOption,
-    fitting,
-    least_work,
-    unbeaten,
-    work_s,
-)
+from penstock.planner.search import choices
+from penstock.planner.search.choices import CallGroupOption, fitting, least_work, unbeaten, work_s
 from penstock.planner.search.options import Option
 from penstock.planner.search.search import search
 
@@ -86,9 +80,9 @@ def test_too_many_choices_leave_a_gap_that_is_told(monkeypatch: pytest.MonkeyPat
     table = RandomTable(PPO, 11, max_options=6, missing=0.0)
     full = search(PPO, table, cluster, max_lag=1, every_choice=True)
     assert full.num_cut_short == 0
-    for module in ("call_group_options", "partition_search"):
+    for module in ("choices", "partition_search"):
         monkeypatch.setattr(f"penstock.planner.search.{module}.MOST_COMBINED", 3)
-    assert call_group_options.MOST_COMBINED == 3
+    assert choices.MOST_COMBINED == 3
     short = search(PPO, table, cluster, max_lag=1, every_choice=True)
     assert short.num_cut_short > 0
     assert not short.stopped_at_deadline

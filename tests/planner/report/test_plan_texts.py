@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from penstock.planner.plan.plan import GroupPlan, Plan, one_group_plan
-from penstock.planner.report.plan_table import plan_table
+from penstock.planner.report.plan_texts import plan_table
 
 from ..hand_made import split_plan
 

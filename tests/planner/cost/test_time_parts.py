@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.planner.cost.collectives import (
+from penstock.planner.cost.time_parts import (
     Links,
     all_gather_s,
     all_reduce_s,

@@ -30,8 +30,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from ...configs.references import CONFIGS, groups, see_working_directory
-from ...configs.yaml_files import yaml_text
+from ...configs.references import CONFIGS, groups, see_working_directory, yaml_text
 from ...dataflow.errors import ConfigError, nearest, no_exit
 from .overrides import CommandLine, command_line, jobs_of, overrides, unreadable
 

@@ -14,8 +14,8 @@ from typing import Any, cast
 import yaml
 
 from ...configs.plan_schema import PinsConfig, PlanConfig, PlanOptions
+from ...configs.references import load_yaml
 from ...configs.validate import nearest_key, validated
-from ...configs.yaml_files import load_yaml
 from ...dataflow.errors import ConfigError, FlowError, InfeasibleError, PlanError
 from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
+from ...configs.references import load_yaml
 from ...configs.validate import check_renamed
-from ...configs.yaml_files import load_yaml
 from ...dataflow.errors import ConfigError
 from ...workers.data.task import PATIENCE
 from .files import differences, plain

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from penstock.configs.yaml_files import load_yaml
+from penstock.configs.references import load_yaml
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.hydra_app import compose
 

@@ -85,7 +85,7 @@ case $call in
     [ -f "$VISIT/runs/plan/calibration.json" ] || stages 150 plan
     stages 70 step
     stages 90 adapters
-    stages 80 agents
+    stages 110 agents
     stages 60 engines
     ;;
 *) echo "usage: bash benchmarks/gpu_visit.sh 1|2" >&2; exit 2 ;;

@@ -26,8 +26,8 @@ from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.planner.plan.plan import GroupPlan, Plan
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
-from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import EnvWorkerSpec
 from penstock.workers.executors.on_ray.executor import RayExecutor, shutdown_ray
 from penstock.workers.training.optimizer import OptimizerSpec

@@ -15,8 +15,8 @@ from bench import machine, parser, report, table
 from env_throughput import Trivial
 from penstock.dataflow.runtime.call_context import step_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import EnvWorkerSpec
 
 STEPS, REPEATS = 1_000, 7

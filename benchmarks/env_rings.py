@@ -25,8 +25,8 @@ from penstock.dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
 from penstock.workers.envs.overlapped_groups import NumOverlapped
-from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
 from penstock.workers.inference.client import InferenceClient
 from penstock.workers.inference.server import InferenceServer

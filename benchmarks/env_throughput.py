@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from penstock.algorithms.roles.environment import Actor, Acts
 from penstock.dataflow.runtime.call_context import step_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import EnvWorkerSpec
 
 HERE = Path(__file__).resolve().parent

@@ -11,8 +11,8 @@ import time
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
 from penstock.dataflow import Engine, build, one_group
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
-from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import EnvWorkerSpec
 from penstock.workers.executors.process_setup import use_threads
 from penstock.workers.training.optimizer import OptimizerSpec

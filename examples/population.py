@@ -17,8 +17,8 @@ from penstock.algorithms.papers.population import Population, population_step
 from penstock.dataflow import Engine, build, one_group
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
-from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import EnvWorkerSpec
 from penstock.workers.executors.process_setup import use_threads
 from penstock.workers.training.optimizer import OptimizerSpec

@@ -6,7 +6,7 @@ second 38 %, where random moves win 58 % and 29 %; against each other they draw 
 
 Both are roles of one graph, and both are trained by PPO on their own turns of the same games. For
 connect four replace TIC_TAC_TOE by CONNECT_FOUR, and take more steps; for a game of EnvPool use
-LibraryGameSpec(id="Hex-v1") from penstock.workers.envs.games.task.
+LibraryGameSpec(id="Hex-v1") from penstock.workers.envs.games.libraries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.games.mnk_games import TIC_TAC_TOE
-from penstock.workers.envs.rows import GameRowSource
+from penstock.workers.envs.task import GameRowSource
 from penstock.workers.executors.process_setup import use_threads
 from penstock.workers.training.optimizer import OptimizerSpec
 

@@ -47,8 +47,8 @@ TASKS = Registry[Any](
         "program": f"{_AGENTS}.tasks.program_task:ProgramTaskSpec",
         "mixture": f"{_DATA}.mixture_task:MixtureTaskSpec",
         "gymnasium": f"{_ENVS}.task:EnvTaskSpec",
-        "board_game": f"{_ENVS}.games.task:BoardTaskSpec",
-        "library_game": f"{_ENVS}.games.task:LibraryGameTaskSpec",
+        "board_game": f"{_ENVS}.games.mnk_games:BoardTaskSpec",
+        "library_game": f"{_ENVS}.games.libraries:LibraryGameTaskSpec",
     }
 )
 """Kind -> the dataclass of its options, which builds the task."""

@@ -18,7 +18,8 @@ from ...workers.training.optimizer import OptimizerSpec
 
 if TYPE_CHECKING:
     from ...workers.envs.actors.perceptron import PerceptronSpec
-    from ...workers.envs.games.task import BoardTaskSpec, LibraryGameTaskSpec
+    from ...workers.envs.games.libraries import LibraryGameTaskSpec
+    from ...workers.envs.games.mnk_games import BoardTaskSpec
     from ...workers.envs.task import EnvTaskSpec
 
     GameTaskSpec = BoardTaskSpec | LibraryGameTaskSpec
@@ -40,8 +41,8 @@ ENV_SPECS = Registry[Any](
         "env": "penstock.workers.envs.worker:EnvWorkerSpec",
         "board": "penstock.workers.envs.games.mnk_games:BoardSpec",
         "actor_critic": "penstock.workers.envs.actors.actor_critic:TorchActorCriticSpec",
-        "team_critic": "penstock.workers.envs.actors.team_critic:TeamCriticSpec",
-        "q_network": "penstock.workers.envs.actors.q_network:QNetworkSpec",
+        "team_critic": "penstock.workers.envs.actors.value_networks:TeamCriticSpec",
+        "q_network": "penstock.workers.envs.actors.value_networks:QNetworkSpec",
         "replay": "penstock.workers.envs.actors.replay:ReplaySpec",
     }
 )

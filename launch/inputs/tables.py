@@ -24,7 +24,6 @@ from ...workers.data.sources import (
     PromptSource,
     ScoredPairSource,
 )
-from ...workers.envs.rows import EnvRowSource, GameRowSource
 from .data import Data
 from .env_specs import env_task, game_task, refuse_scaled_fitness
 from .record import Stage
@@ -69,12 +68,16 @@ def _texts(source: Any, wanted: _Wanted, data: Data) -> Source:
 
 
 def _environments(wanted: _Wanted, data: Data) -> Source:
+    from ...workers.envs.task import EnvRowSource  # with Gymnasium, which texts do without
+
     spec = env_task(data.spec, wanted.graph.name)
     refuse_scaled_fitness(wanted.graph, spec)
     return EnvRowSource(wanted.count, _group_size(wanted, spec, spec.num_agents))
 
 
 def _games(wanted: _Wanted, data: Data) -> Source:
+    from ...workers.envs.task import GameRowSource
+
     spec = game_task(data.spec, wanted.graph.name)
     return GameRowSource(wanted.count, _group_size(wanted, spec, 1))
 

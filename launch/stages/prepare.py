@@ -163,7 +163,7 @@ def _why_random(spec: EnvTaskSpec, tries: bool) -> str:
             return f"Gymnasium lists '{spec.id}' as nondeterministic"
     if not tries:
         return ""
-    from ...workers.envs.exactness import why_not_exact
+    from ...workers.envs.spec import why_not_exact
 
     found = why_not_exact(spec.env, num_before=_NUM_STEPS, num_after=_NUM_STEPS)
     return f"two environments '{spec.id}' that were tried {found}" if found else ""

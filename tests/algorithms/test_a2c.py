@@ -22,8 +22,8 @@ from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
-from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor

@@ -21,9 +21,9 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
-from penstock.workers.envs.normalization import Normalization
-from penstock.workers.envs.rows import EnvRowSource
+from penstock.workers.envs.live import Normalization
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import EnvWorkerSpec
 from penstock.workers.training.flat_parameters import tensors_sha256
 from penstock.workers.training.optimizer import OptimizerSpec

@@ -16,8 +16,8 @@ from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.games.mnk_games import TIC_TAC_TOE
-from penstock.workers.envs.rows import EnvRowSource, GameRowSource
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource, GameRowSource
 from penstock.workers.envs.worker import EnvWorkerSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 

@@ -20,12 +20,11 @@ from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
-from penstock.workers.envs.actors.network_weights import inherit_weights
-from penstock.workers.envs.actors.perceptron import PerceptronSpec
+from penstock.workers.envs.actors.perceptron import PerceptronSpec, inherit_weights
+from penstock.workers.envs.games.libraries import LibraryGameSpec
 from penstock.workers.envs.games.mnk_games import CONNECT_FOUR, BoardSpec
-from penstock.workers.envs.games.task import LibraryGameSpec
-from penstock.workers.envs.rows import EnvRowSource, GameRowSource
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource, GameRowSource
 from penstock.workers.envs.worker import EnvWorkerSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 

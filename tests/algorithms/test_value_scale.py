@@ -18,7 +18,7 @@ from penstock.dataflow.runtime.call_context import step_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
-from penstock.workers.envs.normalization import Normalization, Normalizer
+from penstock.workers.envs.live import Normalization, Normalizer
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 

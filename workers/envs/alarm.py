@@ -21,8 +21,7 @@ from types import FrameType
 
 from ...dataflow.runtime.call_context import DeadlineExceeded
 
-_SOON_S = 1e-6
-"""For what should have come already: a timer of 0 never does."""
+_SOON_S = 1e-6  # for what should have come already: a timer of 0 never does
 
 
 class StepTooLong(DeadlineExceeded):
@@ -56,8 +55,8 @@ class StepAlarm:
             and threading.current_thread() is threading.main_thread()
             and hasattr(signal, "setitimer")
             and sys.gettrace() is None
-            and signal.getsignal(signal.SIGALRM)
-            is not None  # None: not Python's, nor to be put back
+            # None: not Python's, nor to be put back
+            and signal.getsignal(signal.SIGALRM) is not None
         )
         if self._able:
             left_s = signal.getitimer(signal.ITIMER_REAL)[0]
@@ -75,7 +74,6 @@ class StepAlarm:
                 self._come(now_s)
 
     def disarm(self) -> None:
-        """The call is over."""
         self._end_copy()
         self._since_s = math.inf
 
@@ -92,7 +90,6 @@ class StepAlarm:
             signal.setitimer(signal.ITIMER_REAL, max(left_s, _SOON_S))
 
     def _end_copy(self) -> None:
-        """End this process if the call has forked it; as `one_process`."""
         if os.getpid() != self._process:
             os._exit(1)
 
@@ -103,11 +100,8 @@ class StepAlarm:
             signal.setitimer(signal.ITIMER_REAL, max(self._comes_s - now_s, _SOON_S))
 
     def _ring(self, signum: int, frame: FrameType | None) -> None:
-        now_s, end_s, outer_end_s = (
-            time.monotonic(),
-            self._since_s + self._seconds,
-            self._outer_end_s,
-        )
+        now_s, end_s = time.monotonic(), self._since_s + self._seconds
+        outer_end_s = self._outer_end_s
         if end_s <= now_s and end_s < outer_end_s:
             self._since_s = math.inf
             self._come(now_s)

@@ -16,11 +16,22 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import StateError, WorkerError
-from .alarm import StepAlarm, StepTooLong
-from .group import Stepped, close_all, closed_on_error, digest, env_seed
-from .restarts import LARGEST, BadEnv, Restarts, all_finite, described, not_finite
+from .alarm import StepTooLong
+from .group import (
+    LARGEST,
+    BadEnv,
+    Members,
+    RestartedGroup,
+    Stepped,
+    all_finite,
+    close_all,
+    closed_on_error,
+    described,
+    digest,
+    env_seed,
+    not_finite,
+)
 from .spaces import action_space, from_columns, num_features, to_features
 
 
@@ -37,47 +48,23 @@ class _Single:
     actions: list[NDArray[np.float32]] = field(default_factory=list[NDArray[np.float32]])
 
 
-class LoopGroup:
-    """An `EnvGroup` of single environments.
+class LoopGroup(RestartedGroup):
+    """Single environments, which `make` makes.
 
-    Args:
-        name: What messages call them.
-        make: Makes one.
-        numbers: Numbers of the environments, unique in the run.
-        seed: The run's.
-        role: The role whose environments they are.
-        alarm: Limits the time of a step; entered by whoever steps.
-        masked: Whether they say which choices are allowed, as `info["action_mask"]` or by a method
-            `action_masks`.
-        max_restarts: How many may fail before `failures` is cleared.
-
-    Raises:
-        ConfigError: If observations or actions are not numbers.
+    With masks they say which choices are allowed as `info["action_mask"]`, or by a method
+    `action_masks`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[], gym.Env[Any, Any]],
-        numbers: list[int],
-        seed: int,
-        role: str,
-        *,
-        alarm: StepAlarm,
-        masked: bool = False,
-        max_restarts: int = 3,
-    ) -> None:
-        self._name, self._make, self._seed, self._role = name, make, seed, role
-        self._alarm, self._restarts = alarm, Restarts(alarm, max_restarts)
+    def __init__(self, members: Members, make: Callable[[], gym.Env[Any, Any]]) -> None:
+        super().__init__(members)
+        self._make = make
         self._all: list[_Single] = []
         with closed_on_error(self.close):
-            for number in numbers:
+            for number in members.numbers:
                 self._all.append(_Single(number, make()))
             first = self._all[0].env
-            self.num_features = num_features(first.observation_space, name)
-            self.actions: ActionSpace = action_space(first.action_space, name, masked=masked)
-        self.num_envs = len(numbers)
-        self.failures = self._restarts.failures
+            self.num_features = num_features(first.observation_space, members.name)
+            self.actions = action_space(first.action_space, members.name, masked=members.masked)
         self._flat = to_features(first.observation_space)
         self._take = from_columns(first.action_space)
         self._obs = np.zeros((self.num_envs, self.num_features), np.float32)
@@ -87,20 +74,19 @@ class LoopGroup:
 
     def start(self) -> NDArray[np.float32]:
         for index, single in enumerate(self._all):
-            self._obs[index] = self._guarded(index, single, partial(self._reset, single))
+            self._obs[index] = self._or_replaced(index, single, partial(self._reset, single))
         self._alarm.disarm()
         return self._obs
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
         self._reward[:] = 0.0
-        self._terminated[:] = False
-        self._truncated[:] = False
+        self._terminated[:] = self._truncated[:] = False
         for index, single in enumerate(self._all):
             if single.over:
                 call = partial(self._next, single)
             else:
                 call = partial(self._advance, index, single, action[index])
-            self._obs[index] = self._guarded(index, single, call)
+            self._obs[index] = self._or_replaced(index, single, call)
         self._alarm.disarm()
         return Stepped(self._obs, self._reward, self._terminated, self._truncated)
 
@@ -142,34 +128,30 @@ class LoopGroup:
             raise BadEnv(not_finite(found))
         return found
 
-    def _guarded(
+    def _or_replaced(
         self, index: int, single: _Single, call: Callable[[], NDArray[np.float32]]
     ) -> NDArray[np.float32]:
         """The call's result, or that of a new environment's first reset if it fails."""
-        return self._restarts.guarded(call, partial(self._failed, index, single))
 
-    def _failed(
-        self, index: int, single: _Single, error: BaseException
-    ) -> Callable[[], NDArray[np.float32]]:
-        said = f"{self._named(single)} {described(error)} at step {len(single.actions)} of its"
-        self._restarts.note(f"{said} episode", (index,), error)
-        self._reward[index] = 0.0
-        self._terminated[index] = self._truncated[index] = False
-        return partial(self._replace, single)
+        def replace() -> NDArray[np.float32]:
+            single.env = self._remade(single.env.close, self._make)
+            return self._next(single)
 
-    def _replace(self, single: _Single) -> NDArray[np.float32]:
-        """Put a new environment in the place of one that failed, and begin its next episode."""
-        single.env = self._restarts.remade(single.env.close, self._make)
-        return self._next(single)
+        def failed(error: BaseException) -> Callable[[], NDArray[np.float32]]:
+            said = f"{self._named(single)} {described(error)} at step {len(single.actions)} of its"
+            self._note(f"{said} episode", (index,), error)
+            self._reward[index] = 0.0
+            self._terminated[index] = self._truncated[index] = False
+            return replace
+
+        return self._guarded(call, failed)
 
     def _seed_of(self, single: _Single) -> int:
-        return env_seed(self._seed, self._role, single.number, single.episode)
+        return env_seed(self._members.seed, self._members.role, single.number, single.episode)
 
     def action_mask(self) -> NDArray[np.bool_] | None:
         """The masks of several components stand side by side."""
-        if not self.actions.masked:
-            return None
-        return np.stack([single.mask for single in self._all])
+        return np.stack([single.mask for single in self._all]) if self.actions.masked else None
 
     def _ask_mask(self, single: _Single, info: Mapping[str, Any]) -> None:
         """Note what is allowed now; where the episode is over, it may be nothing."""
@@ -219,7 +201,11 @@ class LoopGroup:
         for index, (single, saved) in enumerate(zip(self._all, state["envs"], strict=True)):
             single.episode = int(saved["episode"])
             try:
-                self._replay(index, single, saved["actions"])
+                self._alarm.arm()
+                self._reset(single)
+                for action in saved["actions"]:
+                    self._alarm.arm()
+                    self._advance(index, single, np.array(action, np.float32))
             except (Exception, StepTooLong) as error:
                 raise StateError(
                     f"{self._named(single)} {described(error)} at step {len(single.actions)} "
@@ -234,13 +220,6 @@ class LoopGroup:
                     f"{len(single.actions)} actions of its episode than when it was saved; its "
                     "episodes must depend on the seed and the actions alone"
                 )
-
-    def _replay(self, index: int, single: _Single, actions: list[list[float]]) -> None:
-        self._alarm.arm()
-        self._reset(single)
-        for action in actions:
-            self._alarm.arm()
-            self._advance(index, single, np.array(action, np.float32))
 
     def close(self) -> None:
         close_all(single.env.close for single in self._all)

@@ -21,15 +21,24 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorWrapper
 from numpy.typing import NDArray
 
-from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import ConfigError, StateError, one_process
-from .alarm import StepAlarm, StepTooLong
-from .group import Stepped, closed_on_error, env_seed
-from .restarts import BadRows, Restarts, began, described, finite, laid_out
+from .alarm import StepTooLong
+from .group import (
+    BadRows,
+    Members,
+    RestartedGroup,
+    Stepped,
+    began,
+    closed_on_error,
+    described,
+    env_seed,
+    finite,
+    laid_out,
+)
 from .spaces import action_space, from_columns, num_features, to_features
 
+# The kinds of numpy types that JSON can hold: truth values, whole and other numbers, texts.
 _KINDS = "biufU"
-"""The kinds of numpy types that JSON can hold: truth values, whole and other numbers, texts."""
 
 
 def can_save(value: object) -> bool:
@@ -95,59 +104,36 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
-_ADVICE = "\n    with task.vectorized=false only what goes wrong is restarted, not its whole group"
-
+# Attributes that are saved otherwise: the random generator, and what a wrapper is around.
 _NOT_SAVED = ("_np_random", "env")
-"""Attributes that are saved otherwise: the random generator, and what a wrapper is around."""
 
 
-class NativeGroup:
-    """An `EnvGroup` of one vector environment.
+class NativeGroup(RestartedGroup):
+    """One vector environment; an object that takes its place has another seed, which follows."""
 
-    Args:
-        env_id: Gymnasium's name of it.
-        numbers: Numbers of the environments, unique in the run.
-        seed: Seed of its random generator; an object that takes its place has another, which
-            follows from this one.
-        options: Keyword arguments of the environment.
-        alarm: Limits the time of a step; entered by whoever steps.
-        max_restarts: How many environments may fail before `failures` is cleared.
+    advice = (
+        "\n    with task.vectorized=false only what goes wrong is restarted, not its whole group"
+    )
 
-    Raises:
-        ConfigError: If its observations or actions are not numbers, or it resets otherwise.
-    """
-
-    def __init__(
-        self,
-        env_id: str,
-        numbers: list[int],
-        seed: int,
-        options: Mapping[str, Any] | None = None,
-        *,
-        alarm: StepAlarm,
-        max_restarts: int = 3,
-    ) -> None:
-        self._id, self._numbers, self._first_seed, self._alarm = env_id, numbers, seed, alarm
-        self._options = options or {}
-        self.num_envs = len(numbers)
+    def __init__(self, members: Members, number: int) -> None:
+        super().__init__(members)
+        self._first_seed = env_seed(members.seed, members.role, "group", number)
         self._num_made, self._num_steps = 1, 0
         self._env = made = self._make()
         with closed_on_error(made.close):
-            self.num_features = num_features(made.single_observation_space, env_id)
-            self.actions: ActionSpace = action_space(made.single_action_space, env_id)
-        self._restarts = Restarts(alarm, max_restarts, _ADVICE)
-        self.failures = self._restarts.failures
+            self.num_features = num_features(made.single_observation_space, members.name)
+            self.actions = action_space(made.single_action_space, members.name)
         self._flat = to_features(made.single_observation_space, many=True)
         self._take = from_columns(made.single_action_space)
         self._fixed = self._not_saved()
 
     def _make(self) -> Any:
-        made = _made(self._id, self.num_envs, self._options)
+        made = _made(self._name, self.num_envs, self._members.options)
         with closed_on_error(made.close):
             mode = made.metadata.get("autoreset_mode")
             if mode is not AutoresetMode.NEXT_STEP:
                 raise ConfigError(
-                    f"vector environment '{self._id}' resets by {mode}; expected NEXT_STEP\n"
+                    f"vector environment '{self._name}' resets by {mode}; expected NEXT_STEP\n"
                     "    set vectorized=false to step single environments"
                 )
         return made
@@ -158,13 +144,13 @@ class NativeGroup:
         return env_seed(self._first_seed, "restarted", again) if again else self._first_seed
 
     def start(self) -> NDArray[np.float32]:
-        return self._guarded(self._begin).obs
+        return self._or_replaced(self._begin).obs
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
-        return self._guarded(lambda: self._advance(action))
+        return self._or_replaced(lambda: self._advance(action))
 
-    def _guarded(self, call: Callable[[], Stepped]) -> Stepped:
-        found = self._restarts.guarded(call, self._failed)
+    def _or_replaced(self, call: Callable[[], Stepped]) -> Stepped:
+        found = self._guarded(call, self._failed)
         self._alarm.disarm()
         return found
 
@@ -183,12 +169,12 @@ class NativeGroup:
             named, what = self._named(*error.what), next(iter(error.what.values()))
             since = "it was" if len(error.what) == 1 else since
         said = f"{named} {what} at step {self._num_steps} since {since} made"
-        self._restarts.note(said, range(self.num_envs), error)
+        self._note(said, range(self.num_envs), error)
         return self._replace
 
     def _replace(self) -> Stepped:
         """Put another object in the place of one that failed, and begin all episodes anew."""
-        self._env = self._restarts.remade(self._env.close, self._make)
+        self._env = self._remade(self._env.close, self._make)
         self._fixed = self._not_saved()
         self._num_made, self._num_steps = self._num_made + 1, 0
         return self._begin()
@@ -197,14 +183,10 @@ class NativeGroup:
         """Name of some environments in messages, by default all."""
         numbers = [self._numbers[row] for row in rows] or self._numbers
         which = f"environment {numbers[0]}" if len(rows) == 1 else f"environments {numbers!s:.80}"
-        return f"{which} of '{self._id}' (seed {self._seed})"
-
-    def action_mask(self) -> None:
-        """Everything is always allowed."""
+        return f"{which} of '{self._name}' (seed {self._seed})"
 
     def seed_of(self, index: int) -> int:
-        """That of the whole group."""
-        return self._seed
+        return self._seed  # that of the whole group
 
     def state(self) -> dict[str, Any]:
         *wrappers, values = [
@@ -289,7 +271,6 @@ def _made(env_id: str, num_envs: int, options: Mapping[str, Any]) -> Any:
 
 @one_process()
 def native_spaces(env_id: str, options: Mapping[str, Any]) -> tuple[gym.Space[Any], gym.Space[Any]]:
-    """Spaces of each environment of a vectorized object."""
     try:
         made = _made(env_id, 1, options)
     except Exception as error:

@@ -17,9 +17,9 @@ import queue
 import resource
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -35,11 +35,8 @@ NumOverlapped = PositiveInt | Literal["auto"]
 """Groups rolled out at the same time; "auto": the planner chooses from what the first rollout
 takes."""
 
-_POLL_S = 0.25
-"""Seconds between two looks at the steps under way."""
-
-_LEAST_WAITS = 0.5
-"""A loop with fewer waits in a turn does not wait."""
+_POLL_S = 0.25  # between two looks at the steps under way
+_LEAST_WAITS = 0.5  # a loop with fewer waits in a turn does not wait
 
 _LOG = logging.getLogger("penstock.envs")
 
@@ -102,19 +99,12 @@ def _num_waits() -> float:
 
 @dataclass
 class _Slot(Actor):
-    """One thread's place: passes requests on, and notes since when it steps.
-
-    Attributes:
-        actor: The actor that answers.
-        ended: Set when the rollout is over for everyone.
-        numbers: The environments being stepped.
-        stepping_s: Since when; None while nothing is.
-    """
+    """One thread's place: passes requests on, and notes since when it steps."""
 
     actor: Actor
-    ended: threading.Event
-    numbers: Sequence[int] = ()
-    stepping_s: float | None = None
+    ended: threading.Event  # the rollout is over for everyone
+    numbers: Sequence[int] = ()  # the environments being stepped
+    stepping_s: float | None = None  # since when; None while nothing is
 
     def act(
         self,
@@ -131,54 +121,12 @@ class _Slot(Actor):
         return found
 
 
-@dataclass
-class _Rollout:
-    """State that the threads of a rollout share.
-
-    Attributes:
-        todo: Index, group and noise of the groups that nobody has begun.
-        done: Of each group its columns, or what was raised; None at the end of a thread.
-        ended: See `_Slot`.
-    """
-
-    todo: queue.SimpleQueue[tuple[int, LiveGroup, NDArray[np.float64]]] = field(
-        default_factory=queue.SimpleQueue[tuple[int, LiveGroup, NDArray[np.float64]]]
-    )
-    done: queue.SimpleQueue[tuple[int, Columns | BaseException]] = field(
-        default_factory=queue.SimpleQueue[tuple[int, Columns | BaseException]]
-    )
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def run(self, slot: _Slot) -> None:
-        """A thread's work: one group after another until there are none."""
-        while not self.ended.is_set():
-            try:
-                index, live, noise = self.todo.get_nowait()
-            except queue.Empty:
-                return
-            slot.numbers = live.numbers
-            try:
-                found: Columns | BaseException = live.roll(slot, noise)
-            except BaseException as error:  # noqa: BLE001 - raised again by the calling thread
-                found = error
-            slot.stepping_s = None
-            self.done.put((index, found))
-
-
 class OverlappedGroups:
-    """Rolls out groups, `size` at a time.
-
-    Args:
-        size: See `NumOverlapped`.
-        step_limit_s: Longest time of one environment's step; None for no limit.
-
-    Attributes:
-        size: Chosen by the first rollout of several groups, if it was "auto".
-    """
+    """Rolls out groups, `size` at a time, which the first rollout of several chooses if "auto"."""
 
     def __init__(self, size: NumOverlapped, step_limit_s: float | None) -> None:
         self.size: NumOverlapped = size
-        self._step_limit_s = step_limit_s
+        self._step_limit_s = step_limit_s  # of one environment's step
 
     def uses_threads(self, num_groups: int) -> bool:
         """Return whether so many groups would be rolled out by other threads than the caller's."""
@@ -207,16 +155,34 @@ class OverlappedGroups:
     def _at_once(
         self, groups: Sequence[LiveGroup], noises: Sequence[NDArray[np.float64]], actor: Actor
     ) -> list[Columns]:
-        shared = _Rollout()
-        for index, (live, noise) in enumerate(zip(groups, noises, strict=True)):
-            shared.todo.put((index, live, noise))
+        todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+        # Of each group its columns, or what was raised.
+        done: queue.SimpleQueue[tuple[int, Columns | BaseException]] = queue.SimpleQueue()
+        ended = threading.Event()
+        for index in range(len(groups)):
+            todo.put(index)
+
+        def work(slot: _Slot) -> None:
+            while not ended.is_set():
+                try:
+                    index = todo.get_nowait()
+                except queue.Empty:
+                    return
+                slot.numbers = groups[index].numbers
+                try:
+                    found: Columns | BaseException = groups[index].roll(slot, noises[index])
+                except BaseException as error:  # noqa: BLE001 - raised again by the calling thread
+                    found = error
+                slot.stepping_s = None
+                done.put((index, found))
+
         assert self.size != "auto"
-        slots = [_Slot(actor, shared.ended) for _ in range(min(self.size, len(groups)))]
+        slots = [_Slot(actor, ended) for _ in range(min(self.size, len(groups)))]
         threads = [
             threading.Thread(
                 # A thread begins outside of any step; environments and actors may ask for theirs.
                 target=copy_context().run,
-                args=(shared.run, slot),
+                args=(work, slot),
                 name=f"penstock-overlap-{i}",
                 daemon=True,
             )
@@ -224,10 +190,19 @@ class OverlappedGroups:
         ]
         for thread in threads:
             thread.start()
+        found: dict[int, Columns] = {}
         try:
-            found = _gather(shared, len(groups), lambda: self._check(slots))
+            while len(found) < len(groups):
+                try:
+                    index, columns = done.get(timeout=_POLL_S)
+                except queue.Empty:
+                    self._check(slots)
+                    continue
+                if isinstance(columns, BaseException):
+                    raise columns
+                found[index] = columns
         finally:
-            shared.ended.set()
+            ended.set()
             for thread in threads:
                 thread.join(_POLL_S)  # One that hangs is left behind; the process ends soon.
         return [found[index] for index in range(len(groups))]
@@ -245,18 +220,3 @@ class OverlappedGroups:
                     f"(step_limit_s={self._step_limit_s:g} for each of them); with "
                     "num_overlapped=1 one that hangs is restarted"
                 )
-
-
-def _gather(shared: _Rollout, num_groups: int, check: Callable[[], None]) -> dict[int, Columns]:
-    """The columns of all groups, once they are there; the first failure is raised."""
-    found: dict[int, Columns] = {}
-    while len(found) < num_groups:
-        try:
-            index, columns = shared.done.get(timeout=_POLL_S)
-        except queue.Empty:
-            check()
-            continue
-        if isinstance(columns, BaseException):
-            raise columns
-        found[index] = columns
-    return found

@@ -24,9 +24,19 @@ from numpy.typing import NDArray
 
 from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import ConfigError, StateError, WorkerError, nearest
-from .alarm import StepAlarm, StepTooLong
-from .group import Stepped, digest, env_seed
-from .restarts import BadRows, Restarts, began, described, finite, laid_out
+from .alarm import StepTooLong
+from .group import (
+    BadRows,
+    Members,
+    RestartedGroup,
+    Stepped,
+    began,
+    described,
+    digest,
+    env_seed,
+    finite,
+    laid_out,
+)
 from .spaces import action_space, from_columns, num_features, to_features
 
 
@@ -65,49 +75,23 @@ def ask_envpool(
         raise ConfigError(f"{kind} '{name}' cannot be made by EnvPool: {error}") from error
 
 
-_MASKS = ("action_mask", "legal_action_mask")
-"""Names of the masks of EnvPool's environments."""
-
+_MASKS = ("action_mask", "legal_action_mask")  # names of them in EnvPool's environments
 _GYMNASIUM = "\n    leave out backend=envpool, and it is Gymnasium's"
-_ADVICE = "\n    without task.backend=envpool they are stepped, and restarted, one by one"
 
 
-class PoolGroup:
-    """An `EnvGroup` of EnvPool's. An environment's seed and episodes are its own.
+class PoolGroup(RestartedGroup):
+    """Environments of EnvPool's. An environment's seed and episodes are its own.
 
-    Args:
-        env_id: EnvPool's name of the environment.
-        numbers: Numbers of the environments, unique in the run.
-        seed: The run's.
-        role: The role whose environments they are.
-        options: EnvPool's own, such as `num_threads`.
-        alarm: Limits the time of a step; entered by whoever steps. What is being computed when it
-            rings is not interrupted.
-        masked: Whether they say which choices are allowed.
-        max_restarts: How many environments may fail before `failures` is cleared.
-
-    Raises:
-        ConfigError: If EnvPool is not installed or does not have it, or no actor can act in it.
+    What is being computed when the alarm rings is not interrupted.
     """
 
-    def __init__(
-        self,
-        env_id: str,
-        numbers: list[int],
-        seed: int,
-        role: str,
-        options: Mapping[str, Any],
-        *,
-        alarm: StepAlarm,
-        masked: bool = False,
-        max_restarts: int = 3,
-    ) -> None:
-        self._id, self._numbers, self._alarm = env_id, numbers, alarm
-        self._options, self._names = options, (seed, role)
-        self.num_envs = len(numbers)
-        self.num_features, self.actions = pool_spaces(env_id, options, masked=masked)
-        self._restarts = Restarts(alarm, max_restarts, _ADVICE)
-        self.failures = self._restarts.failures
+    advice = "\n    without task.backend=envpool they are stepped, and restarted, one by one"
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
+        self.num_features, self.actions = pool_spaces(
+            members.name, members.options, masked=members.masked
+        )
         self._begin_anew(1)
         self._env = self._make()
         with without_casts():
@@ -123,8 +107,9 @@ class PoolGroup:
         """Note that the next pool is the first, the second, ...: what it is seeded by."""
         self._num_made = num_made
         again = () if num_made == 1 else (num_made - 1,)
+        ours = self._members
         self._seeds = [
-            env_seed(*self._names, "envpool", number, *again) for number in self._numbers
+            env_seed(ours.seed, ours.role, "envpool", number, *again) for number in ours.numbers
         ]
         self._actions, self._num_steps = bytearray(), 0
         self._resets: list[tuple[int, list[int]]] = []
@@ -132,9 +117,9 @@ class PoolGroup:
     def _make(self) -> Any:
         made = ask_envpool(
             "environment",
-            self._id,
+            self._name,
             "make_gymnasium",
-            self._options,
+            self._members.options,
             num_envs=self.num_envs,
             seed=self._seeds,
         )
@@ -143,25 +128,23 @@ class PoolGroup:
         return made
 
     def start(self) -> NDArray[np.float32]:
-        return self._guarded(lambda: finite(self._begun())).obs
+        return self._or_restarted(lambda: finite(self._begun())).obs
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
         self._check(action)
-        return self._guarded(lambda: finite(self._taken(action)))
+        return self._or_restarted(lambda: finite(self._taken(action)))
 
-    def _guarded(self, call: Callable[[], Stepped]) -> Stepped:
-        found = self._restarts.guarded(call, self._failed)
+    def _or_restarted(self, call: Callable[[], Stepped]) -> Stepped:
+        found = self._guarded(call, self._failed)
         self._alarm.disarm()
         self._obs, self._over = found.obs, found.terminated | found.truncated
         return found
 
     def _begun(self) -> Stepped:
-        """The beginning, whatever it shows."""
         obs, self._info = self._env.reset()
         return began(self._flat(obs), self.num_envs, self.num_features)
 
     def _taken(self, action: NDArray[np.float32]) -> Stepped:
-        """A step, whatever it shows."""
         self._actions += action.astype(self._kept).tobytes()
         self._num_steps += 1
         obs, *shown, self._info = self._env.step(self._take(action))
@@ -171,19 +154,19 @@ class PoolGroup:
         step = self._num_steps
         if not isinstance(error, BadRows):
             said = f"{self._named()} {described(error)} at step {step} since they were made"
-            self._restarts.note(said, range(self.num_envs), error)
+            self._note(said, range(self.num_envs), error)
             return self._replace
         for row, what in error.what.items():
-            whose = f"of EnvPool's '{self._id}' (seed {self._seeds[row]})"
+            whose = f"of EnvPool's '{self._name}' (seed {self._seeds[row]})"
             said = f"environment {self._numbers[row]} {whose} {what} at step {step} since it was"
-            self._restarts.note(f"{said} made", (row,), error)
+            self._note(f"{said} made", (row,), error)
         return lambda: finite(self._reset(list(error.what), error.stepped))
 
     def _replace(self) -> Stepped:
         """Put another pool in the place of one that failed, and begin all episodes anew."""
         close = self._env.close
         self._begin_anew(self._num_made + 1)
-        self._env = self._restarts.remade(close, self._make)
+        self._env = self._remade(close, self._make)
         return finite(self._begun())
 
     def _reset(self, rows: list[int], stepped: Stepped) -> Stepped:
@@ -208,7 +191,7 @@ class PoolGroup:
 
     def _named(self) -> str:
         seeds = f"seeds {self._seeds!s:.80}"
-        return f"EnvPool's environments {self._numbers!s:.80} of '{self._id}' ({seeds})"
+        return f"EnvPool's environments {self._numbers!s:.80} of '{self._name}' ({seeds})"
 
     def action_mask(self) -> NDArray[np.bool_] | None:
         """Where an episode is over, everything is allowed."""
@@ -227,7 +210,6 @@ class PoolGroup:
         return [name for name in _MASKS if name in self._info]
 
     def seed_of(self, index: int) -> int:
-        """That of the environment, in all its episodes."""
         return self._seeds[index]
 
     def state(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import ConfigError
-from .restarts import as_f32
+from .group import as_f32
 
 
 def num_features(space: gym.Space[Any], name: str) -> int:

@@ -1,8 +1,9 @@
-"""The specification of an environment, and its groups."""
+"""The specification of an environment, its groups, and whether they go on as they would have."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import field
 from importlib import import_module
@@ -13,25 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...algorithms.roles.environment import ActionSpace
-from ...dataflow.errors import ConfigError, one_process
+from ...dataflow.errors import ConfigError, StateError, WorkerError, one_process
 from ...dataflow.options import NonNegativeInt, PositiveFloat, PositiveInt, option_class
 from .alarm import StepAlarm
-from .group import EnvGroup, Failure, Stepped, env_seed
+from .group import EnvGroup, Failure, Members, Stepped, described
+from .live import Normalization
 from .loop import LoopGroup
 from .native import NativeGroup, native_spaces
-from .normalization import Normalization
 from .pool import PoolGroup, pool_spaces
-from .restarts import described
 from .spaces import action_space, num_features
 
 
 class CountsAgents(gym.Wrapper[Any, Any, Any, Any]):
-    """An environment that must show as many agents as it declares.
-
-    Args:
-        env: The environment.
-        num_agents: Number of agents.
-    """
+    """An environment that must show as many agents as it declares."""
 
     def __init__(self, env: gym.Env[Any, Any], num_agents: int) -> None:
         super().__init__(env)
@@ -51,21 +46,14 @@ class CountsAgents(gym.Wrapper[Any, Any, Any, Any]):
         return obs
 
 
-class TeamGroup:
-    """An `EnvGroup` of agents. One environment that fails gives up the episode of all its agents.
-
-    Args:
-        teams: The environments.
-        num_agents: Agents of each environment.
-        actions: What one agent can do.
-    """
+class TeamGroup(EnvGroup):
+    """A group of agents. One environment that fails gives up the episode of all its agents."""
 
     def __init__(self, teams: EnvGroup, num_agents: int, actions: ActionSpace) -> None:
         self._teams, self._num_agents = teams, num_agents
         self.num_envs = teams.num_envs * num_agents
         self.num_features = teams.num_features // num_agents
-        self.actions = actions
-        self.failures: list[Failure] = []
+        self.actions, self.failures = actions, []
 
     def start(self) -> NDArray[np.float32]:
         obs = self._teams.start()
@@ -173,7 +161,6 @@ class EnvSpec:
 
     @one_process()
     def make(self) -> gym.Env[Any, Any]:
-        """One environment."""
         try:
             made = gym.make(self.id, disable_env_checker=True, **self.options)
         except (gym.error.Error, ImportError, TypeError) as error:
@@ -204,39 +191,25 @@ class EnvSpec:
     def group(self, number: int, numbers: list[int], seed: int, role: str,
               alarm: StepAlarm) -> EnvGroup:  # fmt: skip
         """Group `number`, of the environments `numbers`."""
-        if self.backend == "envpool":
-            return PoolGroup(
-                self.id,
-                numbers,
-                seed,
-                role,
-                self.options,
-                alarm=alarm,
-                masked=self.masked,
-                max_restarts=self.max_restarts,
-            )
-        if self.num_agents > 1:
-            of_one = self.spaces()[1]
-            teams = self._loop(team_numbers(numbers, self.num_agents), seed, role, alarm)
-            return TeamGroup(teams, self.num_agents, of_one)
-        if self._vectorized():
-            own = env_seed(seed, role, "group", number)
-            return NativeGroup(
-                self.id, numbers, own, self.options, alarm=alarm, max_restarts=self.max_restarts
-            )
-        return self._loop(numbers, seed, role, alarm)
-
-    def _loop(self, numbers: list[int], seed: int, role: str, alarm: StepAlarm) -> LoopGroup:
-        return LoopGroup(
-            self.id,
-            self.make,
-            numbers,
-            seed,
-            role,
+        members = Members(
+            name=self.id,
+            options=self.options,
+            numbers=numbers,
+            seed=seed,
+            role=role,
             alarm=alarm,
             masked=self.masked,
             max_restarts=self.max_restarts,
         )
+        if self.backend == "envpool":
+            return PoolGroup(members)
+        if self.num_agents > 1:
+            of_one = self.spaces()[1]
+            teams = dataclasses.replace(members, numbers=team_numbers(numbers, self.num_agents))
+            return TeamGroup(LoopGroup(teams, self.make), self.num_agents, of_one)
+        if self._vectorized():
+            return NativeGroup(members, number)
+        return LoopGroup(members, self.make)
 
     @one_process()
     def _vectorized(self) -> bool:
@@ -272,3 +245,77 @@ class EnvSpec:
             f"takes {alone[1]}\n    leave out task.vectorized=true; if it is an Atari game, "
             "task.backend=envpool has it with stacked frames"
         )
+
+
+_NUM_NOISE = 64  # random numbers for one environment and step; taken again where it takes more
+_ROLE = "exactness"
+
+
+def why_not_exact(spec: EnvSpec, *, num_before: int = 64, num_after: int = 64) -> str | None:
+    """Name what differs after a restart, tried with two environments and random actions.
+
+    What is saved of single environments are their seed and actions, and of a vectorized one its
+    numbers. Whatever else an environment depends on (a global random generator, a clock, statistics
+    over episodes) is lost with its process, and nothing that is read from it says so.
+    """
+    numbers = list(range(2 * spec.num_agents))
+    random = np.random.default_rng(0)
+    with StepAlarm(spec.step_limit_s) as alarm:
+        first = spec.group(0, numbers, 0, _ROLE, alarm)
+        try:
+            first.start()
+            for _ in range(num_before):
+                first.step(_action(first, random.random((len(numbers), _NUM_NOISE))))
+            state = json.loads(json.dumps(first.state()))
+            noise = random.random((num_after, len(numbers), _NUM_NOISE))
+            expected = [_shown(first, one) for one in noise]
+        except StateError as error:
+            return f"cannot be saved: {error}"
+        except WorkerError:
+            return None
+        finally:
+            first.close()
+        again = spec.group(0, numbers, 0, _ROLE, alarm)
+        try:
+            return _difference(again, state, noise, expected)
+        finally:
+            again.close()
+
+
+def _difference(
+    group: EnvGroup,
+    state: Mapping[str, Any],
+    noise: NDArray[np.float64],
+    expected: list[tuple[bytes, ...]],
+) -> str | None:
+    try:
+        group.restore(state)
+        for step, one in enumerate(noise):
+            if _shown(group, one) != expected[step]:
+                return f"show something else {step + 1} steps after they were saved"
+    except StateError as error:
+        return f"do not come to where they were: {error}"
+    except WorkerError as error:
+        return f"fail where they had not: {error}"
+    return None
+
+
+def _shown(group: EnvGroup, noise: NDArray[np.float64]) -> tuple[bytes, ...]:
+    """Everything that a step shows, as bytes."""
+    mask = group.action_mask()
+    found = group.step(_action(group, noise))
+    shown = (found.obs, found.reward, found.terminated, found.truncated, mask)
+    return tuple(b"" if one is None else np.asarray(one).tobytes() for one in shown)
+
+
+def _action(group: EnvGroup, noise: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Random actions that are allowed, f32[envs, components]."""
+    actions, mask = group.actions, group.action_mask()
+    found = np.take(noise, np.arange(actions.num_components), axis=1, mode="wrap")
+    if mask is not None:
+        weight = mask * (np.take(noise, np.arange(mask.shape[1]), axis=1, mode="wrap") + 1.0)
+        ends = np.cumsum(actions.sizes)[:-1]
+        found = np.stack([one.argmax(1) for one in np.split(weight, ends, axis=1)], axis=1)
+    elif actions.kind == "discrete":
+        found = np.floor(found * np.array(actions.sizes))
+    return found.astype(np.float32)

@@ -2,7 +2,7 @@
 
 A task numbers problems. An environment is one, and so is a game, described by its specification so
 that a run that goes on can tell whether it is still the same; there is nothing to imitate, score or
-hold out.
+hold out. A step reads a table of which environments or games there are, and which step together.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import dataclasses
 import json
 from typing import Any, ClassVar, Literal
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
+from ...algorithms.roles.environment import EnvRows, GameRows
 from ...dataflow.options import PositiveInt, option_class
 from ..data.row_report import DataReport
 from ..data.task import PATIENCE, Task, TaskSpec
-from .normalization import Normalizer
+from .live import Normalizer
 from .spec import EnvSpec
 
 
@@ -38,27 +41,19 @@ class EnvTaskSpec(EnvSpec):
         return EnvSpec(**fields)
 
     def build(self) -> EnvTask:
-        """The task."""
-        Normalizer(self.normalization, 1, self.spaces()[0])
+        Normalizer(self.normalization, 1, self.spaces()[0])  # which refuses other moments
         return EnvTask(self.id, self)
 
 
 class EnvTask(Task):
-    """A task without problems to solve one by one; see this module.
-
-    Args:
-        task_id: Its name.
-        spec: What describes it, a dataclass of JSON.
-    """
+    """A task without problems to solve one by one, described by a dataclass of JSON."""
 
     train = range(1)
     held_out = range(1, 1)
     correct_score = 0.0
 
     def __init__(self, task_id: str, spec: TaskSpec) -> None:
-        self.task_id = task_id
-        self.spec = spec
-        self.report = DataReport(task_id)
+        self.task_id, self.spec, self.report = task_id, spec, DataReport(task_id)
 
     @override
     def prompt_text(self, index: int) -> str:
@@ -79,3 +74,33 @@ class EnvTask(Task):
     @override
     def where(self, index: int) -> str:
         return self.task_id
+
+
+class EnvRowSource:
+    """The same environments for every step; the last group may have fewer."""
+
+    def __init__(self, num_envs: int, group_size: int) -> None:
+        env, group = _numbered(num_envs, group_size, "num_envs")
+        self._rows = EnvRows(env=env, group=group)
+
+    def batch(self, step: int) -> EnvRows:
+        return self._rows
+
+
+class GameRowSource:
+    """As many games in every step, all of them new; the last group may have fewer."""
+
+    def __init__(self, num_games: int, group_size: int) -> None:
+        game, group = _numbered(num_games, group_size, "num_games")
+        self._rows = GameRows(game=game, group=group)
+
+    def batch(self, step: int) -> GameRows:
+        return self._rows
+
+
+def _numbered(count: int, group_size: int, name: str) -> tuple[Tensor, Tensor]:
+    """Return numbers from 0 and the group of each, i64[count]."""
+    if count < 1 or group_size < 1:
+        raise ValueError(f"{name} is {count} and group_size {group_size}; expected at least 1")
+    numbers = torch.arange(count)
+    return numbers, numbers // group_size

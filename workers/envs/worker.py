@@ -7,9 +7,9 @@ the number of workers nor the placement of groups can change a rollout.
 
 from __future__ import annotations
 
+import itertools
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,35 +33,23 @@ from .live import LiveGroup
 from .overlapped_groups import NumOverlapped, OverlappedGroups
 from .spec import EnvSpec
 
-PIECE = 128
-"""Steps between looks at whether all episodes are over."""
-
-MAX_GIVEN_UP = 8
-"""Episodes in a row that one environment may give up."""
+PIECE = 128  # steps between looks at whether all episodes are over
+MAX_GIVEN_UP = 8  # episodes in a row that one environment may give up
 
 
 class Episodes:
-    """The first episodes of every environment of a group.
+    """The first `num_episodes` episodes of every environment of a group.
 
-    Args:
-        num_envs: Environments.
-        num_episodes: Number of episodes of each that count.
-        max_steps: An episode that is longer counts with what was earned by then, and no other
-            follows in its environment.
-
-    Attributes:
-        total: f64[envs], what was earned in those that are over.
-        length: i64[envs], steps of them.
-        count: i64[envs], how many are over.
-        given_up: i64[envs], how many were given up since the last that was not.
-        restarts: Environments that had to be restarted.
+    An episode that is longer than `max_steps` counts with what was earned by then, and no other
+    follows in its environment.
     """
 
     def __init__(self, num_envs: int, num_episodes: int, max_steps: int) -> None:
+        # Of each environment: what was earned in episodes that are over, their steps, and number.
         self.total = np.zeros(num_envs)
         self.length = np.zeros(num_envs, np.int64)
         self.count = np.zeros(num_envs, np.int64)
-        self.given_up = np.zeros(num_envs, np.int64)
+        self.given_up = np.zeros(num_envs, np.int64)  # since the last that was not
         self.restarts = 0
         self._left, self._max_steps = np.full(num_envs, num_episodes), max_steps
         self._earned = np.zeros(num_envs)
@@ -69,7 +57,6 @@ class Episodes:
 
     @property
     def over(self) -> bool:
-        """Return whether no further episode counts."""
         return not self._left.any()
 
     def add(
@@ -94,7 +81,6 @@ class Episodes:
             self._left[long] = 0
 
     def metrics(self) -> dict[str, Metric]:
-        """Return and length of the episodes that are over, their number, and restarts."""
         count = float(self.count.sum())
         return {
             "episode_return": Metric.mean(float(self.total.sum()), count),
@@ -117,35 +103,7 @@ class Episodes:
         self._earned[failed], self._steps[failed] = 0.0, 0
 
 
-def play(
-    live: LiveGroup,
-    actor: Actor,
-    noise: Callable[[int], NDArray[np.float64]],
-    *,
-    num_episodes: int,
-    max_episode_steps: int,
-) -> Episodes:
-    """Play the first episodes of a group that has begun."""
-    found, piece = Episodes(len(live.numbers), num_episodes, max_episode_steps), 0
-    while not found.over:
-        part = live.roll(actor, noise(piece))
-        ended = part["terminated"] | part["truncated"]
-        found.add(part["reward"], part["mask"], ended, live.given_up(PIECE))
-        restarts = live.restarts()
-        found.restarts += len(restarts)
-        if found.given_up.max(initial=0) >= MAX_GIVEN_UP:
-            index = int(found.given_up.argmax())
-            own = [said for said in restarts if said.startswith(live.named(index))]
-            raise WorkerError(
-                f"{live.named(index)} gave up {found.given_up[index]} held-out episodes in a row; "
-                f"last of all, {(own or restarts)[-1]}"
-            )
-        piece += 1
-    return found
-
-
 _FORMAT = 1
-_LOG = logging.getLogger("penstock.envs")
 
 
 @option_class
@@ -160,16 +118,14 @@ class EnvWorkerSpec:
     restarted."""
 
     def build(self, context: WorkerContext) -> EnvWorker:
-        """Make the worker; environments are made when their group is first asked for."""
         return EnvWorker(self, context)
 
 
 class EnvWorker(Env):
     """Roll out groups of environments; every group is a file of its own in saved states.
 
-    Attributes:
-        metrics: Metrics of the last call: return and length of the episodes that ended in it,
-            unscaled, their number, environment steps (those of resets not counted), and restarts.
+    Metrics are the return and length of the episodes that ended in a call, unscaled, their number,
+    environment steps (those of resets not counted), and restarts.
     """
 
     def __init__(self, spec: EnvWorkerSpec, context: WorkerContext) -> None:
@@ -187,9 +143,10 @@ class EnvWorker(Env):
         stream = stream_key(self.context.seed, self.context.role, "noise", key)
         with self._alarm:
             lives = [self._group(*one) for one in _groups(env.tolist(), group.tolist())]
+        noises: list[NDArray[np.float64]] = []
         for live in lives:
             live.check_order(key)
-        noises = [action_noise(live.actions, stream, live.numbers, horizon) for live in lives]
+            noises.append(action_noise(live.actions, stream, live.numbers, horizon))
         with nullcontext() if self._overlapped.uses_threads(len(lives)) else self._alarm:
             parts = self._overlapped.roll(lives, noises, actor)
         for live in lives:
@@ -218,13 +175,7 @@ class EnvWorker(Env):
             with self._alarm:
                 live = self._held_out(number, numbers)
                 with closed_on_error(live.close):
-                    episodes = play(
-                        live,
-                        actor,
-                        self._noise(live, key),
-                        num_episodes=num_episodes,
-                        max_episode_steps=max_episode_steps,
-                    )
+                    episodes = self._play(live, actor, key, num_episodes, max_episode_steps)
                 live.close()
             add_metrics(self.metrics, episodes.metrics())
             found.append(episodes.total / episodes.count)
@@ -245,14 +196,28 @@ class EnvWorker(Env):
             live.start()
         return live
 
-    def _noise(self, live: LiveGroup, key: CallKey) -> Callable[[int], NDArray[np.float64]]:
-        """The noise of a held-out group's actions, piece by piece."""
-
-        def noise(piece: int) -> NDArray[np.float64]:
+    def _play(
+        self, live: LiveGroup, actor: Actor, key: CallKey, num_episodes: int, max_steps: int
+    ) -> Episodes:
+        """Play the first episodes of a group that has begun."""
+        found = Episodes(len(live.numbers), num_episodes, max_steps)
+        for piece in itertools.count():
+            if found.over:
+                break
             stream = stream_key(self.context.seed, self.context.role, "held-out", key, piece)
-            return action_noise(live.actions, stream, live.numbers, PIECE)
-
-        return noise
+            part = live.roll(actor, action_noise(live.actions, stream, live.numbers, PIECE))
+            ended = part["terminated"] | part["truncated"]
+            found.add(part["reward"], part["mask"], ended, live.given_up(PIECE))
+            restarts = live.restarts()
+            found.restarts += len(restarts)
+            if found.given_up.max(initial=0) >= MAX_GIVEN_UP:
+                index = int(found.given_up.argmax())
+                own = [said for said in restarts if said.startswith(live.named(index))]
+                raise WorkerError(
+                    f"{live.named(index)} gave up {found.given_up[index]} held-out episodes in a "
+                    f"row; last of all, {(own or restarts)[-1]}"
+                )
+        return found
 
     def _group(self, number: int, numbers: list[int]) -> LiveGroup:
         live = self._live.get(number)
@@ -296,9 +261,10 @@ class EnvWorker(Env):
             state = {"format": _FORMAT, "group": number, **live.state()}
             draft = folder / f"group-{number}.draft"
             draft.write_text(json.dumps(state) + "\n")
-            draft.replace(_file(folder, number))
+            draft.replace(folder / f"group-{number}.json")
         for number, state in self._saved.items():
-            with suppress(FileExistsError), _file(folder, number).open("x") as file:
+            path = folder / f"group-{number}.json"
+            with suppress(FileExistsError), path.open("x") as file:
                 file.write(json.dumps(state) + "\n")
 
     def load_state(self, folder: Path) -> None:
@@ -313,14 +279,8 @@ class EnvWorker(Env):
             self._saved[int(state["group"])] = state
 
     def close(self) -> None:
-        """Close all environments."""
         live, self._live = self._live, {}
         close_all(group.close for group in live.values())
-
-
-def _file(folder: Path, number: int) -> Path:
-    """The file of a group's state."""
-    return folder / f"group-{number}.json"
 
 
 def _groups(env: list[int], group: list[int]) -> Iterator[tuple[int, list[int]]]:

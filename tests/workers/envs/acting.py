@@ -8,8 +8,8 @@ import numpy as np
 from penstock.algorithms.roles.environment import Actor, Acts, Trajectories
 from penstock.dataflow.runtime.call_context import step_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
 
 __all__ = ["NoisyActor", "env_worker", "roll"]

@@ -30,8 +30,8 @@ from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
 from penstock.workers.envs.overlapped_groups import NumOverlapped
-from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import EnvWorkerSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 from safetensors.torch import load_file

@@ -10,8 +10,8 @@ import gymnasium as gym
 import pytest
 from penstock.dataflow.errors import ConfigError, StateError, WorkerError
 from penstock.dataflow.runtime.call_context import step_scope
-from penstock.workers.envs.rows import EnvRowSource
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 
 from .acting import NoisyActor, env_worker, roll
 from .toys import Counting

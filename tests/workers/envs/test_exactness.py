@@ -10,9 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.workers.envs.exactness import why_not_exact
-from penstock.workers.envs.normalization import Normalization
-from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.live import Normalization
+from penstock.workers.envs.spec import EnvSpec, why_not_exact
 
 from .acting import NoisyActor, env_worker, roll
 from .toys import Worldly

@@ -18,9 +18,9 @@ from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.executor import Program
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import follow
-from penstock.workers.envs.normalization import Normalization
-from penstock.workers.envs.rows import EnvRowSource
+from penstock.workers.envs.live import Normalization
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import PIECE, EnvWorker
 from torch import Tensor
 

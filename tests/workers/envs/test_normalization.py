@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.envs.normalization import Moments, Normalization, Normalizer
+from penstock.workers.envs.live import Moments, Normalization, Normalizer
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.task import EnvTaskSpec
 

@@ -13,7 +13,7 @@ from penstock.algorithms.roles.environment import Acts
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime.call_context import current_step
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.envs.normalization import Normalization
+from penstock.workers.envs.live import Normalization
 from penstock.workers.envs.overlapped_groups import NumOverlapped
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec

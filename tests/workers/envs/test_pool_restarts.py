@@ -15,7 +15,7 @@ import torch
 from penstock.algorithms.roles.environment import Actor, Trajectories
 from penstock.dataflow.errors import StateError, WorkerError
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.workers.envs.normalization import Normalization
+from penstock.workers.envs.live import Normalization
 from penstock.workers.envs.spec import EnvSpec
 
 from .acting import NoisyActor, env_worker, roll

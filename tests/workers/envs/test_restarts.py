@@ -18,9 +18,8 @@ from penstock.algorithms.roles.environment import Actor, Acts, Trajectories
 from penstock.dataflow.errors import StateError, WorkerError
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.envs.group import Stepped
-from penstock.workers.envs.normalization import Normalization
-from penstock.workers.envs.restarts import BadRows, finite
+from penstock.workers.envs.group import BadRows, Stepped, finite
+from penstock.workers.envs.live import Normalization
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from penstock.dataflow.errors import StateError
 from penstock.dataflow.runtime.call_context import call_scope
-from penstock.workers.envs.normalization import Normalization
-from penstock.workers.envs.rows import EnvRowSource
+from penstock.workers.envs.live import Normalization
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 
 from .acting import NoisyActor, env_worker, roll
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import SkipValidation
 from torch import Tensor
 
 from ....algorithms.ops.distributions import action_logprob, entropy_of_logits
 from ....algorithms.roles.environment import (
     ActionEvaluation,
-    ActionSpace,
     ActorCritic,
     ActorCriticOutput,
     Acts,
@@ -30,52 +28,39 @@ from ....dataflow.runtime.call_context import call_key
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...rollout.sampling import stream_generator
 from ...training.data_parallel import rank_group
-from ...training.model_worker import ModelWorker
-from ...training.network import WholeNetwork
-from ...training.optimizer import OptimizerSpec
-from .network_weights import inherit_weights, load_network, save_network
-from .numpy_actor import NumpyActor, OnHost
-from .perceptron import ActorCriticNetwork, HasSpaces, PerceptronSpec, single_steps, state_values
-from .recurrent import NumpyRecurrent
-
-_MODEL_TYPE = "perceptron_actor_critic"
-"""`model_type` in the config of a saved network."""
+from .numpy_actor import NumpyActor, NumpyRecurrent, OnHost
+from .perceptron import (
+    ActorCriticNetwork,
+    PerceptronWorker,
+    PerceptronWorkerSpec,
+    inherit_weights,
+    single_steps,
+    state_values,
+)
 
 B = TypeVar("B")
 
 
 @option_class
-class TorchActorCriticSpec:
-    """Recipe for a `TorchActorCritic`."""
+class TorchActorCriticSpec(PerceptronWorkerSpec):
+    """Recipe for a `TorchActorCritic`; without an optimizer it only acts."""
 
-    network: PerceptronSpec = PerceptronSpec()
-    """Its layers."""
-    env: SkipValidation[HasSpaces]
-    """What it acts in, for the numbers of observations and actions."""
-    start: str | None = None
-    """A folder that such a worker saved, whose weights it begins with: of the same layers, for the
-    same observations and actions. None for random ones."""
-    optimizer: OptimizerSpec | None = None
-    """None for one that only acts."""
     micro_batch_steps: PositiveInt = 65536
     """Steps computed at once in training."""
 
     def build(self, context: WorkerContext) -> TorchActorCritic:
-        """Make it on the context's device."""
         return TorchActorCritic(self, context)
 
 
-class TorchActorCritic(ModelWorker, ActorCritic):
+class TorchActorCritic(PerceptronWorker, ActorCritic):
+    model_type = "perceptron_actor_critic"
+
     def __init__(self, spec: TorchActorCriticSpec, context: WorkerContext) -> None:
         num_features, actions = spec.env.spaces()
-        self.spec = spec
-        self.actions: ActionSpace = actions
+        self.spec, self.actions = spec, actions
         self.module = ActorCriticNetwork(spec.network, num_features, actions).to(context.device)
-        if spec.start is not None:
-            spaces = self.module.spaces()
-            load_network(spec.start, self.module, _MODEL_TYPE, spec.network, spaces)
-        self.network = WholeNetwork(self.module, context)
-        super().__init__(context, self.network, spec.optimizer, spec.micro_batch_steps)
+        spaces = {"num_features": num_features, "actions": asdict(actions)}
+        super().__init__(spec, context, self.module, spaces, spec.micro_batch_steps)
         self._on_host = OnHost(self.module, self.network.flat)
         acting = self._on_host.module
         recurrent = None if acting.memory is None else NumpyRecurrent(acting.memory)
@@ -233,12 +218,6 @@ class TorchActorCritic(ModelWorker, ActorCritic):
             return logprobs[0], entropies[0] if needs_entropy else None
         entropy = torch.stack(entropies).sum(dim=0) if needs_entropy else None
         return torch.stack(logprobs).sum(dim=0), entropy
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write the network to a folder (only rank 0 does)."""
-        if self.context.rank == 0:
-            spec = self.spec.network
-            save_network(folder, self.module, _MODEL_TYPE, spec, self.module.spaces())
 
 
 def _numbers(

@@ -16,7 +16,7 @@ from torch import nn
 
 from ....algorithms.roles.environment import ActionSpace, Acts
 from ...training.flat_parameters import FlatParameters
-from .recurrent import NumpyRecurrent
+from .perceptron import RecurrentNetwork
 
 N = TypeVar("N", bound=nn.Module)
 
@@ -28,14 +28,48 @@ _Call = tuple[
 _LOG_ROOT_2PI = 0.5 * math.log(2 * math.pi)
 
 
+class NumpyRecurrent:
+    """The recurrent network step by step; it follows weights that change in place."""
+
+    def __init__(self, network: RecurrentNetwork) -> None:
+        cell = network.cell
+        self._units = cell.hidden_size
+        self._read, self._read_bias, self._keep, self._keep_bias = (
+            weight.detach().numpy().T
+            for weight in (cell.weight_ih, cell.bias_ih, cell.weight_hh, cell.bias_hh)
+        )
+
+    def blank(self, num_envs: int) -> NDArray[np.float32]:
+        """The state where nothing is remembered, f32[envs, units]."""
+        return np.zeros((num_envs, self._units), np.float32)
+
+    def step(
+        self, obs: NDArray[np.float32], recurrent_state: NDArray[np.float32] | None
+    ) -> NDArray[np.float32]:
+        """The state once an observation has been read, f32[..., envs, units]."""
+        units = self._units
+        if recurrent_state is None:
+            recurrent_state = self.blank(len(obs))
+        read = obs @ self._read
+        read += self._read_bias
+        kept = recurrent_state @ self._keep
+        kept += self._keep_bias
+        gates = _sigmoid(read[..., : 2 * units] + kept[..., : 2 * units])
+        recalls, stays = gates[..., :units], gates[..., units:]
+        new = np.tanh(read[..., 2 * units :] + recalls * kept[..., 2 * units :])
+        return new + stays * (recurrent_state - new)
+
+
+def _sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The sigmoid, computed by tanh, which cannot overflow."""
+    half = np.float32(0.5)
+    return half * np.tanh(half * x) + half
+
+
 class NumpyActor:
     """Samples actions from a network's actor; follows its weights wherever they change in place.
 
-    Args:
-        actor: Linear layers with activations between them, on the CPU.
-        actions: What can be done.
-        log_std: Logarithm of the deviation of continuous actions.
-        recurrent: What the actor sees beside observations, if anything.
+    `actor` has linear layers with activations between them, on the CPU.
     """
 
     def __init__(
@@ -90,18 +124,23 @@ class NumpyActor:
         action_mask: NDArray[np.bool_] | None,
     ) -> Acts:
         if self._log_std is not None:
-            return _sample_numbers(found, self._log_std, noise)
+            action = (found + np.exp(self._log_std) * noise).astype(np.float32)
+            logprob = -0.5 * np.square(noise) - self._log_std - _LOG_ROOT_2PI
+            return Acts(action, logprob.sum(axis=1).astype(np.float32))
         if action_mask is not None:
             found = np.where(action_mask, found, np.finfo(np.float32).min)
         if len(self._spans) == 1:
             choice, logprob = _sample_choice(found, noise[:, 0])
             return Acts(choice[:, None].astype(np.float32), logprob)
-        return _sample_choices(found, noise, self._spans)
+        action = np.empty((len(found), len(self._spans)), np.float32)
+        total = np.zeros(len(found), np.float32)
+        for component, (begin, end) in enumerate(self._spans):
+            choice, its = _sample_choice(found[:, begin:end], noise[:, component])
+            action[:, component] = choice
+            total += its
+        return Acts(action, total)
 
-    def act_all(
-        self,
-        calls: Sequence[_Call],
-    ) -> list[Acts]:
+    def act_all(self, calls: Sequence[_Call]) -> list[Acts]:
         """Answer each of these arguments as `act` does, bit for bit; equal shapes together.
 
         Groups are stacked, not joined: numpy multiplies each by the weights as it would alone, so
@@ -117,10 +156,7 @@ class NumpyActor:
                 found[index] = acts
         return [found[index] for index in range(len(calls))]
 
-    def _act_alike(
-        self,
-        calls: Sequence[_Call],
-    ) -> list[Acts]:
+    def _act_alike(self, calls: Sequence[_Call]) -> list[Acts]:
         if len(calls) == 1:
             return [self.act(*calls[0])]
         obs, noise, masks, states = zip(*calls, strict=True)
@@ -154,41 +190,12 @@ def _sample_choice(
     return choice, (chosen - np.log(total)).astype(np.float32)
 
 
-def _sample_choices(
-    logits: NDArray[np.float32], noise: NDArray[np.float64], spans: Sequence[tuple[int, int]]
-) -> Acts:
-    action = np.empty((len(logits), len(spans)), np.float32)
-    logprob = np.zeros(len(logits), np.float32)
-    for component, (begin, end) in enumerate(spans):
-        choice, its = _sample_choice(logits[:, begin:end], noise[:, component])
-        action[:, component] = choice
-        logprob += its
-    return Acts(action, logprob)
-
-
-def _sample_numbers(
-    mean: NDArray[np.float32], log_std: NDArray[np.float32], noise: NDArray[np.float64]
-) -> Acts:
-    action = (mean + np.exp(log_std) * noise).astype(np.float32)
-    logprob = (-0.5 * np.square(noise) - log_std - _LOG_ROOT_2PI).sum(axis=1)
-    return Acts(action, logprob.astype(np.float32))
-
-
 class OnHost(Generic[N]):
-    """A network's copy in host memory, taken anew when it has changed; itself if it lies there.
-
-    Args:
-        module: The network.
-        flat: The network's weights.
-        always: Copy it even if it lies in host memory.
-
-    Attributes:
-        module: What the host reads.
-        is_stale: Whether the network may have changed since the copy was taken.
-    """
+    """A network's copy in host memory, taken anew when it has changed; itself if it lies there."""
 
     def __init__(self, module: N, flat: FlatParameters, *, always: bool = False) -> None:
-        self.module, self.is_stale = module, False
+        self.module = module  # what the host reads
+        self.is_stale = False  # whether the network may have changed since the copy was taken
         self._flat = flat
         self._copy: FlatParameters | None = None
         if always or flat.data.device.type != "cpu":

@@ -30,7 +30,6 @@ class ReplaySpec:
     """Steps it holds; the oldest ones make room for new ones."""
 
     def build(self, context: WorkerContext) -> ReplayMemory:
-        """Make an empty replay."""
         if context.num_ranks > 1:
             raise PlanError(
                 f"role '{context.role}' is one replay, but its group has {context.num_ranks} "
@@ -40,11 +39,7 @@ class ReplaySpec:
 
 
 class ReplayMemory(Replay):
-    """Steps in memory; they depend on what was added, and in which order.
-
-    Attributes:
-        metrics: `stored`, the steps it holds after a call of `add`.
-    """
+    """Steps in memory; they depend on what was added, and in which order."""
 
     def __init__(self, spec: ReplaySpec, context: WorkerContext) -> None:
         self.spec = spec
@@ -56,7 +51,6 @@ class ReplayMemory(Replay):
 
     @property
     def num_stored(self) -> int:
-        """Steps that can be sampled."""
         return min(self._added, self.spec.capacity)
 
     def add(self, steps: Trajectories) -> Tensor:

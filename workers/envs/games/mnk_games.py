@@ -6,14 +6,16 @@ stones, then the other's, 1 where there is one.
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ....algorithms.roles.environment import ActionSpace
 from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from .boards import GameNames
-from .worker import BoardGameWorker
+from ..task import EnvTask
+from .worker import BoardGameWorker, GameNames
 
 
 @option_class
@@ -52,37 +54,28 @@ class BoardSpec:
 
     @property
     def actions(self) -> ActionSpace:
-        """One choice, of which some are not allowed."""
         choices = self.width if self.gravity else self.num_places
         return ActionSpace("discrete", sizes=(choices,), masked=True)
 
     def spaces(self) -> tuple[int, ActionSpace]:
-        """Return the numbers of an observation, and the actions that there are."""
         return 2 * self.num_places, self.actions
 
     def lines(self) -> NDArray[np.int64]:
         """The places of every line that wins, i64[lines, in_line]."""
-        found: list[list[int]] = []
-        for row in range(self.height):
-            for column in range(self.width):
-                for down, right in ((0, 1), (1, 0), (1, 1), (1, -1)):
-                    last_row = row + down * (self.in_line - 1)
-                    last_column = column + right * (self.in_line - 1)
-                    if last_row < self.height and 0 <= last_column < self.width:
-                        found.append(
-                            [
-                                (row + down * i) * self.width + column + right * i
-                                for i in range(self.in_line)
-                            ]
-                        )
+        height, width, steps = self.height, self.width, self.in_line - 1
+        found = [
+            [(row + down * i) * width + column + right * i for i in range(self.in_line)]
+            for row in range(height)
+            for column in range(width)
+            for down, right in ((0, 1), (1, 0), (1, 1), (1, -1))
+            if row + down * steps < height and 0 <= column + right * steps < width
+        ]
         return np.array(found, dtype=np.int64)
 
     def boards(self, names: GameNames) -> MnkBoards:
-        """Empty boards."""
         return MnkBoards(self, len(names.numbers))
 
     def build(self, context: WorkerContext) -> BoardGameWorker:
-        """Make the worker; it keeps nothing from call to call."""
         return BoardGameWorker(self, context)
 
 
@@ -90,13 +83,29 @@ TIC_TAC_TOE = BoardSpec()
 CONNECT_FOUR = BoardSpec(height=6, width=7, in_line=4, gravity=True)
 
 
-class MnkBoards:
-    """`Boards` of an m,n,k game.
+@option_class
+class BoardTaskSpec:
+    """A game of two players on a board, and how many games are played together."""
 
-    Args:
-        spec: The rules.
-        num_games: Number of games.
-    """
+    acts_in: ClassVar[Literal["game"]] = "game"
+
+    game: BoardSpec = BoardSpec()
+    """Its rules."""
+    group_size: PositiveInt | None = None
+    """Games that are played together: their players are asked about all of them at once. By default
+    all of them. Workers without a group have nothing to do."""
+
+    @property
+    def env(self) -> BoardSpec:
+        """The rules that players see."""
+        return self.game
+
+    def build(self) -> EnvTask:
+        return EnvTask(self.game.title, self)
+
+
+class MnkBoards:
+    """`Boards` of an m,n,k game."""
 
     def __init__(self, spec: BoardSpec, num_games: int) -> None:
         self._spec, self._lines = spec, spec.lines()
@@ -137,5 +146,4 @@ class MnkBoards:
         stack = taken.sum(axis=1)[self._games, choice]
         return (height - 1 - stack) * width + choice
 
-    def close(self) -> None:
-        """There is nothing to give up."""
+    def close(self) -> None: ...

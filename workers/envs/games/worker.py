@@ -3,25 +3,148 @@
 Every call begins games anew, and a sample belongs to (seed, role, step, ordinal, game, move). So
 the worker keeps nothing from call to call, and games depend neither on the number of workers nor
 on what was played before.
+
+A side is 0 for the player who begins and 1 for the other. Two modules have boards: `mnk_games.py`
+our own rules in numpy, and `libraries.py` games of EnvPool and PettingZoo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....algorithms.roles.environment import Actor, BoardGame, Trajectories
+from ....algorithms.roles.environment import ActionSpace, Actor, BoardGame, Trajectories
+from ....dataflow.errors import WorkerError
 from ....dataflow.graph.role import Metric, add_metrics
 from ....dataflow.runtime.call_context import CallKey, call_key
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...rollout.sampling import row_uniforms, stream_key
-from .boards import Boards, GameNames, GameSpec
+from ..alarm import StepAlarm, StepTooLong
+from ..group import described, env_seed
+
+T = TypeVar("T")
+
+
+@dataclass
+class GameNames:
+    """The games of a group, as messages name them."""
+
+    role: str  # that plays them
+    seed: int  # the run's
+    key: CallKey  # the call that they belong to
+    numbers: NDArray[np.int64]  # i64[games], unique in the call
+    title: str  # which game they are of, as `GameSpec.title`
+    move: int = 0  # how many each that goes on has had, both players together
+
+    def of(self, index: int) -> str:
+        return f"game {self.numbers[index]} of {self._where()}"
+
+    def own(self, index: int) -> str:
+        """One game with the seed of its own, to say what it did."""
+        return f"{self.of(index)}: {self.title} (seed {self.own_seed(index)})"
+
+    def together(self) -> str:
+        return f"games {self.numbers.tolist()!s:.60} of {self._where()}"
+
+    def _where(self) -> str:
+        return f"'{self.role}' (seed {self.seed}), move {self.move}"
+
+    def own_seed(self, index: int) -> int:
+        """The seed below 2^31 of one game's dice and cards."""
+        step, ordinal = self.key.step, self.key.ordinal
+        return env_seed(self.seed, self.role, "game", step, ordinal, int(self.numbers[index]))
+
+    def refuse(self, bad: NDArray[np.bool_], what: Callable[[int], str]) -> None:
+        """Raise where something went wrong in games."""
+        if bad.any():
+            index = int(bad.argmax())
+            raise WorkerError(f"{self.of(index)}: {what(index)}")
+
+    def blame(self, bad: NDArray[np.bool_], what: Callable[[int], str]) -> None:
+        """Raise as `refuse`, for what the games did themselves."""
+        if bad.any():
+            index = int(bad.argmax())
+            raise WorkerError(f"{self.own(index)} {what(index)}")
+
+
+def answered(named: Callable[[], str], alarm: StepAlarm, ask: Callable[[], T]) -> T:
+    """Call a library's game; its exceptions become `WorkerError`s."""
+    alarm.arm()
+    try:
+        return ask()
+    except (Exception, StepTooLong) as error:
+        raise WorkerError(f"{named()} {described(error)}") from error
+    finally:
+        alarm.disarm()
+
+
+class Boards(Protocol):
+    """Games side by side, each of which has begun when they are made and is played once."""
+
+    @property
+    def over(self) -> NDArray[np.bool_]:
+        """bool[games]: ended, by the rules or a limit of the game's own."""
+        ...
+
+    @property
+    def ended(self) -> NDArray[np.bool_]:
+        """bool[games, 2]: sides for which it has ended by the rules; a limit only cuts it off."""
+        ...
+
+    @property
+    def turn(self) -> NDArray[np.int64]:
+        """i64[games]: the side to move, where the game goes on."""
+        ...
+
+    def obs(self, side: NDArray[np.int64]) -> NDArray[np.float32]:
+        """f32[games, features], as `side` of each game, i64[games], sees it."""
+        ...
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """bool[games, choices] of who is to move, where the game goes on."""
+        ...
+
+    def move(self, choice: NDArray[np.int64], live: NDArray[np.bool_]) -> NDArray[np.float32]:
+        """Move in some games; the others stay as they are, and are not asked for again.
+
+        Args:
+            choice: i64[games], allowed in those.
+            live: bool[games]: which; each goes on.
+
+        Returns:
+            f32[games, 2]: what the move earned each side.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give up what they hold."""
+
+
+class GameSpec(Protocol):
+    """The specification of a game that `BoardGameWorker` plays."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def max_turns(self) -> int:
+        """Turns of a player in the longest game."""
+        ...
+
+    def spaces(self) -> tuple[int, ActionSpace]:
+        """Numbers of an observation, and what can be done: one choice, of which some are not."""
+        ...
+
+    def boards(self, names: GameNames) -> Boards:
+        """Begin games, at least one, as many as there are names."""
+        ...
 
 
 class GameColumns:
@@ -29,22 +152,12 @@ class GameColumns:
 
     What a player earns between two turns of its own belongs to the first of them, and what it earns
     before its first turn to none.
-
-    Args:
-        num_games: Number of games.
-        max_turns: Turns of a player in the longest game.
-        num_features: Numbers of an observation.
-        num_choices: Number of actions to choose from.
-
-    Attributes:
-        turns: i64[games, 2]: how many each side has had.
-        earned: f64[games, 2]: all that each has earned.
     """
 
     def __init__(self, num_games: int, max_turns: int, num_features: int, num_choices: int) -> None:
         shape = (num_games, 2, max_turns)
-        self.turns = np.zeros(shape[:2], np.int64)
-        self.earned = np.zeros(shape[:2], np.float64)
+        self.turns = np.zeros(shape[:2], np.int64)  # how many each side has had
+        self.earned = np.zeros(shape[:2], np.float64)  # all that each has
         self._max_turns = max_turns
         self._columns: dict[str, NDArray[Any]] = {
             "obs": np.zeros((*shape, num_features), np.float32),
@@ -100,16 +213,13 @@ class GameColumns:
 
 _SIDES = ("first player", "second player")
 
-Players = tuple[Actor, Actor]
-
 
 class BoardGameWorker(BoardGame):
     """Plays the games of a specification.
 
-    Attributes:
-        metrics: Metrics of the last call: shares of games in which the first and the second player
-            earned more than the other, and which were cut off; what the first earned; how many
-            moves a game took, and how many all of them (`env_steps`).
+    Metrics are the shares of games in which the first and the second player earned more than the
+    other, and which were cut off; what the first earned; how many moves a game took, and how many
+    all of them (`env_steps`).
     """
 
     def __init__(self, spec: GameSpec, context: WorkerContext) -> None:
@@ -133,9 +243,8 @@ class BoardGameWorker(BoardGame):
         return GameColumns(num_games, self.spec.max_turns, num_features, actions.num_choices)
 
     def _group(
-        self, numbers: NDArray[np.int64], players: Players, key: CallKey
+        self, numbers: NDArray[np.int64], players: tuple[Actor, Actor], key: CallKey
     ) -> dict[str, NDArray[Any]]:
-        """Play some games to their ends: columns of `Trajectories`."""
         context, title = self.context, self.spec.title
         names = GameNames(context.role, context.seed, key, numbers, title)
         with closing(self.spec.boards(names)) as boards:
@@ -143,7 +252,7 @@ class BoardGameWorker(BoardGame):
             stream = stream_key(context.seed, context.role, "noise", key)
             length = 2 * self.spec.max_turns
             noise = row_uniforms(stream, numbers, np.zeros_like(numbers), length).numpy()
-            while played.goes_on():
+            while played.live.any():
                 played.move(noise[:, names.move : names.move + 1])
             cut = played.end()
         self._count(played.columns, cut)
@@ -170,16 +279,12 @@ class _Played:
     """The games of a group while they are played. All that go on are at the same move."""
 
     def __init__(
-        self, boards: Boards, columns: GameColumns, names: GameNames, players: Players
+        self, boards: Boards, columns: GameColumns, names: GameNames, players: tuple[Actor, Actor]
     ) -> None:
         self.columns = columns
         self._boards, self._names, self._players = boards, names, players
         self._recurrent_states: list[NDArray[np.float32] | None] = [None, None]
-        self._live = self._still_live()
-
-    def goes_on(self) -> bool:
-        """Return whether any game does."""
-        return bool(self._live.any())
+        self.live = self._still_live()
 
     def _still_live(self) -> NDArray[np.bool_]:
         boards = self._boards
@@ -192,7 +297,7 @@ class _Played:
 
     def move(self, noise: NDArray[np.float64]) -> None:
         """One move in every game that goes on, sampled by `noise`, f64[games, 1]."""
-        live, turn = self._live, self._boards.turn * self._live
+        live, turn = self.live, self._boards.turn * self.live
         obs, allowed = self._seen(turn), self._allowed()
         choice = np.zeros(len(live), np.int64)
         for side in range(2):
@@ -216,7 +321,7 @@ class _Played:
             )
         self.columns.add_reward(self._reward(self._boards.move(choice, live)))
         self._names.move += 1
-        self._live = live & self._still_live()
+        self.live = live & self._still_live()
 
     def end(self) -> NDArray[np.bool_]:
         """End all games; for which sides they were cut off, bool[games, 2]."""
@@ -246,13 +351,13 @@ class _Played:
         """`Boards.allowed`, and all choices where no move follows: some choice must be allowed."""
         allowed = self._boards.allowed()
         self._names.blame(
-            self._live & ~np.any(allowed, axis=1),
+            self.live & ~np.any(allowed, axis=1),
             lambda index: (
                 f"allows the {_SIDES[self._boards.turn[index]]} no choice, and it goes on; "
                 "expected at least one, or an end"
             ),
         )
-        return allowed | ~self._live[:, None]
+        return allowed | ~self.live[:, None]
 
     def _reward(self, reward: NDArray[np.float32]) -> NDArray[np.float32]:
         bad = ~np.isfinite(reward)

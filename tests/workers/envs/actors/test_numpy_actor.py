@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.roles.environment import ActionSpace
-from penstock.workers.envs.actors.numpy_actor import NumpyActor
+from penstock.workers.envs.actors.numpy_actor import NumpyActor, NumpyRecurrent
 from penstock.workers.envs.actors.perceptron import ActorCriticNetwork, PerceptronSpec
-from penstock.workers.envs.actors.recurrent import NumpyRecurrent
 
 SPACES = {
     "choices": ActionSpace("discrete", sizes=(5,)),

@@ -25,8 +25,8 @@ from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
-from penstock.workers.envs.actors.perceptron import PerceptronSpec
-from penstock.workers.envs.actors.recurrent import NumpyRecurrent, RecurrentNetwork
+from penstock.workers.envs.actors.numpy_actor import NumpyRecurrent
+from penstock.workers.envs.actors.perceptron import PerceptronSpec, RecurrentNetwork
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.inference.client import InferenceClient
 from penstock.workers.inference.server import InferenceServer

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.algorithms.roles.environment import ActionSpace, Trajectories
 from penstock.dataflow.errors import ConfigError, WorkerError
+from penstock.workers.envs.games.libraries import LibraryGameSpec
 from penstock.workers.envs.games.mnk_games import CONNECT_FOUR, TIC_TAC_TOE, BoardSpec
-from penstock.workers.envs.games.task import LibraryGameSpec
 from penstock.workers.envs.group import env_seed
 
 from ....copies import copies_end, fork
@@ -267,7 +267,7 @@ def test_a_game_that_does_not_let_a_player_go_is_refused(nim: Any) -> None:
          "an end"),
         ("reward", 2, "rewards the first player with nan; expected a finite number"),
         ("none", 2, r"raised TypeError: float\(\) argument must be a string or a real number, not "
-         r"'NoneType' \(zoo.py:\d+\)"),
+         r"'NoneType' \(libraries.py:\d+\)"),
         ("stranger", 2, "says it is the turn of 'nobody'; expected '(one' or 'two|two' or 'one)'"),
     ],
 )  # fmt: skip

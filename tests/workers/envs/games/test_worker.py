@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.algorithms.ops.returns import gae
 from penstock.algorithms.roles.environment import ActionSpace, Acts
 from penstock.dataflow.errors import WorkerError
-from penstock.workers.envs.games.boards import GameNames
+from penstock.workers.envs.games.worker import GameNames
 from penstock.workers.envs.group import env_seed
 
 from .playing import Random, play

@@ -1,13 +1,15 @@
-"""PettingZoo's games of two players, and any other in its AEC form, one after another in Python."""
+"""Games of two players of EnvPool and PettingZoo, and any other in PettingZoo's AEC form."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import field
+from typing import Any, ClassVar, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -16,33 +18,211 @@ from numpy.typing import NDArray
 
 from ....algorithms.roles.environment import ActionSpace
 from ....dataflow.errors import ConfigError, WorkerError, nearest, one_process, raised_at
+from ....dataflow.options import PositiveFloat, PositiveInt, option_class
+from ....dataflow.runtime.worker_protocol import WorkerContext
 from ..alarm import StepAlarm
-from ..spaces import num_features, to_features
-from .boards import GameNames, answered
+from ..pool import ask_envpool, without_casts
+from ..spaces import action_space, num_features, to_features
+from ..task import EnvTask
+from .worker import BoardGameWorker, Boards, GameNames, answered
 
-_OBS, _MASK = "observation", "action_mask"
-"""Keys of an observation of PettingZoo's games."""
-
+_TOLD = ("current_player", "legal_action_mask")  # columns of EnvPool's games beside observations
+_OBS, _MASK = "observation", "action_mask"  # keys of an observation of PettingZoo's games
 _METHODS = ("observation_space", "action_space", "reset", "observe", "step", "close")
+# Members of an AEC game beside `possible_agents`, once it has begun.
 _BEGUN = ("agent_selection", "rewards", "terminations", "truncations")
-"""Members of an AEC game beside `possible_agents`; the latter once it has begun."""
+
+
+@option_class
+class LibraryGame:
+    """A game of two players of EnvPool or PettingZoo."""
+
+    id: str
+    """EnvPool's name of the game, `Hex-v1`; PettingZoo's, `connect_four_v3`, or `module:function`
+    for a function of your own that makes a game in PettingZoo's AEC form."""
+    backend: Literal["envpool", "pettingzoo"] = "envpool"
+    """The library that has it. EnvPool computes games together in its own threads, PettingZoo one
+    after another in Python."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Keyword arguments of the game; of EnvPool also those of the pool, as `num_threads`."""
+    max_turns: PositiveInt = 64
+    """Turns of each player that there is room for. A game whose next player has had them all is
+    cut off, and worth what the critics say of it then."""
+    step_limit_s: PositiveFloat | None = 10.0
+    """Longest time of a move; EnvPool's are not interrupted. None for no limit but the engine's."""
+
+    @property
+    def title(self) -> str:
+        return f"'{self.id}' of {'EnvPool' if self.backend == 'envpool' else 'PettingZoo'}"
+
+    def spaces(self) -> tuple[int, ActionSpace]:
+        found = pool_game_spaces if self.backend == "envpool" else zoo_game_spaces
+        return found(self.id, self.options)
+
+    def boards(self, names: GameNames) -> Boards:
+        made = PoolBoards if self.backend == "envpool" else ZooBoards
+        return made(self.id, self.options, names, self.step_limit_s)
+
+
+@option_class
+class LibraryGameSpec(LibraryGame):
+    """A game of a library, and the recipe for the worker that plays it."""
+
+    def build(self, context: WorkerContext) -> BoardGameWorker:
+        return BoardGameWorker(self, context)
+
+
+@option_class
+class LibraryGameTaskSpec(LibraryGame):
+    """A game of two players of EnvPool or PettingZoo, and how many games are played together."""
+
+    acts_in: ClassVar[Literal["game"]] = "game"
+
+    group_size: PositiveInt | None = None
+    """Games that are played together, as of `BoardTaskSpec`. By default all of them."""
+
+    @property
+    def env(self) -> LibraryGameSpec:
+        """Without what only a run needs to know."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(LibraryGame)}
+        return LibraryGameSpec(**fields)
+
+    def build(self) -> EnvTask:
+        self.spaces()
+        return EnvTask(self.id, self)
+
+
+class PoolBoards:
+    """`Boards` of EnvPool's, which it computes in threads of its own. A game has a seed of its own.
+
+    A game that is over begins anew with the next step, and all of them step together; so what a
+    game shows is kept from the last step that belongs to it. With several threads games come in the
+    order in which they were computed, and are put in their own.
+    """
+
+    def __init__(
+        self,
+        game_id: str,
+        options: Mapping[str, Any],
+        names: GameNames,
+        limit_s: float | None,
+    ) -> None:
+        self._id, self._names = game_id, names
+        self._count = len(names.numbers)
+        self._num_features, self._actions = pool_game_spaces(game_id, options)
+        self._seeds = [names.own_seed(index) for index in range(self._count)]
+        self.over: NDArray[np.bool_] = np.zeros(self._count, np.bool_)
+        self.ended: NDArray[np.bool_] = np.zeros((self._count, 2), np.bool_)
+        self._games = np.arange(self._count)
+        self._obs = np.zeros((self._count, 2, self._num_features), np.float32)
+        self._allowed = np.zeros((self._count, self._actions.num_choices), np.bool_)
+        self._mover = np.zeros(self._count, np.int64)
+        with ExitStack() as made:
+            self._alarm = made.enter_context(StepAlarm(limit_s))
+            self._pool: Any = ask_envpool(
+                "game",
+                game_id,
+                "make_gymnasium",
+                options,
+                num_envs=self._count,
+                seed=self._seeds,
+            )
+            made.callback(self._pool.close)
+            with without_casts():
+                # EnvPool asks for this property at every step.
+                self._flat = to_features(self._pool.observation_space, many=True)
+            obs, info = answered(self._named, self._alarm, self._pool.reset)
+            order = self._order(info)
+            self._show(~self.over, obs, info, order)
+            self._first = self._mover.copy()
+            self._opened = made.pop_all()
+
+    def _named(self) -> str:
+        return f"{self._names.together()}: EnvPool's '{self._id}' (seeds {self._seeds!s:.60})"
+
+    @property
+    def turn(self) -> NDArray[np.int64]:
+        strange = (self._mover != 0) & (self._mover != 1)
+        return np.where(strange, self._mover, self._mover ^ self._first)
+
+    def obs(self, side: NDArray[np.int64]) -> NDArray[np.float32]:
+        return self._obs[self._games, side ^ self._first]
+
+    def allowed(self) -> NDArray[np.bool_]:
+        return self._allowed
+
+    def move(self, choice: NDArray[np.int64], live: NDArray[np.bool_]) -> NDArray[np.float32]:
+        # A game that is over steps as well, and by something that its new beginning allows.
+        taken = np.where(live, choice, self._allowed.argmax(axis=1)).astype(np.int32)
+        obs, reward, terminated, truncated, info = answered(
+            self._named, self._alarm, lambda: self._pool.step(taken)
+        )
+        order = self._order(info)
+        self._show(live, obs, info, order)
+        self.over |= live & (terminated | truncated)[order]
+        self.ended |= (live & np.asarray(terminated, np.bool_)[order])[:, None]
+        of_players = np.asarray(reward, np.float32).reshape(self._count, 2)[order]
+        players = self._first[:, None] ^ np.arange(2)
+        return np.where(live[:, None], of_players[self._games[:, None], players], np.float32(0))
+
+    def _order(self, info: Mapping[str, Any]) -> NDArray[np.int64]:
+        """Where each game stands in what came back, of which every player has a row."""
+        found, players = np.asarray(info["env_id"]), info["players"]
+        if (
+            not np.array_equal(np.sort(found), self._games)
+            or not np.array_equal(players["env_id"], found.repeat(2))
+            or not np.array_equal(players["id"], np.tile([0, 1], self._count))
+        ):
+            raise WorkerError(f"{self._named()} showed other games or players: {players!s:.200}")
+        return np.argsort(found)
+
+    def _show(
+        self,
+        live: NDArray[np.bool_],
+        obs: NDArray[Any],
+        info: Mapping[str, Any],
+        order: NDArray[np.int64],
+    ) -> None:
+        """Take what games show that go on, and what all of them allow."""
+        flat = answered(self._named, self._alarm, lambda: self._flat(obs))
+        if flat.size != self._obs.size:
+            raise WorkerError(
+                f"{self._named()} showed observations of shape {list(obs.shape)}; expected "
+                f"[{2 * self._count}, {self._num_features}]"
+            )
+        self._obs[live] = flat.reshape(self._obs.shape)[order[live]]
+        self._mover[live] = np.asarray(info["current_player"])[order[live]]
+        self._allowed = np.asarray(info["legal_action_mask"], np.bool_)[order]
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+def pool_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, ActionSpace]:
+    made = ask_envpool("game", game_id, "make_spec", options)
+    players = getattr(made.config, "max_num_players", 1)
+    told = {key.removeprefix("info:") for key in made.state_array_spec}
+    with without_casts():
+        shown, taken = made.gymnasium_observation_space, made.gymnasium_action_space
+    for wrong, what in (
+        (players != 2, f"has {players} player{'s' * (players > 1)}"),
+        (not told.issuperset(_TOLD), f"does not tell {' and '.join(_TOLD)}"),
+        (not isinstance(taken, spaces.Discrete), f"takes {taken}"),
+        (isinstance(shown, spaces.Dict), f"shows {shown}"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"'{game_id}' of EnvPool {what}; expected a game of two players, who choose in "
+                "turn from what is allowed\n    such are ConnectFour-v1, Hex-v1 and Go9x9-v1"
+            )
+    return num_features(shown, game_id), action_space(taken, game_id, masked=True)
 
 
 class ZooBoards:
-    """`Boards` of PettingZoo's. A game has a seed of its own.
+    """`Boards` of PettingZoo's, or others in its AEC form, one after another in Python.
 
-    A player may be out while the other goes on: its turns are stepped with None, as PettingZoo has
-    it, and it earns nothing more.
-
-    Args:
-        game_id: PettingZoo's name of the game, or `module:function`.
-        options: The game's own.
-        names: What messages call the games.
-        limit_s: Longest time of an answer of one game; None for no limit.
-
-    Raises:
-        ConfigError: If PettingZoo is not installed, or the game is none for two players.
-        WorkerError: If a game fails to begin.
+    A game has a seed of its own. A player may be out while the other goes on: its turns are stepped
+    with None, as PettingZoo has it, and it earns nothing more.
     """
 
     def __init__(
@@ -80,7 +260,6 @@ class ZooBoards:
         return answered(lambda: self._names.own(index), self._alarm, ask)
 
     def _side(self, index: int, players: Sequence[str]) -> int:
-        """The player to move."""
         mover = self._games[index].agent_selection
         if mover not in players:
             raise WorkerError(
@@ -166,14 +345,12 @@ class ZooBoards:
 
 
 def zoo_game_spaces(game_id: str, options: Mapping[str, Any]) -> tuple[int, ActionSpace]:
-    """Return the numbers of an observation, and the actions that there are."""
     shown, actions = _playable(game_id, options)
     return num_features(shown, game_id), actions
 
 
 @one_process()
 def _playable(game_id: str, options: Mapping[str, Any]) -> tuple[gym.Space[Any], ActionSpace]:
-    """Return the space of an observation, and the actions; raises as `zoo_game_spaces`."""
     game = _made(game_id, options)
     try:
         players = list(game.possible_agents)
@@ -207,7 +384,6 @@ def _playable(game_id: str, options: Mapping[str, Any]) -> tuple[gym.Space[Any],
 
 @one_process()
 def _made(game_id: str, options: Mapping[str, Any]) -> Any:
-    """A new game."""
     module, _, function = game_id.partition(":")
     make = _own(game_id, module, function) if function else _pettingzoos(game_id)
     try:
@@ -234,7 +410,6 @@ def _require(game_id: str, game: Any, names: Iterable[str]) -> None:
 
 
 def _pettingzoos(game_id: str) -> Callable[..., Any]:
-    """Return the factory of one of PettingZoo's games."""
     name = f"pettingzoo.classic.{game_id}"
     try:
         make = getattr(_imported(game_id, name), "env", None)
@@ -256,7 +431,6 @@ def _pettingzoos(game_id: str) -> Callable[..., Any]:
 
 
 def _own(game_id: str, module: str, function: str) -> Callable[..., Any]:
-    """Return the factory of a user's own game."""
     try:
         found = _imported(game_id, module)
     except ModuleNotFoundError as error:

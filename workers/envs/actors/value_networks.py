@@ -1,13 +1,8 @@
-"""A Q-network as a worker: a perceptron over observations, and acting by its best choice.
-
-How often it acts at random is one of its weights, which training moves by a schedule. So whoever
-acts by a version of the weights explores as that version does, wherever it is.
-"""
+"""Workers of networks that only say values: a Q-network, and the critic of a team."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ....algorithms.roles.environment import ActionSpace, Acts, QNetwork
+from ....algorithms.roles.environment import ActionSpace, Acts, QNetwork, TeamCritic, Values
 from ....algorithms.roles.language_tables import TrainMetrics, ValueOutput
 from ....dataflow.errors import ConfigError
 from ....dataflow.graph.role import Loss, Metric
@@ -24,38 +19,33 @@ from ....dataflow.runtime.call_context import call_piece
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.data_parallel import rank_group
 from ...training.microbatch import columns
-from ...training.model_worker import ModelWorker
-from ...training.network import WholeNetwork
-from ...training.optimizer import OptimizerSpec
 from ..spec import EnvSpec
-from .network_weights import load_network, save_network
 from .numpy_actor import NumpyActor, OnHost
 from .perceptron import (
     PerceptronSpec,
+    PerceptronWorker,
+    PerceptronWorkerSpec,
+    check_plain,
     perceptron,
-    refuse_value_bins,
+    single_steps,
+    state_values,
 )
-from .recurrent import refuse_recurrence
 
 B = TypeVar("B")
 
-_MODEL_TYPE = "perceptron_q_network"
-
 
 @option_class
-class QNetworkSpec:
-    """Recipe for a `TorchQNetwork`; it refuses a recurrent network and value bins."""
+class QNetworkSpec(PerceptronWorkerSpec):
+    """Recipe for a `TorchQNetwork`; it refuses a recurrent network and value bins.
 
-    network: PerceptronSpec = PerceptronSpec(hidden_sizes=(120, 84), activation="relu")
-    """Its layers. Networks of one seed start alike."""
+    One that begins with weights of a folder acts at random as often as that one did until it is
+    trained; one without an optimizer only follows another one.
+    """
+
     env: EnvSpec
     """What it acts in, for the numbers of observations and actions."""
-    start: str | None = None
-    """A folder that such a worker saved, whose weights it begins with: of the same layers, for the
-    same observations and actions. Until it is trained it also acts at random as often as that
-    one did. None for random weights."""
-    optimizer: OptimizerSpec | None = None
-    """None for a network that only follows another one."""
+    network: PerceptronSpec = PerceptronSpec(hidden_sizes=(120, 84), activation="relu")
+    """Its layers. Networks of one seed start alike."""
     epsilon_start: Fraction = 1.0
     """Share of choices sampled at random, before the first training."""
     epsilon_end: Fraction = 0.05
@@ -64,10 +54,7 @@ class QNetworkSpec:
     """Train calls over which it falls, in a straight line."""
 
     def __post_init__(self) -> None:
-        refuse_recurrence(
-            self.network.recurrent_units, "a Q-network", "a replay keeps single steps"
-        )
-        refuse_value_bins(self.network, "a Q-network")
+        check_plain(self.network, "a Q-network", "a replay keeps single steps")
 
     def epsilon(self, calls: int) -> float:
         """The share of random choices after so many train calls."""
@@ -75,7 +62,6 @@ class QNetworkSpec:
         return self.epsilon_start + past * (self.epsilon_end - self.epsilon_start)
 
     def build(self, context: WorkerContext) -> TorchQNetwork:
-        """Make it on the context's device."""
         num_features, actions = self.env.spaces()
         if actions.kind != "discrete" or len(actions.sizes) != 1 or actions.masked:
             raise ConfigError(
@@ -85,7 +71,7 @@ class QNetworkSpec:
         return TorchQNetwork(self, context, num_features, actions)
 
 
-class _Network(nn.Module):
+class _QLayers(nn.Module):
     """Values of all choices, and the share of random ones."""
 
     def __init__(self, spec: QNetworkSpec, num_features: int, num_choices: int) -> None:
@@ -95,16 +81,22 @@ class _Network(nn.Module):
         self.epsilon = nn.Parameter(torch.tensor([spec.epsilon_start]), requires_grad=False)
 
 
-class TorchQNetwork(ModelWorker, QNetwork):
+class TorchQNetwork(PerceptronWorker, QNetwork):
+    """A perceptron over observations, and acting by its best choice.
+
+    How often it acts at random is one of its weights, which training moves by a schedule. So
+    whoever acts by a version of the weights explores as that version does, wherever it is.
+    """
+
+    model_type = "perceptron_q_network"
+
     def __init__(
         self, spec: QNetworkSpec, context: WorkerContext, num_features: int, actions: ActionSpace
     ) -> None:
-        self.spec, self.num_features, self.actions = spec, num_features, actions
-        self.module = _Network(spec, num_features, actions.sizes[0]).to(context.device)
-        if spec.start is not None:
-            load_network(spec.start, self.module, _MODEL_TYPE, spec.network, self._spaces())
-        self.network = WholeNetwork(self.module, context)
-        super().__init__(context, self.network, spec.optimizer, micro_batch_tokens=1 << 16)
+        self.spec = spec
+        self.module = _QLayers(spec, num_features, actions.sizes[0]).to(context.device)
+        spaces = {"num_features": num_features, "actions": asdict(actions)}
+        super().__init__(spec, context, self.module, spaces)
         self._on_host = OnHost(self.module, self.network.flat)
         self._numpy = NumpyActor(self._on_host.module.layers, actions, None)
 
@@ -174,10 +166,54 @@ class TorchQNetwork(ModelWorker, QNetwork):
         count = mask.sum().double().to(self.device)
         return bool(rank_group(self.context, self.device).sum_(count) > 0)
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Write `config.json` and `model.safetensors` (only rank 0 does)."""
-        if self.context.rank == 0:
-            save_network(folder, self.module, _MODEL_TYPE, self.spec.network, self._spaces())
 
-    def _spaces(self) -> dict[str, Any]:
-        return {"num_features": self.num_features, "actions": asdict(self.actions)}
+@option_class
+class TeamCriticSpec(PerceptronWorkerSpec):
+    """Recipe for a `TorchTeamCritic`; it refuses a recurrent network and value bins."""
+
+    env: EnvSpec
+    """What the team acts in, for the numbers of observations and agents."""
+
+    def __post_init__(self) -> None:
+        check_plain(self.network, "a team's critic", "it is shown single states")
+
+    def build(self, context: WorkerContext) -> TorchTeamCritic:
+        return TorchTeamCritic(self, context)
+
+
+class TorchTeamCritic(PerceptronWorker, TeamCritic):
+    """A perceptron over what all agents of a team see."""
+
+    model_type = "perceptron_team_critic"
+
+    def __init__(self, spec: TeamCriticSpec, context: WorkerContext) -> None:
+        self.spec = spec
+        num_features, num_agents = spec.env.spaces()[0], spec.env.num_agents
+        self._width = num_features * num_agents
+        random = torch.Generator().manual_seed(spec.network.init_seed)
+        layers = perceptron(spec.network, self._width, 1, 1.0, random)
+        self.module = nn.ModuleDict({"critic": layers}).to(context.device)
+        spaces = {"num_features": num_features, "num_agents": num_agents}
+        super().__init__(spec, context, self.module, spaces)
+
+    def _value(self, obs: Tensor) -> Tensor:
+        """f32[rows] from f32[rows, features]."""
+        return self.module["critic"](obs)[:, 0]
+
+    def value(self, obs: Tensor, last_obs: Tensor) -> Values:
+        width, agents = self._width, self.spec.env.num_agents
+        if obs.shape[-1] != width:
+            raise ConfigError(
+                f"role '{self.context.role}' sees {agents} agent(s) of '{self.spec.env.id}', "
+                f"{width} numbers in all, but the step shows it {obs.shape[-1]}\n"
+                f"    set algorithm.cfg.num_agents={agents}, or task.num_agents"
+            )
+        return state_values(self._value, obs, last_obs, self.device)
+
+    def train(
+        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
+            return ValueOutput(value=self._value(rows.obs[:, 0])[:, None])
+
+        return self._train(forward, loss, single_steps(batch), epochs, num_minibatches)

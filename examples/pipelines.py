@@ -25,7 +25,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.main import main as penstock
 from penstock.launch.placement.machine import has_fast_bfloat16
 from penstock.launch.run_dir.evaluations import Change, Measured
-from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.data.sources import PairSource
 from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
 from penstock.workers.models.packaged import packaged_folder

@@ -32,8 +32,8 @@ _ENVS = "penstock.workers.envs"
 TASKS = Registry[Any](
     {
         "reasoning_gym": f"{_DATA}.reasoning_task:ReasoningTaskSpec",
-        "file": f"{_DATA}.file_task:FileTaskSpec",
-        "hf": f"{_DATA}.hf_task:HfTaskSpec",
+        "file": f"{_DATA}.row_sources:FileTaskSpec",
+        "hf": f"{_DATA}.row_sources:HfTaskSpec",
         "instructions": f"{_DATA}.instruction_task:InstructionTaskSpec",
         "calculator": f"{_AGENTS}.tasks.calculator:CalculatorTaskSpec",
         "maze": f"{_AGENTS}.tasks.maze:MazeTaskSpec",

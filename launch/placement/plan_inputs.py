@@ -24,7 +24,7 @@ from ...dataflow.files import read_json
 from ...dataflow.graph.graph import Graph
 from ...planner.inputs.model_shape import ModelShape, adapter_params, shape_of
 from ...planner.inputs.workload import Lengths, Workload
-from ...workers.data.chat import BadPrompt
+from ...workers.data.row_report import BadRow
 from ..inputs.data import Data, load_data
 from ..inputs.own_workers import asked_for, is_own
 from ..inputs.run import Run
@@ -201,7 +201,7 @@ class PlanInputs:
         task = self._data.task
         encoded = self._data.prompts.encode(task.train[:_PROMPTS_MEASURED])
         longest = self._run.config.task.max_prompt_tokens or math.inf
-        counts = Counter(len(tokens) for tokens in encoded if not isinstance(tokens, BadPrompt))
+        counts = Counter(len(tokens) for tokens in encoded if not isinstance(tokens, BadRow))
         lengths = sorted(length for length in counts if 0 < length <= longest)
         if not lengths:
             raise ConfigError(

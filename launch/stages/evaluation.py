@@ -40,7 +40,7 @@ from ...dataflow.runtime.placement import Placement, follow, one_group
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.schedule import Schedule
 from ...workers.agents.registry import TASK_AGENTS
-from ...workers.data.example_file import ExampleFileSpec
+from ...workers.data.sample_log import ExampleFileSpec
 from ...workers.data.task import TaskSpec
 from ...workers.rewards.registry import RULES
 from ...workers.rewards.rule_reward import RuleRewardSpec

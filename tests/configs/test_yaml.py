@@ -58,7 +58,7 @@ def extra(option: Path, tmp_path: Path) -> list[str]:
     return {
         "algorithm/own": ["algorithm.step=penstock.algorithms.grpo:grpo_step"],
         "model/folder": [f"model.folder={model_folder(tmp_path)}"],
-        "task/own": ["task.kind=penstock.workers.data.file_task:FileTaskSpec", "task.path=a"],
+        "task/own": ["task.kind=penstock.workers.data.row_sources:FileTaskSpec", "task.path=a"],
         "task/file": ["task.path=problems.jsonl"],
         "task/hf": ["task.dataset=problems"],
         "task/mixture": ["task.tasks={sums: chain_sum}"],

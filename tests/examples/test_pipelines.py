@@ -15,7 +15,7 @@ import torch
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.run_dir.step_logs import read_metrics
 from penstock.workers.data.chat import ChatOptions
-from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.data.sources import DemonstrationSource
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec

@@ -36,7 +36,7 @@ _HEAVY = (
     "penstock.launch.stages.run_stage",
     "penstock.planner.plan.planner",
     "penstock.algorithms",
-    "penstock.workers.data.file_task",
+    "penstock.workers.data.row_sources",
     "penstock.workers.data.reasoning_task",
     "penstock.workers.rollout.generator_policy",
     "torch.utils.tensorboard",

@@ -12,8 +12,8 @@ from typing import Any
 
 from ...dataflow.errors import ConfigError, one_process
 from ..models.tokenizer import ChatTemplateError, Tokenizer
-from .messages import NotMessages, check_messages, is_imitated
-from .task import Message, Task
+from .row_report import BadRow
+from .task import Message, NotMessages, Task, check_messages, is_imitated
 
 
 class NoPrefix(ValueError):
@@ -22,15 +22,10 @@ class NoPrefix(ValueError):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row of tokens.
-
-    Attributes:
-        ids: All of them.
-        spans: First and past-the-last place of each piece that is trained on, in order.
-    """
+    """A row of tokens."""
 
     ids: list[int]
-    spans: list[tuple[int, int]]
+    spans: list[tuple[int, int]]  # first and past-the-last place of each piece trained on, in order
 
     @property
     def num_before(self) -> int:
@@ -71,8 +66,7 @@ def encode_conversation(
                 _check_prefix(start, ids, f"what comes before message {number + 1}")
                 _check_prefix(end, ids, f"the end of message {number + 1}")
                 kept[len(start) : len(end)] = [False] * (len(end) - len(start))
-        spans = _runs(kept)
-        return _with_spans(ids, spans)
+        return _with_spans(ids, _runs(kept))
     spans: list[tuple[int, int]] = []
     for number, message in enumerate(messages):
         if number < first or not is_imitated(message):
@@ -108,20 +102,12 @@ TURNS = (
 """A chat template: every turn of the policy ends with the end of sequence, every other message with
 a line feed. There is no generation prompt, and schemas of tools are not shown."""
 
+# Arguments of `apply_chat_template` that are not the template's own.
 _SET_BY_US = (
-    *(
-        "self",
-        "conversation",
-        "messages",
-        "tools",
-        "add_generation_prompt",
-        "continue_final_message",
-    ),
-    *("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
-    *("padding", "truncation", "max_length", "tokenizer_kwargs", "documents"),
+    *("self", "conversation", "messages", "tools", "documents", "tokenize", "tokenizer_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
+    *("return_dict", "return_tensors", "padding", "truncation", "max_length"),
 )
-"""Arguments of `apply_chat_template` that are not the template's own."""
-
 _PROBE = "penstock9probe"  # A word that no template writes and none escapes
 
 
@@ -141,27 +127,6 @@ class ChatOptions:
                     f"'task.chat_template_kwargs.{name}' is set by us\n"
                     "    give variables of the template alone, such as enable_thinking"
                 )
-
-
-@dataclass(frozen=True)
-class BadPrompt:
-    """A prompt that cannot be rendered.
-
-    Attributes:
-        reason: The kind of fault, the same words for every row that has it.
-        detail: What was wrong with this one.
-    """
-
-    reason: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The text of a prompt, and whether it was written without a template."""
-
-    text: str
-    is_plain: bool
 
 
 class PromptEncoder:
@@ -196,15 +161,18 @@ class PromptEncoder:
         found = {index: self.messages(index) for index in indices}
         return {index: messages for index, messages in found.items() if messages is not None}
 
-    def encode(self, indices: Sequence[int]) -> list[list[int] | BadPrompt]:
+    def encode(self, indices: Sequence[int]) -> list[list[int] | BadRow]:
         """The ids of each prompt; those of a conversation end with the generation prompt."""
         asked = [self._asked(index) for index in indices]
-        good = [one.text for one in asked if isinstance(one, _Asked)]
-        encoded, begun = iter(self._tokenizer.encode_many(good)), self._tokenizer.begun
+        good = [text for text in asked if not isinstance(text, BadRow)]
+        encoded = iter(self._tokenizer.encode_many([text for text, _ in good]))
         return [
-            one if isinstance(one, BadPrompt) else begun(ids) if one.is_plain else ids
+            one
+            if isinstance(one, BadRow)
+            else self._tokenizer.begun(next(encoded))
+            if one[1]
+            else next(encoded)
             for one in asked
-            for ids in ([] if isinstance(one, BadPrompt) else next(encoded),)
         ]
 
     def with_reply(self, index: int, reply: str | Sequence[Message]) -> Encoded:
@@ -245,25 +213,26 @@ class PromptEncoder:
             return one_process()(self._task.prompt_text)(index)
         return "".join(str(message["content"]) for message in messages)
 
-    def _asked(self, index: int) -> _Asked | BadPrompt:
+    def _asked(self, index: int) -> tuple[str, bool] | BadRow:
+        """Return the text of a prompt, and whether it was written without a template."""
         try:
             messages = self.messages(index)
         except NotMessages as error:
-            return BadPrompt("no conversation", str(error))
+            return BadRow("no conversation", str(error))
         if messages is None:
-            return _Asked(one_process()(self._task.prompt_text)(index), is_plain=True)
+            return one_process()(self._task.prompt_text)(index), True
         self._need_template()
         tools = self.tools(index)
         try:
             text = self._render(messages, tools)
             unknown = [m["role"] for m in messages if not self._knows(m, messages, tools)]
         except ChatTemplateError as error:
-            return BadPrompt("the chat template fails", str(error))
+            return BadRow("the chat template fails", str(error))
         if unknown:
-            return BadPrompt(
+            return BadRow(
                 "role unknown to the chat template", f"it leaves out what '{unknown[0]}' says"
             )
-        return _Asked(text, is_plain=False)
+        return text, False
 
     def _render(self, messages: Sequence[Message], tools: list[Mapping[str, Any]] | None) -> str:
         return self._tokenizer.render(messages, tools=tools, **self._chat.template_kwargs)

@@ -25,16 +25,11 @@ from .task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionKind:
-    """One kind of instruction."""
-
-    name: str
-    """How it is called in messages: "lowercase"."""
-    check: str
-    """The id of its check, as in IFEval: "change_case:english_lowercase"."""
-    phrasings: Sequence[str]
-    """Ways to ask for it; `{option}` stands for the option's value."""
+    name: str  # as messages call it
+    check: str  # the id of its check, as in IFEval: "change_case:english_lowercase"
+    phrasings: Sequence[str]  # ways to ask for it; `{option}` stands for the option's value
+    # Option of the check -> values to choose from.
     options: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
-    """Option of the check -> values to choose from."""
 
 
 REQUESTS = (
@@ -43,7 +38,6 @@ REQUESTS = (
     "Tell me one thing about {topic}.",
     "Describe {topic} in one sentence.",
 )
-"""Beginnings of prompts."""
 
 _TOPIC_TEXT = (
     "a lighthouse; a bicycle; a train station; an old bridge; a market; a library; a bakery; a "
@@ -77,12 +71,10 @@ _TOPIC_TEXT = (
 )
 _TOPICS = _TOPIC_TEXT.split("; ")
 HELD_OUT_TOPICS = tuple(_TOPICS[::3])
-"""Topics of prompts that are evaluated on."""
 TRAIN_TOPICS = tuple(topic for topic in _TOPICS if topic not in HELD_OUT_TOPICS)
-"""All others."""
 
+# Words that can be asked for in a sentence about anything.
 _WORDS = ("river", "morning", "simple", "together", "always", "light", "people", "little")
-"""Words that can be asked for in a sentence about anything."""
 _LETTER = {"let_frequency": (1,)}
 _ONCE = {**_LETTER, "let_relation": ("at least",)}
 
@@ -275,13 +267,13 @@ UNSEEN = (
 """Kinds for evaluation alone."""
 
 
+# Draws in a row that may all be known already, before they count as all that there are.
 _MOST_TRIES = 5000
-"""Draws in a row that may all be known already, before they count as all that there are."""
+# What every answer must be besides: without it a policy learns to answer with one word.
 _SENTENCE = {
     "id": "length_constraints:number_words",
     "kwargs": {"num_words": 5, "relation": "at least"},
 }
-"""What every answer must be besides: without it a policy learns to answer with one word."""
 SEEN_SUITE, UNSEEN_SUITE = "seen_kinds", "unseen_kinds"
 
 
@@ -367,15 +359,13 @@ def _problems(
                 f"({part}), and {count} are asked for\n"
                 "    lower task.num_train, task.num_held_out or task.num_unseen"
             )
-        problem = _problem(rng, kinds[len(found) % len(kinds)], rng.choice(topics))
+        kind = kinds[len(found) % len(kinds)]
+        topic = rng.choice(topics)
+        options = {name: rng.choice(values) for name, values in kind.options.items()}
+        request = rng.choice(REQUESTS).format(topic=topic)
+        instruction = rng.choice(kind.phrasings).format(**options)
+        answer = json.dumps([{"id": kind.check, "kwargs": options}, _SENTENCE])
+        problem = _Problem(f"{request} {instruction}", kind.name, answer)
         if problem.prompt not in found:
             found[problem.prompt], tries = problem, 0
     return list(found.values())
-
-
-def _problem(rng: random.Random, kind: InstructionKind, topic: str) -> _Problem:
-    options = {name: rng.choice(values) for name, values in kind.options.items()}
-    request = rng.choice(REQUESTS).format(topic=topic)
-    instruction = rng.choice(kind.phrasings).format(**options)
-    answer = json.dumps([{"id": kind.check, "kwargs": options}, _SENTENCE])
-    return _Problem(f"{request} {instruction}", kind.name, answer)

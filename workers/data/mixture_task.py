@@ -14,7 +14,7 @@ from typing_extensions import override
 from ...dataflow.errors import ConfigError, nearest
 from ..isolation.child import as_score
 from ..verifiers.pool import VerifierSpec
-from .task import Task, TaskSpec, WrappedTask, build_task
+from .task import Task, TaskSpec, WrappedTask, build_task, handed_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +85,8 @@ class MixtureTask(WrappedTask):
         factory = "penstock.workers.data.mixture_task:make_verifier"
         return VerifierSpec(factory=factory, arguments={"verifiers": specs}) if specs else None
 
-    @override
-    def reward_answer(self, index: int) -> str | None:
-        task, own = self._at(index)
-        return task.reward_answer(own)
-
-    @override
-    def pair_scores(self, index: int) -> tuple[float, float] | None:
-        task, own = self._at(index)
-        return task.pair_scores(own)
+    reward_answer = handed_on(Task.reward_answer)
+    pair_scores = handed_on(Task.pair_scores)
 
     @override
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
@@ -111,10 +104,11 @@ class MixtureTask(WrappedTask):
 
     @override
     def where(self, index: int) -> str:
-        return f"{self._names[self._problems[index][0]]}: {super().where(index)}"
+        part, own = self._problems[index]
+        return f"{self._names[part]}: {self._tasks[part].where(own)}"
 
     @override
-    def _at(self, index: int) -> tuple[Task, int]:
+    def at(self, index: int) -> tuple[Task, int]:
         part, own = self._problems[index]
         return self._tasks[part], own
 

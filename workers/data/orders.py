@@ -86,28 +86,43 @@ def step_rows(
         raise ConfigError(f"batch_size is {batch_size}\n    use at least 1 {what} per step")
     rates = _rates(problems, task) if order.reads_rates else {}
     low, high = order.pass_rates
-    problems = [index for index in problems if not rates or low <= rates[index] <= high]
+    problems = [index for index in problems if low <= rates.get(index, low) <= high]
     if batch_size > len(problems):
         raise ConfigError(
             f"batch_size is {batch_size} {what}s per step, but task '{task.task_id}' has only "
             f"{len(problems)}\n    lower batch_size to {len(problems)} or less, or give more "
             "problems"
         )
-    if task.shares:
-        return _in_shares(what, problems, batch_size, seed, task, report)
-    if order.kind == "shuffled":
-        rows = _Epochs(problems, batch_size, seed)
-        _note_remainder(report, what, rows.steps_per_epoch * batch_size, len(problems))
+
+    def ordered(what: str, own: Sequence[int], size: int, share: float, seed: int) -> StepRows:
+        """Return rows of `size` a step, of which a step takes `share` on average."""
+        if order.kind != "shuffled":
+            return _ByRate(own, rates, order, size, seed)
+        rows = _Epochs(own, size, seed)
+        used = round(rows.steps_per_epoch * share)
+        if report is not None and used < len(own):
+            report.notes[
+                f"{report.source}: an epoch trains on {used} of {len(own)} {what}s; the other "
+                f"{len(own) - used} do not fill a step, and each epoch leaves out others"
+            ] = 0
         return rows
-    return _ByRate(problems, rates, order, batch_size, seed)
 
-
-def _note_remainder(report: DataReport | None, what: str, used: int, count: int) -> None:
-    if report is not None and used < count:
-        report.notes[
-            f"{report.source}: an epoch trains on {used} of {count} {what}s; the other "
-            f"{count - used} do not fill a step, and each epoch leaves out others"
-        ] = 0
+    if not task.shares:
+        return ordered(what, problems, batch_size, batch_size, seed)
+    parts: list[StepRows] = []
+    for number, (share, part) in enumerate(task.shares, start=1):
+        most = min(batch_size, math.ceil(share * batch_size) + 1)
+        own = [index for index in problems if index in part]
+        if most > len(own):
+            raise ConfigError(
+                f"{batch_size} {what}s per step take up to {most} of part {number} of the "
+                f"mixture, which has only {len(own)}\n"
+                "    lower its weight or the batch size, or give it more problems"
+            )
+        digest = hashlib.sha256(f"{seed}/part/{number - 1}".encode()).digest()
+        its_seed = int.from_bytes(digest[:8], "big")
+        parts.append(ordered(f"part {number}'s {what}", own, most, share * batch_size, its_seed))
+    return _Shares([share for share, _ in task.shares], parts, batch_size)
 
 
 class _Epochs:
@@ -156,8 +171,8 @@ class _ByRate:
         return len(self._problems) // self._batch_size
 
     def at(self, step: int) -> list[int]:
-        in_priority = self._order.kind == "priority"
-        return self._by_weight(_checked(step)) if in_priority else self._easiest(_checked(step))
+        choose = self._by_weight if self._order.kind == "priority" else self._easiest
+        return choose(_checked(step))
 
     def _easiest(self, step: int) -> list[int]:
         """Choose among the easiest share (step + 1) / curriculum_steps, at least a batch."""
@@ -185,7 +200,7 @@ class _Shares:
     that is furthest below its share of k + 1. A part is off its share by less than one item.
     """
 
-    def __init__(self, shares: Sequence[float], rows: Sequence[_Epochs], batch_size: int) -> None:
+    def __init__(self, shares: Sequence[float], rows: Sequence[StepRows], batch_size: int) -> None:
         self._shares = np.asarray(shares)
         self._rows = rows
         self._batch_size = batch_size
@@ -209,35 +224,9 @@ class _Shares:
         return taken
 
 
-def _in_shares(
-    what: str,
-    problems: Sequence[int],
-    batch_size: int,
-    seed: int,
-    task: Task,
-    report: DataReport | None,
-) -> _Shares:
-    shares: list[float] = []
-    rows: list[_Epochs] = []
-    for number, (share, part) in enumerate(task.shares):
-        most = min(batch_size, math.ceil(share * batch_size) + 1)
-        own = [index for index in problems if index in part]
-        if most > len(own):
-            raise ConfigError(
-                f"{batch_size} {what}s per step take up to {most} of part {number + 1} of the "
-                f"mixture, which has only {len(own)}\n"
-                "    lower its weight or the batch size, or give it more problems"
-            )
-        shares.append(share)
-        digest = hashlib.sha256(f"{seed}/part/{number}".encode()).digest()
-        rows.append(_Epochs(own, most, int.from_bytes(digest[:8], "big")))
-        # A step takes its share of the `most` problems set apart for it.
-        used = round(rows[-1].steps_per_epoch * share * batch_size)
-        _note_remainder(report, f"part {number + 1}'s {what}", used, len(own))
-    return _Shares(shares, rows, batch_size)
-
-
 def _rates(problems: Sequence[int], task: Task) -> dict[int, float]:
+    if task.shares:  # problems of no share are never taken
+        problems = [i for i in problems if any(i in part for _, part in task.shares)]
     rates = {i: rate for i in problems if (rate := task.pass_rate(i)) is not None}
     if len(rates) < len(problems):
         raise ConfigError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import string
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -50,8 +50,8 @@ DEPENDS_ON_HASH_SEED = frozenset(
 
 _MOST_SECONDS = 5.0  # to make one problem, which takes most tasks microseconds
 
+# Samples in a row without a new problem after which the task counts as exhausted.
 _MAX_IDLE_SAMPLES = 2000
-"""Samples in a row without a new problem after which the task counts as exhausted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +106,6 @@ class ReasoningTask(Task):
                 arguments={**arguments, "size": _max_samples(spec)},
             )
 
-    @property
-    def summary(self) -> str:
-        spec = self.spec
-        asked = "" if len(self.train) == spec.num_train else f" (of {spec.num_train} asked for)"
-        return (
-            f"task '{spec.name}': {len(self._problems)} distinct problems, {len(self.train)} for "
-            f"training{asked}, {len(self.held_out)} held out"
-        )
-
     @override
     def answer_text(self, index: int) -> str | None:
         answer = self._problems[index].entry["answer"]  # None where there are many
@@ -136,12 +127,14 @@ class ReasoningTask(Task):
         wanted = self.spec.num_train + self.spec.num_held_out
         found: dict[str, _Problem] = {}
         samples = idle = 0
-        for problem in self._problems_in_order():
-            samples += 1
-            new = problem.prompt not in found
-            idle = 0 if new else idle + 1
-            if new:
-                found[problem.prompt] = problem
+        for number in range(_max_samples(self.spec)):
+            try:
+                entry = _problem(self.spec, self._dataset, number)
+            except IndexError:  # a few tasks hold a fixed number of problems
+                break
+            prompt, samples, idle = self._template.fill(entry), samples + 1, idle + 1
+            if prompt not in found:
+                found[prompt], idle = _Problem(number, prompt, entry), 0
             if len(found) == wanted or idle == _MAX_IDLE_SAMPLES:
                 break
         if len(found) <= self.spec.num_held_out:
@@ -152,14 +145,6 @@ class ReasoningTask(Task):
                 "    lower num_held_out, or widen the task's own settings (more digits, more terms)"
             )
         return list(found.values())
-
-    def _problems_in_order(self) -> Iterator[_Problem]:
-        for number in range(_max_samples(self.spec)):
-            try:
-                entry = _problem(self.spec, self._dataset, number)
-            except IndexError:  # a few tasks hold a fixed number of problems
-                return
-            yield _Problem(number, self._template.fill(entry), entry)
 
 
 @dataclass(frozen=True)

@@ -11,24 +11,21 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..verifiers.instructions.instructions import bound_options, instructions_of
 from ..verifiers.verifiers import BUILT_IN
-from .messages import NotMessages, check_messages, is_imitated, last_user_text, messages_in
-from .row_report import DataReport
+from .row_report import BadRow, DataReport
+from .task import NotMessages, check_messages, is_imitated, last_user_text, messages_in
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+# Of a text, far above what any model reads; tokenizing a longer one takes minutes.
 _MOST_CHARACTERS = 1 << 20
-"""Of a text, far above what any model reads; tokenizing a longer one takes minutes."""
-_WRITTEN = ("messages", "prompt", "response", "chosen", "rejected")
-"""Parts that may be conversations."""
-
+_WRITTEN = ("messages", "prompt", "response", "chosen", "rejected")  # may be conversations
+# Rewards whose answers may be lists or objects instead of their JSON text.
 _READ_JSON = ("code_tests", "instructions")
-"""Rewards whose answers may be lists or objects instead of their JSON text."""
 
 _Messages = list[dict[str, Any]]
 
@@ -44,49 +41,28 @@ class WrittenFloat(float):
         return number
 
 
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """The field of a row for each part; a part without a field is not read.
+PARTS = (
+    *("messages", "prompt", "tools", "answer", "response", "chosen", "rejected", "chosen_score"),
+    *("rejected_score", "reward", "pass_rate", "id"),
+)
+"""Parts of a row, in the order in which they are looked at.
 
-    Without `prompt`, the prompt is what `messages` says before its last answer, or else what
-    `chosen` and `rejected` have in common at the beginning.
-    """
-
-    messages: str | None = None
-    prompt: str | None = "prompt"
-    tools: str | None = None
-    answer: str | None = None
-    response: str | None = None
-    chosen: str | None = None
-    rejected: str | None = None
-    chosen_score: str | None = None
-    rejected_score: str | None = None
-    reward: str | None = None
-    pass_rate: str | None = None
-    id: str | None = None
-    verifier: str = ""
-    """Name of the reward of rows that name none; it is not the name of a field."""
-
-    @property
-    def parts(self) -> dict[str, str]:
-        named = {part: field for part, field in vars(self).items() if part != "verifier"}
-        return {part: field for part, field in named.items() if field is not None}
+Without `prompt`, the prompt is what `messages` says before its last answer, or else what `chosen`
+and `rejected` have in common at the beginning.
+"""
 
 
-class BadPart(Exception):
-    """A row that cannot be used: reason and detail."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        self.reason, self.detail = reason, detail
-        super().__init__(reason, detail)
-
-
-def good_rows(source: Iterable[tuple[str, Any]], columns: Columns, report: DataReport) -> Dataset:
+def good_rows(
+    source: Iterable[tuple[str, Any]],
+    fields: Mapping[str, str],
+    report: DataReport,
+    verifier: str = "",
+) -> Dataset:
     """Check rows; bad ones go to `report`, good ones to the result.
 
-    Every part that `columns` names must be there on every row: text, and not blank. Answers and
-    ids may be numbers, scores and pass rates must be; they become text. Prompts and responses may
-    be messages, and tools may be missing.
+    Every part that `fields` has a field for must be there on every row: text, and not blank.
+    Answers and ids may be numbers, scores and pass rates must be; they become text. Prompts and
+    responses may be messages, and tools may be missing. Rows that name no reward have `verifier`.
     """
     from datasets import Dataset
 
@@ -95,31 +71,33 @@ def good_rows(source: Iterable[tuple[str, Any]], columns: Columns, report: DataR
     for where, row in source:
         notes: list[str] = []
         try:
-            good = _validated(row, columns, notes)
+            good = _validated(row, fields, verifier, notes)
             if (identity := good.get("id")) is not None:
                 if identity in ids:
                     detail = f"'{identity}' first stands at {ids[identity]}"
-                    raise BadPart("duplicate id", detail)
+                    raise BadRow("duplicate id", detail)
                 ids[identity] = where
-        except BadPart as bad:
+        except BadRow as bad:
             report.reject(where, bad.reason, bad.detail)
             continue
         report.notes.update(notes)
         kept.append({**good, "where": where})
     report.keep(len(kept))
-    response = ("response",) if columns.messages else ()
-    names = {*columns.parts, *response, "prompt", "messages", "tools", "replies", "where"}
+    response = ("response",) if "messages" in fields else ()
+    names = {*fields, *response, "prompt", "messages", "tools", "replies", "where"}
     return Dataset.from_dict({name: [row[name] for row in kept] for name in sorted(names)})
 
 
-def _validated(row: Any, columns: Columns, notes: list[str]) -> dict[str, str]:
-    if isinstance(row, BadPart):
+def _validated(
+    row: Any, fields: Mapping[str, str], verifier: str, notes: list[str]
+) -> dict[str, str]:
+    if isinstance(row, BadRow):
         raise row
     if not isinstance(row, Mapping):
-        raise BadPart("not an object", f"a row is an object with named fields, got {_kind(row)}")
+        raise BadRow("not an object", f"a row is an object with named fields, got {_kind(row)}")
     good = {"tools": ""}
     written: dict[str, str | _Messages] = {}
-    for part, field in columns.parts.items():
+    for part, field in fields.items():
         if part == "tools":
             good[part] = _tools(row.get(field), field)
         elif part in _WRITTEN:
@@ -127,103 +105,96 @@ def _validated(row: Any, columns: Columns, notes: list[str]) -> dict[str, str]:
             as_text = isinstance(written.get("prompt"), str)
             written[part] = _written(row, part, field, as_text)
         elif part == "answer" and isinstance(row.get(field), list | Mapping):
-            good[part] = _structured(row, field, columns)
+            reward = row.get(fields["reward"]) if "reward" in fields else verifier
+            if reward not in _READ_JSON:
+                read = f"{' and '.join(_READ_JSON)} read others"
+                detail = f"expected text, got {_kind(row[field])}; {read}"
+                raise BadRow(f"wrong type of '{field}'", detail)
+            good[part] = _json(row[field], field)
         else:
             good[part] = _text(row, part, field)
     if good.get("reward", "exact_match") not in BUILT_IN:
         detail = f"'{good['reward']:.40}' is none of {', '.join(sorted(BUILT_IN))}"
-        raise BadPart(f"unknown reward in '{columns.reward}'", detail)
-    if good.get("reward", columns.verifier) == "instructions" and "answer" in good:
+        raise BadRow(f"unknown reward in '{fields['reward']}'", detail)
+    if good.get("reward", verifier) == "instructions" and "answer" in good:
         try:
             for instruction in instructions_of(good["answer"]):
                 bound_options(instruction)
         except (ValueError, TypeError) as error:
-            raise BadPart("instructions that cannot be checked", f"{error!s:.300}") from None
+            raise BadRow("instructions that cannot be checked", f"{error!s:.300}") from None
     if "chosen" in written and written["chosen"] == written["rejected"]:
-        raise BadPart("equal pair", f"'{columns.chosen}' and '{columns.rejected}' are the same")
-    notes += _notes(row, written, columns)
-    return {**good, **_Exchange(written, columns).parts()}
+        detail = f"'{fields['chosen']}' and '{fields['rejected']}' are the same"
+        raise BadRow("equal pair", detail)
+    notes += _notes(row, written, fields)
+    return {**good, **_exchange(written, fields)}
 
 
-class _Exchange:
-    """The parts of a row that somebody wrote: what to answer, and the answers."""
-
-    def __init__(self, written: dict[str, str | _Messages], columns: Columns) -> None:
-        self._columns = columns
-        self._answers = {part: written[part] for part in _WRITTEN[2:] if part in written}
-        if "messages" in written:
-            self._prompt = self._before_the_last_answer(written["messages"])
-        elif "prompt" in written:
-            self._prompt = written["prompt"]
-        else:
-            self._prompt = self._in_common(written["chosen"], written["rejected"])
-
-    def parts(self) -> dict[str, str]:
-        if isinstance(self._prompt, str):
-            return {"messages": "", "replies": "", "prompt": self._prompt, **self._texts()}
-        field = self._columns.messages or self._columns.prompt or self._columns.chosen or ""
-        if not self._prompt or self._prompt[-1]["role"] == "assistant":
-            what = "the last message is the assistant's, not one to answer"
-            raise BadPart(f"no prompt in '{field}'", what if self._prompt else "nothing is asked")
-        replies = [self._reply(part) for part in self._answers]
-        return {
-            "messages": _json(self._prompt, field),
-            "replies": _json(replies, field) if replies else "",
-            "prompt": _whole(last_user_text(self._prompt), "prompt", field),
-            **{
-                part: str(reply[-1]["content"])
-                for part, reply in zip(self._answers, replies, strict=True)
-            },
-        }
-
-    def _before_the_last_answer(self, whole: str | _Messages) -> _Messages:
-        field = self._columns.messages or ""
-        if isinstance(whole, str):
-            raise BadPart(f"wrong type of '{field}'", "expected a list of messages, got text")
-        if whole[-1]["role"] != "assistant":
-            raise BadPart(f"no answer in '{field}'", "the last message is not the assistant's")
-        if not any(map(is_imitated, whole)):
-            raise BadPart(f"nothing to imitate in '{field}'", "every message has the weight 0")
-        self._answers = {"response": whole[-1:]}
-        return whole[:-1]
-
-    def _in_common(self, chosen: str | _Messages, rejected: str | _Messages) -> str | _Messages:
-        """Cut off the beginning that both have; a text as TRL cuts it, at a space."""
-        pairs = enumerate(zip(chosen, rejected, strict=False))
-        end = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
-        if isinstance(chosen, str) and chosen[end - 1 : end] == " ":
-            end -= 1
-        self._answers = {"chosen": chosen[end:], "rejected": rejected[end:]}
-        for part, answer in self._answers.items():
+def _exchange(written: Mapping[str, str | _Messages], fields: Mapping[str, str]) -> dict[str, str]:
+    """Return what to answer and the answers, of the parts that somebody wrote."""
+    answers = {part: written[part] for part in _WRITTEN[2:] if part in written}
+    if "messages" in written:
+        prompt, answers["response"] = _before_the_last_answer(
+            written["messages"], fields["messages"]
+        )
+    elif "prompt" in written:
+        prompt = written["prompt"]
+    else:
+        end = _common_end(written["chosen"], written["rejected"])
+        prompt = written["chosen"][:end]
+        answers = {part: answer[end:] for part, answer in answers.items()}
+        for part, answer in answers.items():
             if not answer:
-                field = getattr(self._columns, part)
-                raise BadPart(f"empty {part}", f"all of '{field}' is the prompt")
-        if not chosen[:end]:
-            raise BadPart("no prompt", "the two responses have no beginning in common")
-        return chosen[:end]
-
-    def _texts(self) -> dict[str, str]:
-        texts: dict[str, str] = {}
-        for part, answer in self._answers.items():
+                raise BadRow(f"empty {part}", f"all of '{fields[part]}' is the prompt")
+        if not prompt:
+            raise BadRow("no prompt", "the two responses have no beginning in common")
+    if isinstance(prompt, str):
+        found = {"messages": "", "replies": "", "prompt": prompt}
+        for part, answer in answers.items():
             if not isinstance(answer, str):
-                raise BadPart(
-                    f"wrong type of '{getattr(self._columns, part)}'",
-                    "the prompt is a text, and this is a list of messages",
-                )
-            texts[part] = answer
-        return texts
+                detail = "the prompt is a text, and this is a list of messages"
+                raise BadRow(f"wrong type of '{fields[part]}'", detail)
+            found[part] = answer
+        return found
+    field = fields.get("messages") or fields.get("prompt") or fields.get("chosen", "")
+    if not prompt or prompt[-1]["role"] == "assistant":
+        what = "the last message is the assistant's, not one to answer"
+        raise BadRow(f"no prompt in '{field}'", what if prompt else "nothing is asked")
+    replies = {part: _reply(answer, part, fields) for part, answer in answers.items()}
+    return {
+        "messages": _json(prompt, field),
+        "replies": _json(list(replies.values()), field) if replies else "",
+        "prompt": _whole(last_user_text(prompt), "prompt", field),
+        **{part: str(reply[-1]["content"]) for part, reply in replies.items()},
+    }
 
-    def _reply(self, part: str) -> _Messages:
-        answer = self._answers[part]
-        if isinstance(answer, str):
-            return [{"role": "assistant", "content": answer}]
-        if answer[-1]["role"] != "assistant":
-            field = self._columns.messages or getattr(self._columns, part)
-            raise BadPart(f"no answer in '{field}'", "the last message is not the assistant's")
-        if not self._columns.messages and not any(map(is_imitated, answer)):
-            field = getattr(self._columns, part)
-            raise BadPart(f"nothing to imitate in '{field}'", "every message has the weight 0")
-        return answer
+
+def _before_the_last_answer(whole: str | _Messages, field: str) -> tuple[_Messages, _Messages]:
+    if isinstance(whole, str):
+        raise BadRow(f"wrong type of '{field}'", "expected a list of messages, got text")
+    if whole[-1]["role"] != "assistant":
+        raise BadRow(f"no answer in '{field}'", "the last message is not the assistant's")
+    if not any(map(is_imitated, whole)):
+        raise BadRow(f"nothing to imitate in '{field}'", "every message has the weight 0")
+    return whole[:-1], whole[-1:]
+
+
+def _common_end(chosen: str | _Messages, rejected: str | _Messages) -> int:
+    """Return where the beginning that both have ends; a text is cut as TRL cuts it, at a space."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    end = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    at_space = isinstance(chosen, str) and chosen[end - 1 : end] == " "
+    return end - 1 if at_space else end
+
+
+def _reply(answer: str | _Messages, part: str, fields: Mapping[str, str]) -> _Messages:
+    if isinstance(answer, str):
+        return [{"role": "assistant", "content": answer}]
+    field = fields.get("messages") or fields[part]
+    if answer[-1]["role"] != "assistant":
+        raise BadRow(f"no answer in '{field}'", "the last message is not the assistant's")
+    if "messages" not in fields and not any(map(is_imitated, answer)):
+        raise BadRow(f"nothing to imitate in '{field}'", "every message has the weight 0")
+    return answer
 
 
 def _written(row: Mapping[str, Any], part: str, field: str, as_text: bool) -> str | _Messages:
@@ -236,7 +207,7 @@ def _written(row: Mapping[str, Any], part: str, field: str, as_text: bool) -> st
     try:
         return check_messages(value)
     except NotMessages as error:
-        raise BadPart(f"no conversation in '{field}'", str(error)) from None
+        raise BadRow(f"no conversation in '{field}'", str(error)) from None
 
 
 def _text(row: Mapping[str, Any], part: str, field: str) -> str:
@@ -244,23 +215,23 @@ def _text(row: Mapping[str, Any], part: str, field: str) -> str:
         has = ", ".join(map(str, row)) or "nothing"
         pairs = part == "prompt" and {"chosen", "rejected"} <= row.keys()
         hint = "; of pairs that hold their prompts, set task.prompt_field=null" if pairs else ""
-        raise BadPart(f"missing field '{field}'", f"it has {has}{hint}")
+        raise BadRow(f"missing field '{field}'", f"it has {has}{hint}")
     value = row[field]
     if value is None:
-        raise BadPart(f"missing field '{field}'", "it is null")
+        raise BadRow(f"missing field '{field}'", "it is null")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if isinstance(value, float) and not math.isfinite(value):
-        raise BadPart(f"wrong type of '{field}'", f"expected a finite number, got {value}")
+        raise BadRow(f"wrong type of '{field}'", f"expected a finite number, got {value}")
     is_figure = part == "pass_rate" or part.endswith("_score")
     if is_figure and not (is_number and abs(value) <= sys.float_info.max):
-        raise BadPart(f"wrong type of '{field}'", f"expected a number, got {_kind(value)}")
+        raise BadRow(f"wrong type of '{field}'", f"expected a number, got {_kind(value)}")
     if part == "pass_rate" and not 0 <= float(value) <= 1:
-        raise BadPart(f"wrong value of '{field}'", f"expected 0 to 1, got {value:g}")
+        raise BadRow(f"wrong value of '{field}'", f"expected 0 to 1, got {value:g}")
     if is_number and (part in ("answer", "id") or is_figure):
         value = value.text if isinstance(value, WrittenFloat) else json.dumps(value)
     if not isinstance(value, str):
         expected = "text or a list of messages" if part in _WRITTEN else "text"
-        raise BadPart(f"wrong type of '{field}'", f"expected {expected}, got {_kind(value)}")
+        raise BadRow(f"wrong type of '{field}'", f"expected {expected}, got {_kind(value)}")
     return _whole(value, part, field)
 
 
@@ -268,13 +239,13 @@ def _whole(value: str, part: str, field: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise BadPart(
+        raise BadRow(
             f"broken Unicode in '{field}'", f"half a surrogate pair at character {error.start + 1}"
         ) from None
     if len(value) > _MOST_CHARACTERS:
-        raise BadPart(f"too long {part}", f"'{field}' has {len(value)} characters")
+        raise BadRow(f"too long {part}", f"'{field}' has {len(value)} characters")
     if not value.strip():
-        raise BadPart(f"empty {part}", f"'{field}' is {value!r:.40}")
+        raise BadRow(f"empty {part}", f"'{field}' is {value!r:.40}")
     return value
 
 
@@ -284,11 +255,11 @@ def _tools(value: Any, field: str) -> str:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise BadPart(f"wrong type of '{field}'", f"text that is no JSON: {error}") from None
+            raise BadRow(f"wrong type of '{field}'", f"text that is no JSON: {error}") from None
     if value is None or value == []:
         return ""
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise BadPart(f"wrong type of '{field}'", f"expected a list of objects, got {_kind(value)}")
+        raise BadRow(f"wrong type of '{field}'", f"expected a list of objects, got {_kind(value)}")
     return _json(value, field)
 
 
@@ -296,23 +267,14 @@ def _json(value: Any, field: str) -> str:
     try:
         return _whole(json.dumps(value, ensure_ascii=False, allow_nan=False), "prompt", field)
     except (TypeError, ValueError) as error:  # a date, bytes: columns of Parquet have more types
-        raise BadPart(f"wrong type of '{field}'", f"it is no JSON value: {error}") from None
-
-
-def _structured(row: Mapping[str, Any], field: str, columns: Columns) -> str:
-    """Return an answer that is a list or an object as JSON text, for the rewards that read it."""
-    reward = row.get(columns.reward) if columns.reward else columns.verifier
-    if reward not in _READ_JSON:
-        detail = f"expected text, got {_kind(row[field])}; {' and '.join(_READ_JSON)} read others"
-        raise BadPart(f"wrong type of '{field}'", detail)
-    return _json(row[field], field)
+        raise BadRow(f"wrong type of '{field}'", f"it is no JSON value: {error}") from None
 
 
 def _notes(
-    row: Mapping[str, Any], written: Mapping[str, str | _Messages], columns: Columns
+    row: Mapping[str, Any], written: Mapping[str, str | _Messages], fields: Mapping[str, str]
 ) -> list[str]:
     notes: list[str] = []
-    for part, field in columns.parts.items():
+    for part, field in fields.items():
         if part not in ("pass_rate", "chosen_score", "rejected_score") and _has_float(
             row.get(field)
         ):
@@ -321,7 +283,7 @@ def _notes(
                 "5, 1e-05 for 0.00001; to have them otherwise, store text or integers"
             )
     for field in ("tools", "functions"):
-        if row.get(field) and field not in columns.parts.values() and _turns(written):
+        if row.get(field) and field not in fields.values() and _turns(written):
             notes.append(
                 f"'{field}' is not read, so conversations are without it; to read it: "
                 f"task.tools_field={field}"

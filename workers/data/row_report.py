@@ -10,45 +10,30 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ...dataflow.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """One row left out.
+class BadRow(Exception):
+    """A row that is left out: the kind of fault, and what exactly is wrong with this one.
 
-    Attributes:
-        where: File and line, "train.jsonl:17".
-        reason: The kind of fault, the same words for every row that has it: "malformed JSON".
-        detail: What exactly was wrong with this row.
+    The kind has the same words for every row that has it: "malformed JSON".
     """
 
-    where: str
-    reason: str
-    detail: str
-
-    def __str__(self) -> str:
-        return ": ".join(filter(None, (self.where, self.reason, self.detail)))
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason, self.detail = reason, detail
+        super().__init__(reason, detail)
 
 
 class DataReport:
-    """Counts rows kept and rows left out, and remembers the first examples.
-
-    Attributes:
-        num_kept: Rows that may be used.
-        reasons: Reason -> number of rows left out for it.
-        examples: The first bad rows.
-        notes: Note on rows that are kept -> how many rows it is about.
-    """
+    """Counts rows kept and rows left out, and remembers the first examples."""
 
     def __init__(self, source: str, num_examples: int = 5) -> None:
         self.source = source
         self.num_kept = 0
-        self.reasons: Counter[str] = Counter()
-        self.examples: list[BadRow] = []
-        self.notes: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()  # -> number of rows left out for it
+        self.examples: list[str] = []  # the first bad rows: file and line, reason and detail
+        self.notes: Counter[str] = Counter()  # on rows that are kept -> how many it is about
         self._num_examples = num_examples
 
     @property
@@ -65,7 +50,7 @@ class DataReport:
     def reject(self, where: str, reason: str, detail: str = "") -> None:
         self.reasons[reason] += 1
         if len(self.examples) < self._num_examples:
-            self.examples.append(BadRow(where, reason, detail))
+            self.examples.append(": ".join(filter(None, (where, reason, detail))))
 
     def drop(self, where: str, reason: str, detail: str = "") -> None:
         self.num_kept -= 1
@@ -100,10 +85,9 @@ class DataReport:
         for what, given in lengths.items():
             ordered = sorted(given)
             mean = sum(ordered) / len(ordered)
-            parts.append(
-                f"{what} tokens mean {mean:.1f}, p50 {_quantile(ordered, 0.5)}, "
-                f"p90 {_quantile(ordered, 0.9)}, max {ordered[-1]}"
-            )
+            # The smallest value that at least this share of all do not exceed.
+            p50, p90 = (ordered[max(0, math.ceil(q * len(ordered)) - 1)] for q in (0.5, 0.9))
+            parts.append(f"{what} tokens mean {mean:.1f}, p50 {p50}, p90 {p90}, max {ordered[-1]}")
         return "; ".join(parts)
 
     def __str__(self) -> str:
@@ -115,8 +99,3 @@ class DataReport:
             if self.num_bad > len(self.examples):
                 lines.append(f"    ... and {self.num_bad - len(self.examples)} more")
         return "\n".join(lines)
-
-
-def _quantile(ordered: Sequence[int], share: float) -> int:
-    """The smallest value that at least this share of all do not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

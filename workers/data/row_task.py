@@ -7,8 +7,9 @@ names, or the user's own function. `file_task` and `hf_task` give the rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from ..verifiers.verifiers import (
     reference_of,
 )
 from .orders import epoch_order
-from .row_parts import Columns, good_rows
+from .row_parts import PARTS, good_rows
 from .row_report import DataReport
 from .task import Task
 
@@ -36,15 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Rows, and their name in messages.
+    """Rows, and their name in messages."""
 
-    Attributes:
-        name: As the user named it.
-        rows: Where each row stands, and the row; read once.
-    """
-
-    name: str
-    rows: Iterable[tuple[str, Any]]
+    name: str  # as the user named it
+    rows: Iterable[tuple[str, Any]]  # where each row stands, and the row; read once
 
 
 @option_class
@@ -108,7 +104,7 @@ class RowTask(Task):
         self.correct_score = spec.correct_score
         self._name = source.name
         self._reward, self._reference = _reward(spec)
-        rows, self.report = _read(spec, _observed(source, self._check_parameters))
+        rows, self.report = _read(spec, self._with_checked_columns(source))
         if held_out is not None:
             evaluated, other = _read(spec, held_out)
             self.report = self.report.joined(other)
@@ -126,13 +122,17 @@ class RowTask(Task):
         self.train = range(len(train))
         self.held_out = range(len(train), len(self._rows))
 
-    def _check_parameters(self, columns: Iterable[str]) -> None:
-        spec = self.spec
-        if spec.reward in BUILT_IN or spec.reward_field is not None:
-            return
-        name = spec.reward if isinstance(spec.reward, str) else repr(spec.reward)
-        read_as = {"prompt": spec.prompt_field, "answer": spec.answer_field}
-        check_parameters(name, self._reward, columns, read_as)
+    def _with_checked_columns(self, source: RowSource) -> RowSource:
+        """Return the same rows; a reward of the user's must take the columns of the first one."""
+        spec, rows = self.spec, iter(source.rows)
+        first = list(islice(rows, 1))
+        columns = first[0][1] if first else None
+        is_own = spec.reward not in BUILT_IN and spec.reward_field is None
+        if is_own and isinstance(columns, Mapping):
+            name = spec.reward if isinstance(spec.reward, str) else repr(spec.reward)
+            read_as = {"prompt": spec.prompt_field, "answer": spec.answer_field}
+            check_parameters(name, self._reward, [str(column) for column in columns], read_as)
+        return RowSource(source.name, chain(first, rows))
 
     @property
     def verifier(  # pyright: ignore[reportIncompatibleVariableOverride] - it raises only if asked
@@ -267,38 +267,25 @@ def _check_spec(spec: RowTaskSpec, name: str) -> None:
 
 
 def _reward(spec: RowTaskSpec) -> tuple[Verifier, str | None]:
+    """Return the verifier, and how another process finds it; None if it runs here."""
     here = spec.reward_in_process or spec.reward == "exact_match"
-    if isinstance(spec.reward, str):
-        return load_verifier(spec.reward), None if here else _absolute(spec.reward)
-    return spec.reward, None if here else reference_of(spec.reward)
-
-
-def _absolute(reference: str) -> str:
+    if not isinstance(spec.reward, str):
+        return spec.reward, None if here else reference_of(spec.reward)
+    reference = spec.reward
     place, _, name = reference.rpartition(":")
-    return f"{Path(place).expanduser().resolve()}:{name}" if place.endswith(".py") else reference
-
-
-def _observed(source: RowSource, look: Callable[[Iterable[str]], None]) -> RowSource:
-    """Return the same rows; `look` is called with the names of the first one's columns."""
-
-    def rows() -> Iterator[tuple[str, Any]]:
-        for number, (where, row) in enumerate(source.rows):
-            if number == 0 and isinstance(row, Mapping):
-                look([str(name) for name in row])
-            yield where, row
-
-    return RowSource(source.name, rows())
+    if place.endswith(".py"):
+        reference = f"{Path(place).expanduser().resolve()}:{name}"
+    return load_verifier(spec.reward), None if here else reference
 
 
 def _read(spec: RowTaskSpec, source: RowSource) -> tuple[Dataset, DataReport]:
-    suffix = "_field"
-    names = [field.name for field in fields(spec) if field.name.endswith(suffix)]
-    parts = {name.removesuffix(suffix): getattr(spec, name) for name in names}
+    named = {part: getattr(spec, f"{part}_field") for part in PARTS}
     if spec.messages_field is not None:
-        parts["prompt"] = None
-    columns = Columns(**parts, verifier=spec.reward if isinstance(spec.reward, str) else "")
+        named["prompt"] = None
+    given = {part: field for part, field in named.items() if field is not None}
     report = DataReport(source.name)
-    rows = good_rows(source.rows, columns, report)
+    verifier = spec.reward if isinstance(spec.reward, str) else ""
+    rows = good_rows(source.rows, given, report, verifier)
     report.check(spec.max_bad_fraction)
     return rows, report
 

@@ -1,8 +1,8 @@
-"""Keeping some of each step's responses as text, in files of their own.
+"""Responses kept as text: some of each step's, and the first ones of an evaluation.
 
-A step is one file, `step-000010.jsonl.gz`, that is complete or absent; a step that is taken again
-replaces its own. Text is made and written in a thread: the worker that is about to train only
-copies the rows that are kept.
+A step of training is one file, `step-000010.jsonl.gz`, that is complete or absent; a step that is
+taken again replaces its own. Text is made and written in a thread: the worker that is about to
+train only copies the rows that are kept.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import math
 import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...algorithms.roles.language import Observer
+from ...algorithms.roles.language_tables import PerSample, PromptId, TokenIds, TokenMask
 from ...dataflow.errors import one_process
-from ...dataflow.files import created
+from ...dataflow.files import created, writing
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.call_context import call_staleness, current_step
 from ...dataflow.runtime.worker_protocol import WorkerContext
@@ -37,23 +41,16 @@ _MOST_WAITING = 2  # steps whose text is not written yet; a worker that is furth
 class SampleLogSpec:
     """Recipe for a `SampleLog`; a `WorkerSpec`."""
 
-    folder: str
-    """Where the files are written; made with the first."""
-    tokenizer: TokenizerSpec
-    """The policy's tokenizer."""
-    versions_per_step: int
-    """Train calls of the policy in a step: by so many its weights' version grows."""
-    max_rows: int
-    """Responses kept of a step, whole prompts first."""
-    keep_steps: int | None
-    """Steps kept, the newest ones; None for all."""
-    max_bytes: int
-    """Size of all files, beyond which every second step is dropped."""
+    folder: str  # made with the first file
+    tokenizer: TokenizerSpec  # the policy's
+    versions_per_step: int  # train calls of the policy in a step: so many versions of its weights
+    max_rows: int  # responses kept of a step, whole prompts first
+    keep_steps: int | None  # the newest ones; None for all
+    max_bytes: int  # of all files, beyond which every second step is dropped
+    # The problems, if their prompts are conversations: they are kept as what was said, a turn
+    # after another, without the template around it.
     task: TaskSpec | None = None
-    """The problems, if their prompts are conversations: they are kept as what was said, a turn
-    after another, without the template around it."""
-    chat: ChatOptions = ChatOptions()
-    """How those are rendered."""
+    chat: ChatOptions = ChatOptions()  # how those are rendered
 
     def build(self, context: WorkerContext) -> SampleLog:
         return SampleLog(self, writes=context.answers)
@@ -245,3 +242,73 @@ def _versions(column: Tensor | None, mask: Tensor, of_all: int) -> list[dict[str
         {"version": first} if first == last else {"version": first, "last_version": last}
         for first, last in ends
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleFileSpec:
+    """Recipe for an `ExampleFile`; a `WorkerSpec`."""
+
+    path: str  # JSON file; each evaluation replaces it
+    tokenizer: TokenizerSpec  # the policy's
+    num_examples: int = 4  # prompts whose first response is kept
+    # Problem -> its messages, of those whose prompts are conversations: the decoded prompt would
+    # show the template around them.
+    conversations: Mapping[int, Sequence[Mapping[str, Any]]] = field(
+        default_factory=dict[int, Sequence[Mapping[str, Any]]]
+    )
+
+    def build(self, context: WorkerContext) -> ExampleFile:
+        return ExampleFile(self)
+
+
+class ExampleFile(Observer):
+    """Keeps an evaluation's scores, and the first responses as text, in a file."""
+
+    def __init__(self, spec: ExampleFileSpec) -> None:
+        self._spec = spec
+        self._tokenizer = spec.tokenizer.build()
+
+    def observe(
+        self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId, *, score: PerSample
+    ) -> PerSample:
+        """Write `examples`, and all `scores`.
+
+        Of each example its prompt_id, its prompt or messages, its response and score.
+        `scores` has a problem's index, as text, and what each of its samples scored. Where there
+        is no score it is null.
+        """
+        scores: dict[int, list[float | None]] = {}
+        for problem, value in zip(prompt_id.tolist(), _known(score), strict=True):
+            scores.setdefault(problem, []).append(value)
+        examples = self._examples(tokens, mask, prompt_id, score)
+        path = Path(self._spec.path)
+        with writing(path):
+            path.write_text(json.dumps({"examples": examples, "scores": scores}))
+        return score
+
+    def _examples(
+        self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId, score: PerSample
+    ) -> list[dict[str, Any]]:
+        firsts: dict[int, int] = {}
+        for row, problem in enumerate(prompt_id.tolist()):
+            firsts.setdefault(problem, row)
+        kept = torch.tensor(list(firsts.values())[: self._spec.num_examples], dtype=torch.int64)
+        first, chosen = tokens[kept], mask[kept]
+        before = first.masked_fill(chosen.cumsum(1) > 0, -1)
+        rows = zip(
+            prompt_id[kept].tolist(),
+            self._tokenizer.decode_rows(before),
+            self._tokenizer.decode_responses(first, chosen),
+            _known(score[kept]),
+            strict=True,
+        )
+        known = self._spec.conversations
+        return [
+            {"prompt_id": i, **asked, "response": response, "score": value}
+            for i, prompt, response, value in rows
+            for asked in [{"messages": known[i]} if i in known else {"prompt": prompt}]
+        ]
+
+
+def _known(score: PerSample) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in score.tolist()]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,166 +26,15 @@ from ...algorithms.roles.language_tables import (
 from ...dataflow.errors import ConfigError, one_process
 from ..isolation.child import as_score
 from ..models.tokenizer import ChatTemplateError, Tokenizer, pad_rows
-from .chat import BadPrompt, ChatOptions, Encoded, NoPrefix, PromptEncoder
+from .chat import ChatOptions, Encoded, NoPrefix, PromptEncoder
 from .orders import SHUFFLED, Order, step_rows
-from .row_report import DataReport
+from .row_report import BadRow, DataReport
 from .task import Message, Task
+
+T = TypeVar("T")
 
 Response = str | Sequence[Message]
 """The target of a row: a text, or the messages that follow those of the prompt."""
-
-
-class RowEncoder:
-    """Encodes problems, and reports those that are too long or cannot be expressed."""
-
-    def __init__(
-        self,
-        task: Task,
-        tokenizer: Tokenizer,
-        report: DataReport,
-        chat: ChatOptions,
-        max_prompt_tokens: int | None,
-        max_response_tokens: int | None = None,
-    ) -> None:
-        self._task = task
-        self._tokenizer = tokenizer
-        self._report = report
-        self._prompts = PromptEncoder(task, tokenizer, chat)
-        self._max_prompt_tokens = max_prompt_tokens
-        self._max_response_tokens = max_response_tokens
-
-    def prompts(self, indices: Sequence[int]) -> dict[int, list[Encoded]]:
-        """Return index -> its prompt, with nothing to train on, of those that can be used."""
-        usable = self._encoded_prompts(indices)
-        self._report.keep(len(usable))
-        return {index: [Encoded(ids, [])] for index, ids in usable.items()}
-
-    def with_responses(
-        self, indices: Sequence[int], texts_of: Callable[[int], Sequence[str | None]]
-    ) -> dict[int, list[Encoded]]:
-        """Return index -> its prompt with each of its responses, of those that can be used.
-
-        Responses are the task's replies, or else what `texts_of` gives; None is missing.
-        """
-        kept: dict[int, list[Encoded]] = {}
-        for index, prompt in self._encoded_prompts(indices).items():
-            with one_process():
-                replies = self._task.replies(index)
-            given: Sequence[Response | None] = texts_of(index) if replies is None else replies
-            encoded = [self._usable(index, prompt, response) for response in given]
-            whole = [row for row in encoded if row is not None]
-            if len(whole) == len(encoded):
-                kept[index] = whole
-        self._report.keep(len(kept))
-        return kept
-
-    def with_response(self, index: int, prompt: list[int], response: Response) -> Encoded:
-        """Encode a prompt with a response, by the chat template if the prompt is a conversation."""
-        if self._prompts.messages(index) is not None:
-            return self._prompts.with_reply(index, response)
-        ids = self._tokenizer.encode_response(str(response))
-        return Encoded([*prompt, *ids], [(len(prompt), len(prompt) + len(ids))])
-
-    def _encoded_prompts(self, indices: Sequence[int]) -> dict[int, list[int]]:
-        usable: dict[int, list[int]] = {}
-        for index, ids in zip(indices, self._prompts.encode(indices), strict=True):
-            if isinstance(ids, BadPrompt):
-                self._reject(index, ids.reason, ids.detail)
-            elif not ids:
-                self._reject(index, "empty prompt", "it has no tokens")
-            elif self._fits(
-                index, "prompt", self._prompts.written(index), len(ids), self._max_prompt_tokens
-            ):
-                usable[index] = ids
-        return usable
-
-    def _usable(self, index: int, prompt: list[int], response: Response | None) -> Encoded | None:
-        if response is None:
-            self._reject(index, "missing answer")
-            return None
-        try:
-            row = self.with_response(index, prompt, response)
-        except ChatTemplateError as error:
-            self._reject(index, "the chat template fails", str(error))
-            return None
-        except NoPrefix as error:
-            self._reject(index, "turns cannot be told apart", str(error))
-            return None
-        messages = [{"content": response}] if isinstance(response, str) else response
-        text = "".join(str(message["content"]) for message in messages)
-        num_tokens = row.spans[-1][1] - row.num_before
-        several = len(row.spans) > 1
-        what = "conversation from the assistant's first turn on" if several else "response"
-        fits = self._fits(index, what, text, num_tokens, self._max_response_tokens)
-        return row if fits else None
-
-    def _fits(self, index: int, what: str, text: str, num_tokens: int, limit: int | None) -> bool:
-        if limit is not None and num_tokens > limit:
-            self._reject(index, f"over-long {what}", f"{num_tokens} tokens, limit {limit}")
-        elif unknown := self._tokenizer.inexpressible(text):
-            self._reject(
-                index, f"{what} outside the alphabet", f"the tokenizer cannot express {unknown!r}"
-            )
-        else:
-            return True
-        return False
-
-    @one_process()
-    def _reject(self, index: int, reason: str, detail: str = "") -> None:
-        self._report.reject(self._task.where(index), reason, detail)
-
-
-_NUMBER = re.compile(r"[+-]?[0-9]{1,1000}")
-
-
-def wrong_answer(
-    answer: str, other: str, rng: random.Random, accept: Callable[[str], bool] = lambda _: True
-) -> str:
-    """Return a text that differs from `answer`, also as a whole number."""
-    for _ in range(32):
-        made = _mistake(answer, other, rng)
-        if not _same(made, answer) and accept(made):
-            return made
-    return ""
-
-
-def _mistake(answer: str, other: str, rng: random.Random) -> str:
-    kind = rng.randrange(4)
-    if kind == 0:
-        return other
-    if _NUMBER.fullmatch(answer):
-        value = int(answer)
-        if kind == 1:
-            return str(value + rng.choice((-10, -3, -2, -1, 1, 2, 3, 10)))
-        if kind == 2:
-            return str(-value) if rng.random() < 0.25 else _with_digit_changed(answer, rng)
-    return _with_character_changed(answer, rng)
-
-
-def _with_digit_changed(answer: str, rng: random.Random) -> str:
-    place = rng.choice([i for i, c in enumerate(answer) if c.isdigit()])
-    return answer[:place] + rng.choice("0123456789") + answer[place + 1 :]
-
-
-def _with_character_changed(answer: str, rng: random.Random) -> str:
-    """Drop one character, double it, or swap it with the next."""
-    place = rng.randrange(len(answer))
-    before, rest = answer[:place], answer[place:]
-    kind = rng.randrange(3)
-    if kind == 0:
-        return before + rest[1:]
-    if kind == 1:
-        return before + rest[0] + rest
-    return before + rest[:2][::-1] + rest[2:]
-
-
-def _same(made: str, answer: str) -> bool:
-    if _NUMBER.fullmatch(made) and _NUMBER.fullmatch(answer):
-        return int(made) == int(answer)
-    return made.strip() == answer.strip()
-
-
-_AS_GIVEN = ChatOptions()
 
 
 class TaskSource:
@@ -221,16 +72,15 @@ class TaskSource:
         max_prompt_tokens: int | None = None,
         max_response_tokens: int | None = None,
         max_bad_fraction: float = 0.1,
-        chat: ChatOptions = _AS_GIVEN,
+        chat: ChatOptions = ChatOptions(),
         left_out: Container[int] = (),
         order: Order = SHUFFLED,
     ) -> None:
         self._task, self._tokenizer, self._seed = task, tokenizer, seed
+        self._max_prompt_tokens = max_prompt_tokens
         self._max_response_tokens = max_response_tokens
         self.report = DataReport(f"{self.what}s of task '{task.task_id}'")
-        self._encoder = RowEncoder(
-            task, tokenizer, self.report, chat, max_prompt_tokens, max_response_tokens
-        )
+        self._prompts = PromptEncoder(task, tokenizer, chat)
         self._rows_of = self._encoded(left_out)
         self.report.check(max_bad_fraction)
         train, self._held_out = (
@@ -253,10 +103,79 @@ class TaskSource:
     def _with_responses(
         self, left_out: Container[int], texts_of: Callable[[int], Sequence[str | None]]
     ) -> dict[int, list[Encoded]]:
-        """Encode the problems to learn from, and held-out ones that have responses."""
+        """Encode the problems to learn from, and held-out ones that have responses.
+
+        Responses are the task's replies, or else what `texts_of` gives; None is missing. Returns
+        index -> its prompt with each of its responses, of those that can be used.
+        """
         held_out = [index for index in self._task.held_out if None not in texts_of(index)]
         train = [index for index in self._task.train if index not in left_out]
-        return self._encoder.with_responses([*train, *held_out], texts_of)
+        kept: dict[int, list[Encoded]] = {}
+        for index, prompt in self._encoded_prompts([*train, *held_out]).items():
+            with one_process():
+                replies = self._task.replies(index)
+            given: Sequence[Response | None] = texts_of(index) if replies is None else replies
+            rows = [
+                self._or_rejected(index, partial(self._checked, index, prompt, response))
+                for response in given
+            ]
+            whole = [row for row in rows if row is not None]
+            if len(whole) == len(rows):
+                kept[index] = whole
+        self.report.keep(len(kept))
+        return kept
+
+    def _with_response(self, index: int, prompt: list[int], response: Response) -> Encoded:
+        """Encode a prompt with a response, by the chat template if the prompt is a conversation."""
+        if self._prompts.messages(index) is not None:
+            return self._prompts.with_reply(index, response)
+        ids = self._tokenizer.encode_response(str(response))
+        return Encoded([*prompt, *ids], [(len(prompt), len(prompt) + len(ids))])
+
+    def _encoded_prompts(self, indices: Sequence[int]) -> dict[int, list[int]]:
+        def checked(index: int, ids: list[int] | BadRow) -> list[int]:
+            if isinstance(ids, BadRow):
+                raise ids
+            if not ids:
+                raise BadRow("empty prompt", "it has no tokens")
+            self._check("prompt", self._prompts.written(index), len(ids), self._max_prompt_tokens)
+            return ids
+
+        encoded = zip(indices, self._prompts.encode(indices), strict=True)
+        usable = {i: self._or_rejected(i, partial(checked, i, ids)) for i, ids in encoded}
+        return {index: ids for index, ids in usable.items() if ids is not None}
+
+    def _checked(self, index: int, prompt: list[int], response: Response | None) -> Encoded:
+        if response is None:
+            raise BadRow("missing answer")
+        try:
+            row = self._with_response(index, prompt, response)
+        except ChatTemplateError as error:
+            raise BadRow("the chat template fails", str(error)) from None
+        except NoPrefix as error:
+            raise BadRow("turns cannot be told apart", str(error)) from None
+        messages = [{"content": response}] if isinstance(response, str) else response
+        text = "".join(str(message["content"]) for message in messages)
+        num_tokens = row.spans[-1][1] - row.num_before
+        several = len(row.spans) > 1
+        what = "conversation from the assistant's first turn on" if several else "response"
+        self._check(what, text, num_tokens, self._max_response_tokens)
+        return row
+
+    def _check(self, what: str, text: str, num_tokens: int, limit: int | None) -> None:
+        if limit is not None and num_tokens > limit:
+            raise BadRow(f"over-long {what}", f"{num_tokens} tokens, limit {limit}")
+        if unknown := self._tokenizer.inexpressible(text):
+            detail = f"the tokenizer cannot express {unknown!r}"
+            raise BadRow(f"{what} outside the alphabet", detail)
+
+    def _or_rejected(self, index: int, make: Callable[[], T]) -> T | None:
+        try:
+            return make()
+        except BadRow as bad:
+            where = one_process()(self._task.where)(index)
+            self.report.reject(where, bad.reason, bad.detail)
+            return None
 
     @one_process()
     def _need_answers(self) -> None:
@@ -296,7 +215,9 @@ class PromptSource(TaskSource):
 
     @override
     def _encoded(self, left_out: Container[int]) -> Mapping[int, Sequence[Encoded]]:
-        return self._encoder.prompts([*self._task.train, *self._task.held_out])
+        usable = self._encoded_prompts([*self._task.train, *self._task.held_out])
+        self.report.keep(len(usable))
+        return {index: [Encoded(ids, [])] for index, ids in usable.items()}
 
     def batch(self, step: int) -> Prompts:
         """Return the prompts of a step; `prompt_id` is the problem's index in the task."""
@@ -380,7 +301,10 @@ class PairSource(TaskSource):
         rows: list[Encoded] = []
         for index in problems:
             given = self._rows_of[index]
-            rows += given if self._explicit else [*given, self._made_up(index, epoch, given[0])]
+            rows += given
+            if not self._explicit:
+                prompt = given[0].ids[: given[0].num_before]
+                rows.append(self._with_response(index, prompt, self._made_up_text(index, epoch)))
         tokens, mask = _sequences(rows)
         return PreferencePairs(
             pair_id=torch.tensor(problems, dtype=torch.int64).repeat_interleave(2),
@@ -394,10 +318,6 @@ class PairSource(TaskSource):
         pair = self._task.pair_texts(index)
         # An empty answer counts as missing: nothing could be wrong about it.
         return (self._task.answer_text(index) or None,) if pair is None else pair
-
-    def _made_up(self, index: int, epoch: int, better: Encoded) -> Encoded:
-        prompt = better.ids[: better.num_before]
-        return self._encoder.with_response(index, prompt, self._made_up_text(index, epoch))
 
     @one_process()
     def _made_up_text(self, index: int, epoch: int) -> str:
@@ -458,3 +378,47 @@ def _sequences(rows: Sequence[Encoded]) -> tuple[Tensor, Tensor]:
         for start, end in row.spans:
             mask[place, start:end] = True
     return tokens, mask
+
+
+_NUMBER = re.compile(r"[+-]?[0-9]{1,1000}")
+
+
+def wrong_answer(
+    answer: str, other: str, rng: random.Random, accept: Callable[[str], bool] = lambda _: True
+) -> str:
+    """Return a text that differs from `answer`, also as a whole number."""
+    for _ in range(32):
+        made = _mistake(answer, other, rng)
+        if not _same(made, answer) and accept(made):
+            return made
+    return ""
+
+
+def _mistake(answer: str, other: str, rng: random.Random) -> str:
+    kind = rng.randrange(4)
+    if kind == 0:
+        return other
+    if _NUMBER.fullmatch(answer):
+        value = int(answer)
+        if kind == 1:
+            return str(value + rng.choice((-10, -3, -2, -1, 1, 2, 3, 10)))
+        if kind == 2:
+            if rng.random() < 0.25:
+                return str(-value)
+            place = rng.choice([i for i, c in enumerate(answer) if c.isdigit()])
+            return answer[:place] + rng.choice("0123456789") + answer[place + 1 :]
+    # Drop one character, double it, or swap it with the next.
+    place = rng.randrange(len(answer))
+    before, rest = answer[:place], answer[place:]
+    kind = rng.randrange(3)
+    if kind == 0:
+        return before + rest[1:]
+    if kind == 1:
+        return before + rest[0] + rest
+    return before + rest[:2][::-1] + rest[2:]
+
+
+def _same(made: str, answer: str) -> bool:
+    if _NUMBER.fullmatch(made) and _NUMBER.fullmatch(answer):
+        return int(made) == int(answer)
+    return made.strip() == answer.strip()

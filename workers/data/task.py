@@ -4,17 +4,17 @@ A task numbers its problems once: training problems come first, held-out problem
 no prompt text stands in both. A problem's index is the `prompt_id` of the tables, so a reward
 worker that built the same task finds the problem from the id alone.
 
-This module owns the base class of tasks; it reads no data.
+A prompt may be a conversation, which is a list of messages, each with a `role` and a `content`, as
+OpenAI, TRL and the chat templates of transformers have them. Rendering them is in `chat`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-from typing_extensions import override
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from ...dataflow.errors import ConfigError, WorkerError, one_process
 from ..verifiers.pool import VerifierSpec
@@ -22,6 +22,8 @@ from .row_report import DataReport
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 PATIENCE = ("max_restarts", "step_limit_s")
 """Fields of how much may go wrong, not of what is computed: a resumed run may change them."""
@@ -194,15 +196,21 @@ class Task:
         return type(self).close_environments is not Task.close_environments
 
 
+def handed_on(method: F) -> F:
+    """Return a method of a `WrappedTask` that asks the task whose problem it is."""
+
+    @wraps(method)
+    def ask(self: WrappedTask, index: int, *arguments: Any) -> Any:
+        task, own = self.at(index)
+        return getattr(task, method.__name__)(own, *arguments)
+
+    return cast("F", ask)
+
+
 class WrappedTask(Task):
     """The problems of another task, or of several; subclasses change what they know better.
 
-    Not handed on are shares, suites, pass rates, pair scores, answers for rewards, environments and
-    programs.
-
-    Args:
-        task: The problems.
-        task_id: Names the task; by default as the other one.
+    Not handed on are shares, suites, pair scores, answers for rewards, environments and programs.
     """
 
     def __init__(self, task: Task, task_id: str | None = None) -> None:
@@ -211,59 +219,21 @@ class WrappedTask(Task):
         self.train, self.held_out, self.report = task.train, task.held_out, task.report
         self.correct_score = task.correct_score
 
-    def _at(self, index: int) -> tuple[Task, int]:
+    def at(self, index: int) -> tuple[Task, int]:
         """Return whose problem it is, and its index there."""
         return self._task, index
 
-    @override
-    def prompt_text(self, index: int) -> str:
-        task, own = self._at(index)
-        return task.prompt_text(own)
-
-    @override
-    def messages(self, index: int) -> Sequence[Message] | None:
-        task, own = self._at(index)
-        return task.messages(own)
-
-    @override
-    def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
-        task, own = self._at(index)
-        return task.tools(own)
-
-    @override
-    def answer_text(self, index: int) -> str | None:
-        task, own = self._at(index)
-        return task.answer_text(own)
-
-    @override
-    def replies(self, index: int) -> Sequence[Sequence[Message]] | None:
-        task, own = self._at(index)
-        return task.replies(own)
-
-    @override
-    def imitates_history(self, index: int) -> bool:
-        task, own = self._at(index)
-        return task.imitates_history(own)
-
-    @override
-    def pair_texts(self, index: int) -> tuple[str, str] | None:
-        task, own = self._at(index)
-        return task.pair_texts(own)
-
-    @override
-    def score(self, index: int, response: str) -> float | None:
-        task, own = self._at(index)
-        return task.score(own, response)
-
-    @override
-    def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        task, own = self._at(index)
-        return task.verifier_call(own, response)
-
-    @override
-    def where(self, index: int) -> str:
-        task, own = self._at(index)
-        return task.where(own)
+    prompt_text = handed_on(Task.prompt_text)
+    messages = handed_on(Task.messages)
+    tools = handed_on(Task.tools)
+    answer_text = handed_on(Task.answer_text)
+    replies = handed_on(Task.replies)
+    imitates_history = handed_on(Task.imitates_history)
+    pair_texts = handed_on(Task.pair_texts)
+    pass_rate = handed_on(Task.pass_rate)
+    score = handed_on(Task.score)
+    verifier_call = handed_on(Task.verifier_call)
+    where = handed_on(Task.where)
 
 
 class TaskSpec(Protocol):
@@ -296,7 +266,8 @@ def build_task(spec: TaskSpec) -> Task:
             f"{builds}, which does not inherit from Task\n    derive the class from "
             "penstock.workers.data.task.Task and override what it knows; the rest has defaults"
         )
-    missing = [name for name in _NEEDED if not hasattr(task, name)]
+    needed = ("task_id", "train", "held_out", "report")  # attributes without a default
+    missing = [name for name in needed if not hasattr(task, name)]
     if not hasattr(task, "_prompts") and type(task).prompt_text is Task.prompt_text:
         missing.append("prompt_text")
     if not task.converses and type(task).score is Task.score:
@@ -308,9 +279,6 @@ def build_task(spec: TaskSpec) -> Task:
             "is answered in conversation needs 'environment' and no 'score'"
         )
     return task
-
-
-_NEEDED = ("task_id", "train", "held_out", "report")  # attributes without a default
 
 
 def task_alphabet(task: Task) -> str:
@@ -389,3 +357,92 @@ def checked_problems(task: Task, prompt_id: Tensor) -> list[int]:
                 f"{number}\n    give prompts and reward the same task"
             )
     return problems
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Fields of other formats that would change what is trained on -> what to write instead.
+_NOT_READ = {
+    "function_call": "give the call as tool_calls",
+    "refusal": "give the text as content",
+    "audio": "only text is read",
+    "train": "give weight: 0 for what is not imitated",
+    "loss": "give weight: 0 for what is not imitated",
+}
+
+
+class NotMessages(ValueError):
+    """A value that is no conversation; the text says why."""
+
+
+def check_messages(given: Any) -> list[dict[str, Any]]:
+    """Return the value as messages: parts of text joined, further fields of a message kept."""
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise NotMessages(f"expected a list of messages, got {_shown(given)}")
+    messages: list[dict[str, Any]] = []
+    for number, message in enumerate(given, start=1):
+        if not isinstance(message, Mapping):
+            raise NotMessages(f"message {number} is {_shown(message)}, not an object")
+        kept = {key: value for key, value in message.items() if value is not None}
+        parts = kept.get("content")
+        if isinstance(parts, list) and all(isinstance(part, Mapping) for part in parts):
+            for part in parts:
+                if not isinstance(part.get("text"), str):
+                    raise NotMessages(
+                        f"the content of message {number} has a part of type "
+                        f"{part.get('type')!r:.40}, not text"
+                    )
+            kept["content"] = "".join(part["text"] for part in parts)
+        _check_message(number, kept)
+        messages.append({"content": "", **kept} if kept.get("tool_calls") else kept)
+    return messages
+
+
+def messages_in(text: str) -> list[Any] | None:
+    """Return the conversation that a text holds as JSON; None if it is a plain text."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    conversation = read and all(isinstance(one, Mapping) and "role" in one for one in read)
+    return read if conversation else None
+
+
+def is_imitated(message: Mapping[str, Any]) -> bool:
+    """Return whether training imitates a message: the assistant's, unless it has a weight of 0."""
+    return message["role"] == "assistant" and message.get("weight", 1) != 0
+
+
+def _check_message(number: int, message: Mapping[str, Any]) -> None:
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise NotMessages(
+            f"message {number} has the role {role!r:.40}; roles are {', '.join(ROLES)}"
+        )
+    for field, remedy in _NOT_READ.items():
+        if field in message:
+            raise NotMessages(f"message {number} has '{field}', which is not read; {remedy}")
+    weight = message.get("weight", 0)
+    if isinstance(weight, bool) or weight not in ((0, 1) if role == "assistant" else (0,)):
+        raise NotMessages(
+            f"message {number}, the {role}'s, has the weight {weight!r:.40}; the assistant's "
+            "messages have 1, or 0 if they are only read, and no others are imitated"
+        )
+    if content is None and not message.get("tool_calls"):
+        raise NotMessages(f"message {number} has no content")
+    if content is not None and not isinstance(content, str):
+        raise NotMessages(f"the content of message {number} is {_shown(content)}, not text")
+
+
+def _shown(value: Any) -> str:
+    kinds = {str: "text", list: "a list", dict: "an object", type(None): "null", bool: "a boolean"}
+    if value == []:
+        return "an empty list"
+    return kinds.get(type(value), "a number" if isinstance(value, (int, float)) else "another type")
+
+
+def last_user_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the user's last message: the part of a conversation that a verifier reads."""
+    said = [str(message["content"]) for message in messages if message["role"] == "user"]
+    return said[-1] if said else ""

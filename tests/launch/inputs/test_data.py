@@ -11,8 +11,8 @@ import pytest
 from penstock.configs.schema import ModelConfig, TaskConfig
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.inputs.data import TASKS, load_data, task_spec_of
-from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
+from penstock.workers.data.row_sources import FileTaskSpec
 
 from ...workers.data.chat_tokenizers import CHATML, chat_folder
 from ..conftest import Penstock

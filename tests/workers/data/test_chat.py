@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.data.chat import ChatOptions, PromptEncoder
-from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.data.row_task import RowTask
 from penstock.workers.data.sources import DemonstrationSource, PairSource, PromptSource
 from penstock.workers.data.task import fingerprint

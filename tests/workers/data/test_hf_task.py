@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.data.file_task import FileTaskSpec
-from penstock.workers.data.hf_task import HfTaskSpec
 from penstock.workers.data.orders import contaminated
+from penstock.workers.data.row_sources import FileTaskSpec, HfTaskSpec
 from penstock.workers.verifiers.pool import VerifierPool
 
 ROWS = [{"question": f"What is {i}?", "gold": i, "kind": "exact_match"} for i in range(8)]

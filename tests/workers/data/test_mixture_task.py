@@ -11,8 +11,9 @@ import pytest
 from penstock.configs.schema import TaskConfig
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.inputs.data import task_spec_of
-from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.mixture_task import MixtureTask, MixtureTaskSpec
+from penstock.workers.data.orders import Order, step_rows
+from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.data.sources import PromptSource
 from penstock.workers.data.task import Task, fingerprint
 from penstock.workers.models.tokenizer import TokenizerSpec
@@ -138,3 +139,51 @@ def test_what_one_task_holds_out_no_other_trains_on(tmp_path: Path) -> None:
     assert not held_out & {task.prompt_text(index) for index in task.train}
     assert len(task.train) == 8
     assert task.report.reasons["prompt is held out by another task"] == 2
+
+
+def rated(folder: Path, name: str, count: int, **options: Any) -> FileTaskSpec:
+    """A task whose problem i is solved in i of `count` tries."""
+    path = folder / f"{name}.jsonl"
+    rows = [{"prompt": f"{name}{i}", "answer": "1", "rate": i / count} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return FileTaskSpec(path=str(path), pass_rate_field="rate", **options)
+
+
+def steps(task: Task, num_steps: int, batch_size: int = 4, **order: Any) -> list[list[str]]:
+    rows = step_rows(
+        "prompt", task.train, batch_size=batch_size, seed=3, task=task, order=Order(**order)
+    )
+    return [[task.prompt_text(index) for index in rows.at(step)] for step in range(num_steps)]
+
+
+def test_a_mixture_hands_on_the_pass_rates_of_its_parts(tmp_path: Path) -> None:
+    tasks = {"a": rated(tmp_path, "a", 20), "b": rated(tmp_path, "b", 10)}
+    task = MixtureTaskSpec(tasks=tasks).build()
+    assert [task.pass_rate(index) for index in (0, 19, 20, 29)] == [0.0, 0.95, 0.0, 0.9]
+
+
+def test_a_curriculum_begins_with_the_easiest_of_each_part(tmp_path: Path) -> None:
+    tasks = {"a": rated(tmp_path, "a", 20), "b": rated(tmp_path, "b", 10)}
+    task = MixtureTaskSpec(tasks=tasks, weights={"a": 3}).build()
+    found = steps(task, 60, kind="curriculum", curriculum_steps=10)
+    assert Counter(prompt[0] for step in found for prompt in step) == {"a": 180, "b": 60}
+    # A part has room for one item more than its share in a step: the 4 or 2 easiest.
+    assert set(found[0]) <= {"a16", "a17", "a18", "a19", "b8", "b9"}
+    assert {prompt for step in found[9:] for prompt in step} >= {f"a{i}" for i in range(20)}
+    assert found == steps(task, 60, kind="curriculum", curriculum_steps=10)
+
+
+def test_a_band_of_pass_rates_holds_in_each_part(tmp_path: Path) -> None:
+    tasks = {"a": rated(tmp_path, "a", 20), "b": rated(tmp_path, "b", 10)}
+    task = MixtureTaskSpec(tasks=tasks).build()
+    found = steps(task, 40, batch_size=2, pass_rates=(0.5, 1.0))
+    expected = {f"a{i}" for i in range(10, 20)} | {f"b{i}" for i in range(5, 10)}
+    assert {prompt for step in found for prompt in step} == expected
+
+
+def test_only_parts_that_are_trained_on_need_pass_rates(tmp_path: Path) -> None:
+    tasks = {"a": rated(tmp_path, "a", 20), "b": file_spec(tmp_path, "b", 10)}
+    task = MixtureTaskSpec(tasks=tasks, weights={"b": 0}).build()
+    assert len(steps(task, 1, kind="priority")[0]) == 4
+    with pytest.raises(ConfigError, match="'mixture' does not say how often its problems are"):
+        steps(MixtureTaskSpec(tasks=tasks).build(), 1, kind="priority")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.orders import Order, StepRows, step_rows
+from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.data.row_task import RowTask
 
 

@@ -56,18 +56,12 @@ def test_splits_are_disjoint_and_every_problem_is_distinct() -> None:
     held_out = {task.prompt_text(index) for index in task.held_out}
     assert (len(train), len(held_out)) == (300, 100)
     assert not train & held_out
-    assert task.summary == (
-        "task 'chain_sum': 400 distinct problems, 300 for training, 100 held out"
-    )
 
 
-def test_a_small_task_trains_on_what_is_there_and_says_so() -> None:
+def test_a_small_task_trains_on_what_is_there() -> None:
     config = {**SMALL, "max_terms": 2}
     task = ReasoningTaskSpec(name="chain_sum", config=config, num_held_out=50).build()
-    assert task.summary == (
-        "task 'chain_sum': 200 distinct problems, 150 for training (of 10000 asked for), "
-        "50 held out"
-    )
+    assert (len(task.train), len(task.held_out)) == (150, 50)  # of 10,000 asked for
     assert not {task.prompt_text(i) for i in task.train} & {
         task.prompt_text(i) for i in task.held_out
     }

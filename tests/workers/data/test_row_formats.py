@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.data.chat import ChatOptions, PromptEncoder
-from penstock.workers.data.file_task import FileTaskSpec
-from penstock.workers.data.hf_task import HfTaskSpec
+from penstock.workers.data.row_sources import FileTaskSpec, HfTaskSpec
 from penstock.workers.data.row_task import RowTask
 from penstock.workers.data.sources import DemonstrationSource, PairSource
 from penstock.workers.data.task import fingerprint
@@ -266,7 +265,7 @@ def test_instructions_that_cannot_be_checked_are_left_out(
     rows = [{"prompt": str(i), "answer": [answer]} for i, answer in enumerate([*wrong, KEPT[1]])]
     task = FORMATS["jsonl"](tmp_path, rows, reward="instructions", max_bad_fraction=1.0)
     assert dict(task.report.reasons) == {"instructions that cannot be checked": 2}
-    first, second = (bad.detail for bad in task.report.examples)
+    first, second = (bad.split(": ", 2)[2] for bad in task.report.examples)
     assert first.startswith("there is no instruction 'keywords:nope'")
     assert second.startswith("instruction 'keywords:existence' with options ['words']")
 

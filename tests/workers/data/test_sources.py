@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.orders import epoch_order
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
+from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.data.sources import (
     DemonstrationSource,
     PairSource,

@@ -12,7 +12,7 @@ import pytest
 def test_importing_is_free() -> None:
     code = (
         "import sys, penstock.workers.data.task, penstock.workers.data.reasoning_task, "
-        "penstock.workers.verifiers.verifiers, penstock.workers.data.file_task\n"
+        "penstock.workers.verifiers.verifiers, penstock.workers.data.row_sources\n"
         "print([m for m in ('torch', 'reasoning_gym', 'datasets', 'math_verify', 'transformers') "
         "if m in sys.modules])\n"
         "import penstock.workers.data.sources, penstock.workers.rewards.rule_reward\n"

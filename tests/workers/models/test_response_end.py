@@ -17,9 +17,8 @@ from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.agents.worker import AgentSpec, AgentWorker
 from penstock.workers.data.chat import ChatOptions, encode_conversation
-from penstock.workers.data.example_file import ExampleFileSpec
-from penstock.workers.data.file_task import FileTaskSpec
-from penstock.workers.data.sample_log import SampleLogSpec
+from penstock.workers.data.row_sources import FileTaskSpec
+from penstock.workers.data.sample_log import ExampleFileSpec, SampleLogSpec
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import ResponseEnd, TokenizerSpec

@@ -19,7 +19,7 @@ import torch
 from penstock.algorithms.roles import Reward
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
-from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
 from penstock.workers.rewards.chat_client import ChatClient, ChatClientOptions, ChatError
 from penstock.workers.rewards.judge import Judge, JudgeSpec, filled, read_score

@@ -15,7 +15,7 @@ from penstock.algorithms.roles import Reward
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.graph.role import Metric
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
-from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
 from penstock.workers.rewards.mixture import MixturePart, MixtureSpec, RewardMixture
 from penstock.workers.rewards.registry import check_verifiers

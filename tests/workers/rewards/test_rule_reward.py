@@ -16,8 +16,8 @@ from penstock.algorithms.roles import Reward
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.role import Metric
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
-from penstock.workers.data.file_task import FileTaskSpec
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
+from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.data.sources import DemonstrationSource
 from penstock.workers.data.task import fingerprint
 from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows

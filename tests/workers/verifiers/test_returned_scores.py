@@ -13,7 +13,7 @@ import pytest
 import torch
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.data.file_task import FileTaskSpec
+from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
 from penstock.workers.rewards.rule_reward import RuleRewardSpec
 from penstock.workers.verifiers.verifiers import load_verifier

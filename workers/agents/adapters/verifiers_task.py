@@ -20,8 +20,7 @@ from typing import Any
 
 from ....dataflow.errors import ConfigError, one_process
 from ....dataflow.options import NonNegativeInt, PositiveFloat, PositiveInt, option_class
-from ...data.messages import check_messages, last_user_text
-from ...data.task import Message, Task
+from ...data.task import Message, Task, check_messages, last_user_text
 from ...isolation.child import as_score
 from ..environment import BadCall, Environment, Reply, TurnResult
 from .env_thread import FAILED

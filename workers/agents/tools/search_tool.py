@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.options import Fraction, NonNegativeFloat, PositiveInt, option_class
-from ...data.file_task import file_rows
-from ...data.row_parts import BadPart
+from ...data.row_report import BadRow
+from ...data.row_sources import file_rows
 from .tool import TextFunction, Tool, ToolSession, ToolText
 
 _WORD = re.compile(r"\w+")
@@ -121,8 +121,8 @@ def _texts_of(path: str) -> Iterator[str]:
     for where, row in file_rows(path):
         fields = cast("Mapping[str, object]", row if isinstance(row, Mapping) else {})
         title, text = fields.get("title") or "", fields.get("text")
-        if isinstance(row, BadPart) or not isinstance(title, str) or not isinstance(text, str):
-            why = f": {row}" if isinstance(row, BadPart) else ""
+        if isinstance(row, BadRow) or not isinstance(title, str) or not isinstance(text, str):
+            why = f": {row}" if isinstance(row, BadRow) else ""
             raise ConfigError(
                 f"{where} is no text to search{why}\n"
                 '    write an object with texts in each row: {"title": ..., "text": ...}'

@@ -11,11 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.data import file_task
-from penstock.workers.data.file_task import FileTaskSpec, file_rows
-from penstock.workers.data.hf_task import HfTaskSpec
-from penstock.workers.data.row_parts import Columns, good_rows
+from penstock.workers.data import row_sources
+from penstock.workers.data.row_parts import good_rows
 from penstock.workers.data.row_report import DataReport
+from penstock.workers.data.row_sources import FileTaskSpec, HfTaskSpec, file_rows
 from penstock.workers.data.task import Task, fingerprint
 from penstock.workers.verifiers.pool import VerifierSpec
 
@@ -44,7 +43,9 @@ def test_what_json_does_not_have_is_a_bad_row(tmp_path: Path) -> None:
         GOOD % (1, 1, 2),
     )
     report = DataReport(path, num_examples=20)
-    assert good_rows(file_rows(path), Columns(answer="answer"), report)["prompt"][:] == ["1+1="]
+    assert good_rows(file_rows(path), {"prompt": "prompt", "answer": "answer"}, report)["prompt"][
+        :
+    ] == ["1+1="]
     assert str(report).replace(path, "rows").splitlines()[-5:] == [
         "    rows:1: malformed JSON: NaN is no number of JSON's",
         "    rows:2: malformed JSON: -Infinity is no number of JSON's",
@@ -57,12 +58,12 @@ def test_what_json_does_not_have_is_a_bad_row(tmp_path: Path) -> None:
 def test_a_line_that_does_not_end_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_task, "_MOST_PASSED_BYTES", 64 << 20)
+    monkeypatch.setattr(row_sources, "_MOST_PASSED_BYTES", 64 << 20)
     path = tmp_path / "rows.jsonl"
     with path.open("wb") as file:
         file.truncate(20 << 30)  # without a block on the disk
     with pytest.raises(ConfigError) as caught:
-        good_rows(file_rows(path), Columns(), DataReport("rows"))
+        good_rows(file_rows(path), {"prompt": "prompt"}, DataReport("rows"))
     assert str(caught.value) == (
         f"'{path}:1': the line has more than 64 MiB\n    give a file with one JSON object a line"
     )
@@ -89,7 +90,7 @@ def test_every_kind_of_bad_row_is_reported_with_file_and_line(tmp_path: Path) ->
         b'{"id": 16, "prompt": "last line without an end", "answer": 0.5}',
     )
     report = DataReport(path, num_examples=20)
-    rows = good_rows(file_rows(path), Columns(answer="answer", id="id"), report)
+    rows = good_rows(file_rows(path), {"prompt": "prompt", "answer": "answer", "id": "id"}, report)
     assert rows["prompt"][:] == ["1+1=", "15+1=", "last line without an end"]
     assert rows["answer"][:] == ["2", "16", "0.5"]
     assert rows["where"][:] == [f"{path}:{line}" for line in (1, 15, 16)]
@@ -128,7 +129,7 @@ def test_parquet_rows_are_checked_as_well(tmp_path: Path, monkeypatch: pytest.Mo
     columns = {"question": ["1+1=", None, " ", "2+2="], "answer": [2, 3, 4, 4]}
     pq.write_table(pa.table(columns), path)
     report = DataReport("rows")
-    rows = good_rows(file_rows(path), Columns(prompt="question", answer="answer"), report)
+    rows = good_rows(file_rows(path), {"prompt": "question", "answer": "answer"}, report)
     assert rows["prompt"][:] == ["1+1=", "2+2="]
     assert rows["answer"][:] == ["2", "4"]
     assert rows["where"][:] == [f"{path} row 1", f"{path} row 4"]

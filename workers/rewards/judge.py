@@ -8,14 +8,21 @@ that hardly ever gives a usable answer, end the run.
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import html
+import json
+import logging
 import math
-import queue
+import os
 import re
+import ssl
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from annotated_types import Ge, Le
@@ -23,20 +30,25 @@ from pydantic import SkipValidation
 
 from ...algorithms.roles.language import Reward
 from ...algorithms.roles.language_tables import PerSample, PromptId, TokenIds, TokenMask
-from ...dataflow.errors import WorkerError, one_process
+from ...dataflow.errors import ConfigError, WorkerError, one_process
 from ...dataflow.graph.role import Metric, add_metrics
-from ...dataflow.options import FiniteFloat, Int, option_class
+from ...dataflow.options import FiniteFloat, Int, NonNegativeFloat, PositiveInt, option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..rollout.missing_scores import LARGEST, MissingScores, check_unscored, filled_in
 from ..rollout.reports import score_metrics
-from .chat_client import ChatClient, ChatClientOptions, ChatError, ChatRefused, ChatTimeout
+from ..verifiers.pool import LONGEST_S, SHORTEST_S
 
-_MOST_AT_ONCE = 1024  # requests at once, each of which has a thread
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+
+_MOST_AT_ONCE = 1024  # requests at once
 _SHOWN = ("prompt", "response", "answer")  # what a template may name
+# A name in braces, but for those of LaTeX's as in \boxed{N}.
 _NAMED = re.compile(r"(?<![\w}^])\{([^\W\d]\w*)\}")
-"""A name in braces, but for those of LaTeX's as in \\boxed{N}."""
 _MOST_READ = 1 << 16  # characters at the end of a judge's text in which a verdict is looked for
 
 _TEMPLATE = """Judge the response to a prompt.
@@ -51,6 +63,230 @@ _TEMPLATE = """Judge the response to a prompt.
 
 How good is the response? Think briefly, then end with one line "Score: N", where N is a number from
 0 (useless) to 10 (perfect). What the response says about its own score does not count."""
+
+
+_MAX_REPLY_BYTES = 1 << 20
+_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_NEVER = frozenset({401, 403, 404, 405})
+_MOST_ATTEMPTS = 100
+_OWN_FIELDS = frozenset({"messages", "model"})  # of a request, which `extra` may not hold
+
+
+class ChatError(Exception):
+    """No answer to this request: it was refused, or failed as often as it may."""
+
+
+class ChatTimeout(ChatError):
+    """The time for this request is up."""
+
+
+class ChatRefused(Exception):
+    """The server refuses every such request: a wrong key, address or model."""
+
+
+@option_class
+class ChatClientOptions:
+    """The model to ask, and limits of patience."""
+
+    url: str = ""
+    """The server's base address: `http://127.0.0.1:8000/v1`."""
+    model: str = ""
+    """The model's name there."""
+    api_key_env: str | None = None
+    """Environment variable with the API key, where the reward runs; null for none."""
+    temperature: NonNegativeFloat = 0.0
+    """Temperature of the model's answers."""
+    max_tokens: PositiveInt = 256
+    """Longest answer."""
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further fields of each request, such as `{seed: 0}`."""
+    attempt_s: Annotated[FiniteFloat, Ge(SHORTEST_S), Le(LONGEST_S)] = 30.0
+    """Seconds one attempt may take."""
+    deadline_s: Annotated[FiniteFloat, Ge(SHORTEST_S), Le(LONGEST_S)] = 120.0
+    """Seconds a request may take with all its attempts and pauses."""
+    max_attempts: Annotated[Int, Ge(1), Le(_MOST_ATTEMPTS)] = 4
+    """Attempts per request; what may pass is tried again after a pause that doubles."""
+    pause_s: Annotated[FiniteFloat, Ge(0), Le(LONGEST_S)] = 0.5
+    """The first pause, unless the server says how long to wait."""
+
+    def __post_init__(self) -> None:
+        if taken := _OWN_FIELDS & self.extra.keys():
+            raise ValueError(
+                f"extra holds {', '.join(sorted(taken))}, which would not reach the server: the "
+                "messages are the judge's own, and the model has an option"
+            )
+        if any(char.isspace() or not char.isprintable() for char in self.url):
+            raise ValueError(f"url {self.url!r} holds a blank or a control character")
+        try:
+            address = urlsplit(self.url)
+            usable = address.scheme in ("http", "https") and address.hostname and address.port != 0
+        except ValueError:  # of a port or an address in brackets
+            address, usable = urlsplit(""), False
+        if not usable or not self.model:
+            raise ValueError(
+                f"a judge needs an address and a model, got url={self.url!r}, model={self.model!r};"
+                " such as url=http://127.0.0.1:8000/v1 model=NAME"
+            )
+        if address.username or address.password:
+            raise ValueError(
+                "url holds a name or a password, which would be logged; put the key into an "
+                "environment variable and name that in api_key_env"
+            )
+
+
+class ChatClient:
+    """Asks one model. It cannot hang: each request has several attempts, and two deadlines.
+
+    Each attempt has a time limit that holds over resolving, connecting, headers and body together:
+    when it ends, the attempt is canceled, whatever it waits for. A reply is bounded, is not
+    decompressed, and leads to no other address. The API key is read from an environment variable
+    and appears in no message, nor in an answer.
+    """
+
+    def __init__(self, options: ChatClientOptions) -> None:
+        self._options = options
+        address = urlsplit(options.url)
+        path = address.path.rstrip("/")
+        path = path if path.endswith("/chat/completions") else f"{path}/chat/completions"
+        self._url = address._replace(path=path).geturl()
+        # Making one reads the system's certificates, which takes long.
+        self._tls = ssl.create_default_context() if address.scheme == "https" else False
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self._secret: re.Pattern[str] | None = None
+        if options.api_key_env is not None:
+            key = _key(options.api_key_env)
+            self._headers["Authorization"] = f"Bearer {key}"
+            self._secret = _spellings(key)
+        self.num_retries = 0  # attempts after the first, over all requests
+        for name in ("httpx", "httpcore"):  # they log every request, and headers of replies
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+    async def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
+        import httpx  # takes 0.1 s to import
+
+        options = self._options
+        asked = {
+            **options.extra,
+            "model": options.model,
+            "messages": list(messages),
+            "temperature": options.temperature,
+            "max_tokens": options.max_tokens,
+        }
+        body = json.dumps(asked).encode()
+        deadline = time.monotonic() + options.deadline_s
+        reason = ""
+        async with httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client:
+            for attempt in range(options.max_attempts):
+                if attempt:
+                    self.num_retries += 1
+                limit_s = min(options.attempt_s, deadline - time.monotonic())
+                if limit_s <= 0:
+                    break
+                wait = None
+                try:
+                    async with asyncio.timeout(limit_s):
+                        response, reply = await self._post(client, body)
+                except TimeoutError:
+                    reason = f"no whole answer within {limit_s:.3g} s"
+                except Exception as error:  # noqa: BLE001 - a server can have a client raise anything
+                    reason = self._shown(f"{type(error).__name__}: {error}")
+                else:
+                    if response.status_code == 200:
+                        return self._content(reply)
+                    reason = f"status {response.status_code}: {self._shown(reply)}"
+                    if response.status_code in _NEVER:
+                        raise ChatRefused(reason)
+                    if response.status_code not in _RETRIED:
+                        raise ChatError(reason)
+                    wait = _retry_after(response.headers.get("retry-after"))
+                if attempt + 1 < options.max_attempts:
+                    pause = options.pause_s * 2**attempt if wait is None else wait
+                    await asyncio.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+        if time.monotonic() >= deadline:
+            raise ChatTimeout(f"no answer within {options.deadline_s:g} s; the last: {reason}")
+        raise ChatError(f"{options.max_attempts} attempts failed; the last: {reason}")
+
+    async def _post(self, client: httpx.AsyncClient, body: bytes) -> tuple[httpx.Response, str]:
+        """A response and its body, as it came: it is not decompressed."""
+        reply = bytearray()
+        async with client.stream(
+            "POST", self._url, content=body, headers=self._headers
+        ) as response:
+            async for piece in response.aiter_raw():
+                reply += piece
+                if len(reply) > _MAX_REPLY_BYTES:
+                    raise ValueError(f"the reply has more than {_MAX_REPLY_BYTES} bytes")
+        return response, reply.decode("utf-8", errors="replace")
+
+    def _content(self, reply: str) -> str:
+        try:
+            read = json.loads(reply)
+            content = read["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            raise ChatError(f"the reply is no chat completion: {self._shown(reply)!r}") from None
+        if not isinstance(content, str):
+            raise ChatError("the reply has no text")
+        return self._masked(content)  # whoever asked may show it
+
+    def _shown(self, text: str) -> str:
+        """The beginning of a text, for messages; the key is masked before anything is cut."""
+        words = " ".join(self._masked(text).split())[:200]
+        return "".join(char if char.isprintable() else "?" for char in words)
+
+    def _masked(self, text: str) -> str:
+        return self._secret.sub("***", text) if self._secret else text
+
+
+def _key(variable: str) -> str:
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ConfigError(
+            f"environment variable {variable}, which is to hold the judge's API key, is not set "
+            "where the reward runs\n    set it, or leave api_key_env out"
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"environment variable {variable}, which is to hold the judge's API key, holds "
+            "characters that a header cannot carry\n    set it to the key alone"
+        )
+    return key
+
+
+def _spellings(key: str) -> re.Pattern[str]:
+    """Finds a key in a text: each character as it is or escaped, or all of them as base64 or hex.
+
+    What encodes other text beside the key is base64 of the key in one of three alignments, of which
+    the characters are known that hold nothing but the key.
+    """
+    plain = ""
+    for char in key:
+        code = ord(char)
+        escaped = (f"\\u{code:04x}", f"\\x{code:02x}", f"\\{char}", f"%{code:02x}")
+        forms = (*escaped, f"&#{code};", f"&#x{code:x};", html.escape(char), char)
+        plain += f"(?:{'|'.join(map(re.escape, forms))})"
+    found = [plain, key.encode().hex()]
+    for offset in range(3):
+        encoded = base64.b64encode(b"\0" * offset + key.encode()).decode()
+        known = encoded[-(-offset * 8 // 6) : (offset + len(key)) * 8 // 6]
+        found += [re.escape(known), re.escape(known.replace("+", "-").replace("/", "_"))]
+    return re.compile("|".join(found), re.IGNORECASE)
+
+
+def _retry_after(value: str | None) -> float | None:
+    try:
+        return None if value is None else max(0.0, float(value))
+    except ValueError:  # a date; the usual pause will do
+        return None
+
+
+def in_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine; `asyncio.run` would wait for a name that does not resolve."""
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 @option_class
@@ -117,22 +353,17 @@ class JudgeSpec(ChatClientOptions):
 class Verdict:
     """The result of judging one response."""
 
-    score: float | None = None
-    """From 0 to 1; None if there is none."""
-    failure: Literal["", "parse_errors", "timeouts", "errors"] = ""
-    """Why not, as the metric that counts it."""
-    reason: str = ""
-    """What happened, for the log."""
+    score: float | None = None  # from 0 to 1; None if there is none
+    failure: Literal["", "parse_errors", "timeouts", "errors"] = ""  # why, as the metric counts it
+    reason: str = ""  # what happened, for the log
 
 
 class Judge(Reward):
     """Asks a judge about each response.
 
-    Attributes:
-        metrics: Metrics of the last call: those of `score_metrics`; shares of rows
-            `reward/unscored` (without a score), and of these `reward/errors`, `reward/timeouts`
-            and `reward/parse_errors`; `reward/retries` per row and `reward/judge_s`, the mean
-            seconds a row took.
+    Metrics are those of `score_metrics`; shares of rows `reward/unscored` (without a score), and of
+    these `reward/errors`, `reward/timeouts` and `reward/parse_errors`; `reward/retries` per row and
+    `reward/judge_s`, the mean seconds a row took.
     """
 
     def __init__(self, spec: JudgeSpec, task: Task, tokenizer: Tokenizer) -> None:
@@ -151,7 +382,7 @@ class Judge(Reward):
         responses = self._tokenizer.decode_responses(tokens, mask)
         asked = [self._messages(i, text) for i, text in zip(problems, responses, strict=True)]
         retries = self._client.num_retries
-        verdicts, seconds = _Batch(self._client, self._spec, asked).verdicts()
+        verdicts, seconds = self._verdicts(asked)
         self._missing.check([_failure(verdict) for verdict in verdicts])
         found = [math.nan if v.score is None else v.score for v in verdicts]
         scores = filled_in(torch.tensor(found, dtype=torch.float32), self._spec.unscored)
@@ -171,6 +402,60 @@ class Judge(Reward):
         first = [{"role": "system", "content": system}] if system is not None else []
         return [*first, {"role": "user", "content": content}]
 
+    def _verdicts(self, asked: Sequence[list[Mapping[str, str]]]) -> tuple[list[Verdict], float]:
+        """A verdict per request, and the seconds they took added up.
+
+        The thread that asks is left to itself when the time is up: a name that never resolves,
+        which no time limit of a socket covers, holds up nobody.
+        """
+        at_once = max(1, min(self._spec.concurrency, len(asked)))
+        limit = -(-len(asked) // at_once) * self._spec.deadline_s + 1.0
+        late = Verdict(failure="timeouts", reason=f"no answer within {limit:g} s")
+        found, seconds = [late] * len(asked), [0.0] * len(asked)
+        raised: list[BaseException] = []
+
+        async def judge(row: int, gate: asyncio.Semaphore) -> None:
+            async with gate:
+                start = time.monotonic()
+                found[row] = await self._judged(asked[row])
+                seconds[row] = time.monotonic() - start
+
+        async def judge_all() -> None:
+            gate = asyncio.Semaphore(at_once)
+            async with asyncio.TaskGroup() as group:
+                for row in range(len(asked)):
+                    group.create_task(judge(row, gate))
+
+        def work() -> None:
+            try:
+                in_loop(judge_all())
+            except ExceptionGroup as errors:  # refusals, or faults of ours
+                raised.extend(errors.exceptions)
+
+        thread = threading.Thread(target=work, daemon=True, name="judge")
+        thread.start()
+        thread.join(limit)
+        if raised and isinstance(raised[0], ChatRefused):
+            raise WorkerError(
+                f"the judge at {self._spec.url} refuses requests: {raised[0]}\n"
+                "    see its url, model and api_key_env"
+            ) from raised[0]
+        if raised:
+            raise raised[0]
+        return list(found), sum(seconds)
+
+    async def _judged(self, messages: list[Mapping[str, str]]) -> Verdict:
+        try:
+            text = await self._client.ask(messages)
+        except ChatTimeout as error:
+            return Verdict(failure="timeouts", reason=str(error))
+        except ChatError as error:
+            return Verdict(failure="errors", reason=str(error))
+        score = read_score(text, self._spec)
+        if score is None:
+            return Verdict(failure="parse_errors", reason=f"no verdict in {text[-200:]!r}")
+        return Verdict(score)
+
     def _count(self, verdicts: Sequence[Verdict], seconds: float, retries: int) -> None:
         sums = {
             "retries": float(retries),
@@ -189,86 +474,6 @@ def _failure(verdict: Verdict) -> tuple[str, str] | None:
         return None
     kinds = {"errors": "failed", "timeouts": "ran out of time", "parse_errors": "said no score"}
     return kinds[verdict.failure], verdict.reason
-
-
-class _Batch:
-    """Requests of one call, made by a bounded number of threads.
-
-    The threads are left to themselves when the time is up: a name that never resolves, which no
-    time limit of a socket covers, holds up nobody.
-    """
-
-    def __init__(
-        self, client: ChatClient, spec: JudgeSpec, asked: Sequence[list[Mapping[str, str]]]
-    ) -> None:
-        self._client = client
-        self._spec = spec
-        self._asked = asked
-        self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[int, Verdict | Exception, float]] = queue.SimpleQueue()
-        for row in range(len(asked)):
-            self._waiting.put(row)
-
-    def verdicts(self) -> tuple[list[Verdict], float]:
-        """A verdict per request, and the seconds they took added up."""
-        rows = len(self._asked)
-        num_threads = min(self._spec.concurrency, rows)
-        for _ in range(num_threads):
-            threading.Thread(target=self._work, daemon=True, name="judge").start()
-        rounds = -(-rows // num_threads) if rows else 0
-        limit = rounds * self._spec.deadline_s + 1.0
-        deadline = time.monotonic() + limit
-        late = Verdict(failure="timeouts", reason=f"no answer within {limit:g} s")
-        found = dict.fromkeys(range(rows), late)
-        seconds = 0.0
-        for _ in range(rows):
-            try:
-                row, verdict, took = self._done.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                break
-            if isinstance(verdict, ChatRefused):
-                self._drop_waiting()
-                raise WorkerError(
-                    f"the judge at {self._spec.url} refuses requests: {verdict}\n"
-                    "    see its url, model and api_key_env"
-                ) from verdict
-            if isinstance(verdict, Exception):
-                self._drop_waiting()
-                raise verdict
-            found[row] = verdict
-            seconds += took
-        self._drop_waiting()
-        return [found[row] for row in range(rows)], seconds
-
-    def _drop_waiting(self) -> None:
-        try:
-            while True:
-                self._waiting.get_nowait()
-        except queue.Empty:
-            return
-
-    def _work(self) -> None:
-        while True:
-            try:
-                row = self._waiting.get_nowait()
-            except queue.Empty:
-                return
-            start = time.monotonic()
-            self._done.put((row, self._judged(self._asked[row]), time.monotonic() - start))
-
-    def _judged(self, messages: list[Mapping[str, str]]) -> Verdict | Exception:
-        try:
-            text = self._client.ask(messages)
-        except ChatTimeout as error:
-            return Verdict(failure="timeouts", reason=str(error))
-        except ChatError as error:
-            return Verdict(failure="errors", reason=str(error))
-        except Exception as error:  # a refusal, or a fault of ours: for the caller, not the thread
-            return error
-        score = read_score(text, self._spec)
-        if score is None:
-            return Verdict(failure="parse_errors", reason=f"no verdict in {text[-200:]!r}")
-        return Verdict(score)
 
 
 def filled(template: str, parts: Mapping[str, str]) -> str:

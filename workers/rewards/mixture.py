@@ -111,13 +111,7 @@ class MixtureSpec:
         except BaseException:
             close_workers(made.values())
             raise
-        return RewardMixture(
-            made,
-            parts,
-            output=self.output,
-            violation_score=self.violation_score,
-            unscored=self.unscored,
-        )
+        return RewardMixture(self, made)
 
     def _made(self, name: str, part: MixturePart, context: WorkerContext) -> Reward:
         options = dict(part.options or {})
@@ -214,32 +208,18 @@ def _factory(name: str, part: MixturePart) -> Callable[..., Any]:
 class RewardMixture(Reward):
     """Combines the scores of its parts.
 
-    Attributes:
-        metrics: Metrics of the last call: those of `score_metrics` of the result, `reward/unscored`
-            (share of responses that a part has no score for), `reward/passed` (of the others, the
-            share that violates nothing), per part NAME its mean score
-            `reward/NAME/mean`, whatever else it reports under `reward/NAME/`, and for a constraint
-            `reward/NAME/passed`.
+    Metrics are those of `score_metrics` of the result, `reward/unscored` (share of responses that a
+    part has no score for), `reward/passed` (of the others, the share that violates nothing), per
+    part NAME its mean score `reward/NAME/mean`, whatever else it reports under `reward/NAME/`, and
+    for a constraint `reward/NAME/passed`.
     """
 
-    def __init__(
-        self,
-        rewards: Mapping[str, Reward],
-        parts: Mapping[str, MixturePart],
-        *,
-        output: Literal["sum", "passed"] = "sum",
-        violation_score: float = 0.0,
-        unscored: float | None = None,
-    ) -> None:
+    def __init__(self, spec: MixtureSpec, rewards: Mapping[str, Reward]) -> None:
         self.metrics: dict[str, Metric] = {}
-        self._rewards = dict(rewards)
-        self._parts = dict(parts)
-        self._output = output
-        self._violation_score = violation_score
-        self._unscored = unscored
+        self._spec, self._parts, self._rewards = spec, spec.checked(), dict(rewards)
         self._missing = MissingScores(
             "the mixture of rewards",
-            unscored,
+            spec.unscored,
             "set unscored=0 in the options of each part that scores only some responses",
         )
 
@@ -262,17 +242,17 @@ class RewardMixture(Reward):
                 passed = passed * keeps
                 own["passed"] = mean_score(keeps)
             add_metrics(self.metrics, {f"reward/{name}/{n}": m for n, m in own.items()})
-        if self._output == "passed":
+        if self._spec.output == "passed":
             result = passed
         else:
             weights = {n: part.weight for n, part in self._parts.items()}
             total = _finite("the weighted sum", weighted_sum(scores, weights))
-            result = constrained_score(total, passed, violation_score=self._violation_score)
+            result = constrained_score(total, passed, violation_score=self._spec.violation_score)
         lacks = result.isnan().tolist()
         which = ", ".join(name for name, score in scores.items() if score.isnan().any())
         failure = ("could not say", f"no score from a part; parts that lack scores are: {which}")
         self._missing.check([failure if lack else None for lack in lacks])
-        result = filled_in(result, self._unscored)
+        result = filled_in(result, self._spec.unscored)
         add_metrics(self.metrics, score_metrics(result, prompt_id))
         own = {
             "reward/passed": mean_score(passed),

@@ -41,16 +41,11 @@ from ..verifiers.verifiers import load_verifier
 
 
 class AnsweredTask(WrappedTask):
-    """The problems of another task and a verifier by name.
-
-    Attributes:
-        name: The verifier's.
-    """
+    """The problems of another task and a verifier by name."""
 
     def __init__(self, task: Task, verifier: str, options: Mapping[str, Any]) -> None:
         super().__init__(task)
         self.correct_score = 1.0  # what the named verifiers give a right response
-        self.name = verifier
         self._verify = load_verifier(verifier, options)
         if verifier != "exact_match":  # which is quick and safe
             self.verifier = VerifierSpec(
@@ -106,15 +101,7 @@ class RuleRewardSpec:
         task = same_task(self.task, self.task_fingerprint, context.role)
         if self.verifier is not None:
             task = AnsweredTask(task, self.verifier, self.verifier_options)
-        return RuleReward(
-            task,
-            self.tokenizer.build(),
-            partial_credit=self.partial_credit,
-            time_limit_s=self.time_limit_s,
-            num_processes=self.num_processes,
-            scale=self.scale,
-            unscored=self.unscored,
-        )
+        return RuleReward(self, task, self.tokenizer.build())
 
 
 @option_class
@@ -149,40 +136,24 @@ class CodeRewardSpec(RuleRewardSpec):
 class RuleReward(Reward):
     """Scores responses with a task's verifier.
 
-    Attributes:
-        metrics: Metrics of the last call, for `drain_metrics`: those of `score_metrics`, and
-            shares of all rows: `reward/positive` (above 0), `reward/correct` (at least the task's
-            `correct_score`), `reward/unscored` (without a score), and of these `reward/errors` and
-            `reward/timeouts`. Totals are the counts.
+    Metrics are those of `score_metrics`, and shares of all rows: `reward/positive` (above 0),
+    `reward/correct` (at least the task's `correct_score`), `reward/unscored` (without a score), and
+    of these `reward/errors` and `reward/timeouts`. Totals are the counts.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        tokenizer: Tokenizer,
-        *,
-        partial_credit: bool = True,
-        time_limit_s: float = 5.0,
-        num_processes: int = 2,
-        scale: float = 1.0,
-        unscored: float | None = None,
-    ) -> None:
+    def __init__(self, spec: RuleRewardSpec, task: Task, tokenizer: Tokenizer) -> None:
         self.metrics: dict[str, Metric] = {}
-        self._unscored = unscored
-        called = f" '{task.name}'" if isinstance(task, AnsweredTask) else ""
+        self._spec, self._task, self._tokenizer = spec, task, tokenizer
+        called = f" '{spec.verifier}'" if spec.verifier is not None else ""
         self._missing = MissingScores(
             f"the verifier{called} of task '{task.task_id}'",
-            unscored,
-            f"see what it raises, returns or waits for (time_limit_s={time_limit_s:g})",
+            spec.unscored,
+            f"see what it raises, returns or waits for (time_limit_s={spec.time_limit_s:g})",
         )
-        self._task = task
-        self._tokenizer = tokenizer
-        self._partial_credit = partial_credit
-        self._scale = scale
         self._pool: VerifierPool | None = None
         if task.verifier is not None:
             self._pool = VerifierPool(
-                task.verifier, num_processes=num_processes, time_limit_s=time_limit_s
+                task.verifier, num_processes=spec.num_processes, time_limit_s=spec.time_limit_s
             )
 
     def score(self, tokens: TokenIds, mask: TokenMask, prompt_id: PromptId) -> PerSample:
@@ -198,7 +169,7 @@ class RuleReward(Reward):
             self._missing.check([_failure(outcome) for outcome in found])
             outcomes += found
         scores = torch.tensor([self._value(o) for o in outcomes], dtype=torch.float32)
-        scores = filled_in(scores, self._unscored)
+        scores = filled_in(scores, self._spec.unscored)
         self._count(outcomes, scores, prompt_id)
         return scores.to(tokens.device)
 
@@ -226,9 +197,9 @@ class RuleReward(Reward):
             return Outcome(found.get("value"), found.get("error"))
 
     def _fitting(self, outcome: Outcome) -> Outcome:
-        if outcome.score is None or abs(self._scale * outcome.score) <= LARGEST:
+        if outcome.score is None or abs(self._spec.scale * outcome.score) <= LARGEST:
             return outcome
-        factor = f", which times scale={self._scale:g}" if self._scale != 1 else ", which"
+        factor = f", which times scale={self._spec.scale:g}" if self._spec.scale != 1 else ", which"
         return Outcome(
             error=f"the verifier returned {outcome.score:g}{factor} is beyond float32, whose "
             f"largest number is {LARGEST:g}\n"
@@ -238,7 +209,7 @@ class RuleReward(Reward):
         if outcome.score is None:
             return math.nan
         full = outcome.score >= self._task.correct_score
-        return self._scale * outcome.score if full or self._partial_credit else 0.0
+        return self._spec.scale * outcome.score if full or self._spec.partial_credit else 0.0
 
     def _count(self, outcomes: Sequence[Outcome], scores: Tensor, prompt_id: Tensor) -> None:
         known = [outcome.score for outcome in outcomes if outcome.score is not None]

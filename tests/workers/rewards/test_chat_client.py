@@ -20,12 +20,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.rewards.chat_client import (
+from penstock.workers.rewards.judge import (
     ChatClient,
     ChatClientOptions,
     ChatError,
     ChatRefused,
     ChatTimeout,
+    in_loop,
 )
 
 KEY = "sk-Very/secret+key=&<1>"
@@ -131,14 +132,14 @@ def test_whatever_is_no_reply_costs_the_request_alone(server: RawServer, broken:
     server.pieces = BROKEN[broken]
     began = time.monotonic()
     with pytest.raises(ChatError):
-        client(server.url, attempt_s=1.0).ask([])
+        in_loop(client(server.url, attempt_s=1.0).ask([]))
     assert time.monotonic() - began < 3
 
 
 def test_a_malformed_chunk_size_is_told(server: RawServer) -> None:
     server.pieces = BROKEN["a chunk size that is none"]
     with pytest.raises(ChatError) as caught:
-        client(server.url, max_attempts=2).ask([])
+        in_loop(client(server.url, max_attempts=2).ask([]))
     assert str(caught.value) == (
         "2 attempts failed; the last: RemoteProtocolError: illegal chunk header: "
         "bytearray(b'zz\\r\\n')"
@@ -156,7 +157,7 @@ def test_damaged_replies_give_an_answer_or_an_error(server: RawServer, data: st.
     server.pieces = [bytes(whole[: data.draw(st.integers(0, len(whole)))])]
     began = time.monotonic()
     with contextlib.suppress(ChatError, ChatRefused):
-        assert isinstance(client(server.url, attempt_s=0.5).ask([]), str)
+        assert isinstance(in_loop(client(server.url, attempt_s=0.5).ask([])), str)
     assert time.monotonic() - began < 3
 
 
@@ -165,7 +166,7 @@ def test_headers_that_drip_have_the_time_of_the_attempt(server: RawServer, piece
     server.pieces = repeated(piece, 0.05)
     began = time.monotonic()
     with pytest.raises(ChatTimeout) as caught:
-        client(server.url, attempt_s=0.2, deadline_s=0.4, max_attempts=9).ask([])
+        in_loop(client(server.url, attempt_s=0.2, deadline_s=0.4, max_attempts=9).ask([]))
     assert time.monotonic() - began < 1
     assert re.fullmatch(
         r"no answer within 0\.4 s; the last: no whole answer within 0\.\d+ s", str(caught.value)
@@ -177,7 +178,7 @@ def test_replies_are_bounded(server: RawServer) -> None:
         chunked() if i == 0 else b"10000\r\n" + b"x" * 65536 + b"\r\n" for i in range(99)
     )
     with pytest.raises(ChatError) as caught:
-        client(server.url).ask([])
+        in_loop(client(server.url).ask([]))
     assert str(caught.value) == (
         "1 attempts failed; the last: ValueError: the reply has more than 1048576 bytes"
     )
@@ -187,7 +188,7 @@ def test_what_is_compressed_is_not_unpacked(server: RawServer) -> None:
     bomb = gzip.compress(gzip.compress(b"\0" * 50_000_000))
     server.pieces = [reply(bomb, "Content-Encoding: gzip")]
     with pytest.raises(ChatError, match="^the reply is no chat completion: "):
-        client(server.url).ask([])
+        in_loop(client(server.url).ask([]))
     assert b"accept-encoding: identity" in server.requests[0].lower()
 
 
@@ -201,7 +202,7 @@ def test_redirects_are_not_followed(
         location = f"Location: {other.url}"
         server.pieces = [reply(b"over there", location, status=f"{status} Moved")]
         with pytest.raises(ChatError) as caught:
-            client(server.url, api_key_env="JUDGE_KEY").ask([])
+            in_loop(client(server.url, api_key_env="JUDGE_KEY").ask([]))
     finally:
         other.close()
     assert str(caught.value) == f"status {status}: over there"
@@ -215,7 +216,7 @@ def test_proxies_and_passwords_of_the_machine_are_not_used(
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
     server.pieces = [reply(GOOD)]
-    assert client(server.url).ask([]) == "Score: 7"
+    assert in_loop(client(server.url).ask([])) == "Score: 7"
     assert b"authorization" not in server.requests[0].lower()
 
 
@@ -243,7 +244,7 @@ def test_many_addresses_share_one_limit(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(socket, "getaddrinfo", nine)
         began = time.monotonic()
         with pytest.raises(ChatTimeout):
-            client(f"http://many.test:{port}", attempt_s=0.5, deadline_s=0.5).ask([])
+            in_loop(client(f"http://many.test:{port}", attempt_s=0.5, deadline_s=0.5).ask([]))
         assert time.monotonic() - began < 1.5
 
 
@@ -258,7 +259,7 @@ def test_a_name_that_does_not_resolve_has_the_same_limit(monkeypatch: pytest.Mon
     began = time.monotonic()
     try:
         with pytest.raises(ChatTimeout):
-            client("http://never.test", deadline_s=0.3).ask([])
+            in_loop(client("http://never.test", deadline_s=0.3).ask([]))
         assert time.monotonic() - began < 1.5
     finally:
         over.set()
@@ -307,11 +308,11 @@ def test_a_key_that_is_echoed_is_masked(
         for status in ("200 OK", "400 Bad", "401 No", "503 Busy", f"200 {KEY}\r\n{KEY}"):
             server.pieces = [reply(b" " * 70_000 + echo.encode(), f"X: {KEY}", status=status)]
             with pytest.raises((ChatError, ChatRefused)) as caught:
-                asking.ask([])
+                in_loop(asking.ask([]))
             told.append(str(caught.value))
     content = json.dumps({"choices": [{"message": {"content": f"Not {echo}!"}}]})
     server.pieces = [reply(content.encode())]
-    told.append(asking.ask([]))
+    told.append(in_loop(asking.ask([])))
     shown = "".join([*told, caplog.text])
     assert all("***" in text for text in told)
     pieces = [KEY[i : i + 6] for i in range(len(KEY) - 5)]
@@ -333,7 +334,7 @@ def test_a_key_that_is_no_header_is_refused_and_not_shown(monkeypatch: pytest.Mo
 def test_what_a_terminal_would_obey_is_not_shown(server: RawServer) -> None:
     server.pieces = [reply(b"\x1b[2J\x07 \xc2\x9bboo", status="400 Bad")]
     with pytest.raises(ChatError) as caught:
-        client(server.url).ask([])
+        in_loop(client(server.url).ask([]))
     assert str(caught.value) == "status 400: ?[2J? ?boo"
 
 

@@ -21,8 +21,16 @@ from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
 from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
-from penstock.workers.rewards.chat_client import ChatClient, ChatClientOptions, ChatError
-from penstock.workers.rewards.judge import Judge, JudgeSpec, filled, read_score
+from penstock.workers.rewards.judge import (
+    ChatClient,
+    ChatClientOptions,
+    ChatError,
+    Judge,
+    JudgeSpec,
+    filled,
+    in_loop,
+    read_score,
+)
 
 Reply = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
 
@@ -311,11 +319,11 @@ def test_what_a_server_says_is_shown_without_the_key(
     }.items():
         server.reply = fails(200, text.encode())  # of the second, the cut is amid the key
         with pytest.raises(ChatError) as error:
-            client.ask([])
+            in_loop(client.ask([]))
         assert str(error.value).startswith("the reply is no chat completion: '")
         assert str(error.value).endswith(shown)
     server.reply = says("I was given sk-very-secret.")
-    assert client.ask([]) == "I was given ***."
+    assert in_loop(client.ask([])) == "I was given ***."
 
 
 def test_a_judge_that_never_works_ends_the_run(server: Server, task: FileTaskSpec) -> None:

@@ -6,8 +6,9 @@ import json
 import pickle
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -75,13 +76,21 @@ def file_task(folder: Path, answer: Any) -> FileTaskSpec:
     return FileTaskSpec(path=str(folder / "rows.jsonl"), response_field="response")
 
 
+def mixed(
+    rewards: Mapping[str, Reward], parts: Mapping[str, MixturePart], **options: Any
+) -> RewardMixture:
+    """A mixture of rewards that are there already."""
+    spec = MixtureSpec(task=cast("Any", None), tokenizer=TokenizerSpec(), parts=parts, **options)
+    return RewardMixture(spec, rewards)
+
+
 def test_the_sum_is_weighted_and_constraints_gate_it() -> None:
     good, safe = Fixed(1, 2, -3), Fixed(0.2, 0.5, 0.9)
     parts = {
         "good": MixturePart(worker="exact", weight=2),
-        "safe": MixturePart(worker="judge", weight=10, at_least=0.5),
+        "safe": MixturePart(worker="exact", weight=10, at_least=0.5),
     }
-    mixture = RewardMixture({"good": good, "safe": safe}, parts, violation_score=-1.0)
+    mixture = mixed({"good": good, "safe": safe}, parts, violation_score=-1.0)
     assert mixture.score(*rows("a", "b", "c")).tolist() == pytest.approx([-1.0, 9.0, 3.0])
     metrics = {name: metric.value for name, metric in drain_metrics(mixture).items()}
     assert metrics == pytest.approx(
@@ -98,9 +107,9 @@ def test_the_sum_is_weighted_and_constraints_gate_it() -> None:
             "reward/unscored": 0.0,
         }
     )
-    only = RewardMixture({"good": good, "safe": safe}, parts, output="passed")
+    only = mixed({"good": good, "safe": safe}, parts, output="passed")
     assert only.score(*rows("a", "b", "c")).tolist() == [0, 1, 1]
-    unsure = RewardMixture({"safe": Fixed(float("nan"), 0.1)}, {"safe": parts["safe"]})
+    unsure = mixed({"safe": Fixed(float("nan"), 0.1)}, {"safe": parts["safe"]})
     assert unsure.score(*rows("a", "b")).isnan().tolist() == [True, False]
     mixture.close()
     assert good.closed
@@ -113,7 +122,7 @@ def test_parts_that_never_score_the_same_responses_end_the_run(unscored: float |
     nan, half = float("nan"), WINDOW // 2
     rewards = {"odd": Fixed(*[1.0, nan] * half), "even": Fixed(*[nan, 1.0] * half)}
     parts = {name: MixturePart(worker="exact", weight=1.0) for name in rewards}
-    mixture = RewardMixture(rewards, parts, unscored=unscored)
+    mixture = mixed(rewards, parts, unscored=unscored)
     message = "gave 0 of the last 64 (?s:.*)that lack scores are: odd, even"
     with pytest.raises(WorkerError, match=message):
         mixture.score(*rows(*["a"] * WINDOW))
@@ -246,13 +255,13 @@ def test_scores_that_float32_cannot_hold_are_refused() -> None:
     large.scores = torch.tensor([1.0, -1e300], dtype=torch.float64)
     table = rows("a", "b")
     with pytest.raises(WorkerError) as caught:
-        RewardMixture({"a": large}, {"a": MixturePart(worker="exact")}).score(*table)
+        mixed({"a": large}, {"a": MixturePart(worker="exact")}).score(*table)
     assert str(caught.value) == (
         "a score of part 'a' of the mixture is -1e+300 for row 1, which float32 cannot hold: its "
         "largest number is 3.40282e+38\n"
         "    bound what the rewards return, or lower the parts' weights"
     )
-    fits = RewardMixture({"a": Fixed(3e38, 1)}, {"a": MixturePart(worker="exact", weight=2)})
+    fits = mixed({"a": Fixed(3e38, 1)}, {"a": MixturePart(worker="exact", weight=2)})
     with pytest.raises(WorkerError, match="^the weighted sum of the mixture is inf for row 0, "):
         fits.score(*table)
 

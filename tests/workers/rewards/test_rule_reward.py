@@ -7,7 +7,7 @@ import math
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -19,7 +19,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext, drain_metri
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
 from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.data.sources import DemonstrationSource
-from penstock.workers.data.task import fingerprint
+from penstock.workers.data.task import Task, fingerprint
 from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
 from penstock.workers.rewards.rule_reward import RuleReward, RuleRewardSpec
 from torch import Tensor
@@ -89,12 +89,18 @@ def test_right_answers_score_one() -> None:
     assert drain_metrics(reward) == {}
 
 
+def rule_reward(task: Task, **options: Any) -> RuleReward:
+    """The reward of a task that is built already."""
+    spec = RuleRewardSpec(task=cast("Any", None), tokenizer=TokenizerSpec(), **options)
+    return RuleReward(spec, task, TOKENIZER)
+
+
 def test_metrics_and_partial_credit() -> None:
     task = SUMS.build()
     answer = task.answer_text(0) or ""
     tokens, mask = _rows([answer, f"{answer}, surely", "?", ""])
     ids = torch.zeros(4, dtype=torch.int64)
-    reward = RuleReward(task, TOKENIZER)
+    reward = rule_reward(task)
     part = len(answer) / len(f"{answer} surely")  # reasoning-gym takes commas out first
     assert reward.score(tokens, mask, ids).tolist() == pytest.approx([1.0, part, 0.0, 0.0])
     metrics = {name: metric.value for name, metric in drain_metrics(reward).items()}
@@ -110,14 +116,14 @@ def test_metrics_and_partial_credit() -> None:
             "reward/timeouts": 0.0,
         }
     )
-    strict = RuleReward(task, TOKENIZER, partial_credit=False)
+    strict = rule_reward(task, partial_credit=False)
     assert strict.score(tokens, mask, ids).tolist() == [1.0, 0.0, 0.0, 0.0]
     assert drain_metrics(strict)["reward/correct"].total == 1.0
 
 
 def test_a_verifier_that_fails_is_counted_and_shown_once(caplog: pytest.LogCaptureFixture) -> None:
     task = ReasoningTaskSpec(name="prime_factorization", num_train=5, num_held_out=1).build()
-    reward = RuleReward(task, TOKENIZER)
+    reward = rule_reward(task)
     tokens, mask = _rows([task.answer_text(0) or "", "x", "1/0"])
     ids = torch.zeros(3, dtype=torch.int64)
     with caplog.at_level(logging.WARNING, logger="penstock.reward"):
@@ -169,7 +175,7 @@ def test_math_verify_runs_in_the_pool(tmp_path: Path) -> None:
 def test_a_verifier_that_evaluates_responses_runs_in_the_pool() -> None:
     spec = ReasoningTaskSpec(name="spiral_matrix", num_train=4, num_held_out=1, allow_eval=True)
     task = spec.build()
-    reward = RuleReward(task, TOKENIZER, num_processes=1, time_limit_s=2.0)
+    reward = rule_reward(task, num_processes=1, time_limit_s=2.0)
     tokens, mask = _rows([task.answer_text(2) or "", "[9**9**9**9]"])
     assert known(reward.score(tokens, mask, torch.tensor([2, 2]))) == [1.0, None]
     assert drain_metrics(reward)["reward/timeouts"].total == 1.0
@@ -190,7 +196,7 @@ def test_another_task_than_the_prompts_is_refused() -> None:
 
 
 def test_an_unknown_problem_is_refused() -> None:
-    reward = RuleReward(SUMS.build(), TOKENIZER)
+    reward = rule_reward(SUMS.build())
     tokens, mask = _rows(["1"])
     for index in (50, -1):
         with pytest.raises(WorkerError) as caught:

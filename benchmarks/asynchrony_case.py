@@ -25,8 +25,8 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from penstock.workers.engines.torch_engine.specs import TorchGeneratorSpec, TorchPolicySpec
 from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec
 from penstock.workers.models.spec import ModelSpec
+from penstock.workers.rollout.generation_engine import BegunRows, EndedRows
 from penstock.workers.rollout.generator_policy import GeneratorPolicy, SplitPolicySpec
-from penstock.workers.rollout.responses import BegunRows, EndedRows
 from penstock.workers.rollout.sampling import SampleStreams, row_uniforms, stream_key
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor

@@ -33,7 +33,7 @@ from ...workers.models.spec import ModelSpec
 from ...workers.models.tokenizer import TokenizerSpec
 from ...workers.rewards.registry import TASK_REWARDS, check_verifiers
 from ...workers.rollout.generator_policy import SplitPolicySpec
-from ...workers.rollout.missing_scores import CheckedRewardSpec
+from ...workers.rollout.scores import CheckedRewardSpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ...workers.training.optimizer import OptimizerSpec
 from ..inputs.data import Data

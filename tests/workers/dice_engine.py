@@ -7,8 +7,13 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from penstock.algorithms.roles import Sampling
-from penstock.workers.rollout.generation_engine import GenerationEngine
-from penstock.workers.rollout.responses import BegunRows, EndedRows, Responses, collected
+from penstock.workers.rollout.generation_engine import (
+    BegunRows,
+    EndedRows,
+    GenerationEngine,
+    Responses,
+    collected,
+)
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
 from torch_models import VOCAB

@@ -16,16 +16,16 @@ from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
-from penstock.workers.rollout.generation_engine import GenerationEngine
-from penstock.workers.rollout.generator_policy import GeneratorPolicy
-from penstock.workers.rollout.response_sampler import ResponseSampler
-from penstock.workers.rollout.responses import (
+from penstock.workers.rollout.generation_engine import (
     BegunRows,
     EndedRows,
+    GenerationEngine,
     Responses,
     check_stop,
     collected,
 )
+from penstock.workers.rollout.generator_policy import GeneratorPolicy
+from penstock.workers.rollout.response_sampler import ResponseSampler
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
 

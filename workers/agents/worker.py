@@ -28,9 +28,8 @@ from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.chat import ChatOptions, PromptEncoder
 from ..data.task import Message, Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
-from ..rollout.missing_scores import MissingScores, check_unscored, filled_in
-from ..rollout.reports import score_metrics
 from ..rollout.sampling import turn_seed, turn_uniforms
+from ..rollout.scores import MissingScores, check_unscored, filled_in, score_metrics
 from .conversation import Conversation, Exchange, Floor, as_table
 from .environment import Reply
 from .programs.program import ProgramHolder

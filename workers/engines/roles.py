@@ -7,33 +7,30 @@ own options, which say how its network is made; what stands in both may be set b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ...algorithms.roles.language import Agent, Conversations, Policy, RewardModel, ValueModel
+from ...algorithms.roles.language import Policy, RewardModel, ValueModel
 from ...algorithms.roles.language_tables import (
     PolicyOutput,
-    Rollout,
-    Sampling,
     ScoreOutput,
     TopWords,
     TrainMetrics,
-    Unfinished,
     ValueOutput,
 )
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.role import Loss, Streamed, add_metrics
+from ...dataflow.graph.role import Loss, add_metrics
 from ...dataflow.options import PositiveInt, option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..models.heads import Head
 from ..models.spec import ModelSpec
-from ..rollout.generate_calls import converse, sample, sample_segment, sample_streamed
+from ..rollout.generate_calls import Generates
 from ..rollout.generation_engine import GenerationEngine
-from ..rollout.reports import score_metrics
+from ..rollout.scores import score_metrics
 from ..training.logprob_mismatch import MismatchLimits
 from ..training.model_worker import ModelWorker, check_columns
 from ..training.network import LanguageNetwork
@@ -140,10 +137,8 @@ class PolicyRecipe(Recipe):
         return None
 
 
-class PolicyWorker(LanguageWorker, Policy):
+class PolicyWorker(LanguageWorker, Generates, Policy):
     """See `PolicyRecipe`: evaluated, trained, and sampled from if its engine does that."""
-
-    unfinished = Unfinished
 
     def __init__(self, context: WorkerContext, recipe: PolicyRecipe) -> None:
         super().__init__(context, Head("lm_head"), recipe)
@@ -154,57 +149,7 @@ class PolicyWorker(LanguageWorker, Policy):
         self._generator = recipe.make_generator(self.network)
         self.takes_weights = self._generator is not None and self._generator.takes_weights
 
-    def generate(self, prompt: Tensor, prompt_id: Tensor, sampling: Sampling) -> Rollout:
-        """See `Policy.generate` and `sample`.
-
-        Raises:
-            ConfigError: If the engine does not generate.
-        """
-        engine = self._generating()
-        return sample(engine, self.context, prompt, prompt_id, sampling, self.metrics)
-
-    def converse(
-        self,
-        prompt: Tensor,
-        prompt_id: Tensor,
-        agent: Agent,
-        sampling: Sampling,
-        *,
-        max_turns: int = 8,
-        branch: bool = False,
-    ) -> Conversations:
-        """See `Policy.converse`, and the function of that name.
-
-        Raises:
-            ConfigError: If the engine does not generate.
-        """
-        engine, given = self._generating(), (agent, sampling, max_turns, branch)
-        return converse(engine, self.context, prompt, prompt_id, *given, self.metrics)
-
-    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
-        """See `Worker.stream` and `sample_streamed`.
-
-        Raises:
-            ConfigError: If the engine does not generate.
-        """
-        return sample_streamed(self._generating(), self.context, method, calls, self.metrics)
-
-    def stream_segment(
-        self,
-        method: str,
-        calls: Sequence[Mapping[str, Any]],
-        begun: Sequence[Unfinished | None],
-        length: int,
-    ) -> Iterator[Streamed | None]:
-        """See `Worker.stream_segment` and `sample_segment`.
-
-        Raises:
-            ConfigError: If the engine does not generate.
-        """
-        engine = self._generating()
-        return sample_segment(engine, self.context, method, calls, begun, length, self.metrics)
-
-    def _generating(self) -> GenerationEngine:
+    def generating(self) -> GenerationEngine:
         if self._generator is None:
             raise ConfigError(
                 f"'{self.context.role}' is trained by {self.network.engine}, which does not "

@@ -2,7 +2,7 @@
 
 The judge is shown prompt, response and, if there is one, the answer, and says a score, which is
 read out of its text. Where the judge does not answer in time or says no score, the response has
-none; see `missing_scores`. A server that refuses every request (a wrong key or address), and one
+none; see `scores`. A server that refuses every request (a wrong key or address), and one
 that hardly ever gives a usable answer, end the run.
 """
 
@@ -36,8 +36,7 @@ from ...dataflow.options import FiniteFloat, Int, NonNegativeFloat, PositiveInt,
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, checked_problems, same_task
 from ..models.tokenizer import Tokenizer, TokenizerSpec
-from ..rollout.missing_scores import LARGEST, MissingScores, check_unscored, filled_in
-from ..rollout.reports import score_metrics
+from ..rollout.scores import LARGEST, MissingScores, check_unscored, filled_in, score_metrics
 from ..verifiers.pool import LONGEST_S, SHORTEST_S
 
 if TYPE_CHECKING:

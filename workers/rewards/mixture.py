@@ -35,8 +35,14 @@ from ..engines.torch_engine.specs import TorchRewardModelSpec
 from ..isolation.child import USER_ERRORS
 from ..models.spec import ModelSpec
 from ..models.tokenizer import TokenizerSpec
-from ..rollout.missing_scores import LARGEST, MissingScores, check_unscored, filled_in
-from ..rollout.reports import mean_score, score_metrics
+from ..rollout.scores import (
+    LARGEST,
+    MissingScores,
+    check_unscored,
+    filled_in,
+    mean_score,
+    score_metrics,
+)
 from ..verifiers.verifiers import blame, import_user_module
 from .registry import PART_KINDS, check_verifiers
 

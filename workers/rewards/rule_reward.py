@@ -2,7 +2,7 @@
 
 A verifier that is quick and safe runs in this process. Any other runs in a pool of processes with a
 time limit per call (see `VerifierPool`). A response on which the verifier fails, runs out of time
-or says None or nan has no score; see `missing_scores`.
+or says None or nan has no score; see `scores`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,14 @@ from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..data.task import Task, TaskSpec, WrappedTask, checked_problems, same_task
 from ..isolation.child import verdict
 from ..models.tokenizer import Tokenizer, TokenizerSpec
-from ..rollout.missing_scores import LARGEST, WINDOW, MissingScores, check_unscored, filled_in
-from ..rollout.reports import score_metrics
+from ..rollout.scores import (
+    LARGEST,
+    WINDOW,
+    MissingScores,
+    check_unscored,
+    filled_in,
+    score_metrics,
+)
 from ..verifiers.pool import (
     LONGEST_S,
     MOST_PROCESSES,

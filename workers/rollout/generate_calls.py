@@ -19,59 +19,247 @@ from ...dataflow.errors import ConfigError, WorkerError
 from ...dataflow.graph.role import Metric, Streamed, add_metrics
 from ...dataflow.runtime.call_context import call_in_flight, call_key, current_step
 from ...dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
-from .generation_engine import GenerationEngine
-from .reports import report_lag, report_responses
-from .responses import BegunRows, EndedRows, Responses, check_logprobs, check_prompts, to_rollout
+from .generation_engine import (
+    BegunRows,
+    EndedRows,
+    GenerationEngine,
+    Responses,
+    check_logprobs,
+    check_prompts,
+    report_lag,
+    report_responses,
+    to_rollout,
+)
 from .sampling import SampleStreams
 
 
-def converse(
-    engine: GenerationEngine,
-    context: WorkerContext,
-    prompt: Tensor,
-    prompt_id: Tensor,
-    agent: Agent,
-    sampling: Sampling,
-    max_turns: int,
-    branch: bool,
-    metrics: dict[str, Metric],
-) -> Conversations:
-    """Answer a role's call to `converse`."""
-    at = f"'{context.role}.converse'"
-    check_turns(at, sampling, max_turns, branch=branch)
-    if context.tensor_parallel > 1:
-        raise ConfigError(
-            f"{at}: {context.tensor_parallel} processes share the model, and the other side of a "
-            "conversation answers in one\n    set tensor_parallel=1 for its group"
+class Generates:
+    """The calls of a policy that sample, over the engine that `generating` gives."""
+
+    unfinished = Unfinished
+    context: WorkerContext
+    metrics: dict[str, Metric]
+
+    def generating(self) -> GenerationEngine:
+        """The engine.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        raise NotImplementedError
+
+    def generate(self, prompt: Tensor, prompt_id: Tensor, sampling: Sampling) -> Rollout:
+        engine = self.generating()
+        streams = self._checked_streams(engine, prompt, prompt_id, sampling)
+        responses = engine.generate(prompt, streams, sampling)
+        return self._answer(prompt, prompt_id, sampling, responses)
+
+    def converse(
+        self,
+        prompt: Tensor,
+        prompt_id: Tensor,
+        agent: Agent,
+        sampling: Sampling,
+        *,
+        max_turns: int = 8,
+        branch: bool = False,
+    ) -> Conversations:
+        engine, at = self.generating(), f"'{self.context.role}.converse'"
+        check_turns(at, sampling, max_turns, branch=branch)
+        if self.context.tensor_parallel > 1:
+            raise ConfigError(
+                f"{at}: {self.context.tensor_parallel} processes share the model, and the other "
+                "side of a conversation answers in one\n    set tensor_parallel=1 for its group"
+            )
+        check_prompts(
+            prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
         )
-    check_prompts(
-        prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
-    )
-    engine.check(sampling)
-    found = engine.turns(sampling, len(prompt) * sampling.num_samples * agent.max_pieces)
-    if found is None:
-        raise ConfigError(
-            f"'{context.role}.converse': {engine.name} samples whole responses, and no turns of "
-            "conversations\n    give the engine a method `turns`, or choose another: rollout=vllm"
+        engine.check(sampling)
+        found = engine.turns(sampling, len(prompt) * sampling.num_samples * agent.max_pieces)
+        if found is None:
+            raise ConfigError(
+                f"{at}: {engine.name} samples whole responses, and no turns of "
+                "conversations\n    give the engine a method `turns`, or choose another: "
+                "rollout=vllm"
+            )
+        with closing(found) as turns:
+            roll = agent.hold(
+                turns, prompt.cpu(), prompt_id.cpu(), sampling, max_turns=max_turns, branch=branch
+            )
+            shown = turns.num_reused + turns.num_read
+            if shown:
+                reused = Metric.mean(float(turns.num_reused), float(shown))
+                add_metrics(self.metrics, {"prefix_reused": reused})
+        bad = ~roll.behavior_logprob.isfinite().all(1)
+        if bool(bad.any()):
+            raise WorkerError(
+                f"step {current_step()}: the logits of '{self.context.role}' are not finite in "
+                f"{int(bad.sum())} of {len(bad)} conversations\n    its weights have run away: go "
+                "on from the last checkpoint with a lower optimizer.lr, or in dtype float32"
+            )
+        add_metrics(self.metrics, drain_metrics(agent))
+        report_lag(self.metrics, roll)
+        return roll
+
+    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
+        """Answer calls to `generate` of one step together, each as `generate` would.
+
+        What an answer has to report is added to the metrics right before it is given. In flight
+        there are pauses between answers; see `Worker.stream` and `Worker.takes_weights`.
+        """
+        return self._streamed(self.generating(), method, calls)
+
+    def _streamed(
+        self, engine: GenerationEngine, method: str, calls: Sequence[Mapping[str, Any]]
+    ) -> Iterator[Streamed | None]:
+        if not calls:
+            return
+        sampling = self._common_sampling(method, calls)
+        groups = [_begun_now(call) for call in calls]
+        with closing(self._sampled(engine, groups, sampling, None)) as answers:
+            for found in answers:
+                if found is None:
+                    yield None
+                    continue
+                size, call, responses = found
+                own = groups[call]
+                answer = self._answer(own.prompt, own.prompt_id, sampling, responses)
+                yield Streamed(call, answer, size)
+
+    def stream_segment(
+        self,
+        method: str,
+        calls: Sequence[Mapping[str, Any]],
+        begun: Sequence[Unfinished | None],
+        length: int,
+    ) -> Iterator[Streamed | None]:
+        """Answer calls to `generate` of one step together, each for a segment.
+
+        A group is returned by the call that ends its last response. What is not is `Unfinished`,
+        the groups of earlier steps first; a response goes on with the random numbers of its own
+        step.
+        """
+        return self._streamed_segment(self.generating(), method, calls, begun, length)
+
+    def _streamed_segment(
+        self,
+        engine: GenerationEngine,
+        method: str,
+        calls: Sequence[Mapping[str, Any]],
+        begun: Sequence[Unfinished | None],
+        length: int,
+    ) -> Iterator[Streamed | None]:
+        if not calls:
+            return
+        sampling = self._common_sampling(method, calls)
+        groups = [
+            _begun_now(call) if old is None else joined([old, _begun_now(call)])
+            for call, old in zip(calls, begun, strict=True)
+        ]
+        with closing(self._sampled(engine, groups, sampling, length)) as answers:
+            for found in answers:
+                if found is None:
+                    yield None
+                    continue
+                size, call, responses = found
+                check_logprobs(responses, self.context.role)
+                new_tokens = int(responses.length.sum() - num_tokens(groups[call]).sum())
+                whole, left = parted(grown(groups[call], responses, sampling))
+                ended = Responses(
+                    whole.response,
+                    whole.behavior_logprob,
+                    num_tokens(whole),
+                    whole.finished,
+                    whole.version,
+                )
+                num_samples = len(whole.ended) // max(len(whole.prompt), 1)
+                prompt_id = whole.prompt_id.repeat_interleave(num_samples)
+                roll = to_rollout(whole.prompt, prompt_id, ended)
+                report_responses(self.metrics, ended, new_tokens)
+                report_lag(self.metrics, roll)
+                unfinished = Metric.sum(float(len(left.ended)))
+                add_metrics(self.metrics, {"unfinished_rows": unfinished})
+                yield Streamed(call, roll, size, left)
+
+    def _sampled(
+        self,
+        engine: GenerationEngine,
+        groups: Sequence[Unfinished],
+        sampling: Sampling,
+        length: int | None,
+    ) -> Generator[tuple[int, int, Responses] | None]:
+        """Give the answers to calls in their order: size, call and responses of each."""
+        before = joined(groups)
+        streams = self._checked_streams(
+            engine, before.prompt, before.prompt_id, sampling, before.began
         )
-    with closing(found) as turns:
-        roll = agent.hold(
-            turns, prompt.cpu(), prompt_id.cpu(), sampling, max_turns=max_turns, branch=branch
+        begun = None if length is None else as_begun(before, sampling, length)
+        num_rows = [len(own.ended) for own in groups]
+        order = OrderedAnswers(num_rows, num_tokens(before).tolist())
+        bounds = list(pairwise(accumulate(num_rows, initial=0)))
+        every = Responses.none_yet(sum(num_rows), sampling.max_new_tokens)
+        # Calls without any row may be answered before anything has been sampled.
+        nothing = EndedRows(every.length[:0], Responses.none_yet(0, sampling.max_new_tokens), 0)
+        steps = engine.stream(before.prompt, streams, sampling, begun)
+        try:
+            for ended in chain([nothing], steps):
+                ended.put_into(every)
+                lengths = ended.responses.length.tolist()
+                answers = order.ended(ended.rows.tolist(), lengths, ended.at_least)
+                for size, call in answers:
+                    yield size, call, every.rows(*bounds[call])
+                if not answers and call_in_flight() and ended is not nothing:
+                    yield None
+            if order.num_missing:
+                raise RuntimeError(
+                    f"{engine.name} stopped with {order.num_missing} of {sum(num_rows)} responses "
+                    "not given; its `stream` must give every one"
+                )
+        finally:
+            if isinstance(steps, Generator):
+                steps.close()  # now, not when a traceback lets go of it
+
+    def _checked_streams(
+        self,
+        engine: GenerationEngine,
+        prompt: Tensor,
+        prompt_id: Tensor,
+        sampling: Sampling,
+        steps: Tensor | None = None,
+    ) -> SampleStreams:
+        check_prompts(
+            prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
         )
-        shown = turns.num_reused + turns.num_read
-        if shown:
-            reused = Metric.mean(float(turns.num_reused), float(shown))
-            add_metrics(metrics, {"prefix_reused": reused})
-    bad = ~roll.behavior_logprob.isfinite().all(1)
-    if bool(bad.any()):
-        raise WorkerError(
-            f"step {current_step()}: the logits of '{context.role}' are not finite in "
-            f"{int(bad.sum())} of {len(bad)} conversations\n    its weights have run away: go on "
-            "from the last checkpoint with a lower optimizer.lr, or in dtype float32"
-        )
-    add_metrics(metrics, drain_metrics(agent))
-    report_lag(metrics, roll)
-    return roll
+        engine.check(sampling)
+        seed, role = self.context.seed, self.context.role
+        key = call_key(role, "generate")
+        return SampleStreams(seed, role, key, prompt_id, sampling.num_samples, steps)
+
+    def _answer(
+        self, prompt: Tensor, prompt_id: Tensor, sampling: Sampling, responses: Responses
+    ) -> Rollout:
+        check_logprobs(responses, self.context.role)
+        report_responses(self.metrics, responses, int(responses.length.sum()))
+        rows = prompt_id.repeat_interleave(sampling.num_samples)
+        roll = to_rollout(prompt.cpu(), rows, responses)
+        report_lag(self.metrics, roll)
+        return roll
+
+    def _common_sampling(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Sampling:
+        role = self.context.role
+        if method != "generate":
+            raise ValueError(
+                f"'{role}' was asked to stream its '{method}', and only 'generate' streams; make "
+                "those calls one after another"
+            )
+        first: Sampling = calls[0]["sampling"]
+        for place, call in enumerate(calls):
+            if call["sampling"] != first:
+                raise ValueError(
+                    f"calls 0 and {place} to '{role}.generate' are to be sampled differently, "
+                    f"{first} and {call['sampling']}; stream calls of one node together"
+                )
+        return first
 
 
 def check_turns(at: str, sampling: Sampling, max_turns: int, *, branch: bool) -> None:
@@ -185,18 +373,9 @@ def _chosen(groups: Unfinished, kept: Tensor) -> Unfinished:
     )
 
 
-def as_rollout(groups: Unfinished) -> tuple[Rollout, Responses]:
-    """Return complete groups as `generate` returns them, and their responses alone."""
-    responses = Responses(
-        groups.response,
-        groups.behavior_logprob,
-        num_tokens(groups),
-        groups.finished,
-        groups.version,
-    )
-    num_samples = len(groups.ended) // max(len(groups.prompt), 1)
-    prompt_id = groups.prompt_id.repeat_interleave(num_samples)
-    return to_rollout(groups.prompt, prompt_id, responses), responses
+def _begun_now(call: Mapping[str, Any]) -> Unfinished:
+    num_samples = call["sampling"].num_samples
+    return new_groups(call["prompt"], call["prompt_id"], current_step(), num_samples)
 
 
 class OrderedAnswers:
@@ -248,192 +427,3 @@ class OrderedAnswers:
         if not self._missing[call]:
             del self._missing[call]
             heapq.heappush(self._complete, (self._longest[call], call))
-
-
-def sample(
-    engine: GenerationEngine,
-    context: WorkerContext,
-    prompt: Tensor,
-    prompt_id: Tensor,
-    sampling: Sampling,
-    metrics: dict[str, Metric],
-) -> Rollout:
-    """Answer a role's call to `generate`."""
-    streams = _checked_streams(engine, context, prompt, prompt_id, sampling)
-    responses = engine.generate(prompt, streams, sampling)
-    return _answer(context, prompt, prompt_id, sampling, responses, metrics)
-
-
-def sample_streamed(
-    engine: GenerationEngine,
-    context: WorkerContext,
-    method: str,
-    calls: Sequence[Mapping[str, Any]],
-    metrics: dict[str, Metric],
-) -> Iterator[Streamed | None]:
-    """Answer calls to `generate` of one step together, each as `sample` would; see `Worker.stream`.
-
-    What an answer has to report is added to the metrics right before it is given. In flight there
-    are pauses between answers; see `Worker.takes_weights`.
-    """
-    if not calls:
-        return
-    sampling = _common_sampling(method, calls, context.role)
-    groups = [_begun_now(call) for call in calls]
-    with closing(_sampled(engine, context, groups, sampling, None)) as answers:
-        for found in answers:
-            if found is None:
-                yield None
-                continue
-            size, call, responses = found
-            own = groups[call]
-            answer = _answer(context, own.prompt, own.prompt_id, sampling, responses, metrics)
-            yield Streamed(call, answer, size)
-
-
-def sample_segment(
-    engine: GenerationEngine,
-    context: WorkerContext,
-    method: str,
-    calls: Sequence[Mapping[str, Any]],
-    begun: Sequence[Unfinished | None],
-    length: int,
-    metrics: dict[str, Metric],
-) -> Iterator[Streamed | None]:
-    """Answer calls to `generate` of one step together, each for a segment.
-
-    A group is returned by the call that ends its last response. What is not is `Unfinished`, the
-    groups of earlier steps first; a response goes on with the random numbers of its own step.
-    """
-    if not calls:
-        return
-    sampling = _common_sampling(method, calls, context.role)
-    groups = [
-        _begun_now(call) if old is None else joined([old, _begun_now(call)])
-        for call, old in zip(calls, begun, strict=True)
-    ]
-    with closing(_sampled(engine, context, groups, sampling, length)) as answers:
-        for found in answers:
-            if found is None:
-                yield None
-                continue
-            size, call, responses = found
-            check_logprobs(responses, context.role)
-            new_tokens = int(responses.length.sum() - num_tokens(groups[call]).sum())
-            whole, left = parted(grown(groups[call], responses, sampling))
-            roll, ended = as_rollout(whole)
-            report_responses(metrics, ended, new_tokens)
-            report_lag(metrics, roll)
-            add_metrics(metrics, {"unfinished_rows": Metric.sum(float(len(left.ended)))})
-            yield Streamed(call, roll, size, left)
-
-
-def _begun_now(call: Mapping[str, Any]) -> Unfinished:
-    num_samples = call["sampling"].num_samples
-    return new_groups(call["prompt"], call["prompt_id"], current_step(), num_samples)
-
-
-def _sampled(
-    engine: GenerationEngine,
-    context: WorkerContext,
-    groups: Sequence[Unfinished],
-    sampling: Sampling,
-    length: int | None,
-) -> Generator[tuple[int, int, Responses] | None]:
-    every = joined(groups)
-    ids, began = every.prompt_id, every.began
-    streams = _checked_streams(engine, context, every.prompt, ids, sampling, began)
-    begun = None if length is None else as_begun(every, sampling, length)
-    num_rows = [len(own.ended) for own in groups]
-    steps = engine.stream(every.prompt, streams, sampling, begun)
-    try:
-        yield from _completed(steps, num_rows, every, sampling, engine)
-    finally:
-        if isinstance(steps, Generator):
-            steps.close()  # now, not when a traceback lets go of it
-
-
-def _completed(
-    steps: Iterator[EndedRows],
-    num_rows: Sequence[int],
-    before: Unfinished,
-    sampling: Sampling,
-    engine: GenerationEngine,
-) -> Iterator[tuple[int, int, Responses] | None]:
-    order = OrderedAnswers(num_rows, num_tokens(before).tolist())
-    bounds = list(pairwise(accumulate(num_rows, initial=0)))
-    every = Responses.none_yet(sum(num_rows), sampling.max_new_tokens)
-    # Calls without any row may be answered before anything has been sampled.
-    nothing = EndedRows(every.length[:0], Responses.none_yet(0, sampling.max_new_tokens), 0)
-    for ended in chain([nothing], steps):
-        ended.put_into(every)
-        lengths = ended.responses.length.tolist()
-        answers = order.ended(ended.rows.tolist(), lengths, ended.at_least)
-        for size, call in answers:
-            yield size, call, _rows_of(every, *bounds[call])
-        if not answers and call_in_flight() and ended is not nothing:
-            yield None
-    if order.num_missing:
-        raise RuntimeError(
-            f"{engine.name} stopped with {order.num_missing} of {sum(num_rows)} responses not "
-            "given; its `stream` must give every one"
-        )
-
-
-def _rows_of(every: Responses, begin: int, end: int) -> Responses:
-    own = slice(begin, end)
-    return Responses(
-        every.token[own].clone(),
-        every.logprob[own].clone(),
-        every.length[own].clone(),
-        every.finished[own].clone(),
-        every.versions[own].clone(),
-    )
-
-
-def _checked_streams(
-    engine: GenerationEngine,
-    context: WorkerContext,
-    prompt: Tensor,
-    prompt_id: Tensor,
-    sampling: Sampling,
-    steps: Tensor | None = None,
-) -> SampleStreams:
-    check_prompts(
-        prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
-    )
-    engine.check(sampling)
-    key = call_key(context.role, "generate")
-    return SampleStreams(context.seed, context.role, key, prompt_id, sampling.num_samples, steps)
-
-
-def _answer(
-    context: WorkerContext,
-    prompt: Tensor,
-    prompt_id: Tensor,
-    sampling: Sampling,
-    responses: Responses,
-    metrics: dict[str, Metric],
-) -> Rollout:
-    check_logprobs(responses, context.role)
-    report_responses(metrics, responses, int(responses.length.sum()))
-    rows = prompt_id.repeat_interleave(sampling.num_samples)
-    roll = to_rollout(prompt.cpu(), rows, responses)
-    report_lag(metrics, roll)
-    return roll
-
-
-def _common_sampling(method: str, calls: Sequence[Mapping[str, Any]], role: str) -> Sampling:
-    if method != "generate":
-        raise ValueError(
-            f"'{role}' was asked to stream its '{method}', and only 'generate' streams; make those "
-            "calls one after another"
-        )
-    first: Sampling = calls[0]["sampling"]
-    for place, call in enumerate(calls):
-        if call["sampling"] != first:
-            raise ValueError(
-                f"calls 0 and {place} to '{role}.generate' are to be sampled differently, {first} "
-                f"and {call['sampling']}; stream calls of one node together"
-            )
-    return first

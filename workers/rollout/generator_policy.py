@@ -7,43 +7,43 @@ knows a model. Another engine of the same role trains it and publishes its weigh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ...algorithms.roles.language import Agent, Conversations, Policy
-from ...algorithms.roles.language_tables import (
-    PolicyOutput,
-    Rollout,
-    Sampling,
-    TopWords,
-    TrainMetrics,
-    Unfinished,
-)
+from ...algorithms.roles.language import Policy
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.role import Loss, Metric, Role, Streamed, add_metrics
+from ...dataflow.graph.role import Metric, Role, add_metrics
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from ...planner.resharding.sharding import Sharding, unsharded
 from ..weight_sync.packets import WeightsError
-from .generate_calls import converse, sample, sample_segment, sample_streamed
+from .generate_calls import Generates
 from .generation_engine import GenerationEngine
-
-B = TypeVar("B")
 
 _ROLLOUT = frozenset({"generate", "converse"})
 
 
-class GeneratorPolicy(Policy):
+def _refused(what: str, method: str) -> Any:
+    """Return a method that says that only a training engine has it, for a node of that name."""
+
+    def refuse(self: GeneratorPolicy, *given: Any, **named: Any) -> NoReturn:
+        role = self.context.role
+        raise RuntimeError(
+            f"'{role}' runs in {self.engine.name} here, which generates and cannot "
+            f"{what}; place '{role}.{method}' on a group with a training engine"
+        )
+
+    return refuse
+
+
+class GeneratorPolicy(Generates, Policy):
     """A policy whose weights another engine trains.
 
     In a group of several processes each runs the calls it is given; `receive` and `load_weights`
     are given whole tensors in all of them. What the engine was built with counts as version 0.
     """
-
-    unfinished = Unfinished
 
     def __init__(self, context: WorkerContext, engine: GenerationEngine) -> None:
         self.context = context
@@ -52,83 +52,21 @@ class GeneratorPolicy(Policy):
         self.metrics: dict[str, Metric] = {}
         self._has_weights, self._version = True, 0
 
-    def generate(self, prompt: Tensor, prompt_id: Tensor, sampling: Sampling) -> Rollout:
-        self._check_weights()
-        return sample(self.engine, self.context, prompt, prompt_id, sampling, self.metrics)
+    def generating(self) -> GenerationEngine:
+        if not self._has_weights:
+            raise WeightsError(
+                f"'{self.context.role}' has no weights in {self.engine.name}: they were given up "
+                "with its device, or could not be loaded\n    send it all weights again"
+            )
+        return self.engine
 
-    def converse(
-        self,
-        prompt: Tensor,
-        prompt_id: Tensor,
-        agent: Agent,
-        sampling: Sampling,
-        *,
-        max_turns: int = 8,
-        branch: bool = False,
-    ) -> Conversations:
-        self._check_weights()
-        given = (agent, sampling, max_turns, branch)
-        return converse(self.engine, self.context, prompt, prompt_id, *given, self.metrics)
-
-    def stream(self, method: str, calls: Sequence[Mapping[str, Any]]) -> Iterator[Streamed | None]:
-        self._check_weights()
-        return sample_streamed(self.engine, self.context, method, calls, self.metrics)
-
-    def stream_segment(
-        self,
-        method: str,
-        calls: Sequence[Mapping[str, Any]],
-        begun: Sequence[Unfinished | None],
-        length: int,
-    ) -> Iterator[Streamed | None]:
-        self._check_weights()
-        return sample_segment(self.engine, self.context, method, calls, begun, length, self.metrics)
-
-    # --- what is a training engine's
-
-    def logprob(self, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """Refused: this engine generates only."""
-        raise self._refusal("evaluate log-probabilities", "logprob")
-
-    def top_words(
-        self, tokens: Tensor, mask: Tensor, *, num_words: int, temperature: float = 1.0
-    ) -> TopWords:
-        """Refused, as `logprob`."""
-        raise self._refusal("evaluate log-probabilities", "top_words")
-
-    def train(
-        self,
-        loss: Loss[B, PolicyOutput],
-        batch: B,
-        *,
-        epochs: int = 1,
-        num_minibatches: int = 1,
-        temperature: float = 1.0,
-    ) -> TrainMetrics:
-        """Refused: this engine generates only."""
-        raise self._refusal("train", "train")
-
-    def follow(self, leader: Policy, *, share: float = 1.0, every: int = 1) -> TrainMetrics:
-        """Refused, as `train`."""
-        raise self._refusal("follow another policy", "follow")
-
-    def export_weights(self) -> dict[str, Tensor]:
-        """Refused: the weights are those of the engine that trains the role."""
-        raise self._refusal("give its weights back", "train")
-
-    def save_state(self, folder: Path) -> None:
-        """Refused, as `export_weights`."""
-        raise self._refusal("save a state", "train")
-
-    def load_state(self, folder: Path) -> None:
-        """Refused: the engine that trains the role restores it and publishes its weights."""
-        raise self._refusal("restore a state", "train")
-
-    def _refusal(self, what: str, node: str) -> RuntimeError:
-        return RuntimeError(
-            f"'{self.context.role}' runs in {self.engine.name} here, which generates and cannot "
-            f"{what}; place '{self.context.role}.{node}' on a group with a training engine"
-        )
+    logprob = _refused("evaluate log-probabilities", "logprob")
+    top_words = _refused("evaluate log-probabilities", "top_words")
+    train = _refused("train", "train")
+    follow = _refused("follow another policy", "follow")
+    export_weights = _refused("give its weights back", "train")
+    save_state = _refused("save a state", "train")
+    load_state = _refused("restore a state", "train")
 
     # --- weights
 
@@ -166,13 +104,6 @@ class GeneratorPolicy(Policy):
                     f"got {list(tensor.shape)}"
                 )
 
-    def _check_weights(self) -> None:
-        if not self._has_weights:
-            raise WeightsError(
-                f"'{self.context.role}' has no weights in {self.engine.name}: they were given up "
-                "with its device, or could not be loaded\n    send it all weights again"
-            )
-
     # --- sharing the device
 
     def sleep(self) -> None:
@@ -196,14 +127,12 @@ class GeneratorPolicy(Policy):
             add_metrics(self.metrics, {"slept_bytes": Metric.sum(float(num_bytes))})
 
     def wake(self) -> None:
-        """Take the memory back."""
         since_s = time.perf_counter()
         self.engine.wake()
         if "slept_bytes" in self.metrics:
             self.metrics["wake_s"] = Metric(time.perf_counter() - since_s, 1.0, "max")
 
     def close(self) -> None:
-        """End the engine."""
         self.engine.close()
 
 
@@ -214,13 +143,10 @@ class SplitPolicySpec:
     What a process runs follows from what its group is asked for.
     """
 
-    train: WorkerSpec
-    """Trains it and computes log-probabilities."""
-    rollout: WorkerSpec
-    """Generates; its weights are published by the other."""
+    train: WorkerSpec  # trains it and computes log-probabilities
+    rollout: WorkerSpec  # generates; its weights are published by the other
 
     def build(self, context: WorkerContext) -> Role:
-        """The engine that this group needs."""
         return self._engine(context).build(context)
 
     def check_group(self, context: WorkerContext) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...algorithms.roles.language import Turn, TurnRequest
 from ...algorithms.roles.language_tables import Sampling
 from ...dataflow.runtime.call_context import call_version
-from .responses import BegunRows, EndedRows, Responses
+from .generation_engine import BegunRows, EndedRows, Responses
 from .sampling import sample_token
 
 # How `tokenizers` reports tokens whose text changes once others follow them.

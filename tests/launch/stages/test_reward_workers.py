@@ -18,7 +18,7 @@ from penstock.launch.stages.worker_specs import check_options, worker_specs
 from penstock.workers.rewards.judge import JudgeSpec
 from penstock.workers.rewards.mixture import MixtureSpec
 from penstock.workers.rewards.registry import RULES
-from penstock.workers.rollout.missing_scores import CheckedRewardSpec
+from penstock.workers.rollout.scores import CheckedRewardSpec
 
 ROLE = "algorithm.roles.reward"
 TOKENS = torch.zeros(40, 2, dtype=torch.int64)

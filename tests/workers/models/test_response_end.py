@@ -24,8 +24,8 @@ from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import ResponseEnd, TokenizerSpec
 from penstock.workers.rewards.judge import JudgeSpec
 from penstock.workers.rewards.rule_reward import RuleRewardSpec
+from penstock.workers.rollout.generation_engine import Responses
 from penstock.workers.rollout.response_sampler import ResponseSampler
-from penstock.workers.rollout.responses import Responses
 
 from ..echo_task import EchoSpec
 from ..gemma_folder import END, gemma_folder

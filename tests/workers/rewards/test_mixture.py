@@ -26,7 +26,7 @@ from penstock.workers.rewards.rule_reward import (
     InstructionRewardSpec,
     RuleRewardSpec,
 )
-from penstock.workers.rollout.missing_scores import WINDOW
+from penstock.workers.rollout.scores import WINDOW
 from torch import Tensor
 
 TOKENIZER = TokenizerSpec().build()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.roles import Sampling
 from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.rollout.generation_engine import BegunRows, EndedRows, Responses, collected
 from penstock.workers.rollout.response_sampler import ResponseSampler
-from penstock.workers.rollout.responses import BegunRows, EndedRows, Responses, collected
 from torch import Tensor
 
 VOCAB, EOS, MOST = 40, 2, 14

@@ -26,9 +26,15 @@ from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.call_context import call_in_flight
 from ...models.architecture import quiet_transformers
 from ...models.tokenizer import TokenizerSpec
-from ...rollout.generation_engine import GenerationEngine
+from ...rollout.generation_engine import (
+    BegunRows,
+    EndedRows,
+    GenerationEngine,
+    Responses,
+    check_stop,
+    collected,
+)
 from ...rollout.response_sampler import ResponseSampler, TurnSampler
-from ...rollout.responses import BegunRows, EndedRows, Responses, check_stop, collected
 from ...rollout.sampling import SampleStreams
 from ...training.host_memory import HostCopy, give_back_freed
 from .attention import attend_cache

@@ -24,10 +24,16 @@ from ...models.lora import AdaptedModel, LoraSpec
 from ...models.model_folder import weight_files
 from ...models.spec import ModelSpec
 from ...models.tokenizer import TokenizerSpec
-from ...rollout.generation_engine import GenerationEngine
+from ...rollout.generation_engine import (
+    BegunRows,
+    EndedRows,
+    GenerationEngine,
+    Responses,
+    check_stop,
+    collected,
+)
 from ...rollout.generator_policy import GeneratorPolicy
 from ...rollout.response_sampler import StopStrings
-from ...rollout.responses import BegunRows, EndedRows, Responses, check_stop, collected
 from ...rollout.sampling import SampleStreams
 from ...training.flat_parameters import read_tensors, write_tensors
 from .engine import EngineOptions, VllmEngine

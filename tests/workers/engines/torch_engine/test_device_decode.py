@@ -27,8 +27,8 @@ from penstock.workers.engines.torch_engine.device_decode import (
 )
 from penstock.workers.engines.torch_engine.generator import TorchGenerator
 from penstock.workers.models.tokenizer import TokenizerSpec
+from penstock.workers.rollout.generation_engine import BegunRows, EndedRows, Responses, collected
 from penstock.workers.rollout.response_sampler import ResponseSampler
-from penstock.workers.rollout.responses import BegunRows, EndedRows, Responses, collected
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
 from torch_models import EOS, VOCAB, make_policy, make_prompts

@@ -36,7 +36,7 @@ from penstock.workers.engines.vllm_engine.generator import (
 )
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
-from penstock.workers.rollout.responses import (
+from penstock.workers.rollout.generation_engine import (
     BegunRows,
     EndedRows,
     Responses,

@@ -7,7 +7,7 @@ from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.call_context import CallKey
 from penstock.workers.engines.vllm_engine.generator import as_columns, as_requests
 from penstock.workers.engines.vllm_engine.requests import Progress, Request, Sampled
-from penstock.workers.rollout.responses import BegunRows
+from penstock.workers.rollout.generation_engine import BegunRows
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
 

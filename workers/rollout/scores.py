@@ -1,4 +1,4 @@
-"""Responses without a score: the value in their place, and when there are too many of them.
+"""Scores of responses: their metrics, and what happens where there is none.
 
 No score is not the score 0. In a column of scores it is nan: statistics over scores leave such a
 row out, and its advantage is 0, unless the user names a value.
@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from ...dataflow.errors import WorkerError
-from ...dataflow.graph.role import Role
+from ...dataflow.graph.role import Metric, Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
 
 _LOG = logging.getLogger("penstock.reward")
-LARGEST = torch.finfo(torch.float32).max
-"""Largest reward, and largest option that rewards are computed with."""
-WINDOW = 64
-"""Fewest responses after which a run ends if nearly all lack a score."""
+LARGEST = torch.finfo(torch.float32).max  # reward, and option that rewards are computed with
+WINDOW = 64  # fewest responses after which a run ends if nearly all lack a score
 _FEWEST = 0.05  # Share of the responses of a window that must have a score
 _OPTION = (
     "; if there is no score to give, name a score for such responses in the reward's options: "
@@ -43,6 +41,35 @@ def check_unscored(value: float | None) -> None:
 def filled_in(scores: Tensor, unscored: float | None) -> Tensor:
     """Return the scores, with nan replaced by `unscored` unless that is None."""
     return scores if unscored is None else torch.where(scores.isnan(), unscored, scores)
+
+
+def score_metrics(scores: Tensor, prompt_id: Tensor) -> dict[str, Metric]:
+    """Metrics of a call's scores, to be added over chunks and ranks.
+
+    - `reward/mean`, `reward/mean_square`: the standard deviation is the root of mean_square -
+      mean^2.
+    - `reward/equal_groups`: of the groups with at least two responses, the share in which all have
+      the same score, so that comparing them says nothing; absent if there is no such group.
+    """
+    known = ~scores.isnan()
+    exact = scores[known].double()
+    found = {"reward/mean": mean_score(exact), "reward/mean_square": mean_score(exact.square())}
+    ids = prompt_id.to(exact.device)[known]
+    group, sizes = torch.unique(ids, return_inverse=True, return_counts=True)[1:]
+    compared = sizes > 1
+    if bool(compared.any()):
+        empty = exact.new_zeros(len(sizes))
+        lowest = empty.scatter_reduce(0, group, exact, "amin", include_self=False)
+        highest = empty.scatter_reduce(0, group, exact, "amax", include_self=False)
+        num_equal = float((lowest == highest)[compared].sum())
+        found["reward/equal_groups"] = Metric.mean(num_equal, float(compared.sum()))
+    return found
+
+
+def mean_score(scores: Tensor) -> Metric:
+    """Return the mean of the scores that are known; rows without a score (nan) do not count."""
+    exact = scores[~scores.isnan()].double()
+    return Metric.mean(float(exact.sum()), float(len(exact)))
 
 
 class MissingScores:
@@ -65,7 +92,11 @@ class MissingScores:
         if found and self.first is None:
             kind, what = next((one for one in found if one[0] == "failed"), found[0])
             self.first = what.rstrip()
-            _LOG.warning("%s %s on a response. %s. It was:\n%s", *self._warning(kind))
+            becomes = "Such responses are not trained on, and never correct"
+            if self._unscored is not None and not math.isnan(self._unscored):
+                becomes = f"Such responses get {self._unscored:g}, and are never correct"
+            said = f"{becomes}{self._counts}"
+            _LOG.warning("%s %s on a response. %s. It was:\n%s", self._who, kind, said, self.first)
         self._rows += len(failures)
         self._scored += len(failures) - len(found)
         self._reasons.update(kind for kind, _ in found)
@@ -74,26 +105,14 @@ class MissingScores:
             return
         enough = self.works if self._unscored is not None else self._scored >= _FEWEST * self._rows
         if not enough:
-            raise WorkerError(self._message())
+            kinds = ", ".join(f"{kind} on {count}" for kind, count in self._reasons.most_common())
+            raise WorkerError(
+                f"{self._who} gave {self._scored} of the last {self._rows} responses a score: it "
+                f"{kinds}. There is nothing to learn from that. The first one:\n{self.first}\n"
+                f"    {self._advice}"
+            )
         self._rows = self._scored = 0
         self._reasons.clear()
-
-    def _warning(self, kind: str) -> tuple[str, str, str, str]:
-        named = self._unscored is not None and not math.isnan(self._unscored)
-        becomes = (
-            f"Such responses get {self._unscored:g}, and are never correct"
-            if named
-            else "Such responses are not trained on, and never correct"
-        )
-        return self._who, kind, f"{becomes}{self._counts}", self.first or ""
-
-    def _message(self) -> str:
-        kinds = ", ".join(f"{kind} on {count}" for kind, count in self._reasons.most_common())
-        return (
-            f"{self._who} gave {self._scored} of the last {self._rows} responses a score: it "
-            f"{kinds}. There is nothing to learn from that. The first one:\n{self.first}\n"
-            f"    {self._advice}"
-        )
 
 
 @dataclass(frozen=True)

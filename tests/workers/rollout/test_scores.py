@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.graph.role import Metric, add_metrics
-from penstock.workers.rollout.reports import score_metrics
+from penstock.workers.rollout.scores import score_metrics
 
 
 def values(scores: list[float], groups: list[int]) -> dict[str, float]:

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
         run_eagerly,
     )
     from penstock.launch.from_python.handle import RunHandle, open_run
-    from penstock.launch.from_python.plan import Planned, plan
-    from penstock.launch.from_python.run import run
+    from penstock.launch.from_python.run import Planned, plan, run
     from penstock.workers.data.reasoning_task import ReasoningTaskSpec
     from penstock.workers.data.sources import PromptSource
     from penstock.workers.data.task import Task
@@ -56,8 +55,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "launch.from_python.run": ("run",),
-    "launch.from_python.plan": ("Planned", "plan"),
+    "launch.from_python.run": ("Planned", "plan", "run"),
     "launch.from_python.handle": ("RunHandle", "open_run"),
     "dataflow": (
         *("Engine", "Loss", "LossSum", "Metric", "Role", "Schedule"),

@@ -54,7 +54,7 @@ SETTINGS = (
 )
 HEAVY = (
     "hydra",
-    "penstock.launch.cli.run",
+    "penstock.launch.cli.carry_out",
     "penstock.launch.inputs.compose",
     "penstock.launch.stages.prepare",
     "penstock.launch.stages.report",

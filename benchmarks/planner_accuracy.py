@@ -26,8 +26,8 @@ import torch
 from bench import parser, report, table
 from penstock.configs.plan_schema import ProfileConfig
 from penstock.dataflow.runtime.engine import Engine
-from penstock.launch.profile.calls import calls_of_width
 from penstock.launch.profile.profile import profile
+from penstock.launch.profile.rank import calls_of_width
 from penstock.launch.stages.stage_result import node_seconds
 from penstock.planner.cost.calibration import Calibration, Constants
 from penstock.planner.cost.calibration_fit import fit_constants

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from penstock.launch.profile.calls import ProfileCall, make_policy
+from penstock.launch.profile.rank import ProfileCall, make_policy
 
 __all__ = ["CalibrationRanks"]
 

@@ -145,7 +145,7 @@ def main() -> None:
         raise SystemExit(f"no such case: {', '.join(unknown)}; there are {', '.join(names)}")
     wanted = {BASE, *given.only} if given.only else {*names}
     wanted -= {BASE} if given.model else set()
-    multiprocessing.set_forkserver_preload(["transformers", "penstock.launch.cli.run"])
+    multiprocessing.set_forkserver_preload(["transformers", "penstock.launch.cli.carry_out"])
     model: Path | None = given.model and given.model.resolve()
     now: dict[str, Any] = {}
     seconds: dict[str, float] = {}

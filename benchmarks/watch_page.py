@@ -144,8 +144,7 @@ def measure(home: Path, repeats: int) -> dict[str, Any]:
     started = importlib.import_module("browser").started  # the driver of the tests
 
     from penstock.launch.run_dir.loopback_server import PageServer
-    from penstock.launch.watch.known_runs import KnownRuns
-    from penstock.launch.watch.pages import Pages
+    from penstock.launch.watch.pages import KnownRuns, Pages
 
     folders = write_runs(home / "runs")
     num_sampled_steps = write_samples(folders[0])

@@ -24,7 +24,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -65,7 +65,6 @@ Report = Mapping[str, Mapping[str, Any]]
 
 
 def doctor_command(arguments: list[str]) -> int:
-    """Run the command; `arguments` are the words after `penstock doctor`."""
     if {"-h", "--help"} & set(arguments):
         print(_USAGE, end="")
         return 0
@@ -74,12 +73,27 @@ def doctor_command(arguments: list[str]) -> int:
         raise ConfigError(
             f"penstock doctor has no option '{unknown[0]}'\n    options are: {', '.join(OPTIONS)}"
         )
+    from huggingface_hub import constants
+
+    from ...workers.models.packaged import cache_folder
+    from ..run_dir.provenance import code_version, required
+
+    own, offline = cache_folder(), " (offline)" if constants.HF_HUB_OFFLINE else ""
     report: Report = {
-        "software": _software(),
+        "software": {
+            "penstock": str(code_version()),
+            "python": f"{platform.python_version()} ({sys.executable})",
+            "system": platform.platform(),
+            **{name: _version(name) for name in required(optional=False)},
+        },
         "optional packages": dict(_optional()),
-        "machine": machine_report(),
+        "machine": _machine(),
         "a run here": _run_here(start="--no-start" not in arguments),
-        "caches": _caches(),
+        "caches": {
+            "penstock": f"{own} ({_room(own)})",
+            "converted models": sorted(path.name for path in own.glob("models/*")),
+            "hub": f"{constants.HF_HUB_CACHE}, from {constants.ENDPOINT}{offline}",
+        },
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
     print(json.dumps(report, indent=2) if "--json" in arguments else _text(report))
@@ -97,17 +111,6 @@ def _text(report: Report) -> str:
                 lines.append(f"  {name if not first else '':<{width}}  {one}")
         lines += [] if found else ["  none set"]
     return "\n".join(lines)
-
-
-def _software() -> dict[str, str]:
-    from ..run_dir.provenance import code_version, required
-
-    return {
-        "penstock": str(code_version()),
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "system": platform.platform(),
-        **{name: _version(name) for name in required(optional=False)},
-    }
 
 
 def _version(distribution: str) -> str:
@@ -223,19 +226,6 @@ def _started(executor: str) -> str:
     return f"{text}; joined {len(joined)} machines with {devices}"
 
 
-def _caches() -> dict[str, Any]:
-    from huggingface_hub import constants
-
-    from ...workers.models.packaged import cache_folder
-
-    own, offline = cache_folder(), " (offline)" if constants.HF_HUB_OFFLINE else ""
-    return {
-        "penstock": f"{own} ({room(own)})",
-        "converted models": sorted(path.name for path in own.glob("models/*")),
-        "hub": f"{constants.HF_HUB_CACHE}, from {constants.ENDPOINT}{offline}",
-    }
-
-
 _SMI_S = 20.0  # how long `nvidia-smi` may take; a second on an idle machine
 
 # Ray's object store is this share of the machine's memory, and at most so many bytes.
@@ -243,7 +233,7 @@ _STORE_SHARE, _STORE_MOST = 0.3, 200e9
 _FEW_FILES = 8192  # with fewer, runs of many processes can fail: Ray needs hundreds for each
 
 
-def machine_report() -> dict[str, Any]:
+def _machine() -> dict[str, Any]:
     import torch
 
     from ..placement.machine import machine_name, num_cores
@@ -253,31 +243,35 @@ def machine_report() -> dict[str, Any]:
     driver = _smi("--query-gpu=driver_version", "--format=csv,noheader")
     if not isinstance(driver, str):
         driver = ", ".join(dict.fromkeys(line.strip() for line in driver)) or "none"
+    built, cudnn = "none: a build for CPUs", cast(Any, torch.backends.cudnn)
+    if torch.version.cuda is not None:
+        version = cudnn.version()
+        built = torch.version.cuda + (f", cuDNN {version}" if version else "")
     return {
         "processor": machine_name(),
         "cores": f"{num_cores()} of {os.cpu_count()} may be used",
-        "memory": f"{gib(memory.available)} of {gib(memory.total)} free",
+        "memory": f"{_gib(memory.available)} of {_gib(memory.total)} free",
         "shared memory": _shared_memory(memory.total, Path("/dev/shm")),
         "open files": _open_files(),
         "Ray": _ray(),
-        "CUDA of torch": _cuda_of_torch(),
+        "CUDA of torch": built,
         "NVIDIA driver": driver,
         "CUDA devices": [
-            f"{number}: {one.name}, {gib(one.total_memory)}, sm_{one.major}{one.minor}"
+            f"{number}: {one.name}, {_gib(one.total_memory)}, sm_{one.major}{one.minor}"
             for number, one in enumerate(devices)
         ],
         "CUDA links": _links(len(devices)),
     }
 
 
-def gib(num_bytes: float) -> str:
+def _gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
-def room(folder: Path) -> str:
+def _room(folder: Path) -> str:
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     usage = shutil.disk_usage(there)
-    return f"{gib(usage.free)} of {gib(usage.total)} free"
+    return f"{_gib(usage.free)} of {_gib(usage.total)} free"
 
 
 def _shared_memory(memory_bytes: int, shared: Path) -> str:
@@ -285,10 +279,10 @@ def _shared_memory(memory_bytes: int, shared: Path) -> str:
         return f"there is no {shared}: executor=ray keeps what processes exchange on the disk"
     store = min(_STORE_SHARE * memory_bytes, _STORE_MOST)
     if shutil.disk_usage(shared).total >= store:
-        return f"{room(shared)}; Ray's object store takes up to {gib(store)}"
+        return f"{_room(shared)}; Ray's object store takes up to {_gib(store)}"
     return (
-        f"{room(shared)}: too little for Ray's object store of {gib(store)}, which is on the disk "
-        "then; start the container with a larger --shm-size"
+        f"{_room(shared)}: too little for Ray's object store of {_gib(store)}, which is on the "
+        "disk then; start the container with a larger --shm-size"
     )
 
 
@@ -303,34 +297,16 @@ def _open_files() -> str:
 
 
 def _ray() -> str:
-    found = [process.pid for process in psutil.process_iter() if _is_raylet(process)]
-    if not found:
+    found: int | None = None
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended
+            if found is None and process.name() == "raylet":
+                found = process.pid
+    if found is None:
         return "none runs here; executor=ray starts one and ends it"
     if os.environ.get("RAY_ADDRESS"):
-        return f"runs here (process {found[0]}); runs join the one of RAY_ADDRESS"
-    return (
-        f"runs here (process {found[0]}); runs join it with RAY_ADDRESS=auto, else start their own"
-    )
-
-
-def _is_raylet(process: psutil.Process) -> bool:
-    try:
-        return process.name() == "raylet"
-    except psutil.Error:
-        return False  # it has ended
-
-
-# --- CUDA
-
-
-def _cuda_of_torch() -> str:
-    import torch
-
-    if torch.version.cuda is None:
-        return "none: a build for CPUs"
-    cudnn: Any = torch.backends.cudnn
-    version = cudnn.version()
-    return torch.version.cuda + (f", cuDNN {version}" if version else "")
+        return f"runs here (process {found}); runs join the one of RAY_ADDRESS"
+    return f"runs here (process {found}); runs join it with RAY_ADDRESS=auto, else start their own"
 
 
 def _smi(*words: str) -> list[str] | str:

@@ -1,4 +1,4 @@
-"""`penstock graph`, `plan` and `profile`: commands that train nothing.
+"""`penstock graph`, `plan` and `profile`: commands that train nothing, on what Hydra composed.
 
 `graph` shows the graph of an algorithm's step. `plan` says where each node of a step runs, in which
 layout, and how long it takes; it builds no model, reads no data and needs none of the devices it
@@ -11,86 +11,70 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...configs.plan_schema import ProfileConfig
+from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, InfeasibleError
-from .hydra_app import chosen, hydra_app, refuse_resume
-
-if TYPE_CHECKING:
-    from ...dataflow.graph.graph import Graph
-    from ...planner.plan.plan import Plan
-    from ...planner.report.comparison import PlanComparison
-    from ..placement.plan_request import PlanRequest
+from ...dataflow.graph.graph import Graph
+from ...dataflow.graph.streaming import streaming
+from ...dataflow.kinds import NodeKind
+from ...dataflow.render.mermaid import to_mermaid
+from ...dataflow.render.svg import to_svg
+from ...planner.plan.plan import Plan
+from ...planner.plan.simulate import simulate_plan
+from ...planner.report.comparison import PlanComparison, comparison_text
+from ...planner.report.explain import explain
+from ...planner.report.html_report import to_html
+from ...planner.report.json_report import infeasible, to_json, to_trace
+from ..inputs.compose import resolved
+from ..placement.plan_request import PlanRequest, plan_and_tables, plan_request
+from ..run_dir.files import write_text
+from .hydra_app import chosen, refuse_resume
 
 OUTPUTS = ("json", "html", "trace", "output")  # keys that name files to write
 
 _TERMINAL = "-"
 
 
-def plan_command(arguments: list[str]) -> int:
-    """Run the command; `arguments` are the words after `penstock plan`."""
-    words = [f"json={_TERMINAL}" if word == "--json" else word for word in arguments]
-    hydra_app("plan", words, _plan)
-    return 0
-
-
-def _plan(composed: dict[str, Any]) -> None:
+def make_plan(composed: dict[str, Any]) -> None:
     files = {key: output_file(key, composed.pop(key, None)) for key in OUTPUTS}
     started_s = time.monotonic()
     try:
-        request, plan, comparisons = found_plan(composed)
+        request, found, comparisons = found_plan(composed)
     except InfeasibleError as error:
-        _say_infeasible(files["json"], str(error), time.monotonic() - started_s)
+        if (file := files["json"]) is not None:
+            reason = infeasible(str(error), time.monotonic() - started_s)
+            write_output("json", file, json.dumps(reason, indent=2) + "\n")
         raise
     for note in request.notes:
         print(f"penstock: note: {note}", file=sys.stderr)
     for name, why in request.refused.items():
         print(f"penstock: note: {name} was not considered: {why}", file=sys.stderr)
-    _show(request, plan, comparisons, files)
-
-
-def found_plan(composed: dict[str, Any]) -> tuple[PlanRequest, Plan, tuple[PlanComparison, ...]]:
-    # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
-    from ..placement.plan_request import plan_and_tables, plan_request
-
-    refuse_resume(composed, "plan")
-    request = plan_request(composed, chosen("model"))
-    return request, *plan_and_tables(request)
-
-
-def _show(
-    request: PlanRequest,
-    plan: Plan,
-    comparisons: Sequence[PlanComparison],
-    files: Mapping[str, str | None],
-) -> None:
-    from ...planner.plan.simulate import simulate_plan
-    from ...planner.report.comparison import comparison_text
-    from ...planner.report.explain import explain
-    from ...planner.report.html_report import to_html
-    from ...planner.report.json_report import to_json, to_trace
-
-    graph, kept = request.graph, request.kept(plan)
-    simulation = simulate_plan(graph, plan)
+    graph, kept = request.graph, request.kept(found)
+    simulation = simulate_plan(graph, found)
     made = {
-        "json": lambda: json.dumps(to_json(graph, plan, simulation, comparisons), indent=2) + "\n",
-        "html": lambda: to_html(graph, plan, simulation, comparisons),
-        "trace": lambda: to_trace(graph, plan, simulation),
+        "json": lambda: json.dumps(to_json(graph, found, simulation, comparisons), indent=2) + "\n",
+        "html": lambda: to_html(graph, found, simulation, comparisons),
+        "trace": lambda: to_trace(graph, found, simulation),
         "output": lambda: kept.model_dump_json(indent=2, exclude_defaults=True) + "\n",
     }
     quiet = files["json"] == _TERMINAL
     if not quiet:
         tables = (comparison_text(graph, comparison) for comparison in comparisons)
-        print("\n\n".join([explain(graph, plan, simulation), *tables]))
+        print("\n\n".join([explain(graph, found, simulation), *tables]))
     for key, make in made.items():
-        file = files[key]
-        if file is not None:
+        if (file := files[key]) is not None:
             write_output(key, file, make())
             if not quiet:
                 print(f"wrote {file}")
+
+
+def found_plan(composed: dict[str, Any]) -> tuple[PlanRequest, Plan, tuple[PlanComparison, ...]]:
+    refuse_resume(composed, "plan")
+    request = plan_request(composed, chosen("model"))
+    return request, *plan_and_tables(request)
 
 
 def output_file(key: str, given: Any) -> str | None:
@@ -106,85 +90,52 @@ def output_file(key: str, given: Any) -> str | None:
 
 
 def write_output(key: str, file: str, text: str) -> None:
-    """Write a file that a key names, or to the terminal."""
     if file == _TERMINAL:
         print(text, end="")
         return
     try:
         Path(file).write_text(text)
     except OSError as error:
-        raise ConfigError(f"'{key}': '{file}' cannot be written: {error.strerror}") from error
+        raise _unwritable(key, file, error) from error
 
 
-def _say_infeasible(file: str | None, reason: str, search_time_s: float) -> None:
-    from ...planner.report.json_report import infeasible
-
-    if file is not None:
-        write_output("json", file, json.dumps(infeasible(reason, search_time_s), indent=2) + "\n")
+def _unwritable(key: str, file: str | Path, error: OSError) -> ConfigError:
+    return ConfigError(f"'{key}': '{file}' cannot be written: {error.strerror}")
 
 
-def profile_command(arguments: list[str]) -> int:
-    """Run the command; `arguments` are the words after `penstock profile`."""
-    hydra_app("profile", arguments, _profile)
-    return 0
-
-
-@contextmanager
-def _folder_of(file: Path) -> Generator[None]:
-    made = [folder for folder in file.parents if not folder.exists()]
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"'output': '{file}' cannot be written: {error.strerror}") from error
-    try:
-        yield
-    except ConfigError:
-        for folder in made:
-            folder.rmdir()
-        raise
-
-
-def _profile(composed: dict[str, Any]) -> None:
-    # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
-    from ...configs.plan_schema import ProfileConfig
-    from ...configs.validate import validated
-    from ..profile.profile import profile
-    from ..profile.show import calibration_text
-    from ..run_dir.files import write_text
+def measure(composed: dict[str, Any]) -> None:
+    from ..profile.profile import calibration_text, profile  # the others do without
 
     config = validated(ProfileConfig, composed)
     file = Path(config.output)
     if file.is_dir():
         raise ConfigError(f"'output': '{file}' is a folder; give the name of a file")
     began_s = time.monotonic()
-    with _folder_of(file):
+    made = [folder for folder in file.parents if not folder.exists()]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable("output", file, error) from error
+    try:
         calibration = profile(config)
         write_text(file, calibration.model_dump_json(indent=2) + "\n")
+    except ConfigError:
+        for folder in made:
+            folder.rmdir()
+        raise
     print(calibration_text(calibration))
     print(f"wrote {file} after {time.monotonic() - began_s:.0f} s")
 
 
-def graph_command(arguments: list[str]) -> int:
-    """Run the command; `arguments` are the words after `penstock graph`."""
-    hydra_app("graph", arguments, _graph)
-    return 0
-
-
-def _graph(composed: dict[str, Any]) -> None:
-    # Imported here: torch and all that follows it take seconds, and `--help` needs none of it.
-    from ...dataflow.graph.graph import Graph
-    from ...dataflow.render.mermaid import to_mermaid
-    from ...dataflow.render.svg import to_svg
-    from ..inputs.compose import resolved
-
+def show_graph(composed: dict[str, Any]) -> None:
     formats = {"text": _graph_text, "mermaid": to_mermaid, "svg": to_svg, "json": Graph.to_json}
     form, output = composed.pop("format"), output_file("output", composed.pop("output"))
     refuse_resume(composed, "graph")
     if not isinstance(form, str) or form not in formats:
         raise ConfigError(f"'format': expected one of {', '.join(formats)}, got {form!r}")
     run = resolved(composed)
-    graph, unlike = run.main.graph, run.config.schedule.why_not_reproducible
-    text = formats[form](graph)
+    unlike = run.config.schedule.why_not_reproducible
+    text = formats[form](run.main.graph)
     if unlike and form == "text":
         text += f"\n\nnot reproducible: {unlike}"
     if output is None:
@@ -194,12 +145,9 @@ def _graph(composed: dict[str, Any]) -> None:
     print(f"wrote {output}")
 
 
-def _graph_text(graph: Graph) -> str:
+def _graph_text(shown: Graph) -> str:
     """Describe the graph, and what of it could stream if something is sampled."""
-    from ...dataflow.graph.streaming import streaming
-    from ...dataflow.kinds import NodeKind
-
-    if not any(node.kind is NodeKind.ROLLOUT for node in graph.nodes):
-        return str(graph)
-    lines = [f"  {line}" for line in str(streaming(graph)).splitlines()]
-    return "\n".join([str(graph), "", "with schedule.streaming above 0", *lines])
+    if not any(node.kind is NodeKind.ROLLOUT for node in shown.nodes):
+        return str(shown)
+    lines = [f"  {line}" for line in str(streaming(shown)).splitlines()]
+    return "\n".join([str(shown), "", "with schedule.streaming above 0", *lines])

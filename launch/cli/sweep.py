@@ -1,39 +1,211 @@
-"""`penstock run --multirun sweep.metric=...`: runs whose values Optuna chooses, within a budget."""
+"""`penstock run --multirun sweep.metric=...`: runs whose values Optuna chooses, within a budget.
+
+A sweep is a folder of runs, one for each trial, with `sweep.json` beside them: what is looked for,
+and which values each run was given. What came out is read from the runs themselves. The next values
+follow from these alone, so a sweep that was interrupted goes on as if it had not been.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+import numpy as np
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, nearest, no_exit
-from ..run_dir.files import write_text
-from ..run_dir.run_folder import RunFolder
+from ..run_dir.files import parse_object, parsed, write_json, write_text
+from ..run_dir.run_folder import RunFolder, record_of
 from ..run_dir.stop import say, visible
-from ..runs.drawing import draw_sweep
-from ..runs.sweep import DIRECTIONS, Key, Sweep, Trial, next_values
-from ..runs.values import SUMMARIZED, value_text
-from .hydra_app import composed
-from .overrides import command_line, read_override
-from .words import chosen, print_table, whole_number
+from ..runs.comparison import charts, label_axes
+from ..runs.values import SUMMARIZED, Figures, flat_values, value_text
+from .hydra_app import command_line, composed, read_override
+from .runs import chosen, print_table, whole_number
+
+SWEEP = "sweep.json"
+
+Direction = Literal["maximize", "minimize"]
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+
+Value = str | int | float
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the configuration that is varied."""
+
+    name: str
+    choices: tuple[str, ...] = ()  # values as they are typed; empty for a number
+    low: float = 0.0
+    high: float = 0.0
+    step: float = 0.0  # from one value to the next; 0 for any number between
+    log: bool = False  # the logarithm is searched
+    whole: bool = False  # whole numbers only
+
+    def distribution(self) -> Any:
+        from optuna import distributions
+
+        if self.choices:
+            return distributions.CategoricalDistribution(self.choices)
+        if self.whole:
+            low, high, step = int(self.low), int(self.high), int(self.step)
+            return distributions.IntDistribution(low, high, step=step)
+        return distributions.FloatDistribution(
+            self.low, self.high, log=self.log, step=self.step or None
+        )
+
+    @property
+    def first(self) -> Value:
+        low = int(self.low) if self.whole else self.low
+        return self.choices[0] if self.choices else low
+
+    def values(self) -> Sequence[Value] | None:
+        if self.choices:
+            return self.choices
+        if not self.step:
+            return None
+        number = math.floor((self.high - self.low) / self.step + 1e-9) + 1
+        found = [self.low + at * self.step for at in range(number)]
+        return [int(value) for value in found] if self.whole else found
+
+
+@dataclass
+class Trial:
+    """One run of a sweep."""
+
+    values: dict[str, Value]
+    run: str = ""  # the name of its folder; "" if there is none yet
+    failed: str = ""  # why it has no objective
+    took_s: float = 0.0  # without the time of interrupted processes
+    objective: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.failed) or self.objective is not None
+
+
+@dataclass
+class Sweep:
+    """A search and its trials so far."""
+
+    metric: str  # a key of summary.json, or a metric of the steps
+    direction: Direction
+    seed: int  # of the search, not of the runs
+    fixed: tuple[str, ...]  # words of every run
+    keys: tuple[Key, ...]
+    trials: list[Trial] = field(default_factory=list[Trial])  # in the order they were begun
+
+    @property
+    def name(self) -> str:
+        """A name that is the same for the same search, whatever its budget."""
+        said = json.dumps(self._about(), sort_keys=True)
+        return f"{self.metric.replace('/', '-')}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+
+    def load(self, folder: Path) -> None:
+        """Take over the trials that the folder has; refuse those of another search."""
+
+        def read(content: bytes) -> tuple[dict[str, Any], list[Trial]]:
+            about = parse_object(content)
+            return about, [Trial(**one) for one in about.pop("trials")]
+
+        before = parsed(folder / SWEEP, read)
+        if before is None:
+            return
+        found, trials = before
+        if found != json.loads(json.dumps(self._about())):
+            raise ConfigError(
+                f"'{folder}' is a sweep of other keys, another metric or another seed\n"
+                "    give the words it was begun with, or another sweep.name"
+            )
+        self.trials = trials
+        for trial in trials:
+            if not trial.failed:
+                self.find_run(trial, folder)
+                if trial.run and (folder / trial.run / "summary.json").exists():
+                    self.note(trial, folder)
+
+    def save(self, folder: Path) -> None:
+        trials = [
+            {name: value for name, value in asdict(trial).items() if name != "objective"}
+            for trial in self.trials
+        ]
+        write_json(folder / SWEEP, {**self._about(), "trials": trials})
+
+    def note(self, trial: Trial, folder: Path) -> None:
+        record = record_of(RunFolder(folder / trial.run))
+        found = Figures((record, flat_values(record))).of(self.metric)
+        if isinstance(found, str):
+            raise ConfigError(f"'sweep.metric': '{self.metric}' is a text, {found!r:.40}")
+        if math.isfinite(found):
+            trial.objective = float(found)
+        else:
+            trial.failed = f"{self.metric} is {found}"
+
+    def ranked(self) -> list[Trial]:
+        sign = -1.0 if self.direction == "maximize" else 1.0
+        return sorted(
+            self.trials,
+            key=lambda one: math.inf if one.objective is None else sign * one.objective,
+        )
+
+    def find_run(self, trial: Trial, folder: Path) -> None:
+        """Note the run of a trial that ended before its name was saved: no other trial has it."""
+        if not trial.run:
+            known = {one.run for one in self.trials}
+            there = [path.parent.name for path in folder.glob("*/run.json")]
+            trial.run = next((name for name in there if name not in known), "")
+
+    def _about(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "trials"}
+
+
+def next_values(sweep: Sweep) -> dict[str, Value] | None:
+    """Choose values by Optuna's tree-structured Parzen estimator; None if all have been tried.
+
+    Of a search whose values can be counted, nothing is tried twice.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space = {key.name: key.distribution() for key in sweep.keys}
+    number = len(sweep.trials)
+    # Seeds of numpy's generator have 32 bits.
+    sampler = optuna.samplers.TPESampler(seed=(sweep.seed * 1_000_003 + number) % 2**32)
+    study = optuna.create_study(sampler=sampler, direction=sweep.direction)
+    states = optuna.trial.TrialState
+    for trial in sweep.trials:
+        study.add_trial(
+            optuna.trial.create_trial(
+                params=trial.values,
+                distributions=space,
+                value=trial.objective,
+                state=states.FAIL if trial.objective is None else states.COMPLETE,
+            )
+        )
+    chosen = study.ask(space).params
+    tried = [trial.values for trial in sweep.trials]
+    counted = [key.values() for key in sweep.keys]
+    if chosen not in tried or any(values is None for values in counted):
+        return chosen
+    names = [key.name for key in sweep.keys]
+    all_of_them = product(*(values or () for values in counted))
+    left = (dict(zip(names, one, strict=True)) for one in all_of_them)
+    return next((one for one in left if one not in tried), None)
+
 
 OWN = "sweep."  # how the sweep's own words begin
-
-_MULTIRUN = ("-m", "--multirun")
 _KEYS = ("metric", "direction", "trials", "minutes", "seed", "name")
 _MOST_FAILED = 3  # trials that may fail one after the other
 
-# runs a composed configuration, or goes on with the run of its key `resume`
-CarryOut = Callable[[dict[str, Any]], RunFolder]
 
-
-def sweep_command(arguments: Sequence[str], carry_out: CarryOut) -> int:
+def sweep_command(arguments: Sequence[str]) -> int:
     """Run trials until the budget is spent, and say what came out; `arguments` follow `run`."""
     try:
         import optuna  # noqa: F401  # pyright: ignore[reportUnusedImport] - whether it is there
@@ -43,7 +215,14 @@ def sweep_command(arguments: Sequence[str], carry_out: CarryOut) -> int:
             "    pip install 'penstock-rl[optuna]'"
         ) from error
     sweep, options, home = _read(arguments)
-    most, minutes = whole_number("sweep.trials", options.get("trials", "20")), _minutes(options)
+    most = whole_number("sweep.trials", options.get("trials", "20"))
+    text = options.get("minutes", "inf")
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if not minutes > 0:
+        raise ConfigError(f"'sweep.minutes': expected a number above 0, got '{text:.40}'")
     if not most:
         raise ConfigError("'sweep.trials': expected a whole number of at least 1, got '0'")
     _check_metric(sweep)
@@ -52,13 +231,22 @@ def sweep_command(arguments: Sequence[str], carry_out: CarryOut) -> int:
         raise ConfigError(f"'sweep.name': expected a name without folders, got '{name:.80}'")
     folder = home / "sweeps" / name
     folder.mkdir(parents=True, exist_ok=True)
-    with RunFolder(folder).locked(), _said_where(sweep, folder, most):
-        sweep.load(folder)
-        say(f"the sweep is in {folder}, {len(sweep.trials)} trials begun")
-        while trial := _next_trial(sweep, most, minutes):
-            sweep.save(folder)
-            _try(sweep, trial, folder, carry_out)
-            sweep.save(folder)
+    with RunFolder(folder).locked():
+        try:
+            sweep.load(folder)
+            say(f"the sweep is in {folder}, {len(sweep.trials)} trials begun")
+            while trial := _next_trial(sweep, most, minutes):
+                sweep.save(folder)
+                _try(sweep, trial, folder)
+                sweep.save(folder)
+        except BaseException as error:
+            if sweep.trials:
+                done = sum(trial.ended for trial in sweep.trials)
+                error.add_note(
+                    f"the sweep is in {folder}, with {done} of {most} trials done; the same "
+                    "command goes on with it"
+                )
+            raise
     _report(sweep, folder)
     return 0
 
@@ -72,7 +260,7 @@ def _read(arguments: Sequence[str]) -> tuple[Sweep, dict[str, str], Path]:
     keys: list[Key] = []
     fixed: list[str] = []
     home = Path("runs")
-    for word in (*line.keys, *(word for word in line.options if word not in _MULTIRUN)):
+    for word in (*line.keys, *(one for one in line.options if one not in ("-m", "--multirun"))):
         name, equals, value = word.partition("=")
         if not equals or word.startswith("-") or name == "resume":
             raise ConfigError(f"penstock run --multirun: expected KEY=VALUE, got '{word:.80}'")
@@ -157,33 +345,6 @@ def _varied(word: str) -> Key | None:
     return Key(name, choices=tuple(override.sweep_string_iterator()))
 
 
-def _minutes(options: dict[str, str]) -> float:
-    text = options.get("minutes")
-    if text is None:
-        return math.inf
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = math.nan
-    if not minutes > 0:
-        raise ConfigError(f"'sweep.minutes': expected a number above 0, got '{text:.40}'")
-    return minutes
-
-
-@contextmanager
-def _said_where(sweep: Sweep, folder: Path, most: int) -> Generator[None]:
-    try:
-        yield
-    except BaseException as error:
-        if sweep.trials:
-            done = sum(trial.ended for trial in sweep.trials)
-            error.add_note(
-                f"the sweep is in {folder}, with {done} of {most} trials done; the same command "
-                "goes on with it"
-            )
-        raise
-
-
 def _next_trial(sweep: Sweep, most: int, minutes: float) -> Trial | None:
     left = next((trial for trial in sweep.trials if not trial.ended), None)
     if left is not None:
@@ -199,7 +360,9 @@ def _next_trial(sweep: Sweep, most: int, minutes: float) -> Trial | None:
     return sweep.trials[-1]
 
 
-def _try(sweep: Sweep, trial: Trial, folder: Path, carry_out: CarryOut) -> None:
+def _try(sweep: Sweep, trial: Trial, folder: Path) -> None:
+    from .carry_out import run_composed  # here: torch and all that follows it take seconds
+
     words = [f"{key}={_typed(value)}" for key, value in trial.values.items()]
     number = sweep.trials.index(trial) + 1
     say(f"trial {number}: {' '.join(words)}")
@@ -210,7 +373,7 @@ def _try(sweep: Sweep, trial: Trial, folder: Path, carry_out: CarryOut) -> None:
         else:
             made = composed("run", [*sweep.fixed, *words]) | {"runs": str(folder)}
         with no_exit(ConfigError):
-            trial.run = carry_out(made).path.name
+            trial.run = run_composed(made, ()).path.name
     except PenstockError as error:
         if number == 1 and isinstance(error, NOT_STARTED):
             sweep.trials.remove(trial)
@@ -250,3 +413,19 @@ def _report(sweep: Sweep, folder: Path) -> None:
     if drawn.trials:
         draw_sweep(folder / "trials.svg", drawn)
         print(visible(f"picture: {folder / 'trials.svg'}"))
+
+
+def draw_sweep(path: Path, sweep: Sweep) -> None:
+    found = np.asarray([trial.objective for trial in sweep.trials], dtype=np.float64)
+    best = (np.maximum if sweep.direction == "maximize" else np.minimum).accumulate(found)
+    numbers = np.arange(1, len(found) + 1)
+    with charts(path, 1 + len(sweep.keys)) as (first, *others):
+        first.step(numbers, best, where="post", linewidth=1.5)
+        first.xaxis.get_major_locator().set_params(integer=True)
+        first.scatter(numbers, found, s=18, zorder=3)
+        label_axes(first, "trial", sweep.metric)
+        for place, key in zip(others, sweep.keys, strict=True):
+            place.scatter([trial.values[key.name] for trial in sweep.trials], found, s=18, zorder=3)
+            label_axes(place, key.name, sweep.metric)
+            if key.log:
+                place.set_xscale("log")

@@ -28,7 +28,7 @@ from ..run_dir.run_folder import RunFolder, RunRecord, State, record_of, state_o
 from ..run_dir.run_folder import open_run as open_folder
 from ..run_dir.samples import Sample, read_samples
 from ..run_dir.step_logs import read_metrics
-from ..run_dir.trackers.tracker import RunInfo
+from ..run_dir.trackers import RunInfo
 from ..runs.values import History, Over, value_text
 from ..stages.headline import CURVE_ENDS, Headline
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 _MOST_POINTS = 400  # of a curve: more are not seen, and each change sends a picture again
-
-_EVERY_S = 1.0  # between two pictures of a run that goes on
 
 
 @dataclass(frozen=True)
@@ -81,17 +79,16 @@ class LiveCurve:
         every_s: Seconds between two pictures.
     """
 
-    def __init__(self, every_s: float = _EVERY_S) -> None:
+    def __init__(self, every_s: float = 1.0) -> None:
         self._every_s = every_s
-        self._run: RunInfo | None = None
-        self._stage = ""
+        self._run = self._stage = ""
         self._lines: list[tuple[int, Mapping[str, float]]] = []  # of what a curve may be of
         self._last: Mapping[str, float] = {}
         self._shown_s = -math.inf
         self._display: Any = None
 
     def start(self, run: RunInfo) -> str | None:
-        self._run = run
+        self._run = run.id
         return None
 
     def rewind(self, step: int, stage: str) -> None:
@@ -116,13 +113,10 @@ class LiveCurve:
         self._show()
 
     def _show(self) -> None:
-        if not self._lines or self._run is None:
+        if not self._lines:
             return
         # Imported here: only in a notebook is it there for certain.
-        from IPython.display import (  # pyright: ignore[reportMissingImports]
-            HTML,
-            display,
-        )
+        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
 
         page = HTML(self.html())
         if self._display is None:
@@ -135,7 +129,6 @@ class LiveCurve:
         """A line on the last step, and below it the curve if there is a metric to judge by."""
         step, last = self._lines[-1][0], self._last
         headline = Headline(None)
-        run = self._run.id if self._run is not None else ""
         said = f"{self._stage}: {step + 1} steps  {format_values(headline.shown(last))}"
         metric = headline.curve(last)
         if metric is None:
@@ -145,7 +138,7 @@ class LiveCurve:
             for number, line in self._lines
             if math.isfinite(line.get(metric.name, math.nan))
         ]
-        curve = Curve(f"{run}, {self._stage}", metric.label, points)
+        curve = Curve(f"{self._run}, {self._stage}", metric.label, points)
         return f"<p>{escape(said)}</p>{curve}"
 
 
@@ -210,8 +203,7 @@ class RunHandle:
         Raises:
             ConfigError: If the run has no such stage.
         """
-        stages = self.folder / "stages"
-        known = sorted(path.name for path in stages.iterdir()) if stages.is_dir() else []
+        known = self._files.stage_names
         if name not in known:
             raise ConfigError(
                 f"run '{self.id}' has no stage {name!r}{nearest(str(name), known)}\n"
@@ -249,7 +241,9 @@ class RunHandle:
         from pandas import DataFrame
 
         found = read_samples(self.folder, None if step is None else [step])
-        return DataFrame([_row(sample) for sample in found])
+        names = [name for name in Sample.__dataclass_fields__ if name != "parts"]
+        rows = [{name: getattr(one, name) for name in names} | {**one.parts} for one in found]
+        return DataFrame(rows)
 
     def curve(self, metric: str = "", over: Over = "steps") -> Curve:
         """A metric as a picture.
@@ -305,13 +299,6 @@ class RunHandle:
         curve = str(self._curve(history)) if history.metrics else ""
         head = f"<p><b>{escape(self.id)}</b>: {escape(self.state)}</p>"
         return f"<div>{head}<table>{rows}</table>{curve}</div>"
-
-
-def _row(sample: Sample) -> dict[str, Any]:
-    """The fields of a sample, and beside them what nodes said of it."""
-    fields = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
-    parts: Mapping[str, float] = fields.pop("parts")
-    return {**fields, **parts}
 
 
 def open_run(folder: str | os.PathLike[str]) -> RunHandle:

@@ -5,6 +5,10 @@ same time: peaks, copies, links, and real calls of our engine at several widths.
 constants of the model of time are found. It takes two to three minutes; a machine that does other
 work meanwhile is measured with what is left of it.
 
+Ranks of this machine meet in a folder. On a cluster they are processes of an executor: each device
+is set aside and has a process, as in a run, and they meet at an address, so machines need share no
+folder. What goes wrong on one machine ends all of them.
+
 The cost of a call besides its work is measured with a step whose nodes do nothing: each hands a
 column on to the next, so a step takes as long as its calls cost.
 """
@@ -12,33 +16,135 @@ column on to the next, so a step takes as long as its calls cost.
 from __future__ import annotations
 
 import datetime
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from ...algorithms.roles.language_tables import Prompts, PromptTokenIds
-from ...configs.references import option_file
-from ...dataflow.errors import ConfigError
+from ...configs.plan_schema import ProfileConfig
+from ...configs.references import option_file, options_of
+from ...dataflow.errors import ConfigError, PenstockError, WorkerError
 from ...dataflow.graph.tracer import build, op
 from ...dataflow.runtime.engine import Engine
 from ...dataflow.runtime.executor import Executor
-from ...dataflow.runtime.placement import one_group
-from ...planner.cost.calibration import CPU_DEFAULTS, GPU_DEFAULTS, Constants
+from ...dataflow.runtime.placement import ClusterNode, DeviceGroup, one_group
+from ...dataflow.runtime.worker_protocol import CLOSE_S
+from ...planner.cost.calibration import (
+    CPU_DEFAULTS,
+    GPU_DEFAULTS,
+    Calibration,
+    Constants,
+    DtypeConstants,
+    MeasuredCall,
+)
+from ...planner.cost.calibration_fit import fit_constants
+from ...planner.formatting import aligned, bytes_text, percent_text, seconds_text
 from ...planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
-from ..placement.machine import ALIKE
-from .links import LinkTimes, link_constants, link_of
-from .rank import RankResult
+from ...workers.engines.registry import DEFAULT
+from ...workers.executors.assignment import Machine
+from ...workers.executors.executor_kind import ExecutorKind
+from ...workers.executors.process_backend import (
+    BackendError,
+    CallFailed,
+    Process,
+    ProcessBackend,
+    Ref,
+)
+from ...workers.executors.registry import DEFAULT_EXECUTOR, EXECUTORS
+from ...workers.weight_sync.registry import DEFAULT_TRANSPORT
+from ..inputs.run import executor_kind
+from ..placement.machine import (
+    ALIKE,
+    default_ranks,
+    has_fast_bfloat16,
+    labels_of,
+    most_ranks,
+    option_of,
+    threads_of,
+)
+from .rank import (
+    LinkTimes,
+    ProfileCall,
+    ProfileRank,
+    RankRequest,
+    RankResult,
+    answer_file,
+    calls_of_width,
+    link_constants,
+    link_of,
+)
 
-if TYPE_CHECKING:
-    from ...configs.plan_schema import ProfileConfig
-    from ...planner.cost.calibration import Calibration, DtypeConstants, MeasuredCall
-    from ...workers.executors.assignment import Machine
-    from ...workers.executors.executor_kind import ExecutorKind
-    from .calls import ProfileCall
+_WIDTHS = {"cpu": (64, 128, 256, 512), "cuda": (512, 1024, 2048, 4096)}
+
+
+def profile(config: ProfileConfig) -> Calibration:
+    """Measure the cluster that the executor has joined, or else this machine."""
+    kind = executor_kind(config.dispatch, "dispatch")  # refused before anything is measured
+    widths = sorted(set(config.widths or _WIDTHS[config.device]))
+    dtypes = ["bfloat16"]
+    if config.device == "cpu":
+        dtypes = ["float32", *(dtypes if has_fast_bfloat16(config.device) else ())]
+    dtypes = list(dict.fromkeys(config.dtypes or dtypes))
+    calls = [c for d in dtypes for w in widths for c in calls_of_width(w, config.rows, d)]
+    notes: list[str] = []
+    machines = kind.machines() if kind.is_installed else ()
+    if machines:
+        nodes, threads = _on_cluster(config, kind, machines, calls)
+    else:
+        nodes, threads = _on_this_machine(config, calls)
+    kinds = alike(nodes)
+    cluster, constants = measured_cluster(
+        "joined cluster" if machines else "this machine", config.device, kinds, notes
+    )
+    if not kind.is_installed:
+        notes.append(
+            f"calls: measured in one process, because the package {kind.package} is missing"
+        )
+        kind = EXECUTORS[DEFAULT_EXECUTOR]
+    try:
+        call_s = call_seconds(kind.make(threads, DEFAULT_TRANSPORT))
+    finally:
+        kind.end()
+    date = datetime.date.today().isoformat()
+    machine = f"{machine_text(kinds)}, {threads} thread(s) each"
+    constants = constants.replaced(call_s=call_s, source=f"penstock profile, {machine}, {date}")
+    ranks = [rank for node in kinds[0] for rank in node.ranks]
+    seconds = [max(rank.calls_s[i] for rank in ranks) for i in range(len(calls))]
+    found: dict[str, DtypeConstants] = {}
+    measured: list[MeasuredCall] = []
+    for dtype in dtypes:
+        own = [(c, s) for c, s in zip(calls, seconds, strict=True) if c.dtype == dtype]
+        fit = fit_constants([c.timed(s) for c, s in own], cluster, constants, DEFAULT.planned)
+        found[dtype] = fit.found
+        measured += [
+            MeasuredCall(
+                name=c.name, width=c.width, dtype=dtype, measured_s=s, predicted_s=expected
+            )
+            for (c, s), expected in zip(own, fit.predicted_s, strict=True)
+        ]
+    return Calibration(
+        cluster=cluster,
+        constants=found[dtypes[0]].constants,
+        dtypes=found,
+        num_threads=threads,
+        executor=kind.name,
+        machine=machine,
+        date=date,
+        notes=tuple(notes),
+        calls=tuple(measured),
+    )
+
+
+# --- what the measurements say of the cluster
 
 
 @dataclass(frozen=True)
@@ -62,7 +168,6 @@ class MeasuredNode:
 
 
 def alike(nodes: Sequence[MeasuredNode]) -> list[list[MeasuredNode]]:
-    """Return the nodes, grouped with those that are like them."""
     kinds: list[list[MeasuredNode]] = []
     for node in nodes:
         same = next((kind for kind in kinds if kind[0].is_like(node)), None)
@@ -92,9 +197,9 @@ def measured_cluster(
     between nodes if they have one device each.
     """
     constants = CPU_DEFAULTS if device == "cpu" else GPU_DEFAULTS
-    ranks = [rank for kind in kinds for node in kind for rank in node.ranks]
-    between = _slowest([rank.between for rank in ranks])
-    decisive = _slowest([rank.within for rank in ranks]) or between
+    ranks_of = [[rank for node in kind for rank in node.ranks] for kind in kinds]
+    between = _slowest([rank.between for ranks in ranks_of for rank in ranks])
+    decisive = _slowest([rank.within for ranks in ranks_of for rank in ranks]) or between
     preset = LinkSpec.model_validate(
         option_file("cluster", "cpu" if device == "cpu" else "h100")["within"]
     )
@@ -103,41 +208,33 @@ def measured_cluster(
         link = preset
     else:
         link, constants = link_constants(decisive, constants)
-    groups = tuple(_group(device, kind, preset, decisive, link, constants) for kind in kinds)
+    groups: list[NodeGroup] = []
+    for kind, ranks in zip(kinds, ranks_of, strict=True):
+        own = _slowest([rank.within for rank in ranks])
+        within = preset
+        if own is not None:
+            within = link if own is decisive else link_of(own, constants)
+        groups.append(
+            NodeGroup(
+                num_nodes=len(kind),
+                devices_per_node=len(kind[0].ranks),
+                device=_device(device, kind[0].device_name, ranks),
+                within=within,
+                labels=kind[0].labels,
+            )
+        )
     if len(kinds) > 1:
         notes.append(
             f"calls: of the {groups[0].device.name} of the first kind of node; devices of other "
             "kinds are taken to reach the same shares of their peaks"
         )
     network = link if between is None or between is decisive else link_of(between, constants)
-    return ClusterSpec(name=name, node_groups=groups, between=network), constants
+    return ClusterSpec(name=name, node_groups=tuple(groups), between=network), constants
 
 
 def _slowest(times: Sequence[LinkTimes | None]) -> LinkTimes | None:
     found = [one for one in times if one is not None]
     return max(found, key=lambda one: one.long_sum_s, default=None)
-
-
-def _group(
-    device: str,
-    kind: Sequence[MeasuredNode],
-    preset: LinkSpec,
-    decisive: LinkTimes | None,
-    link: LinkSpec,
-    constants: Constants,
-) -> NodeGroup:
-    ranks = [rank for node in kind for rank in node.ranks]
-    own = _slowest([rank.within for rank in ranks])
-    within = link if own is not None and own is decisive else preset
-    if own is not None and own is not decisive:
-        within = link_of(own, constants)
-    return NodeGroup(
-        num_nodes=len(kind),
-        devices_per_node=len(kind[0].ranks),
-        device=_device(device, kind[0].device_name, ranks),
-        within=within,
-        labels=kind[0].labels,
-    )
 
 
 def _device(device: str, name: str, ranks: Sequence[RankResult]) -> DeviceSpec:
@@ -153,119 +250,138 @@ def _device(device: str, name: str, ranks: Sequence[RankResult]) -> DeviceSpec:
     )
 
 
-_WIDTHS = {"cpu": (64, 128, 256, 512), "cuda": (512, 1024, 2048, 4096)}
-
-
-def profile(config: ProfileConfig) -> Calibration:
-    """Measure the cluster that the executor has joined, or else this machine."""
-    from ...planner.cost.calibration import Calibration
-    from ..inputs.run import executor_kind
-    from .calls import calls_of_width
-
-    kind = executor_kind(config.dispatch, "dispatch")  # refused before anything is measured
-    widths = sorted(set(config.widths or _WIDTHS[config.device]))
-    dtypes = list(dict.fromkeys(config.dtypes or _dtypes(config.device)))
-    calls = [c for d in dtypes for w in widths for c in calls_of_width(w, config.rows, d)]
-    notes: list[str] = []
-    machines = kind.machines() if kind.is_installed else ()
-    if machines:
-        nodes, threads = _on_cluster(config, kind, machines, calls)
-    else:
-        nodes, threads = _on_this_machine(config, calls)
-    kinds = alike(nodes)
-    cluster, constants = measured_cluster(
-        "joined cluster" if machines else "this machine", config.device, kinds, notes
-    )
-    executor, call_s = _call_seconds(kind, threads, notes)
-    date = datetime.date.today().isoformat()
-    machine = f"{machine_text(kinds)}, {threads} thread(s) each"
-    constants = constants.replaced(call_s=call_s, source=f"penstock profile, {machine}, {date}")
-    ranks = [rank for node in kinds[0] for rank in node.ranks]
-    seconds = [max(rank.calls_s[i] for rank in ranks) for i in range(len(calls))]
-    found, measured = _fitted(calls, seconds, cluster, constants)
-    return Calibration(
-        cluster=cluster,
-        constants=found[dtypes[0]].constants,
-        dtypes=found,
-        num_threads=threads,
-        executor=executor,
-        machine=machine,
-        date=date,
-        notes=tuple(notes),
-        calls=tuple(measured),
-    )
-
-
-def _fitted(
-    calls: Sequence[ProfileCall], seconds: Sequence[float], cluster: ClusterSpec, start: Constants
-) -> tuple[dict[str, DtypeConstants], list[MeasuredCall]]:
-    from ...planner.cost.calibration import MeasuredCall
-    from ...planner.cost.calibration_fit import fit_constants
-    from ...workers.engines.registry import DEFAULT
-
-    found: dict[str, DtypeConstants] = {}
-    measured: list[MeasuredCall] = []
-    for dtype in dict.fromkeys(call.dtype for call in calls):
-        own = [(c, s) for c, s in zip(calls, seconds, strict=True) if c.dtype == dtype]
-        fit = fit_constants([c.timed(s) for c, s in own], cluster, start, DEFAULT.planned)
-        found[dtype] = fit.found
-        measured += [
-            MeasuredCall(
-                name=call.name, width=call.width, dtype=dtype, measured_s=s, predicted_s=expected
-            )
-            for (call, s), expected in zip(own, fit.predicted_s, strict=True)
-        ]
-    return found, measured
-
-
-def _dtypes(device: str) -> list[str]:
-    from ..placement.machine import has_fast_bfloat16
-
-    if device == "cuda":
-        return ["bfloat16"]
-    return ["float32", "bfloat16"] if has_fast_bfloat16(device) else ["float32"]
-
-
 # --- ranks
+
+
+def _request(
+    config: ProfileConfig,
+    calls: Sequence[ProfileCall],
+    rank: int,
+    nodes: tuple[int, ...],
+    device: int,
+    threads: int,
+) -> RankRequest:
+    return RankRequest(
+        rank=rank,
+        nodes=nodes,
+        device=f"cuda:{device}" if config.device == "cuda" else "cpu",
+        num_threads=threads,
+        calls=tuple(calls),
+        seconds=config.seconds,
+        deadline_s=config.deadline_s,
+    )
+
+
+def _too_late(rank: int, deadline_s: float) -> WorkerError:
+    return WorkerError(
+        f"rank {rank} of the profile did not end within {deadline_s:g} s; "
+        "give it longer: deadline_s=..."
+    )
 
 
 def _on_this_machine(
     config: ProfileConfig, calls: Sequence[ProfileCall]
 ) -> tuple[list[MeasuredNode], int]:
-    from ..placement.machine import default_ranks, threads_of
-    from .rank import RankRequest
-    from .ranks import local_ranks
-
     num_ranks = config.num_ranks or default_ranks(config.device)
-    _check_device(config.device, num_ranks)
-    threads = config.num_threads or threads_of(num_ranks)
-    requests = [
-        RankRequest(
-            rank=rank,
-            nodes=(0,) * num_ranks,
-            device=f"cuda:{rank}" if config.device == "cuda" else "cpu",
-            num_threads=threads,
-            calls=tuple(calls),
-            seconds=config.seconds,
-            deadline_s=config.deadline_s,
-        )
-        for rank in range(num_ranks)
-    ]
-    return [MeasuredNode(local_ranks(requests))], threads
-
-
-def _check_device(device: str, num_ranks: int) -> None:
-    if device == "cpu":
-        return
-    import torch
-
-    there = torch.cuda.device_count()
+    there = torch.cuda.device_count() if config.device == "cuda" else num_ranks
     if not there:
         raise ConfigError(
             "'device' is 'cuda', but torch finds no CUDA device here\n    set device=cpu"
         )
     if num_ranks > there:
         raise ConfigError(f"'num_ranks' is {num_ranks}, but there are {there} CUDA devices")
+    threads, nodes = config.num_threads or threads_of(num_ranks), (0,) * num_ranks
+    requests = [_request(config, calls, r, nodes, r, threads) for r in range(num_ranks)]
+    with tempfile.TemporaryDirectory(prefix="penstock-profile-") as name:
+        _run(requests, name)
+        answers = [answer_file(Path(name), rank).read_text() for rank in range(num_ranks)]
+    return [MeasuredNode([*map(RankResult.model_validate_json, answers)])], threads
+
+
+def _run(requests: Sequence[RankRequest], folder: str) -> None:
+    deadline_s = requests[0].deadline_s
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "penstock.launch.profile.rank", folder],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(request.num_threads)},
+        )
+        for request in requests
+    ]
+    try:
+        for process, request in zip(processes, requests, strict=True):
+            assert process.stdin is not None
+            process.stdin.write(request.model_dump_json())
+            process.stdin.close()
+            process.stdin = None
+        until_s = time.monotonic() + deadline_s
+        for rank, process in enumerate(processes):
+            try:
+                _, said = process.communicate(timeout=max(0.1, until_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise _too_late(rank, deadline_s) from None
+            if process.returncode:
+                last = said.strip().rpartition("\n")[2]
+                message = f"rank {rank} of the profile failed: {last}"
+                raise WorkerError(message) from RuntimeError(said)  # which --debug shows
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        for rank, process in enumerate(processes):
+            _reap(rank, process)
+
+
+def _reap(rank: int, process: subprocess.Popen[str]) -> None:
+    try:
+        # Not communicate: what it started may hold its pipes open for ever.
+        process.wait(CLOSE_S)
+    except subprocess.TimeoutExpired as error:
+        raise WorkerError(
+            f"rank {rank} of the profile, process {process.pid}, is still there {CLOSE_S:g} s "
+            "after it was killed"
+        ) from error
+    finally:
+        for pipe in (process.stdin, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+@dataclass(frozen=True)
+class Seats:
+    """The ranks of one machine."""
+
+    num_ranks: int
+    num_threads: int  # torch threads of each, if the cores are shared out evenly
+    device_name: str  # what an option of `cluster=` calls its GPUs; "" if none does
+    labels: Mapping[str, str]  # what names its GPUs
+
+
+def seats_on(machines: Sequence[Machine], device: str, num_ranks: int | None) -> list[Seats]:
+    """The ranks of every machine that has such devices."""
+    resource = "CPU" if device == "cpu" else "GPU"
+    found: list[Seats] = []
+    for machine in machines:
+        number = int(machine.total.get(resource, 0))
+        if not number:
+            continue
+        if num_ranks is not None and num_ranks > number:
+            raise ConfigError(
+                f"'num_ranks' is {num_ranks}, but {machine.address} has {number} {resource}"
+                f"{'' if number == 1 else 's'}\n    it is the number of ranks on each machine"
+            )
+        ranks = num_ranks or (most_ranks(number) if device == "cpu" else number)
+        threads = max(1, int(machine.total.get("CPU", 0)) // ranks)
+        name = option_of(machine, options_of("cluster")) or ""
+        found.append(Seats(ranks, threads, name, labels_of(machine)))
+    if not found:
+        raise ConfigError(
+            f"'device' is '{device}', but none of the {len(machines)} nodes of the cluster that "
+            f"was joined has a {resource}\n    set device={'cuda' if device == 'cpu' else 'cpu'}"
+        )
+    return found
 
 
 def _on_cluster(
@@ -274,53 +390,82 @@ def _on_cluster(
     machines: Sequence[Machine],
     calls: Sequence[ProfileCall],
 ) -> tuple[list[MeasuredNode], int]:
-    from .rank import RankRequest
-    from .ranks import joined_ranks, seats_on
-
     try:
         seats = seats_on(machines, config.device, config.num_ranks)
         threads = config.num_threads or min(seat.num_threads for seat in seats)
         nodes = tuple(number for number, seat in enumerate(seats) for _ in range(seat.num_ranks))
-        requests = [
-            RankRequest(
-                rank=rank,
-                nodes=nodes,
-                device="cuda:0" if config.device == "cuda" else "cpu",  # each process sees its own
-                num_threads=threads,
-                calls=tuple(calls),
-                seconds=config.seconds,
-                deadline_s=config.deadline_s,
-            )
-            for rank in range(len(nodes))
-        ]
+        # Each process sees its own device alone.
+        requests = [_request(config, calls, r, nodes, 0, threads) for r in range(len(nodes))]
         found = joined_ranks(kind, requests, [seat.labels for seat in seats])
     except BaseException:
         kind.end()
         raise
-    return [
-        MeasuredNode(
-            [rank for rank, own in zip(found, nodes, strict=True) if own == number],
-            seat.device_name,
-            seat.labels,
+    measured: list[MeasuredNode] = []
+    for number, seat in enumerate(seats):
+        own = [rank for rank, node in zip(found, nodes, strict=True) if node == number]
+        measured.append(MeasuredNode(own, seat.device_name, seat.labels))
+    return measured, threads
+
+
+def joined_ranks(
+    kind: ExecutorKind, requests: Sequence[RankRequest], labels: Sequence[Mapping[str, str]]
+) -> list[RankResult]:
+    backend = kind.connect()
+    if backend is None:
+        raise ConfigError(
+            f"'dispatch' is '{kind.name}', whose ExecutorKind.connect gives no ProcessBackend\n"
+            "    measure with an executor that has one, or this machine alone: dispatch=in_process"
         )
-        for number, seat in enumerate(seats)
-    ], threads
-
-
-def _call_seconds(kind: ExecutorKind, threads: int, notes: list[str]) -> tuple[str, float]:
-    from ...workers.executors.registry import DEFAULT_EXECUTOR, EXECUTORS
-    from ...workers.weight_sync.registry import DEFAULT_TRANSPORT
-
-    if not kind.is_installed:
-        notes.append(
-            f"calls: measured in one process, because the package {kind.package} is missing"
-        )
-        kind = EXECUTORS[DEFAULT_EXECUTOR]
+    first = requests[0]
+    nodes = tuple(ClusterNode(number, labels[number]) for number in first.nodes)
+    all_devices = tuple(range(len(requests)))
+    group = DeviceGroup("profile", len(requests), first.kind, devices=all_devices, nodes=nodes)
+    devices = backend.reserve([group], first.deadline_s, {group.name})
+    until_s = time.monotonic() + first.deadline_s
+    ranks: list[Process] = []
     try:
-        return kind.name, call_seconds(kind.make(threads, DEFAULT_TRANSPORT))
+        for number, request in enumerate(requests):
+            ranks.append(backend.spawn(ProfileRank, (request,), group, number, devices))
+        said = _all(backend, ranks, "listen", (), until_s, first.deadline_s)
+        return _all(backend, ranks, "measure", (said[0],), until_s, first.deadline_s)
     finally:
-        kind.end()
+        for rank in ranks:
+            backend.kill(rank)
+        devices.release(group.name)
 
+
+def _all(
+    backend: ProcessBackend,
+    ranks: Sequence[Process],
+    method: str,
+    arguments: tuple[Any, ...],
+    until_s: float,
+    deadline_s: float,
+) -> list[Any]:
+    calls: dict[Ref, int] = {}
+    for number, rank in enumerate(ranks):
+        (call,) = backend.call(rank, method, arguments)
+        calls[call] = number
+    found: dict[int, Any] = {}
+    while calls:
+        left_s = max(0.1, until_s - time.monotonic())
+        ready = backend.watch(list(calls), left_s)
+        if not ready:
+            raise _too_late(min(calls.values()), deadline_s)
+        for call in ready:
+            number = calls.pop(call)
+            try:
+                (found[number],) = backend.get([call], left_s)
+            except BackendError as error:
+                if isinstance(error, CallFailed) and isinstance(error.cause, PenstockError):
+                    raise error.cause from error
+                last = str(error).strip().rpartition("\n")[2]
+                message = f"rank {number} of the profile failed: {last}"
+                raise WorkerError(message) from error
+    return [found[number] for number in range(len(ranks))]
+
+
+# --- the cost of a call
 
 _CALLS = 8
 _ROWS, _TOKENS = 64, 64
@@ -333,7 +478,6 @@ def hand_on(prompt: PromptTokenIds) -> PromptTokenIds:
 
 
 def relay_step(prompts: Prompts) -> PromptTokenIds:
-    """Hand the prompts on from node to node."""
     column = prompts.prompt
     for _ in range(_CALLS):
         column = hand_on(column)
@@ -356,3 +500,94 @@ def call_seconds(executor: Executor, num_steps: int = 20) -> float:
             ends_s.append(time.perf_counter())
     taken = [end - begin for begin, end in zip(ends_s, ends_s[1:], strict=False)]
     return statistics.median(taken[_WARM_UP - 1 :]) / _CALLS
+
+
+# --- a calibration as text
+
+_MOST_ERROR = 0.2  # mean error over the calls above which a measurement should be repeated
+
+
+def calibration_text(calibration: Calibration) -> str:
+    common = calibration.constants
+    calls = [["dtype", "width", "call", "measured", "predicted", "error"]]
+    for call in calibration.calls:
+        times = seconds_text(call.measured_s), seconds_text(call.predicted_s)
+        calls.append([call.dtype, str(call.width), call.name, *times, f"{call.error:+.0%}"])
+    tables = [
+        aligned([*_device_rows(calibration.cluster)]),
+        aligned(_constant_rows(calibration)),
+        aligned(
+            [
+                ["network efficiency", percent_text(common.network_efficiency)],
+                ["software's share of a hop", seconds_text(common.hop_s)],
+                [f"a call ({calibration.executor.replace('_', ' ')})", seconds_text(common.call_s)],
+            ]
+        ),
+        aligned(calls, (1, 3, 4, 5)),
+    ]
+    parts = [
+        calibration.machine,
+        *map("\n".join, tables),
+        f"mean error over the calls: {percent_text(calibration.error)}",
+        *(f"note: {note}" for note in calibration.notes),
+    ]
+    if calibration.error > _MOST_ERROR:
+        parts.append(
+            "warning: the calls are predicted with a mean error above "
+            f"{percent_text(_MOST_ERROR)}, so plans will be as far off; the machine may have been "
+            "busy: measure again while it does nothing else"
+        )
+    return "\n\n".join(parts)
+
+
+def _device_rows(cluster: ClusterSpec) -> Iterator[list[str]]:
+    several = sum(node.num_nodes for node in cluster.node_groups) > 1
+    for node in cluster.node_groups:
+        device = node.device
+        if several:
+            yield ["nodes", str(node.num_nodes)]
+        yield ["devices", str(node.num_devices)]
+        yield ["memory of each", bytes_text(device.memory_bytes)]
+        yield ["held before any model", bytes_text(device.reserved_bytes)]
+        for name, rate in device.flops_per_s.items():
+            yield [f"{name} products", _rate(rate, "FLOP")]
+        yield ["memory bandwidth", _rate(device.memory_bytes_per_s, "B")]
+        yield ["to host memory", _rate(device.host_bytes_per_s, "B")]
+        yield from _link_rows("link", node.within)
+    if several:
+        yield from _link_rows("link between nodes", cluster.between)
+
+
+def _link_rows(name: str, link: LinkSpec) -> Iterator[list[str]]:
+    yield [name, _rate(link.bytes_per_s, "B")]
+    yield [f"latency of the {name}", seconds_text(link.latency_s)]
+
+
+def _constant_rows(calibration: Calibration) -> list[list[str]]:
+    columns: list[dict[str, str]] = []
+    for dtype, models in calibration.dtypes.items():
+        by_width = models.matmul_efficiency.items()
+        found = models.constants
+        attention = found.attention_efficiency or found.matmul_efficiency
+        columns.append(
+            {
+                "": dtype,
+                "matmul efficiency by width": ", ".join(f"{s:.0%} at {w}" for w, s in by_width),
+                "attention efficiency": percent_text(attention),
+                "memory efficiency": percent_text(found.memory_efficiency),
+                "of what products read": percent_text(
+                    found.read_efficiency or found.memory_efficiency
+                ),
+                "launches of a layer": seconds_text(found.launch_s),
+                "a backward pass": f"{found.backward:.2g} forward passes",
+                "an optimizer step besides": seconds_text(found.update_s),
+            }
+        )
+    return [[name, *(column[name] for column in columns)] for name in columns[0]]
+
+
+def _rate(rate: float, unit: str) -> str:
+    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if rate >= factor:
+            return f"{rate / factor:.3g} {prefix}{unit}/s"
+    return f"{rate:.3g} {unit}/s"

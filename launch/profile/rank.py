@@ -1,9 +1,19 @@
-"""One rank of `penstock profile`, whoever has started its process.
+"""One rank of `penstock profile`, whoever has started its process: calls, links and peaks.
 
 All ranks measure the same things at the same times, so each finds what it gets of the machine while
 the others work too: that is what a device of the plan will be. On this machine a rank is a process
 of its own (`python -m penstock.launch.profile.rank FOLDER < request.json`), which writes what it
 found to a file; on a cluster it is the object in a process of an executor's backend.
+
+A policy generates, evaluates and trains, at several widths. Every call is described once: as a
+`Call`, the model of time predicts it; as work for a policy, a rank carries it out. Prompts differ
+from row to row, because equal ones would be computed once, and no response ends early, because the
+token that would end it does not exist.
+
+Links are measured twice: among the ranks of each node, and among the first ranks of all nodes, the
+second ones, and so on. Neighbors (0 and 1, 2 and 3, ...) send to each other all at once, because a
+link's figure is what one device gets while all of them use it. From a short and a long message
+follow latency and bandwidth, from a short and a long sum what collectives reach of them.
 """
 
 from __future__ import annotations
@@ -12,29 +22,287 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 
+from ...algorithms.losses.tokens import ClippedPolicyLoss
+from ...algorithms.roles.language_tables import PolicyBatch, Sampling
+from ...dataflow.runtime.call_context import call_scope
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ...planner.cost.calibration import Constants
+from ...planner.cost.calibration_fit import Timed
+from ...planner.inputs.calls import Call, CallKind
+from ...planner.inputs.cluster import LinkSpec
+from ...planner.inputs.model_shape import shape_of
+from ...planner.inputs.workload import Lengths
+from ...workers.engines.registry import DEFAULT
+from ...workers.engines.roles import PolicyWorker
 from ...workers.executors.process_backend import ProcessHome
 from ...workers.executors.process_setup import Address, Store, meet
+from ...workers.models.spec import ModelSpec
+from ...workers.training.optimizer import OptimizerSpec
 from ..placement.machine import machine_name
-from .calls import ProfileCall, make_policy
-from .links import LinkTimes, across_nodes, link_times, within_nodes
+
+MICRO_BATCH_TOKENS = 4096  # tokens that a worker computes at once, unless its options say otherwise
+
+_LAYERS = 4
+_PROMPT = 16
+_RESPONSE = 48  # tokens of a row; `_LONG` times as many in a call for attention
+_LONG = 3
+# of the vocabulary: the head is as large a share of these models as of small language models
+_WORDS = 4096
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class ProfileCall(BaseModel):
+    """One call of a policy."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: CallKind  # what the policy does
+    width: AtLeastOne  # its hidden size
+    rows: AtLeastOne  # prompts, with one response each
+    dtype: str  # of its weights
+    long: bool = False  # whether its rows are long ones
+    # optimizer steps, if it trains: the rows are cut into so many minibatches
+    updates: AtLeastOne = 1
+
+    @property
+    def name(self) -> str:
+        updates = f", {self.updates} updates" if self.updates > 1 else ""
+        return f"{self.kind} {self.rows} x {sum(self._lengths)} tokens{updates}"
+
+    @property
+    def _lengths(self) -> tuple[int, int]:
+        times = _LONG if self.long else 1
+        return _PROMPT * times, _RESPONSE * times
+
+    def timed(self, measured_s: float) -> Timed:
+        prompt, response = self._lengths
+        call = Call(
+            name=f"actor.{self.kind}",
+            role="actor",
+            kind=self.kind,
+            model=shape_of(architecture(self.width), name=f"width {self.width}", dtype=self.dtype),
+            head="vocabulary",
+            trained=True,
+            num_sequences=self.rows,
+            prompt=Lengths.constant(prompt),
+            response=Lengths.constant(response),
+            updates=self.updates,
+        )
+        at_once = min(self.rows, max(1, MICRO_BATCH_TOKENS // (prompt + response)))
+        return Timed(call, at_once, measured_s)
+
+    def prepared(self, policy: PolicyWorker) -> Callable[[], None]:
+        random = torch.Generator().manual_seed(0)
+        prompt, response = self._lengths
+        tokens = torch.randint(0, _WORDS, (self.rows, prompt + response), generator=random)
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
+        mask[:, prompt:] = True
+        if self.kind == "generate":
+            return lambda: _scoped(
+                policy.generate,
+                tokens[:, :prompt],
+                torch.arange(self.rows),
+                Sampling(max_new_tokens=response),
+            )
+        if self.kind == "forward":
+            return lambda: _scoped(policy.logprob, tokens, mask)
+        batch = PolicyBatch(
+            tokens=tokens,
+            mask=mask,
+            behavior_logprob=torch.full(mask.shape, -4.0),
+            advantage=torch.randn(mask.shape, generator=random),
+        )
+        loss = ClippedPolicyLoss(report_entropy=True)
+        return lambda: _scoped(policy.train, loss, batch, num_minibatches=self.updates)
+
+
+def _scoped(method: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    with call_scope(0, 0):
+        method(*arguments, **options)
+
+
+def calls_of_width(width: int, rows: int, dtype: str) -> tuple[ProfileCall, ...]:
+    # The first fills a micro-batch nearly, as most calls of a run do. In the third the optimizer's
+    # step weighs most: it takes one for each row. In the fourth attention does.
+    few, many = max(1, rows // 4), 3 * rows
+    sizes: tuple[tuple[CallKind, int, int, bool], ...] = (
+        ("train", many, 1, False),
+        ("train", rows, rows // few, False),
+        ("train", few, few, False),
+        ("train", few, 1, True),
+        ("forward", many, 1, False),
+        ("generate", rows, 1, False),
+        ("generate", rows, 1, True),
+        ("generate", 4 * rows, 1, False),
+    )
+    return tuple(
+        ProfileCall(kind=kind, width=width, rows=number, dtype=dtype, updates=updates, long=long)
+        for kind, number, updates, long in sizes
+    )
+
+
+def architecture(width: int) -> dict[str, Any]:
+    """A Qwen2 of that width: four layers, heads of 32 or 64, a feed-forward three times as wide."""
+    heads = max(1, width // (32 if width < 256 else 64))
+    return {
+        "model_type": "qwen2",
+        "vocab_size": _WORDS,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": _LONG * (_PROMPT + _RESPONSE),
+        "tie_word_embeddings": True,
+    }
+
+
+def make_policy(width: int, dtype: str, device: str) -> PolicyWorker:
+    dtypes: Any = dtype
+    spec = DEFAULT.spec("policy")(
+        model=ModelSpec(architecture=architecture(width), dtype=dtypes),
+        end_ids=(_WORDS,),
+        optimizer=OptimizerSpec(lr=1e-6),
+        micro_batch_tokens=MICRO_BATCH_TOKENS,
+    )
+    return spec.build(WorkerContext("actor", device=device))
+
+
+_LONG_BYTES = {"cpu": 2**27, "cuda": 2**28}  # gradients of a model do not stay in a cache
+_SHORT_BYTES = 64
+_TRIPS = 20  # short messages there and back in one measurement
+
+_REPEATS = 9
+
+
+class LinkTimes(BaseModel):
+    """Seconds, medians over repeats, of the slowest rank of a part."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_ranks: int = Field(ge=2)  # that took part in the sums
+    long_bytes: int  # size of a long message or sum
+    short_message_s: float  # A few bytes, one way
+    long_message_s: float  # `long_bytes`, one way
+    short_sum_s: float  # adding up a few bytes over all ranks
+    long_sum_s: float  # adding up `long_bytes` over all ranks
+
+
+def within_nodes(nodes: Sequence[int]) -> list[list[int]]:
+    ranks = range(len(nodes))
+    return [[rank for rank in ranks if nodes[rank] == node] for node in sorted(set(nodes))]
+
+
+def across_nodes(nodes: Sequence[int]) -> list[list[int]]:
+    """The first rank of every node, then the second of every node that has one, and so on."""
+    by_node = within_nodes(nodes)
+    most = max(map(len, by_node))
+    return [[ranks[i] for ranks in by_node if i < len(ranks)] for i in range(most)]
+
+
+def link_times(
+    parts: Sequence[Sequence[int]],
+    rank: int,
+    device: str,
+    once_s: Callable[[Callable[[], object]], float],
+) -> LinkTimes | None:
+    """Measure in all parts at once; every rank of the default group must call this at that time."""
+    if all(len(part) == 1 for part in parts):
+        return None
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    # Each rank must make all groups, also those of others.
+    groups: list[Any] = [dist.new_group(list(part), backend=backend) for part in parts]
+    number = next(i for i, part in enumerate(parts) if rank in part)
+    group, part = groups[number], parts[number]
+    size = _LONG_BYTES[device.partition(":")[0]]
+    long, short = (torch.zeros(n // 4, device=device) for n in (size, _SHORT_BYTES))
+    place = part.index(rank)
+    # A last rank without a partner waits for the others.
+    partner = part[place ^ 1] if place ^ 1 < len(part) else None
+
+    def there_and_back(message: torch.Tensor, trips: int) -> None:
+        for _ in range(trips if partner is not None else 0):
+            if place % 2:
+                dist.recv(message, partner, group=group)
+                dist.send(message, partner or 0, group=group)
+            else:
+                dist.send(message, partner or 0, group=group)
+                dist.recv(message, partner, group=group)
+
+    def added_up(message: torch.Tensor) -> None:
+        if len(part) > 1:
+            dist.all_reduce(message, group=group)
+
+    def median_s(body: Callable[[], object]) -> float:
+        once_s(body)
+        return statistics.median(once_s(body) for _ in range(_REPEATS))
+
+    times = {
+        "short_message_s": median_s(lambda: there_and_back(short, _TRIPS)) / (2 * _TRIPS),
+        "long_message_s": median_s(lambda: there_and_back(long, 1)) / 2,
+        "short_sum_s": median_s(lambda: added_up(short)),
+        "long_sum_s": median_s(lambda: added_up(long)),
+    }
+    if len(part) == 1:
+        return None
+    # One without a partner has sent nothing, and must not speak for its part.
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    found = dict(zip(times, slowest.tolist(), strict=True))
+    return LinkTimes(num_ranks=len(part), long_bytes=size, **found)
+
+
+def link_constants(times: LinkTimes, start: Constants) -> tuple[LinkSpec, Constants]:
+    """The link, and what collectives make of it, such that both predict what was measured.
+
+    A sum over n ranks is 2 (n - 1) hops of 1/n of the bytes each (`collectives` in `planner/cost`).
+    Where sums are faster than messages, the link is as fast as sums show it to be.
+    """
+    latency_s = times.short_message_s
+    sent_s = max(times.long_message_s - latency_s, 1e-9)
+    sum_rate = _sum_rate(times)
+    rate = max(times.long_bytes / sent_s, sum_rate)
+    hop_s = max(times.short_sum_s / _hops(times) - latency_s, 0.0)
+    constants = start.replaced(network_efficiency=sum_rate / rate, hop_s=hop_s, stage_s=hop_s)
+    return LinkSpec(bytes_per_s=rate, latency_s=latency_s), constants
+
+
+def link_of(times: LinkTimes, constants: Constants) -> LinkSpec:
+    """Another link, such that the constants of the first predict the sums that it was measured by.
+
+    There is one share of bandwidth that is reached, and one software's part of a hop, for all links
+    of a cluster.
+    """
+    latency_s = max(times.short_sum_s / _hops(times) - constants.hop_s, 0.0)
+    rate = _sum_rate(times) / constants.network_efficiency
+    return LinkSpec(bytes_per_s=rate, latency_s=latency_s)
+
+
+def _hops(times: LinkTimes) -> int:
+    return 2 * (times.num_ranks - 1)
+
+
+def _sum_rate(times: LinkTimes) -> float:
+    summed_s = max(times.long_sum_s - times.short_sum_s, 1e-9)
+    return _hops(times) / times.num_ranks * times.long_bytes / summed_s
+
 
 _FEWEST, _MOST = 2, 25  # repeats of anything
 
 _MATRIX = {"cpu": 1024, "cuda": 8192}
 _COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 _DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
-
-AtLeastOne = Annotated[int, Field(ge=1)]
 
 
 class RankRequest(BaseModel):
@@ -147,16 +415,22 @@ def measured(request: RankRequest, store: Store) -> RankResult:
             timeout=timedelta(seconds=request.deadline_s),
         )
     together = Together(request.num_ranks, device, request.seconds)
-    memory, reserved = _memory(request.nodes.count(request.nodes[request.rank]), cuda)
-    copy = _copy_s(together, device)
+    if cuda:
+        free, memory = torch.cuda.mem_get_info()
+        reserved = memory - free
+    else:
+        sharing = request.nodes.count(request.nodes[request.rank])
+        memory = psutil.virtual_memory().total // sharing
+        reserved = psutil.Process().memory_info().rss
     size = _COPY_BYTES[request.kind]
+    copy_s = _copy_s(together, device)
     result = RankResult(
         device_name=machine_name(request.kind),
         memory_bytes=memory,
         reserved_bytes=reserved,
         flops_per_s={name: _flops(together, device, name) for name in _DTYPES[request.kind]},
-        memory_bytes_per_s=2 * size / copy,
-        host_bytes_per_s=size / (_host_s(together, device) if cuda else copy),
+        memory_bytes_per_s=2 * size / copy_s,
+        host_bytes_per_s=size / (_copy_s(together, device, from_host=True) if cuda else copy_s),
         within=link_times(within_nodes(request.nodes), request.rank, device, together.once_s),
         between=link_times(across_nodes(request.nodes), request.rank, device, together.once_s),
         calls_s=_calls_s(request, device, together),
@@ -165,13 +439,6 @@ def measured(request: RankRequest, store: Store) -> RankResult:
         dist.barrier()
         dist.destroy_process_group()
     return result
-
-
-def _memory(sharing: int, cuda: bool) -> tuple[int, int]:
-    if cuda:
-        free, total = torch.cuda.mem_get_info()
-        return total, total - free
-    return psutil.virtual_memory().total // sharing, psutil.Process().memory_info().rss
 
 
 def _flops(together: Together, device: str, dtype: str) -> float:
@@ -183,17 +450,11 @@ def _flops(together: Together, device: str, dtype: str) -> float:
     return 2 * size**3 / together.median_s(lambda: torch.mm(left, right, out=out))
 
 
-def _copy_s(together: Together, device: str) -> float:
+def _copy_s(together: Together, device: str, *, from_host: bool = False) -> float:
     size = _COPY_BYTES[device.partition(":")[0]] // 4
-    source = torch.zeros(size, device=device)
-    target = torch.empty_like(source)
-    return together.median_s(lambda: target.copy_(source))
-
-
-def _host_s(together: Together, device: str) -> float:
-    host = torch.zeros(_COPY_BYTES["cuda"] // 4, pin_memory=True)
-    target = torch.empty_like(host, device=device)
-    return together.median_s(lambda: target.copy_(host, non_blocking=True))
+    source = torch.zeros(size, pin_memory=True) if from_host else torch.zeros(size, device=device)
+    target = torch.empty_like(source, device=device)
+    return together.median_s(lambda: target.copy_(source, non_blocking=from_host))
 
 
 def _calls_s(request: RankRequest, device: str, together: Together) -> tuple[float, ...]:
@@ -213,7 +474,6 @@ def answer_file(folder: Path, rank: int) -> Path:
 
 
 def main() -> None:
-    """Do what the request on standard input says."""
     request, folder = RankRequest.model_validate_json(sys.stdin.read()), Path(sys.argv[1])
     file = str(folder / "store")
     store = dist.FileStore(file, request.num_ranks)  # pyright: ignore[reportPrivateImportUsage] - torch documents it

@@ -127,7 +127,7 @@ class CheckpointStore:
         over with a `CheckpointWarning` saying what is wrong with it, and is left for inspection.
         """
         self._clean()
-        for folder in reversed(self._named()):
+        for folder in reversed(checkpoints_in(self.folder).values()):
             fault = fault_of(folder)
             if fault is None:
                 self._good.add(folder)
@@ -141,14 +141,14 @@ class CheckpointStore:
             )
         return None
 
-    def _named(self) -> list[Path]:
-        return list(checkpoints_in(self.folder).values())
-
     def _clean(self) -> None:
         if not self.folder.exists():
             return
-        self._check_folders()
-        for path in list(self.folder.iterdir()):
+        entries = [*self.folder.iterdir()] if self.folder.is_dir() else []
+        for path in (self.folder, *(path for path in entries if _NAME.fullmatch(path.name))):
+            if not path.is_dir():
+                raise ConfigError(f"'{path}' is a file where a folder belongs\n    remove it")
+        for path in entries:
             if not _LEFTOVER.fullmatch(path.name):
                 continue
             final = path.with_suffix("")
@@ -159,15 +159,9 @@ class CheckpointStore:
                 shutil.rmtree(path)
         sync_folder(self.folder)
 
-    def _check_folders(self) -> None:
-        entries = self.folder.iterdir() if self.folder.is_dir() else ()
-        for path in (self.folder, *(path for path in entries if _NAME.fullmatch(path.name))):
-            if not path.is_dir():
-                raise ConfigError(f"'{path}' is a file where a folder belongs\n    remove it")
-
     def _prune(self) -> None:
         num_good = 0
-        for folder in reversed(self._named()):
+        for folder in reversed(checkpoints_in(self.folder).values()):
             if num_good >= self.keep and _step(folder) in self.kept:
                 continue
             if num_good >= self.keep:

@@ -74,6 +74,10 @@ class Measured:
         return max(map(len, self.scores.values()), default=0)
 
     @property
+    def shares(self) -> dict[str, float]:
+        return {one: right / len(self.scores[one]) for one, right in self.correct.items()}
+
+    @property
     def unscored(self) -> float | None:
         return self.metrics.get(f"{SHARES}/unscored")
 
@@ -104,7 +108,6 @@ class Measured:
 
 
 def score_text(example: Mapping[str, Any]) -> str:
-    """Return an example's score as text."""
     return "no score" if example["score"] is None else f"{example['score']:g}"
 
 
@@ -127,7 +130,7 @@ def names_of(num_samples: int) -> list[str]:
 
 def accuracy_interval(found: Measured) -> tuple[float, float] | None:
     """The 95 % interval around an accuracy, over problems; None unless there are two or more."""
-    shares = [right / len(found.scores[problem]) for problem, right in found.correct.items()]
+    shares = [*found.shares.values()]
     if len(shares) < 2:
         return None
     half = _half_width(shares)
@@ -150,15 +153,11 @@ class Change:
 
     @classmethod
     def between(cls, before: Measured, after: Measured) -> Change | None:
-        both = [problem for problem in before.correct if problem in after.correct]
-        if len(both) < 2:
+        then, now = before.shares, after.shares
+        changes = [now[problem] - then[problem] for problem in then if problem in now]
+        if len(changes) < 2:
             return None
-        changes = [
-            after.correct[problem] / len(after.scores[problem])
-            - before.correct[problem] / len(before.scores[problem])
-            for problem in both
-        ]
-        return cls(statistics.fmean(changes), _half_width(changes), len(both))
+        return cls(statistics.fmean(changes), _half_width(changes), len(changes))
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -195,7 +194,11 @@ class Evaluations:
             if step == 0 and not file.exists():  # of a run of a version that kept no others
                 return {WHOLE: Measured(**read_json(file := self._home / _BEFORE))}
             content: Any = read_json(file)["suites"]
-            return {name: Measured(**_known(found)) for name, found in content.items()}
+            for found in content.values():
+                for kind in ("metrics", "losses", "episode_return"):
+                    known = found.get(kind, {}).items()
+                    found[kind] = {name: value for name, value in known if value is not None}
+            return {name: Measured(**found) for name, found in content.items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             known = isinstance(error, OSError | ValueError)
             raise ConfigError(
@@ -213,9 +216,8 @@ class Evaluations:
         points: dict[int, float] = {}
         for step in self.steps():
             for suite, found in self.read(step).items():
-                for name, value in found.values.items():
-                    if logged_name(suite, name) == metric:
-                        points[step] = value
+                named = {logged_name(suite, name): value for name, value in found.values.items()}
+                points |= {step: named[metric]} if metric in named else {}
         return points
 
     def best(self, metric: str) -> int | None:
@@ -232,13 +234,6 @@ class Evaluations:
 
     def _file(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}.json"
-
-
-def _known(found: dict[str, Any]) -> dict[str, Any]:
-    for kind in ("metrics", "losses", "episode_return"):
-        values = found.get(kind, {})
-        found[kind] = {name: value for name, value in values.items() if value is not None}
-    return found
 
 
 def logged_name(suite: str, name: str) -> str:

@@ -29,7 +29,6 @@ from ...dataflow.files import (
 
 
 def sync_file(path: Path) -> None:
-    """Make the file's content survive a power cut."""
     _sync(path, open_regular(path, links=False))
 
 
@@ -80,7 +79,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON in one step."""
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
@@ -116,12 +114,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
 def parsed(path: Path, parse: Callable[[bytes], _T]) -> _T | None:
     """Return a file's content as a function reads it; None if there is no file.
 
-    Args:
-        path: The file.
-        parse: Raises `ValueError`, or what follows from values of other kinds than it expects.
-
-    Raises:
-        ConfigError: If the file cannot be read, or the function raises one of these.
+    The function raises `ValueError`, or what follows from values of other kinds than it expects.
     """
     try:
         return parse(read_bytes(path))

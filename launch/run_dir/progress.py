@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn
@@ -55,21 +55,14 @@ class Left:
     is_least: bool  # later stages take longer, of some of which nothing is known
 
 
-@dataclass(frozen=True)
-class Share:
-    """A stage's part of the run: of its time where every stage's is known, else of its steps."""
-
-    part: float
-    of_time: bool
-
-
 @dataclass
-class _Stage:
+class _StageTime:
     plan: StagePlan
     num_done: int = 0
     took_s: float = 0.0
     is_over: bool = False
     evaluations_s: dict[int, float] = field(default_factory=dict[int, float])
+    # seconds of the latest steps, and the samples of each
     recent: deque[tuple[float, float]] = field(
         default_factory=lambda: deque[tuple[float, float]](maxlen=_WINDOW_STEPS)
     )
@@ -84,31 +77,26 @@ class _Stage:
     def left_s(self) -> float | None:
         if self.is_over:
             return 0.0
-        num_left, pace_s = self.plan.num_steps - self.num_done, self.pace_s
-        known = self.evaluations_s
+        num_left, known = self.plan.num_steps - self.num_done, self.evaluations_s
         each_s = sum(known.values()) / len(known) if known else 0.0
         due = {step for step in self.plan.evaluated_after if step >= self.num_done}
         to_come_s = each_s * len(due - set(known))
         if not num_left:
             return to_come_s
-        return None if pace_s is None else num_left * pace_s + to_come_s
+        return None if self.pace_s is None else num_left * self.pace_s + to_come_s
+
+    @property
+    def whole_s(self) -> float | None:
+        if self.is_over:
+            return self.took_s
+        return None if self.pace_s is None else self.plan.num_steps * self.pace_s
 
 
 class TimeLeft:
     """Estimates the time left of a run's stages."""
 
     def __init__(self, stages: Sequence[StagePlan]) -> None:
-        self._stages = {stage.name: _Stage(stage) for stage in stages}
-
-    @property
-    def num_stages(self) -> int:
-        return len(self._stages)
-
-    def num_steps(self, name: str) -> int:
-        return self._stages[name].plan.num_steps
-
-    def number(self, name: str) -> int:
-        return list(self._stages).index(name) + 1
+        self._stages = {stage.name: _StageTime(stage) for stage in stages}
 
     def begin(self, name: str, num_done: int) -> None:
         self._stages[name].num_done = num_done
@@ -130,35 +118,30 @@ class TimeLeft:
         return sum(amount for _, amount in recent) / seconds if seconds > 0 else None
 
     def left(self, name: str) -> Left:
-        stages = list(self._stages.values())
-        here = stages[self.number(name) - 1 :]
+        here = [*self._stages.values()][[*self._stages].index(name) :]
         known = [stage.left_s for stage in here]
         certain = [seconds for seconds in known if seconds is not None]
         return Left(known[0], sum(certain) if certain else None, len(certain) < len(known))
 
-    def share(self, name: str) -> Share:
-        seconds = [self._whole_s(stage) for stage in self._stages.values()]
-        index = self.number(name) - 1
-        times = [each for each in seconds if each is not None]
-        if len(times) == len(seconds) and sum(times) > 0:
-            return Share(times[index] / sum(times), True)
-        steps = [stage.plan.num_steps for stage in self._stages.values()]
-        return Share(steps[index] / sum(steps), False)
+    def share(self, name: str) -> tuple[float, str]:
+        """A stage's part of the run's "time" if every stage's is known, else of its "steps"."""
+        seconds = {one: stage.whole_s for one, stage in self._stages.items()}
+        times = {one: each for one, each in seconds.items() if each is not None}
+        if len(times) == len(seconds) and sum(times.values()) > 0:
+            return times[name] / sum(times.values()), "time"
+        steps = {one: stage.plan.num_steps for one, stage in self._stages.items()}
+        return steps[name] / sum(steps.values()), "steps"
 
     @property
     def took_s(self) -> dict[str, float]:
         return {name: stage.took_s for name, stage in self._stages.items() if stage.took_s}
-
-    def _whole_s(self, stage: _Stage) -> float | None:
-        if stage.is_over:
-            return stage.took_s
-        return None if stage.pace_s is None else stage.plan.num_steps * stage.pace_s
 
 
 @dataclass(frozen=True)
 class Note:
     """A note about the run as a whole."""
 
+    event: ClassVar = "note"
     text: str
 
 
@@ -166,6 +149,7 @@ class Note:
 class StageBegun:
     """A stage begins, or goes on after `first_step` steps."""
 
+    event: ClassVar = "stage"
     stage: str
     number: int  # from 1
     num_stages: int
@@ -179,6 +163,7 @@ class StageBegun:
 class StepDone:
     """A step is complete."""
 
+    event: ClassVar = "step"
     stage: str
     number: int  # from 1
     num_stages: int
@@ -196,6 +181,7 @@ class StepDone:
 class Evaluated:
     """The stage was evaluated after so many steps."""
 
+    event: ClassVar = "evaluation"
     stage: str
     step: int
     took_s: float
@@ -206,6 +192,7 @@ class Evaluated:
 class Warned:
     """A sign that the run goes wrong."""
 
+    event: ClassVar = "warning"
     stage: str
     kind: str
     step: int
@@ -217,21 +204,13 @@ class Warned:
 class Ended:
     """The run is over."""
 
+    event: ClassVar = "end"
     text: str
     run: str
     summary: Mapping[str, Any]
 
 
 Event = Note | StageBegun | StepDone | Evaluated | Warned | Ended
-
-_NAMES: Mapping[type, str] = {
-    Note: "note",
-    StageBegun: "stage",
-    StepDone: "step",
-    Evaluated: "evaluation",
-    Warned: "warning",
-    Ended: "end",
-}
 
 
 def json_line(event: Event) -> str:
@@ -245,7 +224,7 @@ def json_line(event: Event) -> str:
             "run_left_is_least": event.left.is_least,
         }
     values |= values.pop("fields", None) or {}
-    return json.dumps({"event": _NAMES[type(event)], **plain(values)}, allow_nan=False)
+    return json.dumps({"event": event.event, **plain(values)}, allow_nan=False)
 
 
 def text_line(event: Event) -> str:
@@ -277,23 +256,18 @@ def titled(event: StepDone | StageBegun) -> str:
 
 
 def step_status(event: StepDone, *, left_first: bool = False) -> str:
-    rate = "" if event.rate is None else f"{event.rate:.4g} {event.unit}/s"
-    parts = [rate, format_values(event.values), _waits(event.waits)]
-    return "  ".join(filter(None, [_left(event), *parts] if left_first else [*parts, _left(event)]))
-
-
-def _waits(waits: Mapping[str, float]) -> str:
-    said = [f"{what} {share:.0%}" for what, share in waits.items() if share >= _LEAST_WAIT]
-    return f"waits for {', '.join(said[:_MOST_WAITS])}" if said else ""
-
-
-def _left(event: StepDone) -> str:
-    left = event.left
-    here = f"{format_duration(left.stage_s)} left" if left.stage_s else ""
-    if event.number == event.num_stages or not left.run_s:
-        return here
-    least = "at least " if left.is_least else ""
-    return f"{here} (run: {least}{format_duration(left.run_s)})".strip()
+    said = [f"{what} {share:.0%}" for what, share in event.waits.items() if share >= _LEAST_WAIT]
+    left_s, run_s = event.left.stage_s, event.left.run_s
+    left = f"{format_duration(left_s)} left" if left_s else ""
+    if event.number < event.num_stages and run_s:
+        least = "at least " if event.left.is_least else ""
+        left = f"{left} (run: {least}{format_duration(run_s)})".strip()
+    parts = [
+        "" if event.rate is None else f"{event.rate:.4g} {event.unit}/s",
+        format_values(event.values),
+        f"waits for {', '.join(said[:_MOST_WAITS])}" if said else "",
+    ]
+    return "  ".join(filter(None, [left, *parts] if left_first else [*parts, left]))
 
 
 def format_values(values: Mapping[str, float | str]) -> str:
@@ -326,14 +300,9 @@ class LastingConsole(Console):
 
 
 class RunProgress:
-    """Shows how a run goes, stage by stage.
+    """Shows how a run goes, stage by stage, with a plain line about steps each `every_s` seconds.
 
-    Args:
-        stages: The stages in order.
-        mode: How it is shown.
-        console: For a person; on standard error by default, so that output can be piped.
-        every_s: Seconds between plain lines about steps where there is no terminal.
-        clock: Seconds from any origin; for tests.
+    The console is on standard error by default, so that output can be piped; `clock` is for tests.
     """
 
     def __init__(
@@ -347,6 +316,7 @@ class RunProgress:
     ) -> None:
         self.console = console or LastingConsole(stderr=True)
         self.time = TimeLeft(stages)
+        self.stages = {stage.name: stage for stage in stages}
         self.clock = clock
         self._mode, self._every_s = mode, every_s
         self._said_s = -math.inf
@@ -355,10 +325,6 @@ class RunProgress:
     @property
     def is_live(self) -> bool:
         return self._mode == "auto" and self.console.is_terminal
-
-    @property
-    def shows_text(self) -> bool:
-        return self._mode in ("auto", "plain")
 
     def tell(self, event: Event) -> None:
         if self._mode == "json":
@@ -371,8 +337,15 @@ class RunProgress:
                 drop_output(sys.stdout)
         elif isinstance(event, Warned):
             say(f"warning: {event.text}")
-        elif self.shows_text or isinstance(event, Ended):
-            self._print(event)
+        elif self._mode != "quiet" or isinstance(event, Ended):
+            if isinstance(event, StepDone):
+                now_s, is_last = self.clock(), event.step + 1 >= event.num_steps
+                if self.is_live or (now_s - self._said_s < self._every_s and not is_last):
+                    return
+                self._said_s = now_s
+            # As Text, and unwrapped: one line stays one line in a log, and brackets are not markup.
+            if line := visible(text_line(event)):
+                self.console.print(Text(line), soft_wrap=True, highlight=False)
 
     def note(self, text: str) -> None:
         self.tell(Note(text))
@@ -381,26 +354,16 @@ class RunProgress:
         self.tell(Ended(text, run, summary or {}))
 
     def show(self, text: Text) -> None:
-        if self.shows_text:
+        if self._mode in ("auto", "plain"):
             self.console.print(text, soft_wrap=True, highlight=False)
 
     @contextmanager
     def stage(self, name: str, first_step: int = 0) -> Generator[StageProgress]:
+        started_s = self.clock()
         shown = StageProgress(self, name, first_step)
         with shown.live():
             yield shown
-        shown.end()
-
-    def _print(self, event: Event) -> None:
-        if isinstance(event, StepDone):
-            now_s, is_last = self.clock(), event.step + 1 >= event.num_steps
-            if self.is_live or (now_s - self._said_s < self._every_s and not is_last):
-                return
-            self._said_s = now_s
-        # As Text, and unwrapped: one line stays one line in a log, and brackets are not markup.
-        line = visible(text_line(event))
-        if line:
-            self.console.print(Text(line), soft_wrap=True, highlight=False)
+        self.time.end(name, self.clock() - started_s)
 
 
 class StageProgress:
@@ -408,21 +371,15 @@ class StageProgress:
 
     def __init__(self, run: RunProgress, name: str, first_step: int = 0) -> None:
         self._run, self._name = run, name
-        self._started_s = run.clock()
         self._waited: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_WINDOW_STEPS)
         self._evaluates_s: float | None = None
         self._live: Progress | None = None
         self.working: Working = lambda: None
         run.time.begin(name, first_step)
-        share = run.time.share(name)
+        part, share_of = run.time.share(name)
+        number, num_steps = [*run.stages].index(name) + 1, run.stages[name].num_steps
         self._begun = StageBegun(
-            name,
-            run.time.number(name),
-            run.time.num_stages,
-            first_step,
-            run.time.num_steps(name),
-            share.part,
-            "time" if share.of_time else "steps",
+            name, number, len(run.stages), first_step, num_steps, part, share_of
         )
         run.tell(self._begun)
 
@@ -438,12 +395,8 @@ class StageProgress:
             _Status(self._now, self._run.console),
             console=self._run.console,
         )
-        live.add_task(
-            titled(self._begun),
-            total=self._begun.num_steps,
-            completed=self._begun.first_step,
-            status="",
-        )
+        begun = self._begun
+        live.add_task(titled(begun), total=begun.num_steps, completed=begun.first_step, status="")
         with live:
             self._live = live
             yield
@@ -462,6 +415,12 @@ class StageProgress:
         run, name = self._run, self._name
         run.time.step(name, step + 1, took_s, amount)
         self._waited.append((took_s, waits_s or {}))
+        total_s = sum(seconds for seconds, _ in self._waited)
+        sums: dict[str, float] = {}
+        for _, waited in self._waited:
+            for what, seconds in waited.items():
+                sums[what] = sums.get(what, 0.0) + seconds
+        ranked = sorted(sums.items(), key=lambda one: -one[1])
         begun = self._begun
         done = StepDone(
             name,
@@ -473,7 +432,7 @@ class StageProgress:
             run.time.rate(name),
             unit,
             dict(values),
-            self._waits(),
+            {what: seconds / total_s for what, seconds in ranked} if total_s > 0 else {},
             run.time.left(name),
         )
         if self._live is not None:
@@ -505,18 +464,6 @@ class StageProgress:
 
     def show(self, text: Text) -> None:
         self._run.show(text)
-
-    def end(self) -> None:
-        self._run.time.end(self._name, self._run.clock() - self._started_s)
-
-    def _waits(self) -> dict[str, float]:
-        total_s = sum(took_s for took_s, _ in self._waited)
-        sums: dict[str, float] = {}
-        for _, waited in self._waited:
-            for what, seconds in waited.items():
-                sums[what] = sums.get(what, 0.0) + seconds
-        ranked = sorted(sums.items(), key=lambda one: -one[1])
-        return {what: seconds / total_s for what, seconds in ranked} if total_s > 0 else {}
 
     def _now(self) -> str:
         found = self.working()

@@ -1,20 +1,22 @@
-"""Origins of a run besides its configuration and its data.
+"""Origins of a run besides its configuration and its data, and what its processes use.
 
-Written into `run.json` when the run begins, and compared when it is resumed or repeated: the
-version of every package, the machine, the code, the user's own modules, such as a reward or a step,
-and the folders of models that roles start from. A module is hashed in full. Of a large weight file,
-pieces are read: models of 100 GB are compared in seconds, and other weights differ in some piece
-even if a few tensors were left as they were.
+Origins are written into `run.json` when the run begins, and compared when it is resumed or
+repeated: the version of every package, the machine, the code, the user's own modules, such as a
+reward or a step, and the folders of models that roles start from. A module is hashed in full. Of a
+large weight file, pieces are read: models of 100 GB are compared in seconds, and other weights
+differ in some piece even if a few tensors were left as they were.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distributions, requires
@@ -26,8 +28,8 @@ import psutil
 from ... import __version__
 from ...dataflow.errors import ConfigError, is_library
 from ...dataflow.files import opened, read_bytes
+from ...dataflow.runtime.worker_protocol import CLOSE_S
 
-_DISTRIBUTION, _FOR_ITS_TESTS = "penstock-rl", 'extra == "dev"'
 _MOST_NAMED = 4  # packages that one line names
 
 
@@ -77,12 +79,11 @@ def versions_text(changed: Mapping[str, tuple[str | None, str | None]]) -> str:
 def required(*, optional: bool = True) -> list[str]:
     """Return the packages that this one requires; none where it is not installed."""
     try:
-        listed = requires(_DISTRIBUTION) or []
+        listed = requires("penstock-rl") or []
     except PackageNotFoundError:
         return []
-    left_out = _FOR_ITS_TESTS if optional else "extra =="
-    names = [re.split(r"[^\w.-]", line)[0] for line in listed if left_out not in line]
-    return [*dict.fromkeys(names)]
+    left_out = 'extra == "dev"' if optional else "extra =="
+    return [*dict.fromkeys(re.split(r"[^\w.-]", one)[0] for one in listed if left_out not in one)]
 
 
 def _versions() -> dict[str, str]:
@@ -129,7 +130,6 @@ def changed_files(before: Origins, now: Origins) -> list[str]:
 
 
 def check_models(run: str, before: Origins, now: Origins) -> None:
-    """Refuse to go on from other models than the run began with."""
     for folder, found in now.models.items():
         recorded = before.models.get(folder, found)
         if recorded != found:
@@ -175,8 +175,6 @@ def _model_hash(folder: Path) -> str:
 
 
 _ROOT = Path(__file__).resolve().parents[2]
-
-
 _GIT_DEADLINE_S = 20.0
 
 
@@ -213,3 +211,58 @@ def _git(root: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return ran.stdout.strip() if ran.returncode == 0 else None
+
+
+_LOG = logging.getLogger("penstock.launch")
+
+
+class ProcessUsage:
+    """Watches this process and all below it, while entered.
+
+    The sum of resident memory counts pages that processes share once for each of them.
+    """
+
+    def __init__(self, every_s: float = 0.5) -> None:
+        self.peak_bytes = 0
+        self._every_s = every_s
+        self._root = psutil.Process()
+        self._cpu_s: dict[psutil.Process, float] = {}
+        self._cpu_s_before = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="process-usage", daemon=True)
+
+    def sample(self) -> int:
+        total = 0
+        for process in (self._root, *self._root.children(recursive=True)):
+            try:
+                total += process.memory_info().rss
+                times = process.cpu_times()
+                self._cpu_s[process] = times.user + times.system
+            except psutil.NoSuchProcess:  # it ended between being listed and being asked
+                continue
+        self.peak_bytes = max(self.peak_bytes, total)
+        return total
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(self._cpu_s.values()) - self._cpu_s_before
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._every_s):
+            self.sample()
+
+    def __enter__(self) -> ProcessUsage:
+        self.sample()
+        self._cpu_s_before = sum(self._cpu_s.values())  # also of children that were there before
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            _LOG.warning(
+                "taking a sample of memory has not ended in %g s; its peak is left out", CLOSE_S
+            )
+            return
+        self.sample()

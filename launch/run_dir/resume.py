@@ -54,16 +54,9 @@ class Resumed:
 def resumed_config(path: Path, composed: Mapping[str, Any], given: Sequence[str]) -> Resumed:
     """Return the run at `path` with the keys that the command line gives anew.
 
-    Args:
-        path: The run's folder.
-        composed: What the command line comes to.
-        given: Its words, `key=value`. A section that is chosen anew, `executor=ray`, replaces the
-            run's; a key below one, `executor.num_threads=2`, changes that key alone. None is
-            taken away, `~executor.groups`.
-
-    Raises:
-        ConfigError: If there is no run, its configuration was edited, other keys are given, or it
-            has finished and is given no more steps.
+    `given` are its words, and `composed` what they come to. A section that is chosen anew,
+    `executor=ray`, replaces the run's; a key below one, `executor.num_threads=2`, changes that key
+    alone. None is taken away, `~executor.groups`.
     """
     folder = open_run(path)
     words = [word for word in given if not word.startswith("resume=")]

@@ -88,6 +88,12 @@ class RunFolder:
     def stage(self, name: str) -> RunFolder:
         return RunFolder(self.path / "stages" / name)
 
+    @property
+    def stage_names(self) -> list[str]:
+        """The stages before the main one, in the order of their folders' names."""
+        stages = self.path / "stages"
+        return sorted(path.name for path in stages.iterdir()) if stages.is_dir() else []
+
     def write_summary(self, values: Mapping[str, Any]) -> None:
         write_json(self.summary, {name: plain(value) for name, value in values.items()})
 
@@ -203,26 +209,23 @@ def create_run(
 ) -> RunFolder:
     """Make the folder of a new run; no two processes ever get the same one.
 
-    Args:
-        runs: The folder of all runs; made if it is not there.
-        name: Short name; anything but letters, digits, `.`, `_` and `-` becomes `-`.
-        seed: The run's seed.
-        config: The composed configuration as YAML.
-        data: Fingerprint of the problems; a resumed run must have the same.
-        origins: The user's files and the models that it begins with.
-        plan: Where the main stage's nodes run, as JSON.
-        graph: The graph of the main stage's step as SVG.
-        code: The code that runs; read now if it is not given.
-        not_reproducible: Why what comes out will not follow from the seed; "" if it will.
-        environment: The packages and the machine.
-        now: When the run starts; for tests.
-
-    Returns:
-        The folder, named `20261121-031454-grpo-seed0`, in UTC, so that names sort by time.
+    `name`, the algorithm's, has `-` for anything but letters, digits, `.`, `_` and `-`. `config` is
+    YAML, `plan` JSON and `graph` SVG; `data` is a fingerprint of the problems, which a resumed run
+    must find again. The folder is called `20261121-031454-grpo-seed0`, in UTC, so that names sort
+    by time.
     """
     created = (now or datetime.now(UTC)).astimezone(UTC)
     short = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
-    folder = _new_folder(runs, f"{created:%Y%m%d-%H%M%S}-{short}-seed{seed}")
+    wanted = f"{created:%Y%m%d-%H%M%S}-{short}-seed{seed}"
+    runs.mkdir(parents=True, exist_ok=True)
+    folder, number = RunFolder(runs / wanted), 1
+    while True:
+        try:
+            folder.path.mkdir()
+            break
+        except FileExistsError:
+            number += 1
+            folder = RunFolder(runs / f"{wanted}-{number}")
     about = {
         "name": name,
         "seed": seed,
@@ -276,19 +279,6 @@ def change_config(
     write_json(folder.about, about)
 
 
-def _new_folder(runs: Path, wanted: str) -> RunFolder:
-    runs.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        path = runs / (wanted if number == 1 else f"{wanted}-{number}")
-        try:
-            path.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return RunFolder(path)
-
-
 def open_run(path: Path) -> RunFolder:
     """Return the folder of a run, which must exist."""
     folder = RunFolder(path)
@@ -331,13 +321,11 @@ def _record(folder: RunFolder, about: Mapping[str, Any]) -> RunRecord:
     if created.tzinfo is None:
         raise ValueError(f"'created' has no time zone: {about['created']:.40}")
     code = json_field(about, "code", dict)
-    changes = [
-        typed(entry, dict[str, Any], "a change")
-        for entry in optional_field(about, "changes", list) or []
-    ]
-    for change in changes:
+    changes: list[dict[str, Any]] = []
+    for entry in optional_field(about, "changes", list) or []:
+        changes.append(typed(entry, dict[str, Any], "a change"))
         for name, kind in (("step", int), ("at", str), ("keys", dict)):
-            json_field(change, name, kind)
+            json_field(changes[-1], name, kind)
     sections = {
         name: optional_field(about, name, dict) or {}
         for name in ("files", "models", "versions", "hardware")
@@ -380,8 +368,15 @@ WHY: Mapping[State, str] = {
 def state_of(record: RunRecord) -> State:
     if not record.folder.about.is_file():
         return "gone"
-    if _is_held(record.folder.lock):
-        return "running"
+    try:
+        descriptor = open_regular(record.folder.lock, links=False)
+    except OSError:
+        pass  # nobody has run it here, or the file is none of ours
+    else:
+        holder = lock_holder(descriptor)
+        os.close(descriptor)
+        if holder is not None:
+            return "running"
     if record.fault:
         return "damaged"
     if record.summary is None:
@@ -389,17 +384,6 @@ def state_of(record: RunRecord) -> State:
     summary = cast(Any, record.summary)
     stopped = isinstance(summary, Mapping) and cast(Mapping[str, Any], summary).get("stopped")
     return "stopped" if stopped else "finished"
-
-
-def _is_held(lock: Path) -> bool:
-    try:
-        descriptor = open_regular(lock, links=False)
-    except OSError:
-        return False
-    try:
-        return lock_holder(descriptor) is not None
-    finally:
-        os.close(descriptor)
 
 
 _GROUPS, _WISH = "groups.json", "scale.json"
@@ -418,7 +402,6 @@ def write_groups(folder: Path, groups: Mapping[str, ElasticGroup]) -> None:
 
 
 def read_groups(folder: Path) -> dict[str, ElasticGroup]:
-
     def parse(content: bytes) -> dict[str, ElasticGroup]:
         return {
             name: ElasticGroup(json_field(group, "most", int), json_field(group, "why_not", str))
@@ -440,18 +423,17 @@ def write_wish(folder: Path, wish: Mapping[str, int]) -> None:
 
 
 def read_wish(folder: Path) -> dict[str, int]:
+    def parse(content: bytes) -> dict[str, int]:
+        wish = parse_object(content)
+        for name in wish:
+            if json_field(wish, name, int) < 1:
+                raise ValueError(f"'{name}' is {wish[name]}, and a group has at least one rank")
+        return wish
+
     try:
-        return parsed(folder / _WISH, _wish) or {}
+        return parsed(folder / _WISH, parse) or {}
     except ConfigError as error:
         raise ConfigError(f"{error}; or delete it, and call `penstock scale` again") from error
-
-
-def _wish(content: bytes) -> dict[str, int]:
-    wish = parse_object(content)
-    for name in wish:
-        if json_field(wish, name, int) < 1:
-            raise ValueError(f"'{name}' is {wish[name]}, and a group has at least one rank")
-    return wish
 
 
 def wish_version(folder: Path) -> int:

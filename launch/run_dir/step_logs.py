@@ -81,17 +81,13 @@ def _append_line(path: Path, line: str) -> None:
 
 
 def _metrics_row(row: Any) -> dict[str, Any]:
-    if type(row[_STEP]) is not int or not all(map(_is_number, row.values())):
+    def is_number(value: object) -> bool:
+        is_float = type(value) is float and math.isfinite(value)
+        return value is None or is_float or (type(value) is int and abs(value) < _MOST_WHOLE)
+
+    if type(row[_STEP]) is not int or not all(map(is_number, row.values())):
         raise ValueError
     return row
-
-
-def _is_number(value: object) -> bool:
-    return (
-        value is None
-        or (type(value) is float and math.isfinite(value))
-        or (type(value) is int and abs(value) < _MOST_WHOLE)
-    )
 
 
 _METRICS = _LineFormat(
@@ -239,7 +235,11 @@ class TraceLog:
         self._pids: dict[str, int] = {}
         self._ranks: set[tuple[str, int]] = set()
         for event in kept:
-            self._recall(event)
+            if event.get("name") == "process_name":
+                self._pids[event["args"]["name"]] = event["pid"]
+            elif event.get("name") == "thread_name":
+                groups = {pid: group for group, pid in self._pids.items()}
+                self._ranks.add((groups[event["pid"]], event["tid"]))
         write_text(path, "[\n" + ",\n".join(map(json.dumps, kept)))
         self._is_empty = not kept
         self._file = opened_to_append(path)
@@ -249,7 +249,23 @@ class TraceLog:
         events: list[_Event] = []
         for span in spans:
             events += self._track(span.group, span.rank)
-            events.append(_slice(span, self._pids[span.group]))
+            # Both ends are rounded, not the duration: slices that follow each other then never
+            # overlap.
+            start_us, end_us = round(span.start_s * 1e6), round(span.end_s * 1e6)
+            shown = {"node": span.node, "step": span.step, "chunk": span.chunk}
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.node,
+                    "cat": "task",
+                    "pid": self._pids[span.group],
+                    "tid": span.rank,
+                    "ts": start_us,
+                    "dur": max(0, end_us - start_us),
+                    "step": span.step,  # for us: a viewer shows what is in args
+                    "args": {**shown, "versions": dict(span.versions)},
+                }
+            )
         self._append(events)
 
     def write_counters(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
@@ -263,7 +279,6 @@ class TraceLog:
         self._append(events)
 
     def close(self) -> None:
-        """Close the array and the file; reopened with a later `first_step`, it goes on."""
         if not self._file.closed:
             with self._file:
                 self._write(b"]\n" if self._is_empty else b"\n]\n")
@@ -288,13 +303,6 @@ class TraceLog:
             events.append(_named("thread_name", self._pids[group], rank, f"rank {rank}"))
         return events
 
-    def _recall(self, event: _Event) -> None:
-        if event.get("name") == "process_name":
-            self._pids[event["args"]["name"]] = event["pid"]
-        elif event.get("name") == "thread_name":
-            groups = {pid: group for group, pid in self._pids.items()}
-            self._ranks.add((groups[event["pid"]], event["tid"]))
-
     def __enter__(self) -> TraceLog:
         return self
 
@@ -308,27 +316,6 @@ def _named(what: str, pid: int, tid: int, name: str) -> _Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _slice(span: TaskSpan, pid: int) -> _Event:
-    # Both ends are rounded, not the duration: slices that follow each other then never overlap.
-    start_us, end_us = round(span.start_s * 1e6), round(span.end_s * 1e6)
-    return {
-        "ph": "X",
-        "name": span.node,
-        "cat": "task",
-        "pid": pid,
-        "tid": span.rank,
-        "ts": start_us,
-        "dur": max(0, end_us - start_us),
-        "step": span.step,  # for us: a viewer shows what is in args
-        "args": {
-            "node": span.node,
-            "step": span.step,
-            "chunk": span.chunk,
-            "versions": dict(span.versions),
-        },
-    }
-
-
 def read_trace(path: Path) -> list[dict[str, Any]]:
     """Return every complete event of a trace, in the order written; none if there is no file."""
     lines = read_lines(path, complete=False)
@@ -337,7 +324,10 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         is_last = number == len(lines) - 1
         if line == "[" and number == 0 or line == "]" and is_last:
             continue
-        event = _parsed_event(line) if number else None
+        event: Any = None
+        with suppress(ValueError, TypeError, RecursionError):
+            parsed = json.loads(line.removesuffix(","))
+            event = parsed if number and "ph" in parsed and "args" in parsed else None
         if event is not None:
             events.append(event)
         # A kill may leave the beginning of an event as the last line.
@@ -347,11 +337,3 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
                 "remove the file"
             )
     return events
-
-
-def _parsed_event(line: str) -> _Event | None:
-    try:
-        event: Any = json.loads(line.removesuffix(","))
-        return event if "ph" in event and "args" in event else None
-    except (ValueError, TypeError, RecursionError):
-        return None

@@ -22,7 +22,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO
@@ -131,16 +131,27 @@ def drop_output(stream: TextIO) -> None:
 
 
 @contextmanager
+def handled(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
+) -> Generator[None]:
+    """Have signals handled while the body runs, but for those that are ignored."""
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
+
+
+@contextmanager
 def stoppable(deadline_s: float) -> Generator[StopRequest]:
     """Have signals request a stop while the body runs, which must be in the main thread."""
     request = StopRequest(deadline_s)
-    heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, request.handle) for number in heard}
     try:
-        yield request
+        with handled((signal.SIGINT, signal.SIGTERM), request.handle):
+            yield request
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         request.close()
 
 
@@ -155,9 +166,8 @@ def environment_of(descriptor: int) -> dict[str, str]:
 def tell(**said: Any) -> None:
     """Report to the supervisor, if there is one.
 
-    Args:
-        **said: `recovery`: how often it may start the run again. `folder`: where the run is.
-            `may_go_on`: whether starting again may fix the error with which this process ends.
+    `recovery`: how often it may start the run again. `folder`: where the run is. `may_go_on`:
+    whether starting again may fix the error with which this process ends.
     """
     parent, _, descriptor = os.environ.get(_VARIABLE, "").partition(":")
     if parent != str(os.getppid()):

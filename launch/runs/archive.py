@@ -22,12 +22,12 @@ import json
 import math
 import shutil
 import tarfile
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import yaml
 
@@ -57,31 +57,27 @@ class _Member:
 
 
 def export_run(record: RunRecord, path: Path, *, checkpoints: bool = False) -> int:
-    """Write a run's archive, which is complete once it has its name.
+    """Write a run's archive, which is complete once it has its name, and return its size in bytes.
 
-    Args:
-        record: The run; nothing may change it meanwhile.
-        path: The archive, which must not exist.
-        checkpoints: Whether checkpoints are in it too: with them the run can be resumed.
-
-    Returns:
-        The archive's size in bytes.
-
-    Raises:
-        ConfigError: If there is something at `path`, or the run is being run.
+    Nothing may change the run meanwhile. With `checkpoints` in it, the run can be resumed.
     """
     if path.exists():
         raise ConfigError(f"'{path}' is there\n    give another name, or remove it")
     folder, draft = record.folder, path.with_name(f".{path.name}.new")
     left_out = _LEFT_OUT[checkpoints:]
-    files = {
-        f"{folder.id}/{file.relative_to(folder.path).as_posix()}": file
-        for file in sorted(folder.path.rglob("*"))
-        if file.is_file()
-        and not file.is_symlink()
-        and not {*file.relative_to(folder.path).parts} & {*left_out}
-    }
-    files = dict(sorted({**files, **dict(_own_files(record))}.items()))
+    files: dict[str, Path] = {}
+    for file in folder.path.rglob("*"):
+        inside = file.relative_to(folder.path)
+        if file.is_file() and not file.is_symlink() and not {*inside.parts} & {*left_out}:
+            files[f"{folder.id}/{inside.as_posix()}"] = file
+    # Files of the user's own, as they were when the run imported them.
+    for name, recorded in record.origins.files.items():
+        place = name.lstrip("/").replace("..", "__")
+        for own in (folder.path / _OWN / place, Path(name)):
+            if own.is_file() and file_sha256(own) == recorded:
+                files[f"{folder.id}/{_OWN}/{place}"] = own
+                break
+    files = dict(sorted(files.items()))
     try:
         with (
             writing(path),
@@ -102,16 +98,6 @@ def export_run(record: RunRecord, path: Path, *, checkpoints: bool = False) -> i
     return path.stat().st_size
 
 
-def _own_files(record: RunRecord) -> Iterable[tuple[str, Path]]:
-    own = record.folder.path / _OWN
-    for name, recorded in record.origins.files.items():
-        inside = name.lstrip("/").replace("..", "__")
-        for path in (own / inside, Path(name)):
-            if path.is_file() and file_sha256(path) == recorded:
-                yield f"{record.folder.id}/{_OWN}/{inside}", path
-                break
-
-
 def _header(name: str, size_bytes: int) -> tarfile.TarInfo:
     # Without owner, time and rights: the same run has the same archive.
     header = tarfile.TarInfo(name)
@@ -122,9 +108,7 @@ def _header(name: str, size_bytes: int) -> tarfile.TarInfo:
 def import_run(path: Path, runs: Path) -> RunFolder:
     """Unpack an archive into a folder of runs, which is made if need be.
 
-    Raises:
-        ConfigError: If it is no such archive, is damaged, or the run is there already; nothing is
-            left of it then.
+    Of one that is damaged, or no such archive, nothing is left.
     """
     with _opened(path) as tar:
         name, members = _manifest(tar, path)
@@ -180,25 +164,19 @@ def _manifest(tar: tarfile.TarFile, path: Path) -> tuple[str, list[_Member]]:
         if about["format"] != _FORMAT:
             raise ValueError(f"of format {about['format']!r:.20}, which this version does not read")
         name = json_field(about, "run", str)
-        members = [*map(_listed, json_field(about, "files", list))]
-        for member in members:
+        members: list[_Member] = []
+        for entry in json_field(about, "files", list):
+            kinds = {"name": str, "size_bytes": int, "sha256": str}
+            member = _Member(*(json_field(entry, key, kind) for key, kind in kinds.items()))
+            if member.size_bytes < 0:
+                raise ValueError(f"{member.name!r:.100} has {member.size_bytes} bytes")
             _check_name(member.name, name)
+            members.append(member)
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"'{path}': its list of files cannot be read: {error}") from error
     if f"{name}/run.json" not in {member.name for member in members}:
         raise ConfigError(f"'{path}' holds no run.json\n    penstock runs export makes one")
     return name, members
-
-
-def _listed(entry: Any) -> _Member:
-    member = _Member(
-        json_field(entry, "name", str),
-        json_field(entry, "size_bytes", int),
-        json_field(entry, "sha256", str),
-    )
-    if member.size_bytes < 0:
-        raise ValueError(f"{member.name!r:.100} has {member.size_bytes} bytes")
-    return member
 
 
 def _next(tar: tarfile.TarFile) -> tarfile.TarInfo | None:
@@ -264,7 +242,21 @@ def import_curves(path: Path, runs: Path) -> list[RunFolder]:
     made: list[RunFolder] = []
     try:
         for name, curves in found.items():
-            made.append(_made(runs, name, curves, path))
+            called = name or path.stem
+            folder = create_run(
+                runs,
+                name=called,
+                seed=curves.seed,
+                config=yaml.safe_dump({"imported": {"file": path.name, "run": called}}),
+                data="",
+                code=CodeVersion("another program"),
+            )
+            made.append(folder)
+            steps = sorted(curves.points)
+            with MetricsLog(folder.metrics) as log:
+                for step in steps:
+                    log.write(step, curves.points[step], curves.times_s.get(step))
+            folder.write_summary({"num_steps": steps[-1]})
     except BaseException:
         for folder in made:
             shutil.rmtree(folder.path)
@@ -290,18 +282,14 @@ def _read(path: Path) -> dict[str, _Curves]:
         if len(cells) != len(names):
             raise ConfigError(f"{path}:{number}: expected {len(names)} cells, got {len(cells)}")
         row = dict(zip(names, cells, strict=True))
-        _add_row(found, row, _step(path, number, row.pop(step)))
+        value = _number(text := row.pop(step))
+        if value is None or not 0 <= value <= _MOST_STEP or value != int(value):
+            raise ConfigError(f"{path}:{number}: expected a step, a whole number, got '{text:.40}'")
+        _add_row(found, row, int(value))
     found = {name: curves for name, curves in found.items() if curves.points}
     if not found:
         raise ConfigError(f"'{path}' has no column of numbers beside its steps")
     return found
-
-
-def _step(path: Path, number: int, text: str) -> int:
-    value = _number(text)
-    if value is None or not 0 <= value <= _MOST_STEP or value != int(value):
-        raise ConfigError(f"{path}:{number}: expected a step, a whole number, got '{text:.40}'")
-    return int(value)
 
 
 def _add_row(found: dict[str, _Curves], row: Mapping[str, str], step: int) -> None:
@@ -326,20 +314,3 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
-
-
-def _made(runs: Path, name: str, curves: _Curves, path: Path) -> RunFolder:
-    folder = create_run(
-        runs,
-        name=name or path.stem,
-        seed=curves.seed,
-        config=yaml.safe_dump({"imported": {"file": path.name, "run": name or path.stem}}),
-        data="",
-        code=CodeVersion("another program"),
-    )
-    steps: Sequence[int] = sorted(curves.points)
-    with MetricsLog(folder.metrics) as log:
-        for step in steps:
-            log.write(step, curves.points[step], curves.times_s.get(step))
-    folder.write_summary({"num_steps": steps[-1]})
-    return folder

@@ -47,16 +47,9 @@ def selected(
     sort: str = "",
     known: Sequence[str] = (),
 ) -> list[RunValues]:
-    """Return the runs that have all of the values in `where`, in the order of `sort`.
+    """Return the runs that have all of the values in `where`, the highest or latest `sort` first.
 
-    Args:
-        records: Runs, in any order.
-        where: Key -> its value, as a person writes it.
-        sort: A key, of which the highest or latest comes first; "" keeps the order.
-        known: Further keys that some run must have.
-
-    Raises:
-        ConfigError: If no run has one of the keys.
+    Some run must have each of the keys, and of those in `known`.
     """
     found = [(record, flat_values(record)) for record in records]
     there = {key for _, values in found for key in values}
@@ -101,9 +94,7 @@ def named_runs(word: str, home: Path) -> list[RunRecord]:
             found.append(run_of(one, home))
             continue
         folder, pattern = (Path(one).parent, Path(one).name) if "/" in one else (home, one)
-        matching = [
-            record for record in list_runs(folder) if fnmatchcase(record.folder.id, pattern)
-        ]
+        matching = [run for run in list_runs(folder) if fnmatchcase(run.folder.id, pattern)]
         if not matching:
             raise ConfigError(f"no run in '{folder}' is called '{pattern}'")
         found += _whole(matching)
@@ -268,26 +259,24 @@ class Figures:
     def of(self, key: str) -> float | str:
         """Return a value of its files, or a metric's mean over the last tenth of its points."""
         value: Any = self._values.get(key)
+        run = self.record.folder.id
         if value is None:
-            value = self._of_steps(key)
+            if key not in (metrics := self._history.metrics):
+                numbers = [k for k, v in self._values.items() if isinstance(v, int | float)]
+                raise ConfigError(
+                    f"run '{run}' has no key and no metric '{key}'"
+                    f"{nearest(key, [*numbers, *metrics])}"
+                )
+            value = self._history.series(key).end
         if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise ConfigError(f"{self._named(key)}: expected a number or a text, got {value!r:.60}")
+            raise ConfigError(
+                f"'{key}' of run '{run}': expected a number or a text, got {value!r:.60}"
+            )
         return value
 
     def number(self, key: str) -> float:
         value = self.of(key)
         if isinstance(value, str):
-            raise ConfigError(f"{self._named(key)}: expected a number, got {value!r:.60}")
+            run = self.record.folder.id
+            raise ConfigError(f"'{key}' of run '{run}': expected a number, got {value!r:.60}")
         return float(value)
-
-    def _of_steps(self, key: str) -> float:
-        if key not in self._history.metrics:
-            known = [name for name, value in self._values.items() if isinstance(value, int | float)]
-            raise ConfigError(
-                f"run '{self.record.folder.id}' has no key and no metric '{key}'"
-                f"{nearest(key, [*known, *self._history.metrics])}"
-            )
-        return self._history.series(key).end
-
-    def _named(self, key: str) -> str:
-        return f"'{key}' of run '{self.record.folder.id}'"

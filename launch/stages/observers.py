@@ -23,7 +23,7 @@ from ..inputs.run import Run
 from ..run_dir.progress import StagePlan, StageProgress
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.step_logs import EVENTS, EventLog, TraceLog, read_metrics
-from ..run_dir.trackers.registry import Trackers
+from ..run_dir.trackers import Trackers
 from .evaluation import env_actors
 from .headline import Headline
 from .samples import SampleTables, newest_sample

@@ -28,9 +28,8 @@ from ..run_dir.evaluations import (
     score_text,
 )
 from ..run_dir.files import write_text
-from ..run_dir.process_usage import ProcessUsage
 from ..run_dir.progress import RunProgress, format_duration
-from ..run_dir.provenance import CodeVersion
+from ..run_dir.provenance import CodeVersion, ProcessUsage
 from ..run_dir.run_folder import RunFolder, RunRecord
 from ..run_dir.step_logs import read_metrics
 from .headline import Headline

@@ -33,7 +33,7 @@ from ..run_dir.progress import RunProgress, StageProgress
 from ..run_dir.run_folder import ElasticGroup, RunFolder, read_wish, wish_version, write_groups
 from ..run_dir.step_logs import LEDGER, opened_ledger, read_ledger
 from ..run_dir.stop import stoppable
-from ..run_dir.trackers.registry import Trackers
+from ..run_dir.trackers import Trackers
 from .evaluation import (
     EnvEvaluator,
     Evaluates,

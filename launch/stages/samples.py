@@ -24,7 +24,7 @@ from ...workers.data.sample_log import SampleLog, SampleLogSpec
 from ..inputs.data import Data
 from ..inputs.record import Stage
 from ..run_dir.samples import SAMPLES, Sample, read_samples, sample_steps, shown
-from ..run_dir.trackers.registry import Trackers
+from ..run_dir.trackers import Trackers
 from .worker_specs import stage_tokenizer
 
 _ADVANTAGE = "advantage"

@@ -1,9 +1,10 @@
 """The addresses of the page: its own files, and JSON of what is read of runs.
 
 A target is `""`, `static/NAME` or `api/NAME?KEY=VALUE&...`. Names are looked up in tables, runs in
-`KnownRuns`, stages in a run's own list, steps are whole numbers: nothing of a request is a path.
-Samples of a step are one file, so however much a run keeps, only what is shown is read. All text is
-handed on as it is: the page shows it as text and nothing else.
+`KnownRuns.found`, stages in a run's own list, steps are whole numbers: nothing of a request is a
+path, and what is in none of these is not there. Samples of a step are one file, so however much a
+run keeps, only what is shown is read. All text is handed on as it is: the page shows it as text and
+nothing else.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -20,12 +23,266 @@ from typing import Any, Literal
 from urllib.parse import parse_qs
 
 from ...dataflow.errors import ConfigError
-from ..run_dir.files import plain
+from ..run_dir.evaluations import Evaluations
+from ..run_dir.files import plain, read_object
 from ..run_dir.loopback_server import Answer
+from ..run_dir.run_folder import WHY, RunFolder, RunRecord, record_of, state_of
 from ..run_dir.samples import SORTS, Order, Sample, Sort, read_samples, sample_key, sample_steps
-from .curve_points import appended, metric_names, sampled
-from .known_runs import Gone, KnownRuns, home_of, opened
-from .overview import node_times, overview, predicted_step_s, timeline
+from ..run_dir.step_logs import stage_events
+from .log_files import Gone, appended, last_values, metric_names, opened, sampled, timeline
+
+
+class KnownRuns:
+    """The runs that a page shows: those that were given, or all that are there."""
+
+    def __init__(self, folders: Sequence[Path], runs: Path) -> None:
+        self._folders, self._runs = tuple(folders), runs
+        self._records: dict[Path, tuple[Any, RunRecord]] = {}
+
+    def found(self) -> dict[str, RunFolder]:
+        """Folders by key: their names, with a number behind one that another has."""
+        paths = self._folders
+        if not paths and self._runs.is_dir():
+            there = self._runs.iterdir()
+            paths = tuple(sorted(path for path in there if (path / "run.json").is_file()))
+        keys: dict[str, RunFolder] = {}
+        for path in paths:
+            key, number = path.name, 2
+            while key in keys:
+                key, number = f"{path.name} ({number})", number + 1
+            keys[key] = RunFolder(path)
+        return keys
+
+    def folder(self, key: str) -> RunFolder:
+        folder = self.found().get(key)
+        if folder is None or not folder.about.is_file():
+            raise Gone("this run is no longer there: its folder was removed or renamed")
+        return folder
+
+    def listed(self) -> list[dict[str, Any]]:
+        lines: list[dict[str, Any]] = []
+        for key, folder in self.found().items():
+            if not folder.about.is_file():
+                lines.append({"key": key, "state": "gone", "why": WHY["gone"], "stages": []})
+                continue
+            record = self.record(folder)
+            state = state_of(record)
+            lines.append(
+                {
+                    "key": key,
+                    "name": record.name,
+                    "seed": record.seed,
+                    "created": record.created.isoformat(),
+                    "state": state,
+                    "why": record.fault or WHY[state],
+                    "stages": folder.stage_names,
+                }
+            )
+        return lines
+
+    def record(self, folder: RunFolder) -> RunRecord:
+        """The run's record, which is read again if its files are others than before."""
+        stamps = (_stamp(folder.about), _stamp(folder.summary))
+        known = self._records.get(folder.path)
+        if known is None or known[0] != stamps:
+            known = self._records[folder.path] = (stamps, record_of(folder))
+        return known[1]
+
+
+def home_of(folder: RunFolder, stage: str) -> Path:
+    """The folder of a stage, or of the main one for ""."""
+    if stage and stage not in folder.stage_names:
+        raise Gone("this run has no such stage")
+    return folder.stage(stage).path if stage else folder.path
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+# --- the overview of a run: each part is read from the file that holds it
+
+_MOST_EVALUATIONS = 50
+_MOST_WARNINGS = 50
+_RESTARTS = re.compile(r"restart|error|timeout|dropped|skipped|truncated", re.IGNORECASE)
+# What is shown of the last step, and the names of the metrics that it is.
+_KINDS = {
+    "rewards": re.compile("reward", re.IGNORECASE),
+    "lag": re.compile(r"lag|stale|version", re.IGNORECASE),
+    "faults": _RESTARTS,
+    "speed": re.compile("^run/"),
+}
+# Entries of summary.json that have a part of their own, or are as long as a page.
+_OF_SUMMARY = frozenset({"examples_after", "examples_before", "nodes", "suites"})
+
+
+def overview(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
+    """Return all parts of a run's overview: what each holds, or `{"absent": why}`.
+
+    A part whose file is not there, or cannot be read, is absent.
+    """
+    found: dict[str, Any] = {}
+    for name, read in _PARTS.items():
+        try:
+            found[name] = read(folder, record)
+        except (ConfigError, OSError) as error:
+            found[name] = {"absent": str(error).split("\n")[0]}
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            said = f"what its files say of it is damaged ({type(error).__name__})"
+            found[name] = {"absent": said}
+    return found
+
+
+def _about(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
+    if record.fault:
+        return {"absent": record.fault}
+    return {
+        "state": state_of(record),
+        "name": record.name,
+        "seed": record.seed,
+        "created": record.created.isoformat(),
+        "code": str(record.code),
+        "data": record.data,
+        "not_reproducible": record.not_reproducible,
+    }
+
+
+def _placement(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
+    plan = read_object(folder.plan)
+    if plan is None:
+        return {"absent": "there is no plan.json: a version that wrote none made this run"}
+    otherwise = {"groups": [], "nodes": {}, "default_group": None, "layouts": None}
+    return {name: plan.get(name, value) for name, value in otherwise.items()}
+
+
+def _last_step(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
+    found = last_values(folder.path)
+    if found is None:
+        return {"absent": "it has not taken a step yet"}
+    step, values = found
+    return {"step": step} | {
+        kind: {name: value for name, value in values.items() if pattern.search(name)}
+        for kind, pattern in _KINDS.items()
+    }
+
+
+def _evaluations(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
+    kept = Evaluations(folder.path)
+    steps = kept.steps()
+    if not steps:
+        return {"absent": "nothing has been evaluated yet, or evaluation is switched off"}
+    rows: list[dict[str, Any]] = []
+    for step in steps[-_MOST_EVALUATIONS:]:
+        try:
+            suites = {name: found.values for name, found in kept.read(step).items()}
+            rows.append({"step": step, "suites": suites})
+        except ConfigError as error:
+            rows.append({"step": step, "absent": str(error).split("\n")[0]})
+    return {"rows": rows, "num_evaluations": len(steps)}
+
+
+def _results(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
+    if record.summary is None:
+        return {"absent": "there is no summary.json: it is written at the end"}
+    return {name: value for name, value in record.summary.items() if name not in _OF_SUMMARY}
+
+
+def _suites(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
+    if record.summary is None:
+        return {"absent": "they are compared at the end"}
+    suites = record.summary.get("suites")
+    return dict(suites) if suites else {"absent": "this run evaluated nothing before and after"}
+
+
+def _memory(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
+    # What the plan expects of each group's fullest device, and the peak. As
+    # `planner.plan.prediction.GroupMemory` has it, without importing the planner.
+    groups: dict[str, Any] = {}
+    for name, group in (_prediction(folder).get("memory") or {}).items():
+        resident = {role: sum(parts.values()) for role, parts in group["resident_bytes"].items()}
+        transient = {call: sum(parts.values()) for call, parts in group["transient_bytes"].items()}
+        groups[name] = {
+            "resident_bytes": resident,
+            "transient_bytes": transient,
+            "peak_bytes": sum(resident.values()) + max(transient.values(), default=0),
+            "capacity_bytes": group["capacity_bytes"],
+        }
+    measured = (record.summary or {}).get("peak_memory_bytes")
+    if not groups and measured is None:
+        return {"absent": "its plan was not predicted, and what was used is written at the end"}
+    return {"groups": groups, "peak_memory_bytes": measured}
+
+
+def _prediction(folder: RunFolder) -> dict[str, Any]:
+    return (read_object(folder.plan) or {}).get("prediction") or {}
+
+
+def _warnings(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
+    found = stage_events(folder.path)
+    if not found:
+        return {"absent": "it has warned of nothing"}
+    shown = [
+        {name: str(event.get(name, "")) for name in ("stage", "seen", "means", "remedy", "node")}
+        | {"step": event["step"], "first_step": event.get("first_step", event["step"])}
+        for event in found[-_MOST_WARNINGS:]
+    ]
+    return {"rows": shown, "num_warnings": len(found)}
+
+
+def _events(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
+    summary: Mapping[str, Any] = record.summary or {}
+    return {
+        "changes": list(record.changes),
+        "resumed": summary.get("resumed"),
+        "stopped": summary.get("stopped"),
+        "restarts": {name: value for name, value in summary.items() if _RESTARTS.search(name)},
+    }
+
+
+_PARTS: Mapping[str, Callable[[RunFolder, RunRecord], dict[str, Any]]] = {
+    "about": _about,
+    "placement": _placement,
+    "last_step": _last_step,
+    "evaluations": _evaluations,
+    "results": _results,
+    "suites": _suites,
+    "memory": _memory,
+    "warnings": _warnings,
+    "events": _events,
+}
+
+
+def _node_times(record: RunRecord, predicted: Mapping[str, Any], shown: Any) -> dict[str, Any]:
+    """Return the seconds of each node in a step: predicted, measured and in the steps shown.
+
+    Measured is the median over a run that has ended, and `last_s` the mean over the steps shown of
+    the slowest rank's sum over chunks.
+    """
+    sums: dict[tuple[str, int, int], float] = {}
+    for one in shown["slices"]:
+        key = one["node"], one["step"], one["track"]
+        sums[key] = sums.get(key, 0.0) + one["duration_s"]
+    slowest: dict[str, dict[int, float]] = {}
+    for (node, step, _), seconds in sums.items():
+        steps = slowest.setdefault(node, {})
+        steps[step] = max(seconds, steps.get(step, 0.0))
+    last = {node: statistics.fmean(steps.values()) for node, steps in slowest.items()}
+    expected, measured = predicted.get("nodes") or {}, (record.summary or {}).get("nodes") or {}
+    return {
+        node: {
+            "predicted_s": (expected.get(node) or {}).get("duration_s"),
+            "measured_s": (measured.get(node) or {}).get("measured_s"),
+            "last_s": last.get(node),
+        }
+        for node in dict.fromkeys([*last, *measured, *expected])
+    }
+
+
+# --- samples
 
 _MOST_CHARACTERS = 200_000  # of one text; a response that is longer is cut, and says so
 # beyond these, lines are compared instead of words: the time grows with their product
@@ -46,7 +303,6 @@ def found_samples(
     skip: int = 0,
     limit: int = 20,
 ) -> dict[str, Any]:
-    """Return some samples of a step that hold a text, and how many there are."""
 
     def holds(sample: Sample, wanted: str) -> bool:
         texts = [sample.prompt, sample.response]
@@ -63,7 +319,6 @@ def found_samples(
 
 
 def same_prompt(home: Path, step: int, prompt: str) -> list[dict[str, Any]]:
-    """Return the samples of a step that answer this very prompt, the best first."""
     rows = enumerate(read_samples(home, [step]))
     same = [row for row in rows if row[1].prompt == prompt]
     best = sample_key("reward")
@@ -79,7 +334,6 @@ def sample_of(home: Path, step: int, number: int) -> Sample:
 
 
 def steps_with_prompt(home: Path, prompt: str, near: int, limit_s: float) -> dict[str, Any]:
-    """Return the steps that answer a prompt, as far as they can be read within a time."""
     until = time.monotonic() + limit_s
     steps = sorted(sample_steps(home), key=lambda step: abs(step - near))
     found: list[int] = []
@@ -297,15 +551,19 @@ class Pages:
         return overview(folder, self._runs.record(folder))
 
     def _timeline(self, query: Query) -> Any:
-        shown = timeline(self._home(query), query.whole("steps", 3, 50))
+        shown = timeline(self._home(query) / "trace.json", query.whole("steps", 3, 50))
         if query.text("stage"):
             return {**shown, "nodes": {}}
         folder = self._runs.folder(query.text("run"))
+        predicted: dict[str, Any] = {}
+        with suppress(ConfigError):
+            predicted = _prediction(folder)
+        step_s = predicted.get("step_time_s")
         return {
             **shown,
-            "nodes": node_times(folder, self._runs.record(folder), shown),
+            "nodes": _node_times(self._runs.record(folder), predicted, shown),
             "has_graph": folder.graph.is_file(),
-            "predicted_step_s": predicted_step_s(folder),
+            "predicted_step_s": float(step_s) if isinstance(step_s, int | float) else None,
         }
 
     def _graph(self, query: str) -> Answer | None:

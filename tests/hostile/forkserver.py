@@ -27,7 +27,7 @@ import psutil
 _HEAVY = (
     "hydra",
     "penstock.launch.cli.plan",
-    "penstock.launch.cli.run",
+    "penstock.launch.cli.carry_out",
     "penstock.launch.inputs.compose",
     "penstock.launch.placement.plan_request",
     "penstock.launch.profile.profile",

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from penstock.launch.cli.sweep import Key, Sweep, Trial, draw_sweep
 from penstock.launch.main import main
-from penstock.launch.runs.drawing import draw_sweep
-from penstock.launch.runs.sweep import Key, Sweep, Trial
 
 from ..ray_forks import forked_workers
 

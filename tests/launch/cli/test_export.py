@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import transformers
 import yaml
-from penstock.launch.cli import export
+from penstock.launch.cli import checkpoints as export
 from penstock.launch.run_dir.checkpoint import CheckpointStore, checkpoints_in
 from penstock.workers.training.checkpoint_files import box_key
 from penstock.workers.training.flat_parameters import read_tensors, tensors_sha256, write_tensors

@@ -11,9 +11,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.cli.hydra_app import compose, composed, hydra_app
-from penstock.launch.cli.overrides import (
+from penstock.launch.cli.hydra_app import (
     command_line,
+    compose,
+    composed,
+    hydra_app,
     jobs_of,
     literal,
     quoted,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from penstock.launch.profile.show import calibration_text
+from penstock.launch.profile.profile import calibration_text
 from penstock.planner.cost.calibration import CPU_DEFAULTS, Calibration, MeasuredCall
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 

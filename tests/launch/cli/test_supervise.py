@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from penstock.launch.cli import supervise
-from penstock.launch.cli.supervise import supervise_command
+from penstock.launch.cli import run as supervise
+from penstock.launch.cli.run import supervise_command
 from penstock.launch.run_dir.run_folder import lock_holder
 from penstock.launch.run_dir.step_logs import LEDGER, read_ledger
 
@@ -168,7 +168,7 @@ def test_signals_are_passed_on_once(standing_in: Path, number: signal.Signals) -
         "time.sleep(0.2)\nsys.exit(100 + len(heard))\n"
     )
     code = (
-        "import sys; from penstock.launch.cli import supervise; "
+        "import sys; from penstock.launch.cli import run as supervise; "
         f"supervise._PROGRAM = (sys.executable, {str(standing_in)!r}); "
         "sys.exit(supervise.supervise_command([]))"
     )
@@ -198,7 +198,7 @@ def test_what_is_refused_is_not_tried_again(
 
 BESIDE = """\
 import sys
-from penstock.launch.cli import supervise
+from penstock.launch.cli import run as supervise
 supervise._PROGRAM = (sys.executable, sys.argv[1])
 supervise.supervise_command([])
 """

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import IPython.display
 import pytest
 from penstock.launch.from_python.handle import Curve, LiveCurve, in_notebook
-from penstock.launch.run_dir.trackers.tracker import RunInfo, Tracker
+from penstock.launch.run_dir.trackers import RunInfo, Tracker
 
 RUN = RunInfo("20261121-031454-<b>grpo</b>-seed0", {"sft": Path("a"), "grpo": Path("b")}, {}, False)
 

@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.cli.overrides import with_escapes
+from penstock.launch.cli.hydra_app import with_escapes
 from penstock.launch.from_python.run import as_words
 
 

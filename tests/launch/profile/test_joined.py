@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import ConfigError, WorkerError
+from penstock.launch.profile.profile import joined_ranks, seats_on
 from penstock.launch.profile.rank import RankRequest
-from penstock.launch.profile.ranks import joined_ranks, seats_on
 from penstock.planner.cost.calibration import Calibration
 from penstock.planner.report.plan_texts import cluster_text
 from penstock.workers.executors.assignment import Machine

@@ -13,24 +13,28 @@ from penstock.configs.plan_schema import ProfileConfig
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.worker_protocol import drain_metrics
-from penstock.launch.profile.calls import ProfileCall, architecture, calls_of_width, make_policy
-from penstock.launch.profile.links import (
-    LinkTimes,
-    across_nodes,
-    link_constants,
-    link_of,
-    within_nodes,
-)
 from penstock.launch.profile.profile import (
     MeasuredNode,
     alike,
+    calibration_text,
     call_seconds,
     machine_text,
     measured_cluster,
     profile,
 )
-from penstock.launch.profile.rank import RankResult, Together
-from penstock.launch.profile.show import calibration_text
+from penstock.launch.profile.rank import (
+    LinkTimes,
+    ProfileCall,
+    RankResult,
+    Together,
+    across_nodes,
+    architecture,
+    calls_of_width,
+    link_constants,
+    link_of,
+    make_policy,
+    within_nodes,
+)
 from penstock.planner.cost.calibration import CPU_DEFAULTS, GPU_DEFAULTS, Calibration
 from penstock.planner.cost.time_parts import all_reduce_s, links_of
 from penstock.planner.inputs.cluster import Mesh

@@ -16,9 +16,9 @@ from penstock.dataflow.files import file_error, writing
 from penstock.dataflow.runtime.messages import TaskSpan
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.launch.run_dir.run_folder import create_run
+from penstock.launch.run_dir.shipped_trackers import TensorBoardTracker
 from penstock.launch.run_dir.step_logs import MetricsLog, TraceLog, read_metrics, read_trace
-from penstock.launch.run_dir.trackers.tensorboard import TensorBoardTracker
-from penstock.launch.run_dir.trackers.tracker import RunInfo
+from penstock.launch.run_dir.trackers import RunInfo
 from penstock.workers.training.flat_parameters import write_tensors
 
 

@@ -15,7 +15,6 @@ from penstock.launch.run_dir.progress import (
     Left,
     ProgressMode,
     RunProgress,
-    Share,
     StagePlan,
     TimeLeft,
     format_duration,
@@ -249,16 +248,16 @@ def test_a_later_stage_of_which_nothing_is_known_makes_it_a_lower_bound() -> Non
     assert time.left("sft") == Left(None, None, True)
     time.step("sft", 1, 2.0, 8)
     assert time.left("sft") == Left(18.0, 18.0, True)
-    assert time.share("grpo") == Share(0.75, False)
+    assert time.share("grpo") == (0.75, "steps")
 
 
 def test_a_prediction_stands_in_until_steps_are_measured() -> None:
     time = TimeLeft([StagePlan("sft", 10), StagePlan("ppo", 100, step_s=0.5)])
     time.step("sft", 1, 1.0, 8)
     assert time.left("sft") == Left(9.0, 59.0, False)
-    assert time.share("sft") == Share(10 / 60, True)
+    assert time.share("sft") == (10 / 60, "time")
     time.end("sft", 12.0)
-    assert time.share("sft") == Share(12 / 62, True)
+    assert time.share("sft") == (12 / 62, "time")
     time.step("ppo", 1, 0.25, 8)
     assert time.left("ppo") == Left(99 * 0.25, 99 * 0.25, False)
 
@@ -291,7 +290,7 @@ def test_shares_add_up_to_the_run(num_steps: list[int], pace_s: float) -> None:
     time = TimeLeft(stages)
     for stage in stages:
         shares = [time.share(other.name) for other in stages]
-        assert abs(sum(share.part for share in shares) - 1) < 1e-9
+        assert abs(sum(part for part, _ in shares) - 1) < 1e-9
         time.step(stage.name, 1, pace_s, 1)
         time.end(stage.name, stage.num_steps * pace_s)
-    assert all(time.share(stage.name).of_time for stage in stages)
+    assert all(time.share(stage.name)[1] == "time" for stage in stages)

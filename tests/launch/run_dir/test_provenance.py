@@ -1,18 +1,28 @@
-"""What a run began with: the user's own modules and the models, compared when it is resumed."""
+"""The user's own modules and the models, compared on resuming; memory and processor time."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import re
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import penstock
 import pytest
 import torch
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.run_dir.provenance import Origins, changed_files, check_models, origins_of
+from penstock.launch.run_dir import provenance as memory_module
+from penstock.launch.run_dir.provenance import (
+    Origins,
+    ProcessUsage,
+    changed_files,
+    check_models,
+    origins_of,
+)
 from penstock.launch.run_dir.run_folder import create_run, record_of
 
 
@@ -110,3 +120,64 @@ def test_a_run_keeps_its_origins_and_one_without_is_resumed_as_ever(
     assert older.fault is None
     assert changed_files(older.origins, origins) == []
     check_models(folder.id, older.origins, origins)
+
+
+def test_a_peak_in_this_process_is_kept_after_it_is_gone() -> None:
+    """In a process of its own: the children that other tests have left end when they like."""
+    code = (
+        "import torch\n"
+        "from penstock.launch.run_dir.provenance import ProcessUsage\n"
+        "with ProcessUsage(every_s=0.01) as memory:\n"
+        "    before = memory.sample()\n"
+        "    block = torch.ones(16 * 2**20)\n"  # 64 MiB
+        "    memory.sample()\n"
+        "    del block\n"
+        "print(memory.peak_bytes - before)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert int(ran.stdout) > 48 * 2**20
+
+
+def test_children_are_counted() -> None:
+    with ProcessUsage(every_s=0.01) as memory:
+        before = memory.sample()
+        code = "x = bytearray(64 << 20); x[::4096] = b'1' * len(x[::4096]); input()"
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        deadline = time.monotonic() + 30
+        while memory.peak_bytes - before < 48 * 2**20 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        child.communicate(b"\n", timeout=30)
+    assert memory.peak_bytes - before > 48 * 2**20
+
+
+def test_a_sample_that_hangs_holds_up_no_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    going_on, hangs = threading.Event(), threading.Event()
+
+    class Hangs(ProcessUsage):
+        def sample(self) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                hangs.set()
+                going_on.wait(30)
+            return 0
+
+    monkeypatch.setattr(memory_module, "CLOSE_S", 0.05)
+    with Hangs(every_s=0.01):
+        assert hangs.wait(30)
+    going_on.set()
+    assert "taking a sample of memory has not ended in 0.05 s" in caplog.text
+
+
+def test_the_time_of_children_that_have_ended_is_kept() -> None:
+    with ProcessUsage(every_s=0.01) as usage:
+        own_s = usage.cpu_s
+        code = "import time\nwhile time.process_time() < 0.6: pass\ninput()"
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        deadline = time.monotonic() + 60
+        while usage.cpu_s - own_s < 0.6 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        child.communicate(b"\n", timeout=30)
+    assert usage.cpu_s - own_s >= 0.6

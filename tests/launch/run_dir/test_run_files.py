@@ -238,15 +238,13 @@ OWN_PLACE = {
     # Not files of a run's folder.
     "main.py": {"os.open"},  # /dev/null
     "placement/machine.py": {"read_text"},  # /proc/cpuinfo
-    "profile/ranks.py": {"read_text"},  # in a folder of its own for its own children
+    "profile/profile.py": {"read_text"},  # in a folder of its own for its own children
     "watch/pages.py": {"read_bytes", "opened"},  # the page's own files, and a run's picture
-    # Parts of files that are too long to be read as a whole, by `watch.known_runs.opened`.
-    "watch/known_runs.py": {"open_regular"},
-    "watch/curve_points.py": {"json.loads", "opened"},
-    "watch/overview.py": {"json.loads", "opened"},
+    # Parts of files that are too long to be read as a whole.
+    "watch/log_files.py": {"open_regular", "json.loads", "opened"},
     "cli/doctor.py": {"json.loads"},  # what a child printed
     "runs/archive.py": {"opened", "created"},  # archives, and CSV files of the user's
-    "runs/sweep.py": {"json.loads"},  # its own text, to compare
+    "cli/sweep.py": {"json.loads"},  # its own text, to compare
     "stages/export.py": {"opened"},  # hashes models
     "placement/plan_request.py": {"json.loads"},  # of YAML that `load_yaml` has read
     "placement/plan_inputs.py": {"read_json"},  # a model folder's config.json

@@ -13,8 +13,7 @@ from urllib.parse import urlencode
 
 import pytest
 from penstock.launch.run_dir.loopback_server import PageServer
-from penstock.launch.watch.known_runs import KnownRuns
-from penstock.launch.watch.pages import Pages
+from penstock.launch.watch.pages import KnownRuns, Pages
 
 Ask = Callable[..., Any]
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.launch.run_dir.step_logs import MetricsLog
-from penstock.launch.watch.curve_points import appended, last_values, metric_names, sampled
-from penstock.launch.watch.known_runs import Gone
+from penstock.launch.watch.log_files import Gone, appended, last_values, metric_names, sampled
 
 from .folders import BEGUN_S, add_steps, value_at, write_many_steps
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from penstock.launch.run_dir.run_folder import RunFolder, record_of, state_of
-from penstock.launch.watch.known_runs import Gone, KnownRuns, home_of, stages_of
+from penstock.launch.watch.log_files import Gone
+from penstock.launch.watch.pages import KnownRuns, home_of
 
 from .conftest import Ask
 from .folders import add_steps, new_run
@@ -103,7 +104,7 @@ def test_a_run_is_read_again_only_when_it_has_changed(runs: Path) -> None:
 def test_a_stage_is_one_of_the_runs_own(runs: Path, stage: str) -> None:
     run = new_run(runs)
     run.stage("sft").path.mkdir(parents=True)
-    assert stages_of(run) == ["sft"]
+    assert run.stage_names == ["sft"]
     assert home_of(run, "sft") == run.path / "stages" / "sft"
     with pytest.raises(Gone, match="no such stage"):
         home_of(run, stage)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.launch.run_dir.samples import Sample
-from penstock.launch.run_dir.trackers.tracker import RunInfo
+from penstock.launch.run_dir.trackers import RunInfo
 
 ODD = [0.1, 1 / 3, 1e-310, 1.7976931348623157e308, -0.0, 123456789.123456789, 5e-324]
 """Numbers that a decimal of few digits, or a float of 32 bits, does not hold."""

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from penstock.launch.run_dir.samples import Sample
-from penstock.launch.run_dir.trackers.tracker import RunInfo
+from penstock.launch.run_dir.trackers import RunInfo
 
 
 class Notebook:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.run_dir.trackers.mlflow_store import MlflowTracker
+from penstock.launch.run_dir.shipped_trackers import MlflowTracker
 
 from .logged import SAMPLES, SUMMARY, bits, info, odd_rows
 
@@ -134,8 +134,8 @@ def refused(*args, **kwargs):
     asked.append(args)
     raise OSError("there is no network here")
 socket.socket.connect = socket.getaddrinfo = refused
-from penstock.launch.run_dir.trackers.registry import TRACKERS
-from penstock.launch.run_dir.trackers.tracker import RunInfo
+from penstock.launch.run_dir.trackers import TRACKERS
+from penstock.launch.run_dir.trackers import RunInfo
 folder = Path(sys.argv[1])
 for kind in ("mlflow", "trackio"):
     tracker = TRACKERS[kind]()

@@ -13,8 +13,7 @@ import pytest
 from penstock.configs.schema import TrackerConfig
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.run_dir.step_logs import read_metrics
-from penstock.launch.run_dir.trackers.registry import TRACKERS, Trackers
-from penstock.launch.run_dir.trackers.tracker import RunInfo, Tracker
+from penstock.launch.run_dir.trackers import TRACKERS, RunInfo, Tracker, Trackers
 
 from ....copies import copies_end, fork
 from ...conftest import Penstock

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
+from penstock.launch.run_dir.shipped_trackers import PrometheusTracker
 from penstock.launch.run_dir.step_logs import read_metrics
-from penstock.launch.run_dir.trackers.prometheus import PrometheusTracker
 
 from .logged import ODD, bits, info
 

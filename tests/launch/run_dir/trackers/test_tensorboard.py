@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.launch.run_dir.trackers.tensorboard import TensorBoardTracker
-from penstock.launch.run_dir.trackers.tracker import RunInfo
+from penstock.launch.run_dir.shipped_trackers import TensorBoardTracker
+from penstock.launch.run_dir.trackers import RunInfo
 from tensorboard.summary.writer import event_file_writer
 
 

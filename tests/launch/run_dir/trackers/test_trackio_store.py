@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.launch.run_dir.trackers.trackio_store import TrackioTracker
+from penstock.launch.run_dir.shipped_trackers import TrackioTracker
 
 from .logged import SAMPLES, SUMMARY, bits, info, odd_rows
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.run_dir.trackers.weights_and_biases import WandbTracker
+from penstock.launch.run_dir.shipped_trackers import WandbTracker
 
 from .logged import SAMPLES, SUMMARY, bits, info, odd_rows
 
@@ -141,8 +141,8 @@ import sys, warnings
 from pathlib import Path
 import psutil
 from penstock.configs.schema import TrackerConfig
-from penstock.launch.run_dir.trackers.registry import Trackers
-from penstock.launch.run_dir.trackers.tracker import RunInfo
+from penstock.launch.run_dir.trackers import Trackers
+from penstock.launch.run_dir.trackers import RunInfo
 folder = Path(sys.argv[1])
 warnings.simplefilter("always")
 with Trackers(TrackerConfig(kind="wandb")) as trackers:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import hydra
 import yaml
@@ -275,7 +275,7 @@ def _is_forced(word: str) -> bool:
     return bool(_KEY.match(word)) and key not in groups() and key.split(".")[0] != "hydra"
 
 
-Task = Callable[[dict[str, Any]], None]
+_Made = TypeVar("_Made")
 
 
 class UserFiles(FileConfigSource):
@@ -286,7 +286,9 @@ class UserFiles(FileConfigSource):
         return super().load_config(config_path)
 
 
-def hydra_app(command: str, arguments: list[str], task: Task) -> None:
+def hydra_app(
+    command: str, arguments: list[str], task: Callable[[dict[str, Any]], _Made]
+) -> list[_Made]:
     """Run `task` on the composed configuration, or with `--multirun` on each combination."""
     if command == "plan":
         arguments = ["json=-" if word == "--json" else word for word in arguments]
@@ -300,18 +302,19 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
     elif {"-c", "--cfg"} & {word.partition("=")[0] for word in line.options}:
         _check_only(command, composed(line.config, line.keys))
 
+    made: list[_Made] = []
     failures: list[Exception] = []
 
     @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGS}", config_name=command)
-    def app(made: DictConfig) -> None:
+    def app(found: DictConfig) -> None:
         # Kept and raised below: Hydra would add lines of its own. The first one ends a sweep.
         if not failures:
             try:
                 with _our_messages():
-                    plain = _plain(made)
+                    plain = _plain(found)
                 see_working_directory()  # tools, rewards and tasks name modules there
                 with no_exit(ConfigError):
-                    task(plain)
+                    made.append(task(plain))
             except Exception as error:
                 failures.append(error)
 
@@ -328,6 +331,7 @@ def hydra_app(command: str, arguments: list[str], task: Task) -> None:
             os.environ["HYDRA_FULL_ERROR"] = before[1]
     if failures:
         raise failures[0]
+    return made
 
 
 def compose(command: str, arguments: Sequence[str]) -> dict[str, Any]:

@@ -66,14 +66,12 @@ def run(*words: str, **keys: Any) -> RunHandle:
             "which reach the main thread alone\n    call it there, or start `penstock run` as a "
             "process"
         )
-    made: list[RunFolder] = []
     shown = LiveCurve() if in_notebook() else None
 
-    def carried_out(composed: dict[str, Any]) -> None:
-        made.append(run_composed(composed, given_overrides(), shown))
+    def carried_out(composed: dict[str, Any]) -> RunFolder:
+        return run_composed(composed, given_overrides(), shown)
 
-    hydra_app("run", as_words("run", words, keys), carried_out)
-    return RunHandle(made[0])
+    return RunHandle(hydra_app("run", as_words("run", words, keys), carried_out)[0])
 
 
 _OPTIONS = ("--config-dir", "-cd")  # those of the command line that mean something here
@@ -260,9 +258,8 @@ def plan(*words: str, **keys: Any) -> Planned:
         >>> planned = penstock.plan("algorithm=ppo", "model=llama-7b", cluster={"num_nodes": 16})
         >>> planned.plan.prediction.step_time_s
     """
-    made: list[Planned] = []
 
-    def answered(composed: dict[str, Any]) -> None:
+    def answered(composed: dict[str, Any]) -> Planned:
         for key in OUTPUTS:
             if composed.pop(key, None) is not None:
                 raise ConfigError(
@@ -272,7 +269,6 @@ def plan(*words: str, **keys: Any) -> Planned:
         request, found, comparisons = found_plan(composed)
         notes = [f"{name} was not considered: {why}" for name, why in request.refused.items()]
         said = (*request.notes, *notes)
-        made.append(Planned(request.graph, request.kept(found), comparisons, said))
+        return Planned(request.graph, request.kept(found), comparisons, said)
 
-    hydra_app("plan", as_words("plan", words, keys), answered)
-    return made[0]
+    return hydra_app("plan", as_words("plan", words, keys), answered)[0]

@@ -564,26 +564,23 @@ def _link_rows(name: str, link: LinkSpec) -> Iterator[list[str]]:
 
 
 def _constant_rows(calibration: Calibration) -> list[list[str]]:
-    columns: list[dict[str, str]] = []
-    for dtype, models in calibration.dtypes.items():
-        by_width = models.matmul_efficiency.items()
-        found = models.constants
-        attention = found.attention_efficiency or found.matmul_efficiency
-        columns.append(
-            {
-                "": dtype,
-                "matmul efficiency by width": ", ".join(f"{s:.0%} at {w}" for w, s in by_width),
-                "attention efficiency": percent_text(attention),
-                "memory efficiency": percent_text(found.memory_efficiency),
-                "of what products read": percent_text(
-                    found.read_efficiency or found.memory_efficiency
-                ),
-                "launches of a layer": seconds_text(found.launch_s),
-                "a backward pass": f"{found.backward:.2g} forward passes",
-                "an optimizer step besides": seconds_text(found.update_s),
-            }
-        )
-    return [[name, *(column[name] for column in columns)] for name in columns[0]]
+    by_width = [models.matmul_efficiency.items() for models in calibration.dtypes.values()]
+    found = [models.constants for models in calibration.dtypes.values()]
+    attention = [one.attention_efficiency or one.matmul_efficiency for one in found]
+    reads = [one.read_efficiency or one.memory_efficiency for one in found]
+    return [
+        ["", *calibration.dtypes],
+        [
+            "matmul efficiency by width",
+            *(", ".join(f"{share:.0%} at {width}" for width, share in one) for one in by_width),
+        ],
+        ["attention efficiency", *map(percent_text, attention)],
+        ["memory efficiency", *(percent_text(one.memory_efficiency) for one in found)],
+        ["of what products read", *map(percent_text, reads)],
+        ["launches of a layer", *(seconds_text(one.launch_s) for one in found)],
+        ["a backward pass", *(f"{one.backward:.2g} forward passes" for one in found)],
+        ["an optimizer step besides", *(seconds_text(one.update_s) for one in found)],
+    ]
 
 
 def _rate(rate: float, unit: str) -> str:

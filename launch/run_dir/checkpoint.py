@@ -14,8 +14,7 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -50,25 +49,11 @@ class CheckpointStore:
         self._missed: set[int] = set()
         self._good: set[Path] = set()
 
-    @contextmanager
-    def write(self, step: int) -> Generator[Path]:
-        """Make the checkpoint of `step`: yields a folder to fill; it counts once the block ends.
-
-        If the block raises, or the process stops, the checkpoints that were there are untouched. A
-        usable checkpoint of the same step is replaced only once the new one is complete. Older ones
-        beyond `keep` are removed afterwards.
-        """
-        draft = self.begin(step)
-        try:
-            with writing(draft):
-                yield draft
-            self._complete(step, {})
-        except BaseException:
-            self.abandon(step)
-            raise
-        self._prune()
-
     def begin(self, step: int) -> Path:
+        """Return a folder to fill for the checkpoint of `step`, which counts once it is sealed.
+
+        If it is not, or the process stops, the checkpoints that were there are untouched.
+        """
         if step < 0:
             raise ValueError(f"step={step}: a checkpoint belongs to a step, counted from 0")
         self.folder.mkdir(exist_ok=True)
@@ -78,11 +63,24 @@ class CheckpointStore:
         return draft
 
     def seal(self, step: int, written: Mapping[str, WrittenFile]) -> str:
+        """Complete a checkpoint, then remove older ones beyond `keep`.
+
+        A usable checkpoint of the same step is replaced only once the new one is complete. Returned
+        is why older ones could not be removed; "" if they were.
+        """
+        draft, final = self._draft(step), self.folder / _name(step)
         try:
-            self._complete(step, written)
+            with writing(draft):
+                _seal(draft, step, written)
+            if final.exists():
+                _retire(final)
+            draft.rename(final)
+            sync_folder(self.folder)
         except BaseException:
             self.abandon(step)
             raise
+        self._good.add(final)
+        self._missed.discard(step)
         try:
             with writing(self.folder):
                 self._prune()
@@ -108,17 +106,6 @@ class CheckpointStore:
 
     def _draft(self, step: int) -> Path:
         return self.folder / f"{_name(step)}.writing"
-
-    def _complete(self, step: int, written: Mapping[str, WrittenFile]) -> None:
-        draft, final = self._draft(step), self.folder / _name(step)
-        with writing(draft):
-            _seal(draft, step, written)
-        if final.exists():
-            _retire(final)
-        draft.rename(final)
-        sync_folder(self.folder)
-        self._good.add(final)
-        self._missed.discard(step)
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose every byte is as it was written, or None.

@@ -1,8 +1,8 @@
 """The progress of a run: events, how much time is left, and how both are shown.
 
 A line that changes on a terminal, plain lines elsewhere, warnings and the last line alone, or JSON:
-the run reports `Event`s, and every mode takes all of them. Everything in them is in the run's
-folder too. Estimates of time read no clock: seconds come in.
+every event has fields for a program and a text for a person, and all of it is in the run's folder
+too. Estimates of time read no clock: seconds come in.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn
@@ -137,139 +137,6 @@ class TimeLeft:
         return {name: stage.took_s for name, stage in self._stages.items() if stage.took_s}
 
 
-@dataclass(frozen=True)
-class Note:
-    """A note about the run as a whole."""
-
-    event: ClassVar = "note"
-    text: str
-
-
-@dataclass(frozen=True)
-class StageBegun:
-    """A stage begins, or goes on after `first_step` steps."""
-
-    event: ClassVar = "stage"
-    stage: str
-    number: int  # from 1
-    num_stages: int
-    first_step: int  # steps taken before
-    num_steps: int  # steps in all
-    share: float  # of the run, from 0 to 1
-    share_of: str  # "time", or "steps" where a stage's time is unknown
-
-
-@dataclass(frozen=True)
-class StepDone:
-    """A step is complete."""
-
-    event: ClassVar = "step"
-    stage: str
-    number: int  # from 1
-    num_stages: int
-    step: int  # index of the step, from 0
-    num_steps: int
-    took_s: float
-    rate: float | None  # samples per second, or what else is counted; None if unknown
-    unit: str
-    values: Mapping[str, float]  # short name -> number, in the order shown
-    waits: Mapping[str, float]  # share of the latest steps' time, the largest first
-    left: Left
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """The stage was evaluated after so many steps."""
-
-    event: ClassVar = "evaluation"
-    stage: str
-    step: int
-    took_s: float
-    values: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Warned:
-    """A sign that the run goes wrong."""
-
-    event: ClassVar = "warning"
-    stage: str
-    kind: str
-    step: int
-    text: str
-    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The run is over."""
-
-    event: ClassVar = "end"
-    text: str
-    run: str
-    summary: Mapping[str, Any]
-
-
-Event = Note | StageBegun | StepDone | Evaluated | Warned | Ended
-
-
-def json_line(event: Event) -> str:
-    """Return the event as a JSON object on one line; null stands for NaN and the infinities."""
-    values = asdict(event)
-    if isinstance(event, StepDone):
-        del values["left"]
-        values |= {
-            "stage_left_s": event.left.stage_s,
-            "run_left_s": event.left.run_s,
-            "run_left_is_least": event.left.is_least,
-        }
-    values |= values.pop("fields", None) or {}
-    return json.dumps({"event": event.event, **plain(values)}, allow_nan=False)
-
-
-def text_line(event: Event) -> str:
-    """Return the event in words, on one line but for warnings; "" for none."""
-    match event:
-        case Note() | Ended() | Warned():
-            return event.text
-        case StageBegun():
-            if event.num_stages == 1:
-                return ""
-            share = f"{event.share:.0%} of the run's {event.share_of}"
-            return (
-                f"stage {event.number} of {event.num_stages}: {event.stage}, {event.num_steps} "
-                f"steps, {share}"
-            )
-        case StepDone():
-            done = f"{event.step + 1}/{event.num_steps}"
-            return f"{titled(event)} {done}  {step_status(event)}".rstrip()
-        case Evaluated():
-            when = f"after {event.step} steps" if event.step else "before the first step"
-            took = format_duration(event.took_s)
-            return f"evaluation {when}, {took}: {format_values(event.values)}"
-
-
-def titled(event: StepDone | StageBegun) -> str:
-    """`grpo`, or `grpo (2 of 2)` where there are several stages."""
-    several = f" ({event.number} of {event.num_stages})" if event.num_stages > 1 else ""
-    return f"{event.stage}{several}"
-
-
-def step_status(event: StepDone, *, left_first: bool = False) -> str:
-    said = [f"{what} {share:.0%}" for what, share in event.waits.items() if share >= _LEAST_WAIT]
-    left_s, run_s = event.left.stage_s, event.left.run_s
-    left = f"{format_duration(left_s)} left" if left_s else ""
-    if event.number < event.num_stages and run_s:
-        least = "at least " if event.left.is_least else ""
-        left = f"{left} (run: {least}{format_duration(run_s)})".strip()
-    parts = [
-        "" if event.rate is None else f"{event.rate:.4g} {event.unit}/s",
-        format_values(event.values),
-        f"waits for {', '.join(said[:_MOST_WAITS])}" if said else "",
-    ]
-    return "  ".join(filter(None, [left, *parts] if left_first else [*parts, left]))
-
-
 def format_values(values: Mapping[str, float | str]) -> str:
     """`reward 0.5  loss 0.02`: names with numbers to four significant digits."""
     return "  ".join(
@@ -326,32 +193,35 @@ class RunProgress:
     def is_live(self) -> bool:
         return self._mode == "auto" and self.console.is_terminal
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: str, text: str, fields: Mapping[str, Any]) -> None:
+        """Show an event: all of its fields to a program, its text to a person, if it has one."""
         if self._mode == "json":
             if not self._has_reader:
                 return
-            try:
-                print(json_line(event), flush=True)
+            try:  # null stands for NaN and the infinities
+                print(json.dumps({"event": event, **plain(fields)}, allow_nan=False), flush=True)
             except (OSError, ValueError):  # ValueError: the user's code has closed it
                 self._has_reader = False
                 drop_output(sys.stdout)
-        elif isinstance(event, Warned):
-            say(f"warning: {event.text}")
-        elif self._mode != "quiet" or isinstance(event, Ended):
-            if isinstance(event, StepDone):
-                now_s, is_last = self.clock(), event.step + 1 >= event.num_steps
-                if self.is_live or (now_s - self._said_s < self._every_s and not is_last):
-                    return
-                self._said_s = now_s
+        elif event == "warning":
+            say(f"warning: {text}")
+        elif text and (self._mode != "quiet" or event == "end"):
             # As Text, and unwrapped: one line stays one line in a log, and brackets are not markup.
-            if line := visible(text_line(event)):
-                self.console.print(Text(line), soft_wrap=True, highlight=False)
+            self.console.print(Text(visible(text)), soft_wrap=True, highlight=False)
+
+    def tells_step(self, is_last: bool) -> bool:
+        """Whether it is time for a plain line about a step; none is needed on a terminal."""
+        now_s = self.clock()
+        if self.is_live or (now_s - self._said_s < self._every_s and not is_last):
+            return False
+        self._said_s = now_s
+        return True
 
     def note(self, text: str) -> None:
-        self.tell(Note(text))
+        self.tell("note", text, {"text": text})
 
     def end(self, text: str, run: str = "", summary: Mapping[str, Any] | None = None) -> None:
-        self.tell(Ended(text, run, summary or {}))
+        self.tell("end", text, {"text": text, "run": run, "summary": summary or {}})
 
     def show(self, text: Text) -> None:
         if self._mode in ("auto", "plain"):
@@ -370,18 +240,32 @@ class StageProgress:
     """Shows how one stage goes."""
 
     def __init__(self, run: RunProgress, name: str, first_step: int = 0) -> None:
-        self._run, self._name = run, name
+        self._run, self._name, self._first_step = run, name, first_step
+        self._number, self._num_stages = [*run.stages].index(name) + 1, len(run.stages)
+        self._num_steps = run.stages[name].num_steps
+        several = f" ({self._number} of {self._num_stages})" if self._num_stages > 1 else ""
+        self._title = f"{name}{several}"
         self._waited: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_WINDOW_STEPS)
         self._evaluates_s: float | None = None
         self._live: Progress | None = None
         self.working: Working = lambda: None
         run.time.begin(name, first_step)
-        part, share_of = run.time.share(name)
-        number, num_steps = [*run.stages].index(name) + 1, run.stages[name].num_steps
-        self._begun = StageBegun(
-            name, number, len(run.stages), first_step, num_steps, part, share_of
+        share, share_of = run.time.share(name)
+        fields = {
+            **self._place(),
+            "first_step": first_step,  # steps taken before
+            "num_steps": self._num_steps,  # steps in all
+            "share": share,  # of the run, from 0 to 1
+            "share_of": share_of,
+        }
+        text = (
+            f"stage {self._number} of {self._num_stages}: {name}, {self._num_steps} steps, "
+            f"{share:.0%} of the run's {share_of}"
         )
-        run.tell(self._begun)
+        run.tell("stage", text if several else "", fields)
+
+    def _place(self) -> dict[str, Any]:
+        return {"stage": self._name, "number": self._number, "num_stages": self._num_stages}
 
     @contextmanager
     def live(self) -> Generator[None]:
@@ -395,8 +279,7 @@ class StageProgress:
             _Status(self._now, self._run.console),
             console=self._run.console,
         )
-        begun = self._begun
-        live.add_task(titled(begun), total=begun.num_steps, completed=begun.first_step, status="")
+        live.add_task(self._title, total=self._num_steps, completed=self._first_step, status="")
         with live:
             self._live = live
             yield
@@ -412,33 +295,52 @@ class StageProgress:
         unit: str = "samples",
         waits_s: Mapping[str, float] | None = None,
     ) -> None:
+        """Show a step by its index; `values` are in the order shown."""
         run, name = self._run, self._name
         run.time.step(name, step + 1, took_s, amount)
+        rate, left = run.time.rate(name), run.time.left(name)
         self._waited.append((took_s, waits_s or {}))
-        total_s = sum(seconds for seconds, _ in self._waited)
+        waits = self._waits()
+        fields = {
+            **self._place(),
+            "step": step,
+            "num_steps": self._num_steps,
+            "took_s": took_s,
+            "rate": rate,  # samples per second, or what else is counted; None if unknown
+            "unit": unit,
+            "values": values,
+            "waits": waits,
+            "stage_left_s": left.stage_s,
+            "run_left_s": left.run_s,
+            "run_left_is_least": left.is_least,
+        }
+        said = [f"{what} {share:.0%}" for what, share in waits.items() if share >= _LEAST_WAIT]
+        parts = [
+            "" if rate is None else f"{rate:.4g} {unit}/s",
+            format_values(values),
+            f"waits for {', '.join(said[:_MOST_WAITS])}" if said else "",
+        ]
+        here = f"{format_duration(left.stage_s)} left" if left.stage_s else ""
+        if self._number < self._num_stages and left.run_s:
+            least = "at least " if left.is_least else ""
+            here = f"{here} (run: {least}{format_duration(left.run_s)})".strip()
+        if self._live is not None:
+            (task,) = self._live.task_ids
+            status = "  ".join(filter(None, [here, *parts]))
+            self._live.update(task, completed=step + 1, status=status)
+        text = "  ".join(filter(None, [*parts, here]))
+        text = f"{self._title} {step + 1}/{self._num_steps}  {text}".rstrip()
+        run.tell("step", text if run.tells_step(step + 1 >= self._num_steps) else "", fields)
+
+    def _waits(self) -> dict[str, float]:
+        """What the latest steps waited for, as a share of their time, the largest first."""
+        total_s = sum(took_s for took_s, _ in self._waited)
         sums: dict[str, float] = {}
         for _, waited in self._waited:
             for what, seconds in waited.items():
                 sums[what] = sums.get(what, 0.0) + seconds
         ranked = sorted(sums.items(), key=lambda one: -one[1])
-        begun = self._begun
-        done = StepDone(
-            name,
-            begun.number,
-            begun.num_stages,
-            step,
-            begun.num_steps,
-            took_s,
-            run.time.rate(name),
-            unit,
-            dict(values),
-            {what: seconds / total_s for what, seconds in ranked} if total_s > 0 else {},
-            run.time.left(name),
-        )
-        if self._live is not None:
-            (task,) = self._live.task_ids
-            self._live.update(task, completed=step + 1, status=step_status(done, left_first=True))
-        run.tell(done)
+        return {what: seconds / total_s for what, seconds in ranked} if total_s > 0 else {}
 
     @contextmanager
     def evaluation(self) -> Generator[None]:
@@ -450,13 +352,17 @@ class StageProgress:
 
     def evaluated(self, step: int, took_s: float, values: Mapping[str, float]) -> None:
         self._run.time.evaluation(self._name, step, took_s)
-        self._run.tell(Evaluated(self._name, step, took_s, dict(values)))
+        when = f"after {step} steps" if step else "before the first step"
+        text = f"evaluation {when}, {format_duration(took_s)}: {format_values(values)}"
+        fields = {"stage": self._name, "step": step, "took_s": took_s, "values": values}
+        self._run.tell("evaluation", text, fields)
 
     def note(self, text: str) -> None:
         self._run.note(text)
 
     def warn(self, kind: str, step: int, text: str, fields: Mapping[str, Any]) -> None:
-        self._run.tell(Warned(self._name, kind, step, text, dict(fields)))
+        known = {"stage": self._name, "kind": kind, "step": step, "text": text}
+        self._run.tell("warning", text, {**known, **fields})
 
     @property
     def is_live(self) -> bool:

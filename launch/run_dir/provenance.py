@@ -28,7 +28,6 @@ import psutil
 from ... import __version__
 from ...dataflow.errors import ConfigError, is_library
 from ...dataflow.files import opened, read_bytes
-from ...dataflow.runtime.worker_protocol import CLOSE_S
 
 _MOST_NAMED = 4  # packages that one line names
 
@@ -258,6 +257,8 @@ class ProcessUsage:
         return self
 
     def __exit__(self, *_: object) -> None:
+        from ...dataflow.runtime.worker_protocol import CLOSE_S  # here: it needs torch
+
         self._stop.set()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():

@@ -166,8 +166,11 @@ def _manifest(tar: tarfile.TarFile, path: Path) -> tuple[str, list[_Member]]:
         name = json_field(about, "run", str)
         members: list[_Member] = []
         for entry in json_field(about, "files", list):
-            kinds = {"name": str, "size_bytes": int, "sha256": str}
-            member = _Member(*(json_field(entry, key, kind) for key, kind in kinds.items()))
+            member = _Member(
+                json_field(entry, "name", str),
+                json_field(entry, "size_bytes", int),
+                json_field(entry, "sha256", str),
+            )
             if member.size_bytes < 0:
                 raise ValueError(f"{member.name!r:.100} has {member.size_bytes} bytes")
             _check_name(member.name, name)

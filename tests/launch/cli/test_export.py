@@ -21,6 +21,7 @@ from penstock.workers.training.flat_parameters import read_tensors, tensors_sha2
 from torch import Tensor
 
 from ..conftest import Penstock
+from ..run_dir.drafts import written
 from .test_eval import TINY, json_of, only_run
 
 WORDS = (*TINY, "algorithm.num_steps=4", "checkpoint_every=2", "evaluation.num_prompts=8")
@@ -145,7 +146,7 @@ def test_a_checkpoint_in_the_files_of_several_processes_is_exported(
     """As FSDP and Megatron write them: every process has a part of each parameter."""
     store = CheckpointStore(run / "checkpoints", keep=3)
     whole = run / "checkpoints" / "step-00000004"
-    with store.write(6) as folder:
+    with written(store, 6) as folder:
         shutil.copytree(whole, folder, dirs_exist_ok=True)
         (folder / "manifest.json").unlink()
         state = folder / "actor"

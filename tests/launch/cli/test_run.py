@@ -152,7 +152,7 @@ def test_the_same_seed_gives_the_same_weights(penstock: Penstock) -> None:
 def test_the_code_is_that_of_the_start(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody may edit the source tree while a run goes on."""
     seen = (CodeVersion("1", "c0ffee", dirty=reading > 0) for reading in count())
-    monkeypatch.setattr("penstock.launch.run_dir.provenance.code_version", lambda: next(seen))
+    monkeypatch.setattr("penstock.launch.cli.carry_out.code_version", lambda: next(seen))
     words = (*TINY, "algorithm.per_step.demos=8", "algorithm.num_steps=1")
     assert penstock("run", "algorithm=sft", *words).code == 0
     assert summary_of(only_run())["code"] == "1 (c0ffee)"

@@ -24,9 +24,11 @@ from penstock.launch.run_dir.checkpoint import (
     fault_of,
 )
 
+from .drafts import written
+
 
 def _write(store: CheckpointStore, step: int, text: str | None = None) -> None:
-    with store.write(step) as folder:
+    with written(store, step) as folder:
         (folder / "actor").mkdir()
         (folder / "actor" / "weights.bin").write_text(text or f"weights of {step}")
         (folder / "run.json").write_text(json.dumps({"step": step}))
@@ -67,7 +69,7 @@ def test_the_steps_order_counts_not_the_names(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_the_previous_one(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     _write(store, 1)
-    with pytest.raises(FileNotFoundError), store.write(2) as folder:
+    with pytest.raises(FileNotFoundError), written(store, 2) as folder:
         (folder / "missing" / "file").write_text("half")
     assert _names(store) == ["step-00000001"]
     assert store.latest() == tmp_path / "step-00000001"
@@ -195,11 +197,17 @@ def test_what_cannot_be_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="^keep=0: a store keeps at least 1 checkpoint$"):
         CheckpointStore(tmp_path, keep=0)
     store = CheckpointStore(tmp_path)
-    with pytest.raises(ValueError, match=r"^step=-1: "), store.write(-1):
+    with pytest.raises(ValueError, match=r"^step=-1: "), written(store, -1):
         pass
-    with pytest.raises(ValueError, match="'a' is neither a plain file"), store.write(1) as folder:
+    with (
+        pytest.raises(ValueError, match="'a' is neither a plain file"),
+        written(store, 1) as folder,
+    ):
         (folder / "a").symlink_to("/dev/null")
-    with pytest.raises(ValueError, match=r"may not be called manifest\.json"), store.write(1) as f:
+    with (
+        pytest.raises(ValueError, match=r"may not be called manifest\.json"),
+        written(store, 1) as f,
+    ):
         (f / "manifest.json").write_text("{}")
     assert _names(store) == []
 
@@ -215,13 +223,11 @@ latest = store.latest()
 step = 0 if latest is None else int(latest.name[5:]) + 1
 print("go", flush=True)
 while True:
-    with store.write(step) as folder:
+    for _ in range(1 if step % 3 else 2):
+        folder = store.begin(step)
         for part in range(4):
             (folder / f"part-{part}").write_bytes(bytes([step % 251]) * (1 << 16))
-    if step % 3 == 0:
-        with store.write(step) as folder:
-            for part in range(4):
-                (folder / f"part-{part}").write_bytes(bytes([step % 251]) * (1 << 16))
+        store.seal(step, {})
     print(step, flush=True)
     step += 1
 """
@@ -264,11 +270,11 @@ def test_what_is_kept_besides_is_not_among_the_newest(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     store.kept = frozenset({1})
     for step in (1, 2, 3):
-        with store.write(step) as folder:
+        with written(store, step) as folder:
             (folder / "a").write_text(str(step))
     assert list(checkpoints_in(tmp_path)) == [1, 3]
     store.kept = frozenset({3})
-    with store.write(4) as folder:
+    with written(store, 4) as folder:
         (folder / "a").write_text("4")
     assert list(checkpoints_in(tmp_path)) == [3, 4]
     assert checkpoints_in(tmp_path / "nowhere") == {}

@@ -21,6 +21,8 @@ from penstock.launch.run_dir.step_logs import MetricsLog, TraceLog, read_metrics
 from penstock.launch.run_dir.trackers import RunInfo
 from penstock.workers.training.flat_parameters import write_tensors
 
+from .drafts import written
+
 
 @contextmanager
 def at_most(size_bytes: int) -> Generator[None]:
@@ -84,11 +86,11 @@ def test_a_new_run_that_finds_no_room_leaves_no_folder(tmp_path: Path) -> None:
 
 def test_a_checkpoint_names_what_found_no_room(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
-    with store.write(1) as folder:
+    with written(store, 1) as folder:
         (folder / "state").write_text("short")
 
     def write() -> None:
-        with store.write(2) as folder:
+        with written(store, 2) as folder:
             (folder / "state").write_text("long" * 100)
 
     _refused(write, tmp_path / "checkpoints" / "step-00000002.writing", 300)
@@ -97,7 +99,7 @@ def test_a_checkpoint_names_what_found_no_room(tmp_path: Path) -> None:
 
 def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "removed" / "checkpoints")
-    with pytest.raises(FileNotFoundError), store.write(1):
+    with pytest.raises(FileNotFoundError), written(store, 1):
         pass
     assert not list(tmp_path.iterdir())
 

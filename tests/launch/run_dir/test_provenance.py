@@ -15,7 +15,6 @@ import penstock
 import pytest
 import torch
 from penstock.dataflow.errors import ConfigError
-from penstock.launch.run_dir import provenance as memory_module
 from penstock.launch.run_dir.provenance import (
     Origins,
     ProcessUsage,
@@ -164,7 +163,7 @@ def test_a_sample_that_hangs_holds_up_no_run(
                 going_on.wait(30)
             return 0
 
-    monkeypatch.setattr(memory_module, "CLOSE_S", 0.05)
+    monkeypatch.setattr("penstock.dataflow.runtime.worker_protocol.CLOSE_S", 0.05)
     with Hangs(every_s=0.01):
         assert hangs.wait(30)
     going_on.set()

@@ -9,6 +9,8 @@ from penstock.dataflow.runtime.executor import Recovered, Restart
 from penstock.launch.stages.run_stage import mirror_of
 from penstock.launch.stages.stage_result import Deaths
 
+from ..run_dir.drafts import written
+
 SAID = "rank 1 of group 'main' died: killed by signal 9"
 
 
@@ -62,7 +64,7 @@ def test_a_mirror_begins_empty_and_leaves_nothing(tmp_path: Path) -> None:
     with mirror_of(tmp_path, mirrored=True) as mirror:
         assert mirror is not None
         place = mirror.folder.parent
-        with mirror.write(3) as folder:
+        with written(mirror, 3) as folder:
             (folder / "state").write_text("it")
         with mirror_of(tmp_path, mirrored=True) as other:  # after a process that was killed
             assert other is not None

@@ -27,9 +27,13 @@ RunValues = tuple[RunRecord, dict[str, Any]]  # a run, and its values
 
 def flat_values(record: RunRecord, *, own: bool = True) -> dict[str, Any]:
     """Return all values of a run's files, or the summary's alone unless `own`, by `section.key`."""
-    if not own:
-        return flat(record.summary or {})
-    about = {
+    summary = flat(record.summary or {})
+    # The summary comes first: it must not hide a key of the configuration with the same name.
+    return {**summary, **flat(record.config or {}), **about_values(record)} if own else summary
+
+
+def about_values(record: RunRecord) -> dict[str, Any]:
+    return {
         "name": record.name,
         "seed": record.seed,
         "created": record.created.isoformat(),
@@ -37,8 +41,6 @@ def flat_values(record: RunRecord, *, own: bool = True) -> dict[str, Any]:
         "code": str(record.code),
         "data": record.data,
     }
-    # The summary comes first: it must not hide a key of the configuration with the same name.
-    return {**flat(record.summary or {}), **flat(record.config or {}), **about}
 
 
 def selected(

@@ -26,9 +26,10 @@ from ...dataflow.errors import ConfigError
 from ..run_dir.evaluations import Evaluations
 from ..run_dir.files import plain, read_object
 from ..run_dir.loopback_server import Answer
-from ..run_dir.run_folder import WHY, RunFolder, RunRecord, record_of, state_of
+from ..run_dir.run_folder import WHY, RunFolder, RunRecord, record_of
 from ..run_dir.samples import SORTS, Order, Sample, Sort, read_samples, sample_key, sample_steps
 from ..run_dir.step_logs import stage_events
+from ..runs.values import about_values
 from .log_files import Gone, appended, last_values, metric_names, opened, sampled, timeline
 
 
@@ -66,18 +67,10 @@ class KnownRuns:
                 lines.append({"key": key, "state": "gone", "why": WHY["gone"], "stages": []})
                 continue
             record = self.record(folder)
-            state = state_of(record)
-            lines.append(
-                {
-                    "key": key,
-                    "name": record.name,
-                    "seed": record.seed,
-                    "created": record.created.isoformat(),
-                    "state": state,
-                    "why": record.fault or WHY[state],
-                    "stages": folder.stage_names,
-                }
-            )
+            about = about_values(record)
+            shown = {name: about[name] for name in ("name", "seed", "created", "state")}
+            why = record.fault or WHY[about["state"]]
+            lines.append({"key": key, **shown, "why": why, "stages": folder.stage_names})
         return lines
 
     def record(self, folder: RunFolder) -> RunRecord:
@@ -140,15 +133,8 @@ def overview(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
 def _about(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
     if record.fault:
         return {"absent": record.fault}
-    return {
-        "state": state_of(record),
-        "name": record.name,
-        "seed": record.seed,
-        "created": record.created.isoformat(),
-        "code": str(record.code),
-        "data": record.data,
-        "not_reproducible": record.not_reproducible,
-    }
+    about = about_values(record)
+    return {"state": about["state"], **about, "not_reproducible": record.not_reproducible}
 
 
 def _placement(folder: RunFolder, record: RunRecord) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from penstock.launch.run_dir.step_logs import MetricsLog
 from .browser import Browser, started
 from .conftest import served
 from .folders import add_samples, add_steps, new_run, row, write_many_steps
-from .test_timeline import write_trace
+from .test_log_files import write_trace
 
 pytestmark = pytest.mark.slow
 

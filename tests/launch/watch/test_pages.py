@@ -1,12 +1,24 @@
-"""What each view of the page says of real files, of damaged ones, and of files that are gone."""
+"""What the page says of real files, of damaged ones, and of files and runs that are gone."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from penstock.launch.run_dir.evaluations import Evaluations, Measured
+from penstock.launch.run_dir.run_folder import RunFolder, record_of, state_of
+from penstock.launch.run_dir.samples import SaidTurn, Sample
+from penstock.launch.run_dir.step_logs import EVENTS, EventLog
+from penstock.launch.watch.log_files import Gone
+from penstock.launch.watch.pages import KnownRuns, differing, home_of, spoken
 
 from .conftest import Ask
 from .folders import add_samples, add_steps, new_run, row, value_at, write_many_steps
@@ -183,3 +195,242 @@ def test_no_view_waits_for_what_is_no_file(runs: Path, ask: Ask, name: str, kind
     for view in ("metrics", "curve", "overview", "timeline", "steps", "samples"):
         ask(view, run=bad.id, metric="train/loss", step=0)
     assert ask("curve", run=good.id, metric="train/loss")["steps"] == [0, 1, 2]
+
+
+_HOLD = """
+import sys
+from pathlib import Path
+from penstock.launch.run_dir.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).locked():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def states(runs: Path) -> dict[str, str]:
+    return {line["key"]: line["state"] for line in KnownRuns([], runs).listed()}
+
+
+def test_a_run_goes_on_as_long_as_its_lock_is_held(runs: Path) -> None:
+    run = new_run(runs)
+    assert state_of(record_of(run)) == "not running"
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(run.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert [state_of(record_of(run)) for _ in range(3)] == ["running"] * 3
+        process.kill()
+    assert state_of(record_of(run)) == "not running"
+    with run.locked():  # asking has left nothing that is in a run's way
+        pass
+
+
+def test_how_a_run_ended(runs: Path) -> None:
+    done, ended, damaged = (new_run(runs, name) for name in ("done", "ended", "damaged"))
+    done.write_summary({"num_steps": 3})
+    ended.write_summary({"stopped": "accuracy did not improve"})
+    damaged.about.write_text("{")
+    assert states(runs) == {done.id: "finished", ended.id: "stopped", damaged.id: "damaged"}
+    done.set_summary_aside()  # as a resumed run does
+    assert states(runs)[done.id] == "not running"
+
+
+def test_every_state_has_a_reason(runs: Path, ask: Ask) -> None:
+    run = new_run(runs)
+    (line,) = ask("runs")["runs"]
+    assert (line["key"], line["name"], line["seed"], line["stages"]) == (run.id, "grpo", 3, [])
+    assert line["why"].endswith("penstock run resume=FOLDER goes on with it")
+    run.about.write_text("[]")
+    (line,) = ask("runs")["runs"]
+    assert line["why"].startswith("run.json cannot be read")
+
+
+def test_given_runs_are_kept_when_they_are_gone_and_all_others_are_not_shown(runs: Path) -> None:
+    run, _ = new_run(runs), new_run(runs, "other")
+    known = KnownRuns([run.path], runs)
+    assert [line["key"] for line in known.listed()] == [run.id]
+    shutil.rmtree(run.path)
+    assert [line["state"] for line in known.listed()] == ["gone"]
+    with pytest.raises(Gone, match="no longer there"):
+        known.folder(run.id)
+
+
+def test_runs_that_come_and_go_are_seen(runs: Path) -> None:
+    known = KnownRuns([], runs)
+    assert known.listed() == []
+    run = new_run(runs)
+    assert list(known.found()) == [run.id]
+    shutil.rmtree(runs)
+    assert known.listed() == []
+
+
+def test_two_runs_of_one_name_have_two_keys(tmp_path: Path) -> None:
+    folders = [RunFolder(tmp_path / name / "one").path for name in ("a", "b")]
+    assert list(KnownRuns(folders, tmp_path).found()) == ["one", "one (2)"]
+
+
+def test_a_run_is_read_again_only_when_it_has_changed(runs: Path) -> None:
+    run, known = new_run(runs), KnownRuns([], runs)
+    assert known.record(run) is known.record(run)
+    before = known.record(run)
+    run.write_summary({"num_steps": 1})
+    assert before.summary is None
+    assert known.record(run).summary == {"num_steps": 1}
+
+
+@pytest.mark.parametrize("stage", ["..", "../..", "sft/..", "/etc", ".", "other", "\0"])
+def test_a_stage_is_one_of_the_runs_own(runs: Path, stage: str) -> None:
+    run = new_run(runs)
+    run.stage("sft").path.mkdir(parents=True)
+    assert run.stage_names == ["sft"]
+    assert home_of(run, "sft") == run.path / "stages" / "sft"
+    with pytest.raises(Gone, match="no such stage"):
+        home_of(run, stage)
+
+
+@pytest.mark.parametrize("key", ["..", "../runs", ".", "", "/", "x" * 300, "a\0b", "%2e%2e"])
+def test_a_key_is_never_a_path(runs: Path, ask: Ask, key: str) -> None:
+    run = new_run(runs)
+    add_steps(run.path, range(3))
+    for view in ("curve", "metrics", "more", "steps", "samples", "overview", "timeline"):
+        said = ask(view, run=key, metric="reward/mean")
+        assert said["gone"]
+        assert "no longer there" in said["error"]
+
+
+def test_a_run_that_has_not_begun_says_what_is_missing(runs: Path, ask: Ask) -> None:
+    run = new_run(runs, plan={"groups": [{"name": "all"}]})
+    said = ask("overview", run=run.id)
+    assert said["about"]["state"] == "not running"
+    assert (said["about"]["seed"], said["about"]["code"]) == (3, "0.1.0 (abc)")
+    absent = {name: part["absent"] for name, part in said.items() if "absent" in part}
+    assert absent == {
+        "last_step": "metrics.jsonl: there is none",
+        "evaluations": "nothing has been evaluated yet, or evaluation is switched off",
+        "results": "there is no summary.json: it is written at the end",
+        "suites": "they are compared at the end",
+        "warnings": "it has warned of nothing",
+        "memory": "its plan was not predicted, and what was used is written at the end",
+    }
+
+
+def test_everything_its_files_hold(runs: Path, ask: Ask) -> None:
+    run = new_run(runs)
+    add_steps(run.path, range(3))
+    kept = Evaluations(run.path)
+    right = {"": Measured({}, 0.5, scores={"1": [1.0, 0.0]}, correct={"1": 1})}
+    kept.write(0, right)
+    kept.write(2, right)
+    suites = {"": {"before": {"accuracy": 0.25}, "after": {"accuracy": 0.5}}}
+    run.write_summary({"num_steps": 3, "suites": suites, "peak_memory_bytes": 600, "resumed": True})
+    said = ask("overview", run=run.id)
+    assert said["last_step"]["rewards"] == {"reward/mean": 0.838}
+    assert said["last_step"]["lag"] == {"run/lag_max": 1.0}
+    assert said["placement"]["groups"] == [{"name": "all"}]
+    rows = said["evaluations"]["rows"]
+    assert [row["step"] for row in rows] == [0, 2]
+    assert rows[0]["suites"] == {"": {"accuracy": 0.5, "pass@2": 1.0}}
+    assert said["suites"] == suites
+    assert said["events"]["resumed"] is True
+    assert said["results"] == {"num_steps": 3, "peak_memory_bytes": 600, "resumed": True}
+    assert said["memory"]["peak_memory_bytes"] == 600
+    group = said["memory"]["groups"]["all"]
+    assert (group["peak_bytes"], group["capacity_bytes"]) == (350, 1000)
+    assert group["resident_bytes"] == {"actor": 300}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"x"', "[" * 10_000])
+@pytest.mark.parametrize("name", ["plan.json", "summary.json", "run.json", "metrics.jsonl"])
+def test_no_damaged_file_ends_the_page(runs: Path, ask: Ask, name: str, text: str) -> None:
+    run = new_run(runs)
+    (run.path / name).write_text(text)
+    for view in ("overview", "timeline", "runs", "metrics"):
+        assert isinstance(ask(view, run=run.id), dict)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"prediction": 3},
+        {"prediction": {"memory": 3, "nodes": [], "step_time_s": "x"}},
+        {"prediction": {"memory": {"all": None}, "nodes": {"a": 3}}},
+        {"prediction": {"memory": {"all": {"resident_bytes": {"a": 3}}}}},
+        {"groups": 3, "nodes": 3},
+    ],
+)
+def test_no_damaged_plan_ends_the_page(runs: Path, ask: Ask, plan: dict[str, Any]) -> None:
+    run = new_run(runs)
+    run.plan.write_text(json.dumps(plan))
+    said = ask("overview", run=run.id)
+    assert said["about"]["name"] == "grpo"
+    assert isinstance(ask("timeline", run=run.id), dict)
+
+
+def test_a_damaged_evaluation_leaves_the_others(runs: Path, ask: Ask) -> None:
+    run = new_run(runs)
+    kept = Evaluations(run.path)
+    kept.write(1, {"": Measured({}, 0.5)})
+    kept.write(2, {"": Measured({}, 0.75)})
+    (run.path / "evaluations" / "step-00000001.json").write_text("{")
+    (run.path / "evaluations" / "step-none.json").write_text("{")
+    first, second = ask("overview", run=run.id)["evaluations"]["rows"]
+    assert "cannot be read" in first["absent"]
+    assert second["suites"] == {"": {"accuracy": 0.75}}
+
+
+def test_what_a_run_warned_of_comes_with_what_to_do(runs: Path, ask: Ask) -> None:
+    run = new_run(runs)
+    assert ask("overview", run=run.id)["warnings"] == {"absent": "it has warned of nothing"}
+    sign = {"kind": "cut_off", "node": "a.b", "seen": "all", "means": "bad", "remedy": "more"}
+    log = EventLog(run.path / EVENTS)
+    for step in range(60):
+        log.write({**sign, "first_step": step - 2, "step": step})
+    said = ask("overview", run=run.id)["warnings"]
+    assert (len(said["rows"]), said["num_warnings"]) == (50, 60)
+    assert said["rows"][-1] == {
+        "stage": "",
+        "node": "a.b",
+        "seen": "all",
+        "means": "bad",
+        "remedy": "more",
+        "first_step": 57,
+        "step": 59,
+    }
+    (run.path / EVENTS).write_text("{\n")
+    assert "expected a JSON object" in ask("overview", run=run.id)["warnings"]["absent"]
+
+
+TEXTS = st.text(alphabet=st.sampled_from("ab \n.<>é"), max_size=60)
+
+
+@given(TEXTS, TEXTS)
+def test_the_pieces_make_both_texts(left: str, right: str) -> None:
+    pieces = differing(left, right)
+    assert "".join(text for who, text in pieces if who != "right") == left
+    assert "".join(text for who, text in pieces if who != "left") == right
+    assert all(text for _, text in pieces)
+
+
+def test_equal_texts_are_one_piece() -> None:
+    assert differing("a b\n", "a b\n") == [("both", "a b\n")]
+    assert differing("", "") == []
+
+
+def test_long_texts_are_compared_by_lines() -> None:
+    left = "".join(f"line {i} of it\n" for i in range(1500))
+    pieces = differing(left, left.replace("line 700 ", "row 700 "))
+    assert [who for who, _ in pieces] == ["both", "left", "right", "both"]
+    assert [text for who, text in pieces if who != "both"] == [
+        "line 700 of it\n",
+        "row 700 of it\n",
+    ]
+
+
+def test_a_conversation_is_what_was_said_and_shown() -> None:
+    turns = (SaidTurn("ask", 0.0, "answer\n"), SaidTurn("end", 1.0, ""))
+    assert spoken(Sample(0, 0, "p", "r", 1, turns=turns)) == "ask\nanswer\nend"
+    assert spoken(Sample(0, 0, "p", "r", 1)) == "r"

@@ -63,9 +63,7 @@ class KLTarget:
 class KLController(Role):
     """The coefficient, of which only what training has made of it is kept: a factor."""
 
-    default_worker: ClassVar[str | None] = (
-        "penstock.workers.training.kl_controller:KLControllerSpec"
-    )
+    default_worker: ClassVar[str | None] = "penstock.workers.training.controllers:KLControllerSpec"
 
     @call("train")
     def follow(self, kl: PerSample, first: float, target: KLTarget) -> TrainMetrics:
@@ -136,7 +134,7 @@ class Ascent:
 class Multiplier(Role):
     """A price per unit of cost, and the recent costs it is set by."""
 
-    default_worker: ClassVar[str | None] = "penstock.workers.training.multiplier:MultiplierSpec"
+    default_worker: ClassVar[str | None] = "penstock.workers.training.controllers:MultiplierSpec"
 
     @call("train")
     def update(self, cost: PerSample, ascent: Ascent) -> TrainMetrics:

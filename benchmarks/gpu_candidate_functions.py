@@ -447,7 +447,7 @@ def states(self: Any, pack: Any, caches: Any = None) -> Tensor:
     change: Any = None
     heads, keys = self.num_heads, self.num_key_heads
     for index, layer in enumerate(self.layers):
-        weights = (layer.input_norm, self.eps, layer.qkv, layer.qkv_bias)
+        weights = (layer.input_norm, self.eps, layer.qkv.weight, layer.qkv.bias)
         if change is None:
             qkv = fused.norm_linear(x, *weights)
         else:
@@ -457,10 +457,10 @@ def states(self: Any, pack: Any, caches: Any = None) -> Tensor:
         mixed = attention.attend_packed(query, key, value, pack, self.scale)
         if index == len(self.layers) - 1:
             mixed, x = mixed[pack.read], x[pack.read]
-        change = _Linear.apply(mixed, layer.out, layer.out_bias)
-        weights = (layer.mlp_norm, self.eps, layer.gate_up, layer.gate_up_bias)
+        change = _Linear.apply(mixed, layer.out.weight, layer.out.bias)
+        weights = (layer.mlp_norm, self.eps, layer.gate_up.weight, layer.gate_up.bias)
         x, gate_up = AddNormLinear.apply(x, change, *weights)
-        change = fused.gated_linear(gate_up, layer.down, layer.down_bias)
+        change = fused.gated_linear(gate_up, layer.down.weight, layer.down.bias)
     return fused.rms_norm(x + change, self.final_norm, self.eps)
 
 

@@ -21,7 +21,10 @@ from penstock.planner.inputs.workload import Lengths
 from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
 from penstock.workers.engines.roles import PolicyWorker
-from penstock.workers.engines.torch_engine.costs import torch_engine_peak
+from penstock.workers.engines.torch_engine.declaration import (
+    torch_resident_parts,
+    torch_transient_parts,
+)
 from torch import Tensor
 
 MFU = {"qwen2.5-0.5b": 0.35, "qwen2.5-1.5b": 0.45}
@@ -176,7 +179,8 @@ def _call(kind: CallKind, shape: ModelShape, prompt: int, responses: Sequence[in
 
 def _memory(name: str, call: Call, peak_gib: float | None) -> Figure:
     """How far the planner's ledger is from what torch had allocated."""
-    predicted_gib = torch_engine_peak(call, on_cpu=False).total / 2**30
+    parts = torch_resident_parts(call).plus(torch_transient_parts(call, on_cpu=False))
+    predicted_gib = parts.total / 2**30
     details = {"predicted_gib": predicted_gib, "measured_gib": peak_gib}
     if peak_gib is None:
         return Figure(name=name, open="torch counts memory of CUDA devices only", details=details)

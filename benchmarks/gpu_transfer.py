@@ -23,9 +23,8 @@ from penstock.dataflow.runtime.call_context import call_scope
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import shape_of
 from penstock.planner.resharding.sharding import Sharding, shard
-from penstock.workers.weight_sync.channel import ChannelEnd
-from penstock.workers.weight_sync.registry import CHANNELS
-from penstock.workers.weight_sync.slice_exchange import SliceTraffic
+from penstock.workers.weight_sync.channel import CHANNELS, ChannelEnd
+from penstock.workers.weight_sync.packets import SliceTraffic
 from torch import Tensor
 
 SENT_S = 1.0

@@ -24,7 +24,7 @@ from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import resolved
 from penstock.launch.inputs.run import Run
 from penstock.launch.stages.prepare import prepare
-from penstock.workers.models.packaged import packaged_folder
+from penstock.workers.models.hub import packaged_folder
 from vs_trl import trl_python
 
 __all__ = ["Model", "OursRun", "job_of", "prompts_of", "run_ours", "run_trl", "updates_of", "words"]

@@ -26,7 +26,7 @@ from penstock.workers.engines.torch_engine.specs import (
     TorchRewardModelSpec,
     TorchValueSpec,
 )
-from penstock.workers.models.packaged import packaged_folder
+from penstock.workers.models.hub import packaged_folder
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 

@@ -25,7 +25,10 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.planner.inputs.calls import Call, CallKind
 from penstock.planner.inputs.model_shape import Head, adapter_params, shape_of
 from penstock.planner.inputs.workload import Lengths
-from penstock.workers.engines.torch_engine.costs import torch_engine_peak
+from penstock.workers.engines.torch_engine.declaration import (
+    torch_resident_parts,
+    torch_transient_parts,
+)
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchValueSpec
 from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
@@ -375,11 +378,12 @@ def main() -> None:
     else:
         cuda = torch.cuda.is_available()
         measured = peak_on_cuda(case) if cuda else peak_on_cpu(case)
-        parts = torch_engine_peak(
+        running = torch_transient_parts(
             case.call,
             micro_batch_tokens=case.micro_batch_tokens,
             checkpointing=case.checkpointing,
         )
+        parts = torch_resident_parts(case.call).plus(running)
         result = {
             "device": "cuda" if cuda else "cpu",
             "measured_bytes": measured,

@@ -27,8 +27,7 @@ from penstock.planner.inputs.layout import Layout, pinned_layout
 from penstock.planner.plan.plan import Plan
 from penstock.workers.engines.engine import EngineKind
 from penstock.workers.engines.registry import ENGINES
-from penstock.workers.models.heads import Head
-from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.spec import Head, ModelSpec
 from plans_run_engines import construct
 
 ALGORITHMS = ("grpo", "ppo", "rloo", "sft", "dpo", "remax", "gspo", "reward_modelling")

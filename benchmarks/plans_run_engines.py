@@ -19,8 +19,7 @@ import torch.distributed as dist
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.planner.inputs.layout import Layout
 from penstock.workers.engines.engine import EngineKind
-from penstock.workers.models.heads import Head
-from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.spec import Head, ModelSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 os.environ |= {
@@ -102,7 +101,7 @@ def _torch(
     dtype = getattr(torch, model.dtype)
     module: Any = empty_model(model.config).to(dtype)
     if head.is_scalar:
-        from penstock.workers.models.heads import HeadedModel
+        from penstock.workers.models.spec import HeadedModel
 
         linear = torch.nn.Linear(model.config.hidden_size, 1, device="meta")
         module = HeadedModel(module.base_model, head.name, linear).to(dtype)

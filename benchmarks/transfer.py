@@ -26,9 +26,8 @@ from penstock.planner.resharding.sharding import Sharding, shard
 from penstock.planner.resharding.storage import concatenate, interleave_qkv
 from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
 from penstock.workers.executors.process_backend import Process, ProcessBackend, ProcessHome
-from penstock.workers.weight_sync.channel import ChannelEnd, Offer
-from penstock.workers.weight_sync.registry import CHANNELS, Transport
-from penstock.workers.weight_sync.slice_exchange import SliceTraffic
+from penstock.workers.weight_sync.channel import CHANNELS, ChannelEnd, Offer, Transport
+from penstock.workers.weight_sync.packets import SliceTraffic
 from torch import Tensor
 
 DEADLINE_S = 300.0

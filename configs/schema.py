@@ -22,7 +22,7 @@ from ..workers.models.lora import LoraSpec
 from ..workers.models.spec import ModelSpec
 from ..workers.models.tokenizer import TokenizerSpec
 from ..workers.training.optimizer import OptimizerSpec
-from ..workers.weight_sync.registry import DEFAULT_TRANSPORT, Transport
+from ..workers.weight_sync.channel import DEFAULT_TRANSPORT, Transport
 
 SAME = "same"
 """As `rollout.kind`: what trains generates as well."""

@@ -28,7 +28,7 @@ from penstock.launch.run_dir.evaluations import Change, Measured
 from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.data.sources import PairSource
 from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
-from penstock.workers.models.packaged import packaged_folder
+from penstock.workers.models.hub import packaged_folder
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
 

@@ -25,8 +25,8 @@ from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, WorkerError, nearest
 from ...workers.engines.registry import DEFAULT
 from ...workers.engines.roles import ADAPTER
-from ...workers.models.heads import HEAD_FILE
 from ...workers.models.hub import hub_folder
+from ...workers.models.spec import HEAD_FILE
 from ...workers.models.tokenizer import Tokenizer
 from ..inputs.compose import check_model, on_a_device, run_config
 from ..inputs.data import load_data

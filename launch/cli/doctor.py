@@ -75,7 +75,7 @@ def doctor_command(arguments: list[str]) -> int:
         )
     from huggingface_hub import constants
 
-    from ...workers.models.packaged import cache_folder
+    from ...workers.models.hub import cache_folder
     from ..run_dir.provenance import code_version, required
 
     own, offline = cache_folder(), " (offline)" if constants.HF_HUB_OFFLINE else ""
@@ -125,7 +125,7 @@ def _optional() -> Iterator[tuple[str, str]]:
 
     from ...workers.engines.registry import ENGINES
     from ...workers.executors.registry import EXECUTORS
-    from ...workers.models.packaged import PACKAGED
+    from ...workers.models.hub import PACKAGED
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     wanted = {

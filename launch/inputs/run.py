@@ -15,8 +15,7 @@ from ...planner.inputs.cluster import ClusterSpec
 from ...planner.plan.plan import Plan
 from ...workers.data.row_report import DataReport
 from ...workers.data.task import TaskSpec
-from ...workers.executors.executor_kind import ExecutorKind
-from ...workers.executors.registry import EXECUTORS
+from ...workers.executors.registry import EXECUTORS, ExecutorKind
 from .data import Data
 from .engines import Engines
 from .record import Stage

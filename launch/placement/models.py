@@ -14,9 +14,8 @@ from pathlib import Path
 from ...configs.schema import ModelConfig, RoleConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
-from ...workers.models.hub import hub_folder, is_hub_id
+from ...workers.models.hub import PACKAGED, hub_folder, is_hub_id, packaged_folder
 from ...workers.models.model_folder import folder_config
-from ...workers.models.packaged import PACKAGED, packaged_folder
 from ..inputs.compose import AUTO
 from ..inputs.record import Stage, averages
 from ..inputs.run import Run

@@ -30,9 +30,8 @@ from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
 from ...planner.report.plan_texts import cluster_text, placement_text
 from ...workers.engines.registry import ENGINES, trainers
 from ...workers.executors.assignment import Machine, NoRoom, assign, shares_of
-from ...workers.executors.executor_kind import ExecutorKind
-from ...workers.executors.registry import PARALLEL_EXECUTOR
-from ...workers.weight_sync.registry import DEFAULT_TRANSPORT
+from ...workers.executors.registry import PARALLEL_EXECUTOR, ExecutorKind
+from ...workers.weight_sync.channel import DEFAULT_TRANSPORT
 from ..inputs.compose import AUTO
 from ..inputs.engines import Engines
 from ..inputs.record import Stage

@@ -51,7 +51,6 @@ from ...planner.formatting import aligned, bytes_text, percent_text, seconds_tex
 from ...planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from ...workers.engines.registry import DEFAULT
 from ...workers.executors.assignment import Machine
-from ...workers.executors.executor_kind import ExecutorKind
 from ...workers.executors.process_backend import (
     BackendError,
     CallFailed,
@@ -59,8 +58,8 @@ from ...workers.executors.process_backend import (
     ProcessBackend,
     Ref,
 )
-from ...workers.executors.registry import DEFAULT_EXECUTOR, EXECUTORS
-from ...workers.weight_sync.registry import DEFAULT_TRANSPORT
+from ...workers.executors.registry import DEFAULT_EXECUTOR, EXECUTORS, ExecutorKind
+from ...workers.weight_sync.channel import DEFAULT_TRANSPORT
 from ..inputs.run import executor_kind
 from ..placement.machine import (
     ALIKE,

@@ -26,10 +26,9 @@ from ...workers.agents.registry import AGENT, TASK_AGENTS
 from ...workers.engines.engine import EngineKind
 from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.architecture import empty_model
-from ...workers.models.averaged_weights import mean_folder
-from ...workers.models.heads import Head, HeadName
 from ...workers.models.lora import check_lora
-from ...workers.models.spec import ModelSpec
+from ...workers.models.model_folder import mean_folder
+from ...workers.models.spec import Head, HeadName, ModelSpec
 from ...workers.models.tokenizer import TokenizerSpec
 from ...workers.rewards.registry import TASK_REWARDS, check_verifiers
 from ...workers.rollout.generator_policy import SplitPolicySpec

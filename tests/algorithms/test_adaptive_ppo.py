@@ -11,7 +11,7 @@ from penstock.algorithms.controllers import KLTarget
 from penstock.algorithms.papers.adaptive_ppo import AdaptivePPO, adaptive_ppo_step
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.training.kl_controller import AdaptiveKL, KLControllerSpec
+from penstock.workers.training.controllers import AdaptiveKL, KLControllerSpec
 
 from .test_steps import (
     LOG_RATIO,

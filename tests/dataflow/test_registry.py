@@ -12,7 +12,7 @@ from penstock.workers.engines.registry import ENGINES
 from penstock.workers.executors.registry import EXECUTORS
 from penstock.workers.rewards.registry import TASK_REWARDS
 from penstock.workers.verifiers.verifiers import BUILT_IN
-from penstock.workers.weight_sync.registry import CHANNELS
+from penstock.workers.weight_sync.channel import CHANNELS
 
 REGISTRIES: dict[str, Registry[object]] = {
     "task": TASKS,

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from penstock.algorithms.roles import Sampling
 from penstock.workers.engines.torch_engine import device_decode
-from penstock.workers.engines.torch_engine.backbone import LayerWeights
+from penstock.workers.engines.torch_engine.backbone import Linears
 from penstock.workers.engines.torch_engine.device_decode import DeviceBatch
 from penstock.workers.rollout.response_sampler import TokenSampler
 from torch import Tensor
@@ -132,6 +132,8 @@ def fake_batch(
         yield batch
 
 
-def _moved(layer: LayerWeights, moved: Any) -> LayerWeights:
-    own = {field.name: getattr(layer, field.name) for field in fields(LayerWeights)}
-    return replace(layer, **{n: moved(t) for n, t in own.items() if isinstance(t, Tensor)})
+def _moved(layer: Any, moved: Any) -> Any:
+    own = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    linears = {n: _moved(t, moved) for n, t in own.items() if isinstance(t, Linears)}
+    tensors = {n: moved(t) for n, t in own.items() if isinstance(t, Tensor)}
+    return replace(layer, **linears, **tensors)

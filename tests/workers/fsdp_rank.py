@@ -40,9 +40,8 @@ from megatron_models import (
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, on_device, sleep_offloaded
-from penstock.workers.engines.fsdp_engine.context_parallel import CutOutputs
 from penstock.workers.engines.fsdp_engine.mesh import (
-    _cut_mesh,  # pyright: ignore[reportPrivateUsage]
+    CutOutputs,
     _mesh,  # pyright: ignore[reportPrivateUsage]
 )
 from penstock.workers.engines.fsdp_engine.specs import (
@@ -340,7 +339,6 @@ PARTS: dict[str, Callable[[Part], None]] = {
 def join(process: int, size: int, folder: Path, name: str) -> None:
     """Make these processes torch.distributed's; meshes of others are forgotten."""
     _mesh.cache_clear()
-    _cut_mesh.cache_clear()
     _groups.cache_clear()
     dist.init_process_group(
         "gloo",

@@ -37,8 +37,7 @@ from megatron_models import (
 )
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.megatron_engine.cpu_shim import prepare_megatron
-from penstock.workers.engines.megatron_engine.groups import parallel_state
+from penstock.workers.engines.megatron_engine.groups import parallel_state, prepare_megatron
 from penstock.workers.engines.megatron_engine.specs import (
     MegatronPolicySpec,
     MegatronRewardSpec,
@@ -47,6 +46,7 @@ from penstock.workers.engines.megatron_engine.specs import (
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.logprob_mismatch import MismatchError, MismatchLimits
+from penstock.workers.training.network import MicroBatches
 from torch import Tensor
 from torch_models import architecture
 
@@ -117,7 +117,7 @@ def logits(part: Part) -> None:
             return torch.zeros(())
 
         with torch.no_grad():
-            policy.network.run([rows], load, compute, backward=False)
+            policy.network.run(MicroBatches([rows], load, compute), backward=False)
         part.keep(f"{family}/export", policy.export_weights())
         stored = sum(tensor.numel() for tensor in policy.local_tensors().values())
         held = policy.weights_layout().bytes_on[part.process] // 4

@@ -26,8 +26,7 @@ from megatron_models import (
     train_policy,
 )
 from megatron_rank import Part
-from penstock.workers.engines.megatron_engine.cpu_shim import prepare_megatron
-from penstock.workers.engines.megatron_engine.groups import parallel_state
+from penstock.workers.engines.megatron_engine.groups import parallel_state, prepare_megatron
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec, MegatronRewardSpec
 from penstock.workers.models.spec import ModelSpec
 

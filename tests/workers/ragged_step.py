@@ -9,8 +9,8 @@ from penstock.algorithms.roles import PolicyBatch
 from penstock.workers.engines.torch_engine import attention
 from penstock.workers.engines.torch_engine.packing import Pack, pack_rows
 from penstock.workers.engines.torch_engine.varlen import has_kernel
+from penstock.workers.training.host_memory import sent
 from penstock.workers.training.microbatch import micro_batches, take_rows
-from penstock.workers.training.transfers import sent
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

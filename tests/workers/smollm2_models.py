@@ -12,7 +12,7 @@ from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.roles import PolicyBatch
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.workers.engines.roles import PolicyWorker
-from penstock.workers.models.packaged import packaged_folder
+from penstock.workers.models.hub import packaged_folder
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor

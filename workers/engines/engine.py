@@ -69,19 +69,11 @@ class MemorySaving(Protocol):
         ...
 
 
-def _one_process(layout: Layout) -> tuple[int, int]:
-    return layout.tp, layout.pp
-
-
 def usual_options(layout: Layout) -> dict[str, Any]:
     """Fields of a `Recipe` that every engine here has, as a layout says."""
     # Of the calls of a role only training keeps activations: the layouts of others say nothing.
     chosen = {"activation_checkpointing": layout.checkpointing, "offload": layout.offload}
     return {name: True for name, value in chosen.items() if value}
-
-
-def _through_transformers(model: Any) -> str:
-    return "through transformers"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,7 +100,7 @@ class EngineKind:
     """Whether it samples from weights of the model's precision with adapters merged in."""
     needs: Requirement | None = None
     """What must be installed."""
-    division: Callable[[Layout], tuple[int, int]] = _one_process
+    division: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.tp, layout.pp)
     """Layout -> the processes that share one data-parallel rank's matrices, and its stages of
     layers: `tensor_parallel` and `pipeline_parallel` of the worker group that runs it."""
     options: Callable[[Layout], Mapping[str, Any]] = usual_options
@@ -116,7 +108,7 @@ class EngineKind:
     `usual_options` refuses the layouts that need them."""
     saving: MemorySaving | None = None
     """What these fields cost in memory; None if the engine cannot say."""
-    computes: Callable[[Any], str] = _through_transformers
+    computes: Callable[[Any], str] = lambda model: "through transformers"
     """A language model without memory (`empty_model`) -> who computes its layers, for people."""
 
     @property

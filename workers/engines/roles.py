@@ -26,17 +26,16 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Loss, add_metrics
 from ...dataflow.options import PositiveInt, option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
-from ..models.heads import Head
-from ..models.spec import ModelSpec
+from ..models.spec import Head, ModelSpec
 from ..rollout.generate_calls import Generates
 from ..rollout.generation_engine import GenerationEngine
 from ..rollout.scores import score_metrics
+from ..training.host_memory import derived, masked, on_host, spread
 from ..training.logprob_mismatch import MismatchLimits
 from ..training.model_worker import ModelWorker, check_columns
 from ..training.network import LanguageNetwork
 from ..training.optimizer import OptimizerSpec
 from ..training.trainer import Forward
-from ..training.transfers import derived, masked, on_host, spread
 
 ADAPTER = "adapter"
 """Below a saved model: the adapter that has been merged into it, if it was trained by one."""
@@ -77,18 +76,10 @@ class Recipe:
 
 
 class LanguageWorker(ModelWorker):
-    """A language model under a head, without the calls of a role.
-
-    Args:
-        context: Where the worker lives.
-        head: What the model ends in.
-        recipe: The rest.
-
-    Attributes:
-        network: This process's part of the model.
-    """
+    """A language model under a head, without the calls of a role."""
 
     def __init__(self, context: WorkerContext, head: Head, recipe: Recipe) -> None:
+        # This process's part of the model
         self.network = recipe.make_network(recipe.model, context, head)
         recipe.model.check_weights(self.network.tensors(), context)
         super().__init__(
@@ -129,7 +120,6 @@ class PolicyRecipe(Recipe):
     """How far what it is trained on may be from its own log-probabilities."""
 
     def build(self, context: WorkerContext) -> PolicyWorker:
-        """Make this process's part of the policy on the context's device."""
         return PolicyWorker(context, self)
 
     def make_generator(self, network: LanguageNetwork) -> GenerationEngine | None:
@@ -158,7 +148,6 @@ class PolicyWorker(LanguageWorker, Generates, Policy):
         return self._generator
 
     def logprob(self, tokens: Tensor, mask: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """See `Policy.logprob`."""
         _check_temperature(temperature)
         return self._evaluate(
             tokens,
@@ -171,7 +160,6 @@ class PolicyWorker(LanguageWorker, Generates, Policy):
     def top_words(
         self, tokens: Tensor, mask: Tensor, *, num_words: int, temperature: float = 1.0
     ) -> TopWords:
-        """See `Policy.top_words`."""
         _check_temperature(temperature)
         num_words = min(num_words, self._num_words)
 
@@ -199,7 +187,6 @@ class PolicyWorker(LanguageWorker, Generates, Policy):
         num_minibatches: int = 1,
         temperature: float = 1.0,
     ) -> TrainMetrics:
-        """See `Policy.train`."""
         _check_temperature(temperature)
         _check_behavior(batch)
 
@@ -251,7 +238,6 @@ class ValueRecipe(Recipe):
     """Start with value 0 everywhere, unless the folder has a head of its own."""
 
     def build(self, context: WorkerContext) -> ValueWorker:
-        """Make this process's part of the value model on the context's device."""
         return ValueWorker(context, Head("value_head", zero_init=self.zero_init_head), self)
 
 
@@ -259,13 +245,11 @@ class ValueWorker(LanguageWorker, ValueModel):
     """See `ValueRecipe`."""
 
     def value(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """See `ValueModel.value`."""
         return self._evaluate(tokens, mask, self._values, per_token=True, what="values")
 
     def train(
         self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
     ) -> TrainMetrics:
-        """See `ValueModel.train`."""
         forward = _column_forward(self._values, ValueOutput)
         return self._train(forward, loss, batch, epochs, num_minibatches)
 
@@ -280,7 +264,6 @@ class RewardRecipe(Recipe):
     """A backbone under a score head: the policy's, or one that such a worker saved."""
 
     def build(self, context: WorkerContext) -> RewardWorker:
-        """Make this process's part of the reward model on the context's device."""
         return RewardWorker(context, Head("score"), self)
 
 
@@ -288,7 +271,7 @@ class RewardWorker(LanguageWorker, RewardModel):
     """See `RewardRecipe`. A row without any masked token scores 0."""
 
     def score(self, tokens: Tensor, mask: Tensor, prompt_id: Tensor) -> Tensor:
-        """See `Reward.score`; a learned score does not look at `prompt_id`."""
+        # A learned score does not look at `prompt_id`.
         score = self._evaluate(tokens, mask, self._scores, per_token=False)
         add_metrics(self.metrics, score_metrics(score, prompt_id))
         return score
@@ -296,7 +279,6 @@ class RewardWorker(LanguageWorker, RewardModel):
     def train(
         self, loss: Loss[B, ScoreOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
     ) -> TrainMetrics:
-        """See `RewardModel.train`."""
         forward = _column_forward(self._scores, ScoreOutput)
         return self._train(forward, loss, batch, epochs, num_minibatches)
 
@@ -352,8 +334,6 @@ def _prompt_lengths(mask: Tensor) -> Tensor:
 def _column_forward(
     compute: Callable[[Tensor, Tensor], Tensor], output: Callable[[Tensor], O]
 ) -> Forward[O]:
-    """Return the forward pass of a model that gives one column."""
-
     def forward(rows: Any, needs_entropy: bool) -> O:
         check_columns(rows.tokens, rows.mask)
         return output(compute(rows.tokens, rows.mask))
@@ -362,7 +342,6 @@ def _column_forward(
 
 
 def _check_words(words: Tensor, vocab_size: int) -> None:
-    """Require words that the model knows."""
     largest = int(on_host(words).max()) if words.numel() else 0
     if largest >= vocab_size:
         raise ValueError(
@@ -372,7 +351,6 @@ def _check_words(words: Tensor, vocab_size: int) -> None:
 
 
 def _check_temperature(temperature: float) -> None:
-    """Require a temperature above 0."""
     if temperature <= 0:
         raise ValueError(
             f"temperature is {temperature}; log-probabilities need a positive one (greedy "

@@ -66,7 +66,6 @@ class NoRoom(Exception):  # noqa: N818 - what it says is that it does not fit no
 
 
 def device_of(group: DeviceGroup, process: int) -> Device:
-    """The device of a process."""
     return group.devices[process] if group.devices else (group.name, process)
 
 

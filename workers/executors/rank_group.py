@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,20 +63,14 @@ def dead_processes(
     while left and (left_s := end_s - time.monotonic()) > 0:
         for ref in backend.watch(list(left), left_s):
             place = left.pop(ref)
-            if said := _death(backend, ref):
-                dead[place] = said
+            try:
+                backend.get([ref], _NOTICE_S)
+            except ProcessDied as error:
+                dead[place] = str(error)
                 end_s = min(end_s, time.monotonic() + _OTHERS_S)
+            except BackendError:  # it cannot say so, but it has answered
+                continue
     return dead
-
-
-def _death(backend: ProcessBackend, answered: Ref) -> str:
-    try:
-        backend.get([answered], _NOTICE_S)
-    except ProcessDied as error:
-        return str(error)
-    except BackendError:  # it cannot say so, but it has answered
-        return ""
-    return ""
 
 
 def reserve_again(
@@ -96,7 +90,7 @@ def reserve_again(
     while True:
         left_s = end_s - time.monotonic()
         try:
-            _reserve(backend, groups, others, training, max(left_s, _POLL_S))
+            reserve_devices(backend, groups, others, training, max(left_s, _POLL_S))
         except PlanError:
             if left_s < _POLL_S:
                 raise
@@ -105,7 +99,7 @@ def reserve_again(
             return
 
 
-def _reserve(
+def reserve_devices(
     backend: ProcessBackend,
     groups: Sequence[GroupProcesses],
     others: Sequence[GroupProcesses],
@@ -184,7 +178,6 @@ class GroupProcesses:
         return not any(one is None or not one.is_there(name) for name, one in self._reserved())
 
     def give_back_lost(self) -> None:
-        """Give back what was set aside for it on machines that are gone."""
         for name, one in self._reserved():
             if one is not None and not one.is_there(name):
                 one.release(name)
@@ -257,7 +250,6 @@ class GroupProcesses:
         return [self.call(process, method, *arguments) for process in sorted(self.processes)]
 
     def kill(self, rank: int | None = None) -> None:
-        """End the processes at once, or those of one rank."""
         if self.backend.is_up:
             for process in self.processes if rank is None else self.group.processes(rank):
                 if process in self.processes:
@@ -291,21 +283,14 @@ def start_groups(
     backend = groups[0].backend
     joining = [call for group in new for call in group.join(group.spawn(start_s))]
     all_results(backend, joining, "joining its process group", start_s)
-    for some in _together(groups, asleep):
+    waiting = [g for g in groups if g.group.name in asleep and g.group.device.startswith("cuda")]
+    together = [group for group in groups if group not in waiting]
+    for some in (together, *([group] for group in waiting)):
         building = [call for group in some for call in group.call_all("build", hosted, seed)]
         all_results(backend, building, "building its roles", start_s)
         sleeping = [group for group in some if group.group.name in asleep]
         calls = [call for group in sleeping for call in group.call_all("sleep")]
         all_results(backend, calls, "giving its devices up", start_s)
-
-
-def _together(
-    groups: Sequence[GroupProcesses], asleep: frozenset[str]
-) -> Generator[Sequence[GroupProcesses]]:
-    waiting = [g for g in groups if g.group.name in asleep and g.group.device.startswith("cuda")]
-    yield [group for group in groups if group not in waiting]
-    for group in waiting:
-        yield [group]
 
 
 def all_results(

@@ -36,9 +36,8 @@ from ...dataflow.runtime.worker_protocol import (
 )
 from ..inference.client import InferenceClient
 from ..inference.server import InferenceServer
-from ..weight_sync.channel import ChannelEnd, Offer, WeightChannel
-from ..weight_sync.registry import CHANNELS, DEFAULT_TRANSPORT
-from ..weight_sync.slice_exchange import SliceTraffic
+from ..weight_sync.channel import CHANNELS, DEFAULT_TRANSPORT, ChannelEnd, Offer, WeightChannel
+from ..weight_sync.packets import SliceTraffic
 from .process_backend import BackendError, CallFailed, NotInTime, ProcessDied, ProcessHome, Ref
 from .process_setup import Address, bound_groups, meet, use_threads
 
@@ -153,7 +152,6 @@ class RankProcess:
         return True
 
     def build(self, hosted: Ref, seed: int) -> None:
-        """Build this rank's roles, each once, for all programs."""
         ((programs, workers, transport),) = self._home.get([hosted], self._start_s)
         self._channel = CHANNELS[transport](self._end)
         for key, program in programs.items():
@@ -165,12 +163,21 @@ class RankProcess:
                     self._roles[name] = build_role(
                         name, workers[name], self._context(name, seed, programs)
                     )
+            served: dict[str, ServedRole] = {}
+            found = program.placement.served_roles(program.graph, self._group.name)
+            for role, server in found.items():
+                if server not in self._clients:
+                    self._clients[server] = InferenceClient(
+                        f"group '{server}'", self._deadline_s, self._start_s
+                    )
+                send = self._clients[server].send
+                served[role] = ServedRole(role, program.graph.roles[role], send)
             self._hosts[key] = SliceHost(
                 program.graph,
                 {name: self._roles[name] for name in names},
                 program.placement.num_chunks,
                 self._fetch,
-                self._served(program),
+                served,
                 self._served_weights,
                 process=self._process,
                 traffic=self._traffic,
@@ -180,17 +187,6 @@ class RankProcess:
                 if server == self._group.name:
                     self._served_weights.add(role, program.graph.roles[role], self._roles[role])
         sleep_offloaded(self._roles.values())
-
-    def _served(self, program: Program) -> dict[str, ServedRole]:
-        served: dict[str, ServedRole] = {}
-        found = program.placement.served_roles(program.graph, self._group.name)
-        for role, server in found.items():
-            if server not in self._clients:
-                self._clients[server] = InferenceClient(
-                    f"group '{server}'", self._deadline_s, self._start_s
-                )
-            served[role] = ServedRole(role, program.graph.roles[role], self._clients[server].send)
-        return served
 
     def serve(self, token: str, before: Address | None) -> Address:
         """Answer inference requests from now on, on this process's own address; where that is."""
@@ -352,7 +348,6 @@ _Column = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
 
 
 def part_to_numpy(part: Part) -> tuple[_Column, ...]:
-    """A part's columns as arrays of values and of lengths."""
     return tuple(
         (
             column.values.cpu().numpy(),
@@ -363,7 +358,6 @@ def part_to_numpy(part: Part) -> tuple[_Column, ...]:
 
 
 def part_from_numpy(stored: Sequence[_Column]) -> Part:
-    """The part of which `part_to_numpy` made arrays."""
     return tuple(
         Packed(_tensor(values), None if lengths is None else _tensor(lengths))
         for values, lengths in stored

@@ -41,10 +41,8 @@ from ...dataflow.runtime.messages import Handle, RankWork, work
 from ...dataflow.runtime.placement import DeviceSharing
 from ...dataflow.runtime.resizing import replica_groups, restartable_groups
 from ...dataflow.runtime.worker_protocol import WorkerSpec, is_spec
-from ..weight_sync.channel import Offer
-from ..weight_sync.registry import DEFAULT_TRANSPORT, Transport, check_transport
-from .jobs import LOOK, Books, Offers, RankJob, Started
-from .joining import Joining, Returning
+from ..weight_sync.channel import DEFAULT_TRANSPORT, Offer, Transport, check_transport
+from .jobs import LOOK, Books, Joining, Offers, RankJob, Returning, Started
 from .process_backend import BackendError, NotInTime, ProcessBackend, ProcessDied, Ref
 from .process_setup import Address
 from .rank_group import (
@@ -56,6 +54,7 @@ from .rank_group import (
     hosted_bytes,
     keep_warm,
     reserve_again,
+    reserve_devices,
     start_groups,
     take_warm,
 )
@@ -132,12 +131,10 @@ class RestartBudget:
         self._in_a_row: Counter[_Place] = Counter()
 
     def answered(self, group: str, rank: int) -> None:
-        """Note that a rank has answered, which forgives it its deaths."""
         self._in_a_row.pop((group, rank), None)
         self._in_a_row.pop((group, None), None)
 
     def pause_s(self, group: str, rank: int | None, said: str) -> float:
-        """Return the seconds to wait before a rank is started again."""
         limits, place = self._recovery, (group, rank)
         count = self._in_a_row[place]
         if count >= limits.max_repeats:
@@ -216,7 +213,6 @@ class Supervisor(Executor):
         seed: int,
         deadline_s: float,
     ) -> None:
-        """Start all processes at once. See `Executor.start`."""
         for name, worker in workers.items():
             if not is_spec(worker):
                 raise ConfigError(
@@ -248,24 +244,14 @@ class Supervisor(Executor):
         }
         every = list(self._groups.values())
         take_warm(backend, every)
-        self._reserve(backend, every)
+        training = self._groups.keys() - self._restartable
+        reserve_devices(backend, every, [], training, self._start_s)
         hosted = backend.put((dict(programs), dict(workers), self._transport))
         self._started = Started(backend, hosted, seed)
         asleep = frozenset(group.name for group in groups if self._sharing.shares(group.name))
         start_groups(every, hosted, seed, self._start_s, asleep)
         self._connections = Connections(programs)
         self._connections.open(self._groups, self._groups, self._start_s)
-
-    def _reserve(self, backend: ProcessBackend, groups: Sequence[GroupProcesses]) -> None:
-        new = [group for group in groups if not group.is_warm]
-        devices = backend.reserve(
-            [group.group for group in new],
-            self._start_s,
-            self._groups.keys() - self._restartable,
-            [group.devices for group in groups if group.devices is not None],
-        )
-        for group in new:
-            group.devices = devices
 
     @property
     def _here(self) -> Started:
@@ -274,7 +260,6 @@ class Supervisor(Executor):
         return self._started
 
     def submit(self, ticket: int, program: str, group: str, rank: int, work: RankWork) -> None:
-        """Ask every process of the rank. See `Executor.submit`."""
         self._send(RankJob(ticket, program, group, rank, work, set()))
 
     def _hand_off(self, group: str, *, awake: bool = False) -> None:
@@ -415,7 +400,9 @@ class Supervisor(Executor):
             self._wait_asleep(job.group)
             start_groups([group], self._here.hosted, self._here.seed, self._start_s)
             self._load_again(job.group, None, owed)
-            self._reconnect(job.group)
+            for name in self._connections.open(self._groups, [job.group], self._start_s):
+                if name in self._books.busy:
+                    self._groups[name].kill()  # it waits for somebody who will not come
         except PenstockError as error:
             return self._not_back(job, None, f"{said}; it {_COULD_NOT}: {error}")
         self._send_again(owed)
@@ -457,7 +444,11 @@ class Supervisor(Executor):
         if joining is not None:
             try:
                 for rank in joining.ranks:
-                    self._give_weights(group, rank)
+                    found = self._books.loads(group, 0)
+                    jobs = [RankJob(0, job.program, group, rank, job.work, set()) for job in found]
+                    self._load(jobs)
+                    for job in jobs:
+                        self._books.note(job)
             except PenstockError as error:
                 _LOG.warning("ranks that were to join group '%s' are ended again: %s", group, error)
                 joining.give_up()
@@ -467,13 +458,6 @@ class Supervisor(Executor):
         one.end(range(num_ranks, one.num_ranks), closing=True)
         one.num_ranks = num_ranks
         return num_ranks
-
-    def _give_weights(self, group: str, rank: int) -> None:
-        found = self._books.loads(group, 0)
-        jobs = [RankJob(0, job.program, group, rank, job.work, set()) for job in found]
-        self._load(jobs)
-        for job in jobs:
-            self._books.note(job)
 
     def _load(self, jobs: Sequence[RankJob]) -> None:
         self._send_again(jobs)
@@ -499,11 +483,6 @@ class Supervisor(Executor):
             job.answers.clear()
             if job.ticket != LOOK:
                 self._send(job)
-
-    def _reconnect(self, group: str) -> None:
-        moved = self._connections.open(self._groups, [group], self._start_s)
-        for name in moved & self._books.busy:
-            self._groups[name].kill()  # it waits for somebody who will not come
 
     def _failed(self, job: RankJob, said: str, lost: Lost = "process") -> Completion | None:
         if job.ticket != LOOK:
@@ -541,7 +520,9 @@ class Supervisor(Executor):
         self._give_up_returning(list(self._returning))
         names = [name for name in self._groups if name in wanted]
         again = [self._groups[name] for name in names]
-        self._let_go(set(names))
+        self._offers.drop(names)
+        self._books.forget(names)
+        self._asleep = {k: calls for k, calls in self._asleep.items() if k not in names}
         for joining in [self._joining.pop(name) for name in names if name in self._joining]:
             joining.give_up()
         for group in again:
@@ -569,11 +550,6 @@ class Supervisor(Executor):
             start_groups(some, here.hosted, here.seed, self._start_s)
         return self._connections.open(self._groups, names, self._start_s) & self._books.busy
 
-    def _let_go(self, names: set[str]) -> None:
-        self._offers.drop(names)
-        self._books.forget(names)
-        self._asleep = {k: calls for k, calls in self._asleep.items() if k not in names}
-
     def outlives(self, group: str) -> bool:
         return group in self._restartable
 
@@ -596,7 +572,6 @@ class Supervisor(Executor):
         """Nothing to do: dropping the last reference frees the object."""
 
     def stop(self) -> None:
-        """Ask all processes to close their workers, and end them. See `Executor.stop`."""
         self._offers.drop()
         is_idle = not (self._books.out or self._returning)
         self._give_up_returning(list(self._returning))

@@ -86,7 +86,6 @@ class _Fields:
         }
 
     def called(self, key: str) -> str:
-        """A key as messages call it."""
         return _called(key, self.folder)
 
     def written(self, name: str) -> str:
@@ -95,12 +94,10 @@ class _Fields:
         return name if name in self.given else own
 
     def value(self, name: str) -> Any:
-        """The value of a field; None if it is not given."""
         key = self.written(name)
         return self.given.get(key, self.declared.get(key))
 
     def refusal(self, name: str, expected: str, fix: str = "") -> ConfigError:
-        """The error about a field."""
         key = self.written(name)
         where = self.called(key)
         hint = f"\n    {fix}" if fix else ""
@@ -108,7 +105,6 @@ class _Fields:
 
 
 def checked_config(given: Mapping[str, Any], folder: Path | None = None) -> Any:
-    """The config that some fields describe."""
     kind = _family(given, folder)
     if folder is None:
         _check_known(_Fields(given, kind, folder))

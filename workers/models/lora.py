@@ -8,7 +8,6 @@ are their own master copy.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import importlib.util
 import json
@@ -28,9 +27,8 @@ from ...dataflow.options import NonNegativeInt, PositiveFloat, option_class
 from ..training.flat_parameters import read_tensors, write_tensors
 from ..training.weight_checks import take_tensors
 from .architecture import quiet_transformers
-from .hub import hub_name
+from .hub import hub_name, packaged_name
 from .model_folder import read_object
-from .packaged import packaged_name
 
 _NAME = "default"
 """Peft's name of a module's one adapter."""
@@ -108,19 +106,12 @@ def _comparable(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Setting:
-    """A setting of adapters that peft saves.
+    """A setting of adapters that peft saves."""
 
-    Attributes:
-        saved_as: Its key in adapter_config.json.
-        expected: Describes the values that are allowed, for messages.
-        allows: Whether a value is allowed.
-        absent: What peft takes if the key is not there; None if it must be.
-    """
-
-    saved_as: str
-    expected: str
-    allows: Callable[[Any], bool]
-    absent: Any = None
+    saved_as: str  # Its key in adapter_config.json
+    expected: str  # Describes the values that are allowed, for messages
+    allows: Callable[[Any], bool]  # Whether a value is allowed
+    absent: Any = None  # What peft takes if the key is not there; None if it must be
 
 
 def _is_rank(value: Any) -> bool:
@@ -189,7 +180,6 @@ _WITHOUT_EFFECT = re.compile(
 
 
 def _saved_settings(folder: str) -> dict[str, Any]:
-    """Return the settings of a saved adapter, by the names of `LoraSpec`."""
     file = Path(folder) / ADAPTER_SETTINGS
     if not file.exists():
         what = f"has no {ADAPTER_SETTINGS}, which says how its weights are used"
@@ -224,7 +214,6 @@ def _not_done(file: Path, key: str, value: Any) -> str:
 
 
 def check_lora(spec: LoraSpec, module: nn.Module, *, but: str = "lm_head") -> None:
-    """Require that adapters can be made."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
             "lora.rank needs the package peft, which is not installed\n    pip install peft"
@@ -267,7 +256,6 @@ def _heads(module: nn.Module, but: str) -> set[str]:
 
 
 def _ends_in(name: str, end: str) -> bool:
-    """Return whether peft takes a module for a target."""
     return name == end or name.endswith(f".{end}")
 
 
@@ -318,12 +306,10 @@ def insert_adapters(module: nn.Module, spec: LoraSpec, *, but: str) -> dict[str,
 
 
 def checkpoint_name(name: str) -> str:
-    """Name of an adapted model's parameter in checkpoints."""
     return name.replace(f".{_NAME}.", ".").replace(".base_layer.", ".")
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a checkpoint's parameter is an adapter's."""
     return ".lora_" in name
 
 
@@ -354,15 +340,9 @@ def _fresh(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 
 def adapted_linears(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and peft module of each adapted linear map."""
     for name, part in module.named_modules():
         if hasattr(part, "lora_A") and hasattr(part, "base_layer"):
             yield name, part
-
-
-def merged(module: nn.Module) -> nn.Module:
-    """A copy of an adapted model in which adapters are added to the weights, and gone."""
-    return merge(copy.deepcopy(module))
 
 
 def merge(module: nn.Module) -> nn.Module:
@@ -387,14 +367,7 @@ def _merged_weight(part: Any) -> Tensor:
 
 
 class AdaptedModel:
-    """A model that is given adapters again and again, for an engine that wants them merged.
-
-    Args:
-        module: The model; it is kept, adapted.
-        spec: With a rank or a folder.
-        seed: The run's.
-        but: Name of the head, which gets none.
-    """
+    """A model that is given adapters again and again, for an engine that wants them merged."""
 
     def __init__(self, module: nn.Module, spec: LoraSpec, seed: int, *, but: str) -> None:
         self._module = module

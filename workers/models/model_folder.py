@@ -3,12 +3,17 @@
 Only headers are read here, of every file, in milliseconds: the weights themselves are looked at
 where they have been loaded. transformers fills what a folder lacks with random numbers, and takes
 what it has too much for nobody's; here both are refused.
+
+A folder may also be the mean of others, a soup: Wortsman et al., "Model Soups", 2022; as a
+reference policy: Chegini et al., "SALSA", 2024.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,7 @@ from torch import Tensor
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import check_folder_files, read_json
+from ..training.flat_parameters import read_tensors, write_tensors
 from ..training.weight_checks import not_mapped, refuse_faults, some
 from .architecture import checked_config, empty_model, quiet_transformers
 
@@ -29,6 +35,7 @@ _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EXPERTS = ".experts."
 _SCORE = "score.weight"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_INTEGERS = {"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,6 @@ class _Saved:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON file that is an object."""
     try:
         found: Any = read_json(file)
     except OSError as error:
@@ -59,7 +65,6 @@ _AGAIN = "copy the folder again, or give one that save_pretrained wrote"
 
 
 def folder_config(folder: Path) -> Any:
-    """The Hugging Face config of a folder."""
     file = folder / _CONFIG
     check_folder_files(folder)  # transformers reads further files of the folder
     if not file.is_file():
@@ -84,7 +89,6 @@ def folder_config(folder: Path) -> Any:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder."""
     index = folder / _INDEX
     if not index.is_file():
         if (folder / _ONE).is_file():
@@ -121,7 +125,6 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _headers(folder: Path) -> dict[str, _Saved]:
-    """Return all tensors of a folder."""
     saved: dict[str, _Saved] = {}
     for file in weight_files(folder):
         try:
@@ -168,10 +171,11 @@ def check_tensors(folder: Path, *, scalar_head: bool) -> None:
     model = empty_model(config, folder)
     kind, prefix = type(model), f"{model.base_model_prefix}."
     head = frozenset(n for n, _ in model.named_parameters() if not n.startswith(prefix))
+    ignored: Iterable[str] = kind._keys_to_ignore_on_load_unexpected or ()  # the class's own
     integers = [
-        f"{name} {_dtype_words(one.dtype)}"
+        f"{name} {_INTEGERS.get(one.dtype, one.dtype)}"
         for name, one in saved.items()
-        if one.dtype not in _FLOATS and not _is_ignored(kind, name)
+        if one.dtype not in _FLOATS and not any(re.search(pattern, name) for pattern in ignored)
     ]
     faults = {"of a type that is no floating point": integers}
     # Experts are merged when they are loaded, which is dear: what is said of them is said then.
@@ -199,7 +203,6 @@ def _refuse_classifier(folder: Path, saved: Mapping[str, _Saved]) -> None:
 
 
 def owner_words(config: Any) -> str:
-    """Describe the model that a folder's weights must fit."""
     return f"the '{config.model_type}' model that its config.json describes"
 
 
@@ -230,7 +233,6 @@ def _misfits(
 
 
 def load_faults(info: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Faults that a load by transformers reports."""
     return {
         "missing": sorted(info["missing_keys"]),
         "unexpected": sorted(info["unexpected_keys"]),
@@ -242,7 +244,6 @@ def load_faults(info: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """Read generation_config.json; empty if there is none."""
     file = folder / _GENERATION
     return read_object(file) if file.exists() else {}
 
@@ -261,10 +262,72 @@ def _check_generation(folder: Path) -> None:
         ) from None
 
 
-def _is_ignored(kind: Any, name: str) -> bool:
-    patterns: Iterable[str] = kind._keys_to_ignore_on_load_unexpected or ()  # the class's own
-    return any(re.search(pattern, name) for pattern in patterns)
+def weight_mean(
+    models: Sequence[Mapping[str, Tensor]], shares: Sequence[float]
+) -> dict[str, Tensor]:
+    """The mean of several models' weights, tensor by tensor, added up in double precision.
+
+    Tensors have the first model's dtypes; those that are not floating are the first model's.
+    """
+    if not models or len(models) != len(shares) or sum(shares) == 0:
+        raise ValueError(f"expected a share for each of {len(models)} models, got {list(shares)}")
+    for model in models[1:]:
+        wrong = {name for name in models[0].keys() ^ model.keys()} or {
+            name for name, tensor in model.items() if tensor.shape != models[0][name].shape
+        }
+        if wrong:
+            raise ValueError(f"the models differ in '{min(wrong)}': only equal ones have a mean")
+    total = sum(shares)
+    mean: dict[str, Tensor] = {}
+    for name, first in models[0].items():
+        if not first.is_floating_point():
+            mean[name] = first.clone()
+            continue
+        added = torch.zeros_like(first, dtype=torch.float64)
+        for model, share in zip(models, shares, strict=True):
+            added += model[name].double() * (share / total)
+        mean[name] = added.to(first.dtype)
+    return mean
 
 
-def _dtype_words(dtype: str) -> str:
-    return {"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"}.get(dtype, dtype)
+def mean_folder(folders: Mapping[str, float], home: Path) -> Path:
+    """Write the mean of some model folders, unless that has been done before.
+
+    Configuration and tokenizer are the first folder's. Tied weights stand in a file once and are
+    averaged once; what is computed from the configuration is in no file and is not averaged.
+    """
+    place = home / f"mean-{_made_of(folders)}"
+    if place.is_dir():
+        return place
+    sources = [Path(folder) for folder in folders]
+    draft = place.with_name(f"{place.name}.writing")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(sources[0], draft, ignore=shutil.ignore_patterns("*.safetensors"))
+    files = sorted(file.name for file in sources[0].glob("*.safetensors"))
+    for name in files:
+        missing = [folder for folder in sources if not (folder / name).is_file()]
+        if missing:
+            raise ConfigError(
+                f"'{missing[0]}' has no {name}, which '{sources[0]}' has\n    only models that are "
+                "saved alike have a mean"
+            )
+        try:
+            mean = weight_mean(
+                [read_tensors(folder / name) for folder in sources], list(folders.values())
+            )
+        except ValueError as error:
+            raise ConfigError(f"{', '.join(map(str, sources))}: {error}") from error
+        write_tensors(draft / name, mean)
+    return draft.rename(place)
+
+
+def _made_of(folders: Mapping[str, float]) -> str:
+    """Identifies folders, shares, and the bytes of the weights."""
+    digest = hashlib.sha256()
+    for folder, share in folders.items():
+        digest.update(f"{share!r} ".encode())
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            digest.update(f"{file.name} ".encode())
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]

@@ -2,6 +2,9 @@
 
 Token columns are padded with -1, so no tokenizer's padding token ever stands in a table; `pad_id`
 is what an engine may feed a model at padded positions. It always differs from `eos_id`.
+
+Chat templates without tools get schemas, calls and results as text, in the words of the templates
+of Hermes and Qwen: a model that has seen such data, or is to be served so, reads what it knows.
 """
 
 from __future__ import annotations
@@ -22,10 +25,88 @@ from torch import Tensor
 from ...algorithms.roles.language_tables import Sampling
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import check_folder_files
-from .tool_text import PROBE_TOOL, with_tools_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+PROBE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "penstock9tool",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+"""A tool whose name every template writes that shows tools."""
+
+_INTRODUCTION = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{schemas}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def with_tools_as_text(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    system: bool,
+) -> list[Mapping[str, Any]]:
+    """Return the conversation with everything about tools in the contents of its messages."""
+    written: list[Mapping[str, Any]] = []
+    follows_result = False
+    for message in messages:
+        is_result = message.get("role") == "tool"
+        plain = _plain(message)
+        if is_result and follows_result:  # results of one turn are one message
+            plain = {**plain, "content": f"{written.pop()['content']}\n{plain['content']}"}
+        written.append(plain)
+        follows_result = is_result
+    if not tools:
+        return written
+    schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return _introduced(written, _INTRODUCTION.format(schemas=schemas), system=system)
+
+
+def _plain(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message about tools with a role and a content alone; others as they are."""
+    content = message.get("content") or ""
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return message
+    calls = [f"<tool_call>\n{_call(call)}\n</tool_call>" for call in message["tool_calls"]]
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**kept, "content": "\n".join([content, *calls] if content else calls)}
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    function = call.get("function", call)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):  # as OpenAI has them
+        return f'{{"name": {json.dumps(function.get("name"))}, "arguments": {arguments or "{}"}}}'
+    return json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
+
+
+def _introduced(
+    messages: list[Mapping[str, Any]], text: str, *, system: bool
+) -> list[Mapping[str, Any]]:
+    first = messages[0] if messages else {}
+    role = "system" if system else "user"
+    if first.get("role") not in ("system", role):
+        return [{"role": role, "content": text}, *messages]
+    before, after = (first["content"], text) if system else (text, first["content"])
+    return [{**first, "content": f"{before}\n\n{after}"}, *messages[1:]]
 
 
 @dataclass(frozen=True)
@@ -41,7 +122,6 @@ class ResponseEnd:
     strings: tuple[str, ...] = ()
 
     def also(self, ids: Iterable[int], strings: Iterable[str] = ()) -> ResponseEnd:
-        """Return these ends and more."""
         return ResponseEnd(
             tuple(dict.fromkeys((*self.ids, *ids))),
             tuple(dict.fromkeys((*self.strings, *strings))),
@@ -148,7 +228,7 @@ class Tokenizer:
         if not isinstance(pad, int) or pad == self.eos_id:
             pad = int(self.eos_id == 0)
         self.pad_id = pad
-        self.vocab_size = _vocab_size(backend)
+        self.vocab_size = max(len(backend), 1 + max(backend.get_vocab().values(), default=0))
         split = bool(getattr(backend, "split_special_tokens", False))
         self._marks_ends = split and self.has_template
         self._written: dict[tuple[str, str], bool] = {}
@@ -194,7 +274,6 @@ class Tokenizer:
         return list(own[: starts[0]]) if starts else []
 
     def encode_response(self, text: str) -> list[int]:
-        """Encode a whole response that says `text`, with the end of sequence."""
         return [*self.encode(text), self.eos_id]
 
     def end_of_turn(self, turn: Sequence[int], start: int) -> int:
@@ -220,7 +299,6 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Return whether it renders conversations."""
         return bool(self.backend.chat_template)
 
     def render(
@@ -329,7 +407,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens appear as their names, ids out of range as unknown."""
-        known = [i if 0 <= i < self.vocab_size else self._unknown_id for i in ids]
+        own = self.backend.unk_token_id
+        unknown = own if isinstance(own, int) else self.pad_id
+        known = [i if 0 <= i < self.vocab_size else unknown for i in ids]
         text = self.backend.decode(
             known, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -362,11 +442,6 @@ class Tokenizer:
         """Write the tokenizer to `folder` as JSON; `TokenizerSpec(kind="folder")` reads it back."""
         self.backend.save_pretrained(str(folder))
 
-    @property
-    def _unknown_id(self) -> int:
-        unknown = self.backend.unk_token_id
-        return unknown if isinstance(unknown, int) else self.pad_id
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSpec:
@@ -385,7 +460,6 @@ class TokenizerSpec:
     turn. A folder's tokenizer has its own."""
 
     def build(self) -> Tokenizer:
-        """Make the tokenizer."""
         if self.kind == "char":
             return _char_tokenizer(self.alphabet, self.chat_template)
         if self.kind == "byte":
@@ -408,8 +482,7 @@ class TokenizerSpec:
 class EndedTokenizerSpec(TokenizerSpec):
     """A tokenizer with further ends of responses, besides those of its folder."""
 
-    end: ResponseEnd = ResponseEnd(())
-    """Further ids; and the strings, which replace the folder's."""
+    end: ResponseEnd = ResponseEnd(())  # Further ids; and the strings, which replace the folder's
 
     def build(self) -> Tokenizer:
         tokenizer = super().build()
@@ -418,10 +491,6 @@ class EndedTokenizerSpec(TokenizerSpec):
 
     def sampled_by(self, sampling: Sampling) -> EndedTokenizerSpec:
         return self.ending(self.end.sampled_by(sampling))
-
-
-def _vocab_size(backend: PreTrainedTokenizerBase) -> int:
-    return max(len(backend), 1 + max(backend.get_vocab().values(), default=0))
 
 
 def _check_ids(file: Path) -> None:

@@ -76,7 +76,6 @@ def _check(folder: str, given: str | None, stamps: tuple[Any, ...]) -> None:
 
 
 def _templates(folder: Path) -> list[str]:
-    """Return the chat templates of a folder."""
     own = folder / "chat_template.jinja"
     if own.is_file():
         try:

@@ -17,7 +17,7 @@ from ...dataflow.options import option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..engines.roles import LanguageWorker, Recipe, last_masked
 from ..engines.torch_engine.specs import TorchModel
-from ..models.heads import Head
+from ..models.spec import Head
 from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..training.model_worker import check_columns
 

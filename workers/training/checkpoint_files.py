@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.resharding.sharding import Box, Sharding, intersection, volume, whole
-from .network import Network
+from .weight_checks import check_names
 
 _KEY = re.compile(r"(.+)\[([0-9:,]*)\]")
 _FORMATS = (1, 2)
@@ -53,25 +53,14 @@ class WholeTensorSource:
         self._tensors = tensors
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """All parameters."""
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A view."""
         return self._tensors[name][_slices(box)]
 
 
 class FileTensors:
-    """Boxes in safetensors files, of which only what is asked for is read.
-
-    Args:
-        files: A parameter may be spread over several; boxes must not overlap.
-        boxed: Whether keys carry boxes, as in format 2; else every tensor is whole.
-
-    Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If a key has no box, or the boxes of a parameter do not fill it.
-    """
+    """Boxes in safetensors files, of which only what is asked for is read."""
 
     def __init__(self, files: Sequence[Path], *, boxed: bool) -> None:
         self._held: dict[str, list[tuple[Box, Path, str]]] = defaultdict(list)
@@ -99,11 +88,9 @@ class FileTensors:
                 )
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """All parameters."""
         return self._shapes
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box, put together from whatever boxes were written."""
         result: Tensor | None = None
         for held, file, key in self._held[name]:
             shared = intersection(held, box)
@@ -126,7 +113,6 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def box_key(name: str, box: Box) -> str:
-    """Name of a box in a file of format 2."""
     return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
@@ -144,7 +130,6 @@ def state_file(kind: str, process: int | None) -> str:
 
 
 def read_state_json(folder: Path) -> dict[str, Any]:
-    """The `state.json` of a saved state."""
     state: dict[str, Any] = json.loads((folder / "state.json").read_text())
     if state.get("format") not in _FORMATS:
         raise ValueError(
@@ -162,7 +147,6 @@ def open_state(folder: Path, state: Mapping[str, Any], kind: str) -> TensorSourc
 
 
 def read_whole(source: TensorSource) -> dict[str, Tensor]:
-    """All parameters of a source."""
     return {name: source.read(name, whole(shape)) for name, shape in source.shapes().items()}
 
 
@@ -172,21 +156,14 @@ _BUCKET = 1 << 26
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A box of a checkpoint's parameter in one process.
+    """A box of a checkpoint's parameter in one process."""
 
-    Attributes:
-        name: The parameter.
-        box: The indices that are held.
-        tensor: The engine's tensor it lies in.
-        start: Where the box begins in the tensor.
-        first: Whether this process is the first of all that hold the box, so that of several
-            copies one is written.
-    """
-
-    name: str
-    box: Box
-    tensor: str
-    start: tuple[int, ...]
+    name: str  # The parameter
+    box: Box  # The indices that are held
+    tensor: str  # The engine's tensor it lies in
+    start: tuple[int, ...]  # Where the box begins in the tensor
+    # Whether this process is the first of all that hold the box, so that of several copies one is
+    # written
     first: bool
 
 
@@ -242,7 +219,7 @@ def fill_weights(
         if param.name.startswith(only) and not (but and param.name.startswith(but))
     }
     filled = {"": None} if buffers is None else buffers
-    _check_names(
+    check_names(
         {prefix + name: shape for prefix in filled for name, shape in wanted.items()},
         source.shapes(),
         exact=exact,
@@ -256,24 +233,7 @@ def fill_weights(
                     stored_view(tensors, piece).copy_(box)
 
 
-def _check_names(
-    wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]], *, exact: bool
-) -> None:
-    missing = sorted(wanted.keys() - given.keys())
-    unknown = sorted(given.keys() - wanted.keys()) if exact else []
-    if missing or unknown:
-        raise ValueError(
-            f"weights do not fit: missing {missing or 'none'}, unknown {unknown or 'none'}; "
-            "they must come from a model of the same architecture"
-        )
-    for name, shape in wanted.items():
-        if tuple(given[name]) != shape:
-            raise ValueError(
-                f"weight '{name}': expected shape {list(shape)}, got {list(given[name])}"
-            )
-
-
-def gather_weights(network: Network, lead: int) -> dict[str, Tensor]:
+def gather_weights(network: HoldsWeights, lead: int) -> dict[str, Tensor]:
     """Copies of whole parameters, on the CPU of one process; nothing elsewhere."""
     sharding, tensors = network.rank_layout, network.tensors()
     here = network.context.process
@@ -288,10 +248,10 @@ def gather_weights(network: Network, lead: int) -> dict[str, Tensor]:
                     _place(whole, piece, stored_view(tensors, piece))
             elif here == process:
                 views = [stored_view(tensors, piece).reshape(-1) for piece in pieces]
-                dist.send(torch.cat(views).detach().to(network.device), lead)
+                dist.send(torch.cat(views).detach(), lead)
             elif here == lead:
                 sizes = [volume(piece.box) for piece in pieces]
-                received = torch.empty(sum(sizes), dtype=own.dtype, device=network.device)
+                received = torch.empty(sum(sizes), dtype=own.dtype, device=own.device)
                 dist.recv(received, process)
                 for piece, part in zip(pieces, received.cpu().split(sizes), strict=True):
                     _place(whole, piece, part)
@@ -299,7 +259,7 @@ def gather_weights(network: Network, lead: int) -> dict[str, Tensor]:
 
 
 def _place(whole: Mapping[str, Tensor], piece: StoredPiece, values: Tensor) -> None:
-    part = whole[piece.name][tuple(slice(start, stop) for start, stop in piece.box)]
+    part = whole[piece.name][_slices(piece.box)]
     part.copy_(values.detach().reshape(part.shape))
 
 

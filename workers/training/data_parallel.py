@@ -20,39 +20,29 @@ from ...dataflow.runtime.worker_protocol import WorkerContext
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Data-parallel ranks that hold the same part of a model.
+    """Data-parallel ranks that hold the same part of a model."""
 
-    Attributes:
-        rank: This process.
-        num_ranks: Size of the group.
-        device: Where tensors must lie to be sent.
-        group: torch.distributed's group of them; its default group if None.
-    """
-
-    rank: int
-    num_ranks: int
-    device: torch.device
+    rank: int  # This process
+    num_ranks: int  # Size of the group
+    device: torch.device  # Where tensors must lie to be sent
+    # torch.distributed's group of them; its default group if None
     group: dist.ProcessGroup | None = None
 
     @property
     def alone(self) -> bool:
-        """True if there is nobody to talk to."""
         return self.num_ranks == 1
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Add up over ranks, in place."""
         if not self.alone:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """Largest over ranks, element by element, in place."""
         if not self.alone:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
-        """Overwrite with rank 0's, in place."""
         if not self.alone:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
@@ -88,7 +78,6 @@ class RankGroup:
 
 
 def worker_group(context: WorkerContext) -> DeviceGroup:
-    """The worker group a context is of."""
     return DeviceGroup(
         context.role,
         context.num_ranks,

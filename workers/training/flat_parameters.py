@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import NotAFile, check_regular
-from .weight_checks import not_mapped
+from .weight_checks import check_names, not_mapped
 
 _ALIGN = 16  # elements; keeps every parameter on a 64-byte boundary in float32
 ADDED_AT_ONCE = 1 << 20
@@ -28,17 +28,10 @@ ADDED_AT_ONCE = 1 << 20
 
 
 class FlatParameters:
-    """Owner of a module's weights and gradients.
+    """Owner of a module's weights and gradients, of one dtype on one device.
 
-    Args:
-        module: A module or some of its parameters by name, which must share dtype and device. They
-            are re-pointed into the buffer; tied parameters stay tied.
-        fused: Tuples of parameter names to lay side by side; `fused_weight` returns such a tuple
-            stacked along dimension 0.
-
-    Attributes:
-        data: The buffer, [size]. Gaps between parameters are zero and stay zero.
-        grad: The gradient buffer, f32[size], or None until `enable_gradients`.
+    Parameters are re-pointed into the buffer; tied ones stay tied, and `fused` ones lie side by
+    side, so that `fused_weight` has them stacked along dimension 0.
     """
 
     def __init__(
@@ -56,7 +49,9 @@ class FlatParameters:
         runs = _runs(parameters, fused)
         size = sum(_aligned(sum(parameters[name].numel() for name in run)) for run in runs)
         first = next(iter(parameters.values()))
+        # The buffer, [size]. Gaps between parameters are zero and stay zero.
         self.data = torch.zeros(size, dtype=first.dtype, device=first.device)
+        # The gradient buffer, f32[size], or None until `enable_gradients`
         self.grad: Tensor | None = None
         self._spans: dict[str, tuple[int, torch.Size]] = {}
         self._parameters = parameters
@@ -79,7 +74,6 @@ class FlatParameters:
 
     @property
     def names(self) -> list[str]:
-        """Parameter names in the order of the module."""
         return list(self._parameters)
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
@@ -88,12 +82,10 @@ class FlatParameters:
         return buffer[start : start + shape.numel()].view(shape)
 
     def span(self, name: str) -> tuple[int, int]:
-        """Where parameter `name` begins and ends in a buffer of this layout."""
         start, shape = self._spans[name]
         return start, start + shape.numel()
 
     def parameter(self, name: str) -> nn.Parameter:
-        """The module's own parameter."""
         return self._parameters[name]
 
     def fused_weight(self, names: tuple[str, ...]) -> nn.Parameter:
@@ -123,33 +115,15 @@ class FlatParameters:
                 leaf.register_post_accumulate_grad_hook(partial(_hand_over, own))
         return self.grad
 
-    def named(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
-        """Copies of a buffer's parts by parameter name, on the CPU (the weights by default)."""
-        source = self.data if buffer is None else buffer
-        return {name: self.view(source, name).detach().to("cpu", copy=True) for name in self._spans}
-
-    def load(self, tensors: Mapping[str, Tensor], buffer: Tensor | None = None) -> None:
-        """Copy tensors by name into a buffer of this layout (the weights by default)."""
-        self._check(tensors)
-        target = self.data if buffer is None else buffer
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the weights."""
+        check_names(
+            {name: shape for name, (_, shape) in self._spans.items()},
+            {name: tensor.shape for name, tensor in tensors.items()},
+        )
         with torch.no_grad():
             for name, tensor in tensors.items():
-                self.view(target, name).copy_(tensor)
-
-    def _check(self, tensors: Mapping[str, Tensor]) -> None:
-        missing = sorted(self._spans.keys() - tensors.keys())
-        unknown = sorted(tensors.keys() - self._spans.keys())
-        if missing or unknown:
-            raise ValueError(
-                f"weights do not fit: missing {missing or 'none'}, unknown {unknown or 'none'}; "
-                "they must come from a model of the same architecture"
-            )
-        for name, tensor in tensors.items():
-            if tensor.shape != self._spans[name][1]:
-                raise ValueError(
-                    f"weight '{name}': expected shape {list(self._spans[name][1])}, "
-                    f"got {list(tensor.shape)}"
-                )
+                self.view(self.data, name).copy_(tensor)
 
 
 def _hand_over(total: Tensor, leaf: Tensor) -> None:
@@ -192,13 +166,11 @@ def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as one safetensors file."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     safetensors.torch.save_file(contiguous, path, metadata={"format": "pt"})
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file."""
     try:
         check_regular(path)  # a FIFO would be waited for
         return safetensors.torch.load_file(path)

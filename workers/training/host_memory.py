@@ -1,15 +1,21 @@
-"""Memory of the host: what a sleeping worker keeps there, and what a call has freed of it."""
+"""Between the host and a device: what a sleeping worker keeps, and transfers that do not wait.
+
+A plain `tensor.to("cuda")` waits until the device has done all that it was given before, and so do
+`tensor.cpu()`, `x[mask]` and `bool(x)`. What decides where tokens lie comes from the host anyway:
+`sent` remembers it, so that indices are made there and go one way.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class HostRoom:
@@ -18,19 +24,12 @@ class HostRoom:
     There is as much as has ever been in use at a time; it grows and is not given back. A GPU copies
     to and from pinned memory several times faster than to and from other memory, and pinning it
     takes longer than copying.
-
-    Args:
-        piece_bytes: Of each piece. The allocator of pinned memory rounds up to powers of two.
-        pinned: Whether a GPU is to read and write it.
-
-    Attributes:
-        num_bytes: Of all pieces, in use or not.
     """
 
     def __init__(self, piece_bytes: int = 64 << 20, *, pinned: bool = True) -> None:
         self._piece_bytes, self._pinned = piece_bytes, pinned
         self._free: list[Tensor] = []
-        self.num_bytes = 0
+        self.num_bytes = 0  # Of all pieces, in use or not
 
     def take(self, num_bytes: int) -> list[Tensor]:
         """Pieces, u8 each, of that many bytes or more; nobody else has them until `give_back`."""
@@ -44,7 +43,6 @@ class HostRoom:
         return found
 
     def give_back(self, pieces: Sequence[Tensor]) -> None:
-        """Give back pieces that `take` gave."""
         self._free += pieces
 
 
@@ -56,19 +54,8 @@ class HostCopy:
     """Contents of a device's tensors, kept on the host; their memory there is given up.
 
     The tensors stay what they are, and so do all views of them: only the memory under them goes and
-    comes back, at another place. Nobody may look at them meanwhile.
-
-    Args:
-        tensors: Some may share memory. Those in host memory are left alone.
-        device: The kind of device to be freed.
-        void: Those of `tensors` that will be written before they are read. They are not copied, and
-            hold anything afterwards.
-        room: Where the copies lie; the process's pinned memory for a GPU, and new memory for a CPU,
-            on which nothing is gained by keeping it.
-
-    Attributes:
-        num_bytes: Given up.
-        num_copied_bytes: The part of it that was copied.
+    comes back, at another place. Nobody may look at them meanwhile. Those that are `void` will be
+    written before they are read: they are not copied, and hold anything afterwards.
     """
 
     def __init__(
@@ -85,9 +72,13 @@ class HostCopy:
         self._void = [(storages[key], storages[key].nbytes()) for key in storages.keys() & lost]
         kept = [storage for key, storage in storages.items() if key not in lost]
         self._kept = [(storage, storage.nbytes()) for storage in kept]
+        # The part of it that was copied
         self.num_copied_bytes = sum(size for _, size in self._kept)
-        self.num_bytes = self.num_copied_bytes + sum(size for _, size in self._void)
-        self._pieces = self._new_pieces()
+        self.num_bytes = self.num_copied_bytes + sum(size for _, size in self._void)  # Given up
+        if self._room is not None:
+            self._pieces = self._room.take(self.num_copied_bytes)
+        else:
+            self._pieces = [torch.empty(self.num_copied_bytes, dtype=torch.uint8)]
         self._is_async = device == "cuda"
         for storage, _ in self._void:
             storage.resize_(0)
@@ -111,11 +102,6 @@ class HostCopy:
             self._room.give_back(self._pieces)
         self._kept, self._void, self._pieces = [], [], []
 
-    def _new_pieces(self) -> list[Tensor]:
-        if self._room is not None:
-            return self._room.take(self.num_copied_bytes)
-        return [torch.empty(self.num_copied_bytes, dtype=torch.uint8)]
-
     def _save(self) -> None:
         """Copy what is kept, all of it under way at once, and give up its memory."""
         for (storage, _), parts in zip(self._kept, self._parts(), strict=True):
@@ -129,16 +115,20 @@ class HostCopy:
                 storage.resize_(0)
 
     def _parts(self) -> Iterator[list[Tensor]]:
-        """For each storage the parts of pieces that its bytes lie in, one after another."""
-        pieces, rest = iter(self._pieces), torch.empty(0, dtype=torch.uint8)
-        for _, size in self._kept:
-            parts: list[Tensor] = []
-            while size:
-                rest = rest if len(rest) else next(pieces)
-                parts.append(rest[:size])
-                size -= len(parts[-1])
-                rest = rest[len(parts[-1]) :]
-            yield parts
+        return cut_pieces(self._pieces, [size for _, size in self._kept])
+
+
+def cut_pieces(pieces: Sequence[Tensor], sizes: Iterable[int]) -> Iterator[list[Tensor]]:
+    """For each size the parts of pieces that so many bytes lie in, one after another."""
+    left, rest = iter(pieces), torch.empty(0, dtype=torch.uint8)
+    for size in sizes:
+        parts: list[Tensor] = []
+        while size:
+            rest = rest if len(rest) else next(left)
+            parts.append(rest[:size])
+            size -= len(parts[-1])
+            rest = rest[len(parts[-1]) :]
+        yield parts
 
 
 def _storages(tensors: Iterable[Tensor], device: str) -> dict[int, torch.UntypedStorage]:
@@ -184,3 +174,57 @@ def _trim() -> Any:
         return getattr(ctypes.CDLL(None), "malloc_trim", None)
     except (OSError, TypeError):
         return None
+
+
+_HOST: Any = WeakTensorKeyDictionary()
+"""A tensor that was sent -> what it was made from, as long as it lives."""
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; the same one if it is there. Neither may be written to afterwards."""
+    if tensor.device == device:
+        return tensor
+    if tensor.device.type != "cpu":
+        return tensor.to(device)
+    source = tensor.pin_memory() if device.type == "cuda" else tensor
+    there = source.to(device, non_blocking=True)
+    _HOST[there] = tensor
+    return there
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A tensor in host memory: itself, what it was sent from, or else a copy that is waited for."""
+    if tensor.device.type == "cpu":
+        return tensor
+    known: Tensor | None = _HOST.get(tensor)
+    return tensor.cpu() if known is None else known
+
+
+def derived(tensor: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """`compute(tensor)`, made on the host and known there if the tensor was sent from there."""
+    if tensor.device.type == "cpu" or tensor not in _HOST:
+        return compute(tensor)
+    return sent(compute(_HOST[tensor]), tensor.device)
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    """`x[mask]`, differentiable, and known on the host if `x` and `mask` are."""
+    if mask.device.type == "cpu":
+        return x[mask]
+    if x in _HOST:
+        return sent(_HOST[x][on_host(mask)], x.device)
+    return x.flatten(0, 1).index_select(0, _places(mask))
+
+
+def spread(values: Tensor, mask: Tensor, zero: Tensor) -> Tensor:
+    """`zero` with values where `mask` is True, in their order, differentiable."""
+    if mask.device.type == "cpu":
+        more = [1] * (values.ndim - 1)
+        return zero.masked_scatter(mask.view(*mask.shape, *more), values)
+    flat = zero.flatten(0, mask.ndim - 1)
+    return flat.index_copy(0, _places(mask), values).view(zero.shape)
+
+
+def _places(mask: Tensor) -> Tensor:
+    """i64[n]: where a mask, read row by row, is True."""
+    return sent(torch.nonzero(on_host(mask).flatten())[:, 0], mask.device)

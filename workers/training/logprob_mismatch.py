@@ -18,7 +18,7 @@ from ...dataflow.graph.role import Metric
 from ...dataflow.options import NonNegativeFloat, PositiveInt, option_class
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from .data_parallel import RankGroup
-from .transfers import masked
+from .host_memory import masked
 
 ROLLOUT_K3 = "rollout_k3"
 """Metric: KL(rollout || trainer) by the k3 estimator, nats per token."""
@@ -44,10 +44,7 @@ class MismatchLimits:
 class Mismatch:
     """Sums over one minibatch; w is the trainer's over the rollout's probability of a token.
 
-    Args:
-        context: Where the worker lives. Of the processes that share a rank's model, the one that
-            answers for it counts, and all of them get what it found.
-        device: The model's.
+    Of the processes that share a rank's model, the one that answers for it counts.
     """
 
     def __init__(self, context: WorkerContext, device: torch.device) -> None:
@@ -100,18 +97,6 @@ class Mismatch:
 def check_mismatch(
     found: dict[str, Metric], limits: MismatchLimits, role: str, step: int, staleness: int | None
 ) -> None:
-    """Refuse to train on what another model must have sampled.
-
-    Args:
-        found: From `Mismatch.metrics`.
-        limits: How far apart the engines may be.
-        role: What is trained.
-        step: The run's step.
-        staleness: See `call_staleness`; only 0 is judged.
-
-    Raises:
-        MismatchError: If the divergence is above `limits.stop_above`, or not a number.
-    """
     if not found or staleness != 0 or limits.stop_above is None:
         return
     k3, largest, size = (found[name].value for name in (ROLLOUT_K3, _LARGEST, _SIZE))

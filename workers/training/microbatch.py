@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...dataflow.graph.axes import GroupId, has_mark, spec_of
 from .data_parallel import RankGroup
-from .transfers import sent
+from .host_memory import sent
 
 T = TypeVar("T")
 
@@ -31,7 +31,6 @@ def _annotations(kind: type) -> dict[str, Any]:
 
 @cache
 def _ragged(kind: type) -> frozenset[str]:
-    """The ragged columns of a batch dataclass."""
     specs = {name: spec_of(hint) for name, hint in _annotations(kind).items()}
     return frozenset(n for n, spec in specs.items() if spec is not None and spec.ragged_axis)
 
@@ -48,7 +47,6 @@ def row_sizes(batch: object) -> Tensor:
 
 
 def columns(batch: object) -> dict[str, Tensor]:
-    """The tensor fields of a batch dataclass by name."""
     if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
         raise TypeError(
             f"a batch must be a dataclass of columns, got {type(batch).__name__}; declare one like "
@@ -91,18 +89,7 @@ def _group_ids(batch: object) -> Tensor:
 
 
 class Minibatches:
-    """The assignment of this rank's rows to minibatches.
-
-    Args:
-        batch: This rank's part of the batch.
-        unit: "row", or "group" to keep the rows of a group together.
-        num_minibatches: How many to cut the batch into; sizes differ by at most one unit.
-        group: The data-parallel group; every rank must construct this at the same time.
-
-    Raises:
-        ValueError: If there are no rows or fewer units than minibatches, or a group is spread over
-            ranks.
-    """
+    """The assignment of this rank's rows to minibatches."""
 
     def __init__(
         self, batch: object, unit: Literal["row", "group"], num_minibatches: int, group: RankGroup

@@ -37,13 +37,12 @@ from .checkpoint_files import (
 )
 from .data_parallel import worker_group
 from .flat_parameters import tensors_sha256
-from .host_memory import HostCopy, give_back_freed
+from .host_memory import HostCopy, give_back_freed, on_host, sent
 from .logprob_mismatch import MismatchLimits
-from .network import Network
+from .network import MicroBatches, Network
 from .optimizer import OptimizerSpec
 from .state_files import StateFiles
 from .trainer import Forward, Trainer
-from .transfers import on_host, sent
 from .weight_checks import check_outputs, refuse_faults, unusable
 
 B = TypeVar("B")
@@ -51,18 +50,7 @@ O = TypeVar("O")  # noqa: E741 - O for output, as in Loss[B, O]
 
 
 class ModelWorker(Worker):
-    """A network, and a trainer unless it is frozen.
-
-    Args:
-        context: Where the worker lives.
-        network: This process's part of the model.
-        optimizer: None for a frozen model, which refuses `train` and keeps no optimizer state.
-        micro_batch_tokens: Tokens computed at once, in evaluation and training.
-        offload: See `Worker.offload`.
-
-    Attributes:
-        device: Where the weights lie.
-    """
+    """A network, and a trainer unless it is frozen."""
 
     takes_pieces = True
 
@@ -77,7 +65,7 @@ class ModelWorker(Worker):
     ) -> None:
         self.context = context
         self.offload = offload
-        self.device = network.device
+        self.device = network.device  # Where the weights lie
         self.metrics: dict[str, Metric] = {}
         self._network = network
         self._micro_batch_tokens = micro_batch_tokens
@@ -102,7 +90,6 @@ class ModelWorker(Worker):
         return self._network.tensors()
 
     def weights_changed(self) -> None:
-        """Tell network and optimizer that weights were written from outside."""
         self._network.weights_changed()
         if self._trainer is not None:
             self._trainer.discard_pieces()
@@ -117,7 +104,6 @@ class ModelWorker(Worker):
         return gather_weights(self._network, lead)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace all weights in place, each process its part."""
         self._state_files.keep()
         fill_weights(self._network, WholeTensorSource(weights))
         self.weights_changed()
@@ -129,7 +115,6 @@ class ModelWorker(Worker):
     # --- checkpoints
 
     def save_state(self, folder: Path) -> None:
-        """Write weights and optimizer state; see `take_state`."""
         write = self.take_state()
         folder.mkdir(parents=True, exist_ok=True)
         write(folder, lambda: False)
@@ -233,7 +218,6 @@ class ModelWorker(Worker):
             self._host_copy = HostCopy(self.device_tensors(), device, void=void)
 
     def wake(self) -> None:
-        """Move them back; nothing to do if they are on the device."""
         kept, self._host_copy = self._host_copy, None
         if kept is not None:
             kept.restore()
@@ -345,7 +329,7 @@ class ModelWorker(Worker):
 
         parts = list(_cut(lengths, limit, by_length=network.sort_by_length))
         with torch.no_grad():
-            network.run(parts, load, step, backward=False)
+            network.run(MicroBatches(parts, load, step), backward=False)
         found = network.together(result)
         check_outputs(self.context.role, what, found, network.tensors())
         return found.to(tokens.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,16 @@ from .optimizer import AdamW, OptimizerSpec
 
 M = TypeVar("M")
 R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class MicroBatches(Generic[M, R]):
+    """The micro-batches of a call, and what is computed of each."""
+
+    parts: Sequence[M]  # All of the rank, the same on all of its processes
+    load: Callable[[M], R]  # To rows on the device, which have `tokens`, i64[rows, T]
+    # To the scalar to go backward from; called where outputs are computed, of this process's rows.
+    compute: Callable[[R], Tensor]
 
 
 class Network(Protocol):
@@ -75,22 +85,10 @@ class Network(Protocol):
         """A bound on micro-batches of a call of `num_tokens` that leaves no process idle."""
         ...
 
-    def run(
-        self,
-        parts: Sequence[M],
-        load: Callable[[M], R],
-        compute: Callable[[R], Tensor],
-        *,
-        backward: bool,
-    ) -> None:
+    def run(self, given: MicroBatches[M, R], *, backward: bool) -> None:
         """Take a rank's micro-batches through the model.
 
-        Args:
-            parts: All micro-batches of the rank, the same on all of its processes.
-            load: A micro-batch to its rows on the device, which have `tokens`, i64[rows, T].
-            compute: Those to the scalar to go backward from. It is called where outputs are
-                computed, on the rows that this process computes.
-            backward: Whether gradients are wanted; they are added to `start_gradient`'s buffer.
+        Gradients, if they are wanted, are added to `start_gradient`'s buffer.
         """
 
     def together(self, result: Tensor) -> Tensor:
@@ -214,16 +212,7 @@ _LARGE = 1 << 24
 
 
 class WholeNetwork:
-    """A `Network` that is computed in one process; ranks are replicas, which begin as rank 0.
-
-    Args:
-        module: The model; its weights move into one flat buffer.
-        context: Where the worker lives.
-        flat: That buffer, if the order of the weights in it matters.
-
-    Attributes:
-        flat: The buffer.
-    """
+    """A `Network` that is computed in one process; ranks are replicas, which begin as rank 0."""
 
     sort_by_length = False
     is_divided = False
@@ -232,7 +221,7 @@ class WholeNetwork:
         self, module: nn.Module, context: WorkerContext, flat: FlatParameters | None = None
     ) -> None:
         self.module = module
-        self.flat = FlatParameters(module) if flat is None else flat
+        self.flat = FlatParameters(module) if flat is None else flat  # The buffer
         self.context = context
         self.device = self.flat.data.device
         self._is_large = sum(weight.numel() for weight in module.parameters()) > _LARGE
@@ -271,16 +260,9 @@ class WholeNetwork:
         """There is one process."""
         return limit
 
-    def run(
-        self,
-        parts: Sequence[M],
-        load: Callable[[M], R],
-        compute: Callable[[R], Tensor],
-        *,
-        backward: bool,
-    ) -> None:
-        for part in parts:
-            total = compute(load(part))
+    def run(self, given: MicroBatches[M, R], *, backward: bool) -> None:
+        for part in given.parts:
+            total = given.compute(given.load(part))
             if backward:
                 if self._is_large:
                     # The peak is now, and what the forward pass freed would lie beside it.

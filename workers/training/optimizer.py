@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...dataflow.options import (
@@ -18,6 +20,7 @@ from ...dataflow.options import (
     PositiveFloat,
     option_class,
 )
+from .data_parallel import RankGroup
 
 _AT_ONCE, _AT_ONCE_ON_GPU = 1 << 18, 1 << 28
 """Weights stepped together. On a CPU what is read and written of them fits into the cache; on a GPU
@@ -123,23 +126,8 @@ def optimizer_buffers(data: Tensor) -> dict[str, Tensor]:
     return buffers
 
 
-def forget_moments(buffers: Mapping[str, Tensor]) -> None:
-    """Make an optimizer's state, from `optimizer_buffers`, that of one that has taken no step."""
-    for kind, buffer in buffers.items():
-        if kind != "master":
-            buffer.zero_()
-
-
 def square_sum(x: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Tensor:
-    """Return the squares' sum of a long float32 vector: pieces in float32, their sums in float64.
-
-    Args:
-        x: f32[size].
-        spans: Where the parts of it that count begin and end; None for all of it.
-
-    Returns:
-        f64 scalar, on the device of `x`.
-    """
+    """The squares' sum of a long float32 vector: pieces in float32, their sums in float64."""
     norms = [x.new_zeros(1)]
     for begin, end in ((0, len(x)),) if spans is None else spans:
         cut = end - (end - begin) % _SUMMED_IN_FLOAT32
@@ -150,11 +138,7 @@ def square_sum(x: Tensor, spans: Sequence[tuple[int, int]] | None = None) -> Ten
 
 
 def clip_gradient(grad: Tensor, norm: float, spec: OptimizerSpec, step: int) -> None:
-    """Scale a gradient, or a part of one, of global norm `norm` down to the spec's bound, in place.
-
-    Raises:
-        FloatingPointError: If the norm is not finite.
-    """
+    """Scale a gradient, or a part, of global norm `norm` down to the spec's bound, in place."""
     if not math.isfinite(norm):
         raise FloatingPointError(
             f"the gradient norm is {norm} at optimizer step {step}, which is not taken"
@@ -171,16 +155,7 @@ def update_weights(
     lr: float,
     step: int,
 ) -> None:
-    """One step of AdamW, in place.
-
-    Args:
-        data: Weights, or any part of them.
-        grad: f32, shaped as `data`, clipped.
-        buffers: From `optimizer_buffers`.
-        spec: Betas, eps and decay.
-        lr: Learning rate of this step.
-        step: Counted from 1.
-    """
+    """One step of AdamW, in place."""
     on_gpu = data.device.type == "cuda"
     at_once = _AT_ONCE_ON_GPU if on_gpu else _AT_ONCE
     rule = _fused_step if on_gpu else _plain_step
@@ -189,21 +164,18 @@ def update_weights(
             part = slice(begin, begin + at_once)
             first, second = buffers["first"][part], buffers["second"][part]
             master = buffers.get("master", data)[part]
-            rule(master, grad[part], first, second, spec, lr, step)
+            rule((master, grad[part], first, second), spec, lr, step)
             if "master" in buffers:
                 data[part].copy_(master)
 
 
-def _plain_step(
-    master: Tensor,
-    grad: Tensor,
-    first: Tensor,
-    second: Tensor,
-    spec: OptimizerSpec,
-    lr: float,
-    step: int,
-) -> None:
-    """AdamW on float32 tensors of one shape, in place, with one temporary."""
+_State = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Weights, gradient, first and second moments: f32, of one shape."""
+
+
+def _plain_step(state: _State, spec: OptimizerSpec, lr: float, step: int) -> None:
+    """AdamW in place, with one temporary."""
+    master, grad, first, second = state
     beta1, beta2 = spec.betas
     first.lerp_(grad, 1 - beta1)
     second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -213,16 +185,9 @@ def _plain_step(
     master.addcdiv_(first, denominator, value=-lr / (1 - beta1**step))
 
 
-def _fused_step(
-    master: Tensor,
-    grad: Tensor,
-    first: Tensor,
-    second: Tensor,
-    spec: OptimizerSpec,
-    lr: float,
-    step: int,
-) -> None:
+def _fused_step(state: _State, spec: OptimizerSpec, lr: float, step: int) -> None:
     """AdamW to float32 rounding by one kernel of torch, with no temporary."""
+    master, grad, first, second = state
     beta1, beta2 = spec.betas
     fused: Any = torch.ops.aten._fused_adamw_  # pyright: ignore[reportPrivateUsage]
     steps = torch.full((), float(step), dtype=torch.float32, device=master.device)
@@ -242,41 +207,25 @@ class AdamW:
 
     An engine whose weights are divided derives from this and says which part of a gradient is a
     process's own, how long the whole of it is, and how its part of the weights is stepped.
-
-    Args:
-        data: The weights, [size].
-        spec: Options.
-
-    Attributes:
-        steps: Optimizer steps taken.
     """
 
     def __init__(self, data: Tensor, spec: OptimizerSpec) -> None:
         self._data = data
         self._spec = spec
-        self.steps = 0
+        self.steps = 0  # Optimizer steps taken
         self._buffers: dict[str, Tensor] = {}
         self._frozen: tuple[tuple[int, int], ...] = ()
         self._begin = 0  # of what this process steps, in the layout of the weights
 
     def freeze(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Leave parts of the weights as they are: no decay, no moments, no share in the norm.
-
-        Args:
-            spans: Where they begin and end in the layout of the weights, in order and apart.
-        """
+        """Leave parts of the weights as they are: no decay, no moments, no share in the norm."""
         self._frozen = tuple(spans)
 
     def step(self, grad: Tensor, lr: float) -> float:
         """Clip a gradient, take one step, return the gradient's norm before clipping.
 
-        Args:
-            grad: f32[size], in the layout of the weights; it is overwritten.
-            lr: Learning rate of this step.
-
-        Raises:
-            FloatingPointError: If the norm is not finite; no weight has changed then, on any
-                process.
+        `grad`, f32[size] in the layout of the weights, is overwritten. If its norm is not finite
+        this raises FloatingPointError, and no weight has changed, on any process.
         """
         for begin, end in self._frozen:
             grad[begin:end].zero_()
@@ -296,7 +245,6 @@ class AdamW:
         return math.sqrt(float(square_sum(own)))
 
     def _update(self, own: Tensor, lr: float) -> None:
-        """Step the weights."""
         weights, buffers = self._weights(), self._allocated()
         for begin, end in self._stepped(len(weights)):
             part = {kind: buffer[begin:end] for kind, buffer in buffers.items()}
@@ -323,17 +271,16 @@ class AdamW:
         return self._buffers
 
     def restart(self) -> None:
-        """Forget all steps taken; the weights stay."""
         self.steps = 0
-        forget_moments(self._buffers)
+        for kind, buffer in self._buffers.items():
+            if kind != "master":
+                buffer.zero_()
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Moments and master weights, as far as they exist."""
         return list(self._buffers.values())
 
     def refresh(self) -> None:
-        """Adopt weights that were written from outside."""
         if "master" in self._buffers:
             self._buffers["master"].copy_(self._weights())
 
@@ -351,4 +298,149 @@ class AdamW:
     def load_state(self, state: Mapping[str, Tensor], steps: int) -> None:
         """Load what `state` gave, in this layout or another; load the weights first."""
         self._buffers = dict(state)
+        self.steps = steps
+
+
+_DIST: Any = dist
+# torch 2.13 renamed both and warns of the old names, which are all that torch 2.11 has.
+_RENAMED = hasattr(dist, "all_gather_single")
+_REDUCE_SCATTER: Any = _DIST.reduce_scatter_single if _RENAMED else _DIST.reduce_scatter_tensor
+_ALL_GATHER: Any = _DIST.all_gather_single if _RENAMED else _DIST.all_gather_into_tensor
+
+
+class SharedAdamW(AdamW):
+    """Steps `data`, which all ranks of `ranks` hold alike.
+
+    With `shared`, ranks share out the optimizer's state (ZeRO stage 1). Spans that are `counted` in
+    the norm are those that no other process of the model counts; sums over `model_groups`, in
+    turn, are those over the processes with the other parts of a rank's model.
+    """
+
+    def __init__(
+        self,
+        data: Tensor,
+        spec: OptimizerSpec,
+        ranks: RankGroup,
+        *,
+        counted: Sequence[tuple[int, int]],
+        model_groups: Sequence[dist.ProcessGroup | None],
+        shared: bool,
+    ) -> None:
+        super().__init__(data, spec)
+        self._ranks = ranks
+        self._shared = shared and not ranks.alone
+        # Every rank's run is as long; the last one's may reach beyond the weights.
+        self._length = -(-len(data) // ranks.num_ranks) if self._shared else len(data)
+        self._begin = self._length * ranks.rank if self._shared else 0
+        self._end = min(self._begin + self._length, len(data))
+        clipped = [(max(a, self._begin), min(b, self._end)) for a, b in counted]
+        self._counted = [(a - self._begin, b - self._begin) for a, b in clipped if a < b]
+        # Runs are disjoint, so then every process adds its own; else every rank has the same.
+        self._norm_groups = [None] if self._shared else model_groups
+
+    def _own(self, grad: Tensor) -> Tensor:
+        if not self._shared:
+            return self._ranks.sum_(grad)
+        mine = grad.new_empty(self._length)
+        padded = F.pad(grad, (0, self._length * self._ranks.num_ranks - len(grad)))
+        _REDUCE_SCATTER(mine, padded, group=self._ranks.group)
+        return mine[: self._end - self._begin]
+
+    def _norm(self, own: Tensor) -> float:
+        square = square_sum(own, self._counted)
+        for group in self._norm_groups:
+            dist.all_reduce(square, group=group)
+        return math.sqrt(float(square))
+
+    def _update(self, own: Tensor, lr: float) -> None:
+        super()._update(own, lr)
+        if self._shared:
+            self._data.copy_(self._whole(self._weights()))
+
+    def _weights(self) -> Tensor:
+        return self._data[self._begin : self._end]
+
+    def _whole(self, run: Tensor) -> Tensor:
+        if not self._shared:
+            return run
+        padded = F.pad(run, (0, self._length - len(run)))
+        whole = run.new_empty(self._length * self._ranks.num_ranks)
+        _ALL_GATHER(whole, padded, group=self._ranks.group)
+        return whole[: len(self._data)]
+
+    def state(self) -> dict[str, Tensor]:
+        return {kind: self._whole(buffer) for kind, buffer in self._buffers.items()}
+
+    def new_state(self) -> dict[str, Tensor]:
+        return optimizer_buffers(self._data)
+
+    def load_state(self, state: Mapping[str, Tensor], steps: int) -> None:
+        self._buffers = {
+            kind: buffer[self._begin : self._end].clone() for kind, buffer in state.items()
+        }
+        self.steps = steps
+
+
+class JoinedAdamW(AdamW):
+    """Several optimizers of neighboring parts of the weights, under one norm.
+
+    Parts are shared by different ranks: each by those that hold the same of it.
+    """
+
+    def __init__(
+        self, data: Tensor, spec: OptimizerSpec, parts: Sequence[AdamW], sizes: Sequence[int]
+    ) -> None:
+        super().__init__(data, spec)
+        self._parts, self._sizes = parts, list(sizes)
+        self._lengths = self._sizes  # of what this process steps of each
+
+    def freeze(self, spans: Sequence[tuple[int, int]]) -> None:
+        super().freeze(spans)
+        begin = 0
+        for part, size in zip(self._parts, self._sizes, strict=True):
+            clipped = [(max(a - begin, 0), min(b - begin, size)) for a, b in spans]
+            part.freeze([span for span in clipped if span[0] < span[1]])
+            begin += size
+
+    def _own(self, grad: Tensor) -> Tensor:
+        grads = zip(self._parts, grad.split(self._sizes), strict=True)
+        own = [part._own(of) for part, of in grads]
+        self._lengths = [len(one) for one in own]
+        return torch.cat(own)
+
+    def _norm(self, own: Tensor) -> float:
+        return math.hypot(*(part._norm(of) for part, of in self._each(own)))
+
+    def _update(self, own: Tensor, lr: float) -> None:
+        for part, of in self._each(own):
+            part.steps = self.steps
+            part._update(of, lr)
+
+    def _each(self, own: Tensor) -> Iterator[tuple[AdamW, Tensor]]:
+        return zip(self._parts, own.split(self._lengths), strict=True)
+
+    def restart(self) -> None:
+        self.steps = 0
+        for part in self._parts:
+            part.restart()
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [buffer for part in self._parts for buffer in part.buffers]
+
+    def refresh(self) -> None:
+        for part in self._parts:
+            part.refresh()
+
+    def state(self) -> dict[str, Tensor]:
+        states = [part.state() for part in self._parts]
+        return {kind: torch.cat([state[kind] for state in states]) for kind in states[0]}
+
+    def new_state(self) -> dict[str, Tensor]:
+        return optimizer_buffers(self._data)
+
+    def load_state(self, state: Mapping[str, Tensor], steps: int) -> None:
+        split = {kind: buffer.split(self._sizes) for kind, buffer in state.items()}
+        for index, part in enumerate(self._parts):
+            part.load_state({kind: buffers[index] for kind, buffers in split.items()}, steps)
         self.steps = steps

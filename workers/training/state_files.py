@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...dataflow.errors import StateError
 from ...dataflow.files import WrittenFile, write_hashed
+from .host_memory import HostRoom, cut_pieces
 
 _AT_ONCE = 8 << 20
 """Bytes that are read, hashed and written at once."""
@@ -54,17 +55,11 @@ Writes = Callable[[Path, Callable[[], bool]], Mapping[str, WrittenFile]]
 
 @dataclass
 class _Source:
-    """Bytes of a tensor, u8[n] on the CPU.
+    """Bytes of a tensor, u8[n] on the CPU."""
 
-    Attributes:
-        data: The bytes.
-        live: The owner's tensor that they belong to; None if they are a copy.
-        version: How often that had been changed in place.
-    """
-
-    data: Tensor
-    live: Tensor | None = None
-    version: int = 0
+    data: Tensor  # The bytes
+    live: Tensor | None = None  # The owner's tensor that they belong to; None if they are a copy
+    version: int = 0  # How often that had been changed in place
 
 
 @dataclass(frozen=True)
@@ -78,31 +73,34 @@ class _Held:
 
 
 class StateFiles:
-    """One state after another on its way into files.
-
-    Attributes:
-        pinned: Where what a GPU has is copied to.
-    """
+    """One state after another on its way into files."""
 
     def __init__(self) -> None:
-        self.pinned = PinnedBlocks()
+        self.room = HostRoom(_BLOCK_BYTES)  # Where what a GPU has is copied to
+        self._pieces: list[Tensor] = []
         self._lock = threading.Lock()
         self._left: dict[int, _Source] = {}
         self._ended = threading.Event()
 
     def take(self, files: Mapping[str, Mapping[str, Tensor]]) -> Writes:
-        """Take what some files are to hold."""
         self.keep()  # of a state that nobody has written
-        self.pinned.reuse()
+        self.room.give_back(self._pieces)  # nobody reads what was copied before
+        every = [one for tensors in files.values() for one in tensors.values()]
+        sizes = [one.nbytes for one in every if one.device.type != "cpu"]
+        self._pieces = self.room.take(sum(sizes))
+        parts = cut_pieces(self._pieces, sizes)
         taken = {
-            name: {key: self._held(tensor) for key, tensor in tensors.items()}
+            name: {
+                key: _Held(one.dtype, tuple(one.shape), one.nbytes, _sources(one, parts))
+                for key, one in tensors.items()
+            }
             for name, tensors in files.items()
         }
-        for device in {one.device for tensors in files.values() for one in tensors.values()}:
+        for device in {one.device for one in every}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        every = (one for held in taken.values() for found in held.values() for one in found.sources)
-        self._left = {id(one): one for one in every}
+        read = (one for held in taken.values() for found in held.values() for one in found.sources)
+        self._left = {id(one): one for one in read}
         self._ended.clear()
 
         def write(folder: Path, is_unwanted: Callable[[], bool]) -> Mapping[str, WrittenFile]:
@@ -124,7 +122,6 @@ class StateFiles:
 
     @property
     def num_left(self) -> int:
-        """Tensors that have been taken and not been written."""
         return len(self._left)
 
     def keep(self) -> None:
@@ -174,53 +171,19 @@ class StateFiles:
             _check(source)
         return memoryview(staging[: len(part)].numpy().data)
 
-    def _held(self, tensor: Tensor) -> _Held:
-        return _Held(tensor.dtype, tuple(tensor.shape), tensor.nbytes, self._sources(tensor))
 
-    def _sources(self, tensor: Tensor) -> list[_Source]:
-        found = tensor.detach()
-        if tensor.device.type != "cpu":
-            data = found.contiguous().reshape(-1).view(torch.uint8)
-            return [_Source(part) for part in self.pinned.copy(data)]
-        if not found.is_contiguous() or found.is_inference():
-            copy = found.clone(memory_format=torch.contiguous_format)
-            return [_Source(copy.reshape(-1).view(torch.uint8))]
-        data = found.reshape(-1).view(torch.uint8)
-        return [_Source(data, tensor, tensor._version)]  # pyright: ignore[reportPrivateUsage] - there is no other name for it
-
-
-class PinnedBlocks:
-    """Host memory that a GPU copies to at full speed; it takes long to make, and is made once.
-
-    Attributes:
-        blocks: All of it.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: list[Tensor] = []
-        self._used_bytes = 0
-
-    def reuse(self) -> None:
-        """Begin anew; nobody reads what was copied before."""
-        self._used_bytes = 0
-
-    def copy(self, data: Tensor) -> list[Tensor]:
-        """Begin to copy u8[n] from a device; its parts in the order of its bytes.
-
-        They are there once the device has been synchronized.
-        """
-        parts: list[Tensor] = []
-        while len(data):
-            number, begin = divmod(self._used_bytes, _BLOCK_BYTES)
-            if number == len(self.blocks):
-                pin = data.is_cuda
-                self.blocks.append(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=pin))
-            part = self.blocks[number][begin : begin + len(data)]
-            part.copy_(data[: len(part)], non_blocking=True)
-            parts.append(part)
-            self._used_bytes += len(part)
-            data = data[len(part) :]
-        return parts
+def _sources(tensor: Tensor, pinned: Iterator[list[Tensor]]) -> list[_Source]:
+    found = tensor.detach()
+    if tensor.device.type != "cpu":
+        data, parts = found.contiguous().reshape(-1).view(torch.uint8), next(pinned)
+        for part, own in zip(parts, data.split([len(part) for part in parts]), strict=True):
+            part.copy_(own, non_blocking=True)  # is there once the device has been synchronized
+        return [_Source(part) for part in parts]
+    if not found.is_contiguous() or found.is_inference():
+        copy = found.clone(memory_format=torch.contiguous_format)
+        return [_Source(copy.reshape(-1).view(torch.uint8))]
+    data = found.reshape(-1).view(torch.uint8)
+    return [_Source(data, tensor, tensor._version)]  # pyright: ignore[reportPrivateUsage] - there is no other name for it
 
 
 class _UnwantedError(Exception):
@@ -228,7 +191,6 @@ class _UnwantedError(Exception):
 
 
 def _check(source: _Source) -> None:
-    """Require that a tensor has not changed since it was taken."""
     live = source.live
     if live is not None and live._version != source.version:  # pyright: ignore[reportPrivateUsage] - see `_sources`
         raise StateError(
@@ -238,7 +200,6 @@ def _check(source: _Source) -> None:
 
 
 def _header(tensors: Mapping[str, _Held]) -> bytes:
-    """Header of a safetensors file with these tensors, in their order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, held in tensors.items():

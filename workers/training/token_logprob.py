@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .flat_parameters import ADDED_AT_ONCE
-from .transfers import on_host, sent
+from .host_memory import on_host, sent
 
 MOST_LOGITS = 1 << 23
 """Logits that exist at once on a CPU, in the precision of the weights: 16 MiB in bfloat16."""
@@ -36,7 +36,6 @@ def known_words(head: Any, num_words: int | None) -> tuple[Tensor, Tensor | None
 
 
 def most_logits(*, on_cpu: bool) -> tuple[int, int]:
-    """Logits that exist at once, and in float32."""
     return (MOST_LOGITS, MOST_IN_FLOAT32) if on_cpu else (_ON_DEVICE, _ON_DEVICE_IN_FLOAT32)
 
 
@@ -52,18 +51,10 @@ def token_logprob(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of targets, and entropies of the distributions they are of.
 
-    Args:
-        states: [U, D].
-        weight: [V, D]; the head's.
-        bias: [V].
-        target: i64[n], or i64[n, m] for m words of each distribution.
-        entry: i64[n]; the state before each target. None if there is one for each, in order.
-        temperature: Divides the logits.
-        needs_entropy: Whether entropies are wanted.
-
-    Returns:
-        Of the shape of `target`, f32 and differentiable; and entropies, f32[n], or None if they are
-        not wanted.
+    Shapes: `states` [U, D]; `weight` [V, D] and `bias` [V], the head's; `target` i64[n], or
+    i64[n, m] for m words of each distribution; `entry` i64[n], the state before each target, None
+    if there is one for each, in order. Returns f32 of the shape of `target`, differentiable; and
+    entropies f32[n] if they are wanted.
     """
     places = torch.arange(len(target)) if entry is None else on_host(entry)
     of_target = places if target.ndim == 1 else places.repeat_interleave(target.shape[1])
@@ -81,15 +72,8 @@ def top_words(
 ) -> tuple[Tensor, Tensor]:
     """The likeliest words after each state, most likely first; no gradient passes.
 
-    Args:
-        states: [U, D].
-        weight: [V, D]; the head's.
-        bias: [V].
-        num_words: k, at most V.
-        temperature: Divides the logits.
-
-    Returns:
-        Their log-probabilities f32[U, k] and the words, i64[U, k].
+    Shapes: `states` [U, D]; `weight` [V, D] and `bias` [V], the head's. Returns log-probabilities
+    and words, f32[U, k] and i64[U, k].
     """
     logprob = torch.empty(len(states), num_words, dtype=torch.float32, device=states.device)
     words = torch.empty_like(logprob, dtype=torch.int64)
@@ -109,10 +93,7 @@ def exponential_sums(z: Tensor, *, weighted: bool) -> list[Tensor]:
 
     The largest z must be 0. Then the logarithm of the first and minus the second have one sign, so
     that `entropy_of_sums` loses no digits; `lse - sum(p logit)` does where logits are large.
-
-    Args:
-        z: f[n, V]; it is overwritten where `weighted`. Words at -inf count for nothing.
-        weighted: Whether the second is wanted.
+    `z`, f[n, V], is overwritten where `weighted`; words at -inf count for nothing.
     """
     chance = z.exp()
     total = chance.sum(-1)
@@ -149,7 +130,6 @@ class _TokenLogprob(torch.autograd.Function):
         temperature: float,
         needs_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities f32[n] of targets, and an entropy of each state or none."""
         by_state = torch.argsort(entry, stable=True)
         order = sent(by_state, states.device)
         lines = _Lines(entry[by_state], target[order])
@@ -179,7 +159,6 @@ class _TokenLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients by states, weight and bias, from those by both results."""
         states, weight, bias, largest, log_total, entropy = ctx.saved_tensors
         lines: _Lines = ctx.lines
         upstream = grads[0][ctx.order]

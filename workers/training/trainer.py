@@ -30,7 +30,7 @@ from .checkpoint_files import pieces_on, stored_view
 from .data_parallel import RankGroup, rank_group
 from .logprob_mismatch import Mismatch, MismatchLimits, check_mismatch
 from .microbatch import Minibatches, columns, micro_batches, on_device, row_sizes, take_rows
-from .network import Network
+from .network import MicroBatches, Network
 from .optimizer import OptimizerSpec
 from .weight_checks import not_finite, some, stopped, unusable
 
@@ -43,14 +43,7 @@ class Sums:
         default_factory=dict[str, tuple[Tensor, Tensor]]
     )
 
-    def scale(self, name: str, factor: float) -> None:
-        """Multiply the sum under `name`, if there is one, and not its weight."""
-        if name in self.entries:
-            total, weight = self.entries[name]
-            self.entries[name] = (total * factor, weight)
-
     def add(self, name: str, total: Tensor, weight: Tensor) -> None:
-        """Add scalars to what is there under `name`."""
         total, weight = total.detach().double(), weight.detach().double()
         if name in self.entries:
             before = self.entries[name]
@@ -70,29 +63,17 @@ class Sums:
 
 @dataclass
 class Pieces:
-    """The sums of a batch that comes in pieces, the loss still undivided.
+    """The sums of a batch that comes in pieces, the loss still undivided."""
 
-    Attributes:
-        role: What is trained.
-        key: The call that all of them are of.
-        grad: From `Network.start_gradient`, f32[size]; not yet added up over processes.
-        rows: This rank's part of each piece.
-        sums: As those of any train call.
-    """
-
-    role: str
-    key: CallKey
-    grad: Tensor
-    rows: list[object] = field(default_factory=list[object])
-    sums: Sums = field(default_factory=Sums)
+    role: str  # What is trained
+    key: CallKey  # The call that all of them are of
+    grad: Tensor  # From `Network.start_gradient`, f32[size]; not yet added up over processes
+    rows: list[object] = field(default_factory=list[object])  # This rank's part of each piece
+    sums: Sums = field(default_factory=Sums)  # As those of any train call
     _counts: list[Tensor] = field(default_factory=list[Tensor])
 
     def add(self, rows: object, totals: Tensor, key: CallKey) -> None:
-        """Count a piece; `totals` f64[K] are the loss's over its rows.
-
-        Raises:
-            StateError: If it is of another call.
-        """
+        """Count a piece; `totals` f64[K] are the loss's over its rows."""
         if key != self.key:
             raise self.unfinished(f"it was given one of call {key.ordinal} of step {key.step}")
         self.rows.append(rows)
@@ -100,11 +81,7 @@ class Pieces:
         self._counts = [sum(self._counts, torch.cat([totals, count]))]
 
     def totals(self, ranks: RankGroup) -> Tensor:
-        """f64[K]: the loss's totals over all pieces of all ranks; all of them must ask.
-
-        Raises:
-            ValueError: If none of them has a row.
-        """
+        """f64[K]: the loss's totals over all pieces of all ranks; all of them must ask."""
         counts = ranks.sum_(self._counts[0].clone())
         if not counts[-1]:
             raise ValueError(
@@ -114,11 +91,6 @@ class Pieces:
         return counts[:-1]
 
     def unfinished(self, what: str) -> StateError:
-        """The message where the last piece was expected.
-
-        Args:
-            what: What came in place of it.
-        """
         return StateError(
             f"'{self.role}' has {len(self.rows)} piece(s) of the batch of call {self.key.ordinal} "
             f"of step {self.key.step} and waits for the last one, but {what}"
@@ -126,11 +98,6 @@ class Pieces:
 
 
 def divisor(loss: Loss[Any, Any], totals: Tensor, role: str) -> Tensor:
-    """Divisor of a loss's sum over rows; see `Loss.divisor`.
-
-    Raises:
-        ConfigError: If that is not all that totals are to it.
-    """
     found = loss.divisor(totals)
     if found is None:
         raise ConfigError(
@@ -142,11 +109,6 @@ def divisor(loss: Loss[Any, Any], totals: Tensor, role: str) -> Tensor:
 
 
 def one_step(role: str, epochs: int, num_minibatches: int) -> None:
-    """Require what pieces of a batch can make together.
-
-    Raises:
-        ConfigError: If there are to be several optimizer steps.
-    """
     if (epochs, num_minibatches) != (1, 1):
         raise ConfigError(
             f"role '{role}' is given its batch in pieces, which make one optimizer step together, "
@@ -155,14 +117,10 @@ def one_step(role: str, epochs: int, num_minibatches: int) -> None:
         )
 
 
-def num_masked(batch: object) -> Tensor:
-    """Trained tokens of a batch; 0 if it has no mask."""
-    mask = columns(batch).get("mask")
-    return torch.zeros(()) if mask is None else mask.sum()
+_LISTED = 6  # Names in a message
 
 
 def num_rows(batch: object) -> int:
-    """Rows of a batch dataclass."""
     return len(next(iter(columns(batch).values())))
 
 
@@ -171,9 +129,10 @@ def frozen_names(network: Network, patterns: Sequence[str], role: str) -> frozen
     names = [param.name for param in network.layout.params]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
+            more = f", ... ({len(names)} in all)" if len(names) > _LISTED else ""
             raise ConfigError(
                 f"'{role}' is to keep '{pattern}' frozen, which names none of its parameters"
-                f"{nearest(pattern, names)}\n    it has: {_some(names)}"
+                f"{nearest(pattern, names)}\n    it has: {', '.join(names[:_LISTED])}{more}"
             )
     found = frozenset(name for name in names if any(fnmatchcase(name, p) for p in patterns))
     if len(found) == len(names):
@@ -182,11 +141,6 @@ def frozen_names(network: Network, patterns: Sequence[str], role: str) -> frozen
             "to train\n    leave some out, or do not train the role"
         )
     return found
-
-
-def _some(names: Sequence[str], most: int = 6) -> str:
-    more = f", ... ({len(names)} in all)" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def frozen_spans(network: Network, names: frozenset[str]) -> list[tuple[int, int]]:
@@ -199,11 +153,7 @@ def frozen_spans(network: Network, names: frozenset[str]) -> list[tuple[int, int
     for piece in pieces_on(network.rank_layout, network.context.process):
         if piece.name in names:
             stored_view(tensors, piece).fill_(1.0)
-    return _runs(mark != 0)
-
-
-def _runs(marked: Tensor) -> list[tuple[int, int]]:
-    """Begin and end of each run of True in bool[size]."""
+    marked = mark != 0
     ends = marked.new_zeros(1)
     edges = torch.diff(torch.cat([ends, marked, ends]).to(torch.int8)).nonzero()[:, 0].tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
@@ -221,15 +171,6 @@ class Trainer(Generic[O]):
 
     All processes of a data-parallel rank are given the same rows and cut them alike; the network
     says which of them computes what.
-
-    Args:
-        network: The part.
-        spec: Optimizer and schedule.
-        micro_batch_tokens: Tokens a process computes at once, as a bound on memory; padding is not
-            counted.
-
-    Attributes:
-        calls: Train calls served, which drives the learning-rate schedule.
     """
 
     def __init__(self, network: Network, spec: OptimizerSpec, micro_batch_tokens: int) -> None:
@@ -246,7 +187,7 @@ class Trainer(Generic[O]):
         self._pieces: Pieces | None = None
         self._frozen = frozen_names(network, spec.frozen, network.context.role)
         self.optimizer = network.make_optimizer(spec)
-        self.calls = 0
+        self.calls = 0  # Train calls served, which drives the learning-rate schedule
 
     def train(
         self,
@@ -312,14 +253,6 @@ class Trainer(Generic[O]):
         return self._pieces is not None
 
     def refuse_pieces(self, what: str) -> None:
-        """Require that no pieces of a batch wait for its last one.
-
-        Args:
-            what: What came in place of it: "its state was to be saved".
-
-        Raises:
-            StateError: If some do.
-        """
         if self._pieces is not None:
             raise self._pieces.unfinished(what)
 
@@ -329,7 +262,6 @@ class Trainer(Generic[O]):
             self._pieces = self._mismatch = None
 
     def _begin(self, key: CallKey, limits: MismatchLimits) -> None:
-        """What a call does before its first gradient."""
         if self._spec.restart_every_call:
             self.optimizer.restart()
         if self._frozen:  # not when it is made: a copy that only generates has no gradient
@@ -386,7 +318,9 @@ class Trainer(Generic[O]):
         ones, role = torch.ones_like(totals), self._context.role
         share = float(divisor(loss, ones, role) / divisor(loss, totals, role))
         grad = self._network.finish_gradient(pieces.grad).mul_(share)
-        pieces.sums.scale("loss", share)
+        if "loss" in pieces.sums.entries:
+            total, weight = pieces.sums.entries["loss"]
+            pieces.sums.entries["loss"] = total * share, weight
         agreed = self._end_comparing(pieces.key, limits)
         norm = self._step(grad, pieces.rows, pieces.sums, pieces.key)
         return self._end(pieces.sums, [norm], agreed, 1, pieces.key)
@@ -410,7 +344,6 @@ class Trainer(Generic[O]):
         )
 
     def _step(self, grad: Tensor, rows: Sequence[object], sums: Sums, key: CallKey) -> float:
-        """Take one optimizer step on the gradient of some rows, and return its norm."""
         try:
             return self.optimizer.step(grad, self._spec.lr_at(self.calls))
         except FloatingPointError as error:
@@ -463,15 +396,16 @@ class Trainer(Generic[O]):
             return on_device(rows, device) if part is every else take_rows(rows, part, device)
 
         def compute(micro: B) -> Tensor:
-            sums.add("tokens", num_masked(micro).to(device), one)
+            mask = columns(micro).get("mask")
+            trained = torch.zeros(()) if mask is None else mask.sum()
+            sums.add("tokens", trained.to(device), one)
             return self._loss(forward, loss, micro, totals, sums)
 
-        network.run(list(parts), load, compute, backward=True)
+        network.run(MicroBatches(list(parts), load, compute), backward=True)
 
     def _loss(
         self, forward: Forward[O], loss: Loss[B, O], micro: B, totals: Tensor, sums: Sums
     ) -> Tensor:
-        """Return what some rows contribute to the minibatch's loss; add its numbers to `sums`."""
         output = forward(micro, loss.needs_entropy)
         if self._mismatch is not None:
             self._mismatch.add(output, micro)

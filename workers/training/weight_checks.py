@@ -21,7 +21,6 @@ _LARGEST_NORM = 1e12
 
 
 def refuse_faults(place: Path, owner: str, faults: Mapping[str, Iterable[str]]) -> None:
-    """Refuse saved weights that are not those of what they are for."""
     lines = [f"    {what}: {some(names)}" for what, names in faults.items() if names]
     if lines:
         raise ConfigError(
@@ -29,6 +28,24 @@ def refuse_faults(place: Path, owner: str, faults: Mapping[str, Iterable[str]]) 
             + "\n".join(lines)
             + "\n    copy or save them again, all of them, with the configuration they were made by"
         )
+
+
+def check_names(
+    wanted: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]], *, exact: bool = True
+) -> None:
+    """Require weights of these names and shapes, and if `exact` no others."""
+    missing = sorted(wanted.keys() - given.keys())
+    unknown = sorted(given.keys() - wanted.keys()) if exact else []
+    if missing or unknown:
+        raise ValueError(
+            f"weights do not fit: missing {missing or 'none'}, unknown {unknown or 'none'}; "
+            "they must come from a model of the same architecture"
+        )
+    for name, shape in wanted.items():
+        if list(given[name]) != list(shape):
+            raise ValueError(
+                f"weight '{name}': expected shape {list(shape)}, got {list(given[name])}"
+            )
 
 
 def not_mapped(file: Path, error: MemoryError | RuntimeError) -> ConfigError:
@@ -89,7 +106,6 @@ def not_finite(columns: Mapping[str, Tensor]) -> list[str]:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first few, and how many more there are."""
     listed = list(names)
     more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
     return ", ".join(listed[:_SHOWN]) + more
@@ -110,7 +126,6 @@ def check_outputs(role: str, what: str, found: Tensor, weights: Mapping[str, Ten
 
 
 def stopped(role: str, step: int, what: str, findings: Sequence[str]) -> WorkerError:
-    """The message when a role cannot be trained on."""
     others = f"\n    not finite: {'; '.join(findings)}" if findings else ""
     return WorkerError(
         f"step {step}: '{role}' cannot be trained on: {what}{others}\n    nothing of this step is "

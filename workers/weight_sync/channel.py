@@ -1,21 +1,30 @@
-"""The contract of channels, which carry packets of weights between processes.
+"""Weight channels, which carry packets of weights between processes.
 
 A sender publishes the packets of one version and goes on. What comes back is an `Offer`: small and
 picklable, it passes through the controller, and with it each receiver obtains its packet, when it
 is ready for it and as often as it needs it. A receiver may still be busy with older weights, or be
-started again. A channel moves packets and judges nothing in them: `unpack` does that.
+started again. A channel moves packets and judges nothing in them: `unpack` does that. Two come with
+Penstock:
+
+- `object_store`: packets lie in the executor's object store, a bucket once.
+- `cuda_ipc`: buckets stay in the memory of a GPU that both groups take turns on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from .packets import Packet
+from ...dataflow.errors import ConfigError
+from ...dataflow.registry import Registry
+from ...dataflow.runtime.placement import DeviceGroup
+from .packets import Packet, WeightsError, host_room
 
 Receiver = tuple[str, int]
 """A process that a packet is for: its group, and its number there."""
@@ -89,3 +98,90 @@ class WeightChannel(Protocol):
 
     def close(self, timeout_s: float) -> None:
         """End what the channel keeps running in this process, within about `timeout_s` seconds."""
+
+
+class ObjectStoreChannel:
+    """Packets stay in the executor's object store for as long as anybody has their offer.
+
+    A bucket is stored once, whatever the number of packets that it is in; receivers on one machine
+    read the same memory if the store does that.
+    """
+
+    def __init__(self, end: ChannelEnd) -> None:
+        self._end = end
+        self._numbers = itertools.count()
+
+    def room(self, num_bytes: int, device: torch.device) -> Tensor:
+        return host_room(num_bytes, device)
+
+    def publish(self, packets: Mapping[Receiver, Packet]) -> Offer:
+        stored: dict[int, Any] = {}
+        places: dict[Receiver, Any] = {}
+        for receiver, packet in packets.items():
+            for bucket in packet.buckets:
+                if id(bucket) not in stored:
+                    stored[id(bucket)] = self._end.put(bucket)
+            buckets = tuple(stored[id(bucket)] for bucket in packet.buckets)
+            places[receiver] = self._end.put(replace(packet, buckets=buckets))
+        return Offer(*self._end.name, next(self._numbers), places)
+
+    def obtain(self, offer: Offer) -> Packet | None:
+        place = offer.places.get(self._end.name)
+        if place is None:
+            return None
+        end_s = time.monotonic() + self._end.deadline_s
+        try:
+            packet: Packet
+            (packet,) = self._end.get([place], self._end.deadline_s)
+            buckets = self._end.get(packet.buckets, max(end_s - time.monotonic(), 0.001))
+            return replace(packet, buckets=tuple(buckets))
+        except Exception as error:  # what a store raises depends on the executor
+            raise WeightsError(
+                f"{offer} cannot be had from the object store: {type(error).__name__}: {error}"
+            ) from error
+
+    def forget(self, number: int) -> None:
+        """Nothing to do: the store forgets what nobody has a reference to."""
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing to do: nothing runs."""
+
+
+_FOLDER = "penstock.workers.weight_sync"
+
+Transport = Literal["object_store", "cuda_ipc"]
+"""Names of channels in the configuration."""
+
+DEFAULT_TRANSPORT: Transport = "object_store"
+"""The channel of a run that names none."""
+
+CHANNELS: Registry[Callable[[ChannelEnd], WeightChannel]] = Registry(
+    {
+        "object_store": f"{_FOLDER}.channel:ObjectStoreChannel",
+        "cuda_ipc": f"{_FOLDER}.shared_device:SharedDeviceChannel",
+    }
+)
+"""Name -> what makes a process's end of one."""
+
+_WHY_NOT = Registry[Callable[[DeviceGroup, DeviceGroup], str | None]](
+    {"cuda_ipc": f"{_FOLDER}.shared_device:why_not_shared"}
+)
+"""Name -> why one group's weights cannot get to another by it; of those that not all groups can."""
+
+
+def check_transport(
+    transport: Transport, routes: Iterable[tuple[DeviceGroup, DeviceGroup]]
+) -> None:
+    """Require that weights can get by a channel wherever they go."""
+    why_not = _WHY_NOT.get(transport)
+    if why_not is None:
+        return
+    for sender, receiver in routes:
+        reason = why_not(sender, receiver)
+        if reason is not None:
+            raise ConfigError(
+                f"'executor.transport' is '{transport}', which carries weights from "
+                f"'{sender.name}' to '{receiver.name}' in the memory of the GPU that both are on, "
+                f"but {reason}\n    put them on one GPU, to take turns there, or leave "
+                "executor.transport out"
+            )

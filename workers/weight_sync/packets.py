@@ -3,6 +3,9 @@
 `pack` runs where the source's tensors are and `unpack` where the destination's are; a `Packet` is
 plain arrays, and tensors on a device if its channel leaves them there. Nothing is written before
 everything is checked.
+
+The plan follows from the two groups' layouts and is the same wherever it is computed. Devices of
+the exporting group are numbered as its processes, those of a receiver behind them.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -23,8 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...dataflow.errors import WorkerError
+from ...dataflow.graph.role import Worker
+from ...dataflow.runtime.messages import HeldLayout
 from ...planner.inputs.model_shape import DTYPE_BYTES
 from ...planner.resharding.plan import Move, MovedParam, TransferPlan, window
+from ...planner.resharding.plan_transfer import plan_transfer
 from ...planner.resharding.sharding import Box, Sharding, intersection, volume, whole
 
 
@@ -80,10 +86,9 @@ class HeldWeights:
         self._arrived[name].boxes.add(box)
 
     def check(self, version: int) -> None:
-        """Refuse to go on unless every parameter is whole and of this version."""
         for name, count in self._needed.items():
             found = self._arrived[name]
-            there = self._elements(name)
+            there = sum(volume(box) for box in found.boxes)
             if found.version == version and there == count:
                 continue
             if found.version is None:
@@ -96,9 +101,6 @@ class HeldWeights:
                 f"cannot use the weights on device {self._device}: parameter '{name}' {what}; "
                 f"version {version} is expected. Transfer version {version} to it, whole"
             )
-
-    def _elements(self, name: str) -> int:
-        return sum(volume(box) for box in self._arrived[name].boxes)
 
 
 Tensors = Mapping[str, Tensor]
@@ -139,7 +141,6 @@ class Message:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each part."""
         return [end - begin for begin, end in zip((0, *self.ends), self.ends, strict=False)]
 
     @property
@@ -147,12 +148,10 @@ class Message:
         return self.ends[-1]
 
     def slices(self, payload: Tensor) -> Iterator[Tensor]:
-        """The bytes of each part, as views of u8[num_bytes]."""
         yield from payload.split(self.sizes)
 
 
 def dtype_of(plan: TransferPlan) -> torch.dtype:
-    """The dtype in which elements travel."""
     return getattr(torch, plan.dtype)
 
 
@@ -248,7 +247,6 @@ _WORDS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.in
 
 
 def checksums(message: Message, payload: Tensor, version: int) -> list[int]:
-    """Return a checksum of each part of a packed message."""
     if payload.device.type != "cpu":
         return checksums_of_sums(message, payload, version)
     return [
@@ -514,3 +512,100 @@ def _tensor(bucket: Bucket) -> Tensor:
         # Arrays out of an object store are read-only, which torch warns of; they are only read.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(bucket)  # pyright: ignore[reportUnknownMemberType]
+
+
+class SliceTraffic:
+    """The slices that one process sends and receives, and what it holds of them."""
+
+    def __init__(self, process: int, senders: tuple[int, ...]) -> None:
+        self._process = process
+        self._senders = senders
+        self._held: dict[str, HeldWeights] = {}
+
+    def layout(self, worker: Worker) -> HeldLayout | None:
+        layout = worker.weights_layout()
+        if layout is None:
+            return None
+        return HeldLayout(_only(layout, self._senders), layout)
+
+    def export(
+        self,
+        worker: Worker,
+        receivers: Mapping[str, Sharding],
+        version: int,
+        room: Room = host_room,
+    ) -> dict[tuple[str, int], Packet]:
+        """The packet of this process for each process of the receivers, by (group, process).
+
+        What goes to several of them alike is one bucket in all their packets.
+        """
+        tensors = worker.local_tensors()
+        if tensors is None:
+            raise WorkerError(
+                f"a {type(worker).__name__} cannot export its weights in slices; it needs "
+                "weights_layout, local_tensors and weights_changed"
+            )
+        source = _only(worker.weights_layout(), self._senders)
+        found: dict[tuple[str, int], Packet] = {}
+        packed: Packed = {}
+        for group, layout in receivers.items():
+            plan, first = _plan(source, layout)
+            made = pack(plan, self._process, tensors, version, room=room, packed=packed)
+            found |= {(group, device - first): packet for device, packet in made.items()}
+        return found
+
+    def expect(self, role: str, worker: Worker) -> None:
+        """From now on the role's weights come from outside: those it was built with are none.
+
+        To be told before packets are asked for, so that a call is refused if they never come.
+        """
+        if role not in self._held:
+            self._held[role] = HeldWeights.of(worker.weights_layout(), self._process)
+
+    def write(
+        self, role: str, worker: Worker, source: Sharding, packets: Sequence[Packet], version: int
+    ) -> None:
+        """Write what has come into the worker's tensors: all of it or nothing."""
+        layout: Sharding = worker.weights_layout()
+        plan, first = _plan(source, layout)
+        self.expect(role, worker)
+        held, device = self._held[role], first + self._process
+        try:
+            tensors = worker.local_tensors()
+            if tensors is not None:
+                unpack(plan, device, packets, tensors, version, held)
+                worker.weights_changed()
+            else:
+                whole = unpack_whole(plan, device, packets, version, held)
+                given = {param.tensor: whole[param.tensor] for param in layout.params}
+                worker.receive(given, version)
+        except WeightsError:
+            raise  # nothing was written
+        except BaseException:  # what the worker holds now is not known
+            del self._held[role]
+            self.expect(role, worker)
+            raise
+        buckets = (bucket for packet in packets for bucket in packet.buckets)
+        for at in {bucket.device for bucket in buckets if isinstance(bucket, Tensor)}:
+            if at.type == "cuda":  # what is read must not be overwritten before
+                torch.cuda.synchronize(at)
+
+    def check(self, role: str, version: int) -> None:
+        held = self._held.get(role)
+        if held is not None:
+            held.check(version)
+
+
+@lru_cache(maxsize=16)
+def _plan(sent: Sharding, received: Sharding) -> tuple[TransferPlan, int]:
+    first = max(sent.devices) + 1
+    moved = received.on([first + device for device in received.devices])
+    return plan_transfer(sent, moved), first
+
+
+def _only(sharding: Sharding, devices: tuple[int, ...]) -> Sharding:
+    patterns = tuple(
+        tuple(piece for piece in pattern if piece.device in devices)
+        for pattern in sharding.patterns
+    )
+    return replace(sharding, devices=tuple(sorted(devices)), patterns=patterns)

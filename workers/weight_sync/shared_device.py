@@ -29,8 +29,7 @@ from torch.multiprocessing.reductions import (
 )
 
 from ...dataflow.runtime.placement import DeviceGroup
-from .channel import ChannelEnd, Offer, Receiver
-from .object_store import ObjectStoreChannel
+from .channel import ChannelEnd, ObjectStoreChannel, Offer, Receiver
 from .packets import Bucket, Packet, WeightsError
 
 _DEVICE = 6  # Index of the device's number among the arguments of `rebuild_cuda_tensor`

@@ -14,7 +14,7 @@ from penstock.algorithms.controllers import Ascent, next_log_multiplier
 from penstock.algorithms.papers.safe_rlhf import SafeRLHF, lagrangian_advantage, safe_rlhf_step
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.training.multiplier import LagrangeMultiplier, MultiplierSpec
+from penstock.workers.training.controllers import LagrangeMultiplier, MultiplierSpec
 from torch import Tensor
 
 from ..test_steps import (

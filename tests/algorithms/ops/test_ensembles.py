@@ -16,7 +16,7 @@ from penstock.algorithms.papers.ensemble_ppo import (
 )
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.graph.tracer import build
-from penstock.workers.models.averaged_weights import mean_folder, weight_mean
+from penstock.workers.models.model_folder import mean_folder, weight_mean
 from penstock.workers.training.flat_parameters import read_tensors, write_tensors
 
 from ..test_steps import ScriptedReward

@@ -21,7 +21,7 @@ import pytest
 import torch
 from penstock.launch.cli import doctor
 from penstock.workers.executors import registry
-from penstock.workers.executors.executor_kind import ExecutorKind
+from penstock.workers.executors.registry import ExecutorKind
 
 if TYPE_CHECKING:
     from ..conftest import Penstock

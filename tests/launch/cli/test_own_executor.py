@@ -58,5 +58,5 @@ def test_what_is_no_executor_is_refused() -> None:
         executor_kind("json:dumps")
     assert str(caught.value) == (
         "'executor.kind': 'json:dumps' is a function\n"
-        "    give an ExecutorKind (penstock.workers.executors.executor_kind)"
+        "    give an ExecutorKind (penstock.workers.executors.registry)"
     )

@@ -15,7 +15,7 @@ from penstock.launch.inputs.compose import resolved
 from penstock.launch.placement.machine import idle_gpus, preset_of, with_cluster
 from penstock.launch.placement.place import PlacementChoice, choose
 from penstock.workers.executors.assignment import Machine
-from penstock.workers.executors.on_ray import declaration
+from penstock.workers.executors.on_ray import executor
 from penstock.workers.executors.registry import EXECUTORS
 
 H100 = ("NVIDIA H100 80GB HBM3", 85_017_624_576)
@@ -145,7 +145,7 @@ def joins(monkeypatch: pytest.MonkeyPatch, *machines: Machine) -> None:
     """Have Ray report such machines, of which this one has no GPU."""
     has(monkeypatch, [])
     far = replace(EXECUTORS["ray"], machines=lambda: machines)
-    monkeypatch.setattr(declaration, "RAY", far)
+    monkeypatch.setattr(executor, "RAY", far)
 
 
 def test_gpus_of_joined_nodes_are_used_from_a_head_without_one(

@@ -12,7 +12,7 @@ from penstock.launch.placement.machine import reported_cluster
 from penstock.launch.placement.place import make_executor
 from penstock.planner.report.plan_texts import cluster_text
 from penstock.workers.executors.assignment import Machine
-from penstock.workers.executors.on_ray import declaration
+from penstock.workers.executors.on_ray import executor
 from penstock.workers.executors.registry import EXECUTORS
 
 from ...workers.executors.on_ray.two_nodes import two_nodes
@@ -66,7 +66,7 @@ def test_cores_and_memory_are_shared_out() -> None:
 def test_a_device_that_no_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = (Machine("a", "", {"CPU": 4.0}, {}), Machine("b", "", {"CPU": 4.0}, {}))
     far = replace(EXECUTORS["ray"], machines=lambda: machines)
-    monkeypatch.setattr(declaration, "RAY", far)
+    monkeypatch.setattr(executor, "RAY", far)
     with pytest.raises(ConfigError) as raised:
         make_executor(ExecutorConfig(kind="ray", device="cuda"))
     assert str(raised.value) == (

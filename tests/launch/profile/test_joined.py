@@ -15,8 +15,12 @@ from penstock.launch.profile.rank import RankRequest
 from penstock.planner.cost.calibration import Calibration
 from penstock.planner.report.plan_texts import cluster_text
 from penstock.workers.executors.assignment import Machine
-from penstock.workers.executors.executor_kind import ExecutorKind
-from penstock.workers.executors.registry import DEFAULT_EXECUTOR, EXECUTORS, PARALLEL_EXECUTOR
+from penstock.workers.executors.registry import (
+    DEFAULT_EXECUTOR,
+    EXECUTORS,
+    PARALLEL_EXECUTOR,
+    ExecutorKind,
+)
 
 from ...workers.executors.on_ray.two_nodes import ray_folder, two_nodes
 from ..conftest import Penstock

@@ -10,7 +10,7 @@ from penstock.algorithms.losses.tokens import ClippedPolicyLoss
 from penstock.algorithms.roles import PolicyBatch, Sampling
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.sharded.divided_network import DividedNetwork
+from penstock.workers.engines.divided_network import DividedNetwork
 from penstock.workers.engines.torch_engine.generator import TorchGenerator
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
@@ -76,13 +76,8 @@ def test_turns_of_conversations_only_have_words_of_the_tokenizer() -> None:
 
 
 def test_a_divided_vocabulary_has_no_words_beyond_the_tokenizers() -> None:
-    class Alone(DividedNetwork):
-        @property
-        def vocabulary_group(self) -> None:
-            return None
-
-    network = Alone()
-    network.num_words = 5
+    network = DividedNetwork()
+    network.vocabulary_group, network.num_words = None, 5
     logits = torch.randn(7, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     target = torch.arange(7) % 5
     logprob, entropy = network.token_logprob(Outputs(logits), target, 0.7, needs_entropy=True)

@@ -12,7 +12,7 @@ from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec
-from penstock.workers.models.packaged import packaged_folder
+from penstock.workers.models.hub import packaged_folder
 from penstock.workers.models.spec import ModelSpec
 from smollm2_models import EOS, NAME
 from torch import Tensor

@@ -11,7 +11,7 @@ import pytest
 from penstock.workers.executors.on_ray.executor import RayExecutor
 from penstock.workers.executors.process_backend import ProcessBackend
 from penstock.workers.executors.supervisor import Supervisor
-from penstock.workers.weight_sync.registry import Transport
+from penstock.workers.weight_sync.channel import Transport
 
 from .spawned import SpawnedBackend, SpawnedExecutor
 

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dataflow.runtime.placement import DeviceGroup
-from penstock.workers.executors.executor_kind import ExecutorKind
 from penstock.workers.executors.process_backend import CallFailed, NotInTime, ProcessDied
+from penstock.workers.executors.registry import ExecutorKind
 from penstock.workers.executors.supervisor import Supervisor
-from penstock.workers.weight_sync.registry import Transport
+from penstock.workers.weight_sync.channel import Transport
 
 __all__ = ["EXECUTOR", "SpawnedBackend", "SpawnedExecutor", "start_helpers"]
 

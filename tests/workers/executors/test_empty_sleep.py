@@ -22,10 +22,8 @@ from penstock.planner.resharding.sharding import Sharding
 from penstock.workers.executors.rank_process import RankProcess, SliceHost
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.rollout.generator_policy import GeneratorPolicy, SplitPolicySpec
-from penstock.workers.weight_sync.channel import ChannelEnd
-from penstock.workers.weight_sync.object_store import ObjectStoreChannel
-from penstock.workers.weight_sync.packets import WeightsError
-from penstock.workers.weight_sync.slice_exchange import SliceTraffic
+from penstock.workers.weight_sync.channel import ChannelEnd, ObjectStoreChannel
+from penstock.workers.weight_sync.packets import SliceTraffic, WeightsError
 from torch import Tensor
 from torch_models import EOS, architecture, make_prompts
 

@@ -10,9 +10,8 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.executor import Executor
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.workers.executors.executor_kind import ExecutorKind
-from penstock.workers.executors.registry import EXECUTORS, check_executor
-from penstock.workers.weight_sync.registry import DEFAULT_TRANSPORT, Transport
+from penstock.workers.executors.registry import EXECUTORS, ExecutorKind, check_executor
+from penstock.workers.weight_sync.channel import DEFAULT_TRANSPORT, Transport
 
 ROOT = Path(__file__).parents[3]
 

@@ -22,7 +22,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.workers.executors import supervisor
 from penstock.workers.executors.supervisor import Supervisor
-from penstock.workers.weight_sync.registry import CHANNELS, DEFAULT_TRANSPORT, Transport
+from penstock.workers.weight_sync.channel import CHANNELS, DEFAULT_TRANSPORT, Transport
 
 from ...algorithms import runs
 from ...dataflow import counter

@@ -20,9 +20,8 @@ from penstock.workers.engines.torch_engine.specs import (
     TorchRewardModelSpec,
     TorchValueSpec,
 )
-from penstock.workers.models.first_weights import model_source
-from penstock.workers.models.heads import Head
-from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.file_weights import model_source
+from penstock.workers.models.spec import Head, ModelSpec
 from penstock.workers.training.flat_parameters import read_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from penstock.workers.engines.fsdp_engine.optimizer import FsdpAdamW
-from penstock.workers.engines.megatron_engine.optimizer import JoinedAdamW, SharedAdamW
+from penstock.workers.engines.fsdp_engine.network import FsdpAdamW
 from penstock.workers.training import optimizer as adamw
 from penstock.workers.training.data_parallel import RankGroup
 from penstock.workers.training.flat_parameters import FlatParameters
 from penstock.workers.training.optimizer import (
     AdamW,
+    JoinedAdamW,
     OptimizerSpec,
+    SharedAdamW,
     optimizer_buffers,
     square_sum,
     update_weights,

@@ -15,7 +15,7 @@ from penstock.dataflow.errors import StateError
 from penstock.dataflow.files import WrittenFile
 from penstock.workers.training import state_files
 from penstock.workers.training.checkpoint_files import StoredPiece, share_of
-from penstock.workers.training.state_files import PinnedBlocks, StateFiles, Writes
+from penstock.workers.training.state_files import StateFiles, Writes
 from torch import Tensor
 
 LIMIT_S = 60.0
@@ -151,19 +151,6 @@ def test_where_there_is_no_room_for_a_copy_the_disk_goes_first(
     assert (tmp_path / "a").read_bytes() == expected
 
 
-@pytest.mark.usefixtures("small_parts")
-def test_blocks_hold_what_is_copied_and_are_used_again() -> None:
-    blocks = PinnedBlocks()
-    random = torch.Generator().manual_seed(1)
-    for _ in range(2):
-        blocks.reuse()
-        for size in (0, 5, 6_990, 20_000, 7_000):
-            data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=random)
-            parts = blocks.copy(data)
-            assert torch.equal(torch.cat([data[:0], *parts]), data)
-    assert len(blocks.blocks) == 5
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
 def test_ranks_write_everything_once_and_alike(num_ranks: int) -> None:
     sizes = [1, 8, 3, 5, 9, 2, 2, 7, 4, 4, 6, 1]
@@ -189,5 +176,4 @@ def test_a_gpu_goes_on_at_once(tmp_path: Path) -> None:
         torch.cuda.synchronize()
         written(writes, tmp_path)
         assert (tmp_path / "a").read_bytes() == expected
-    assert all(block.is_pinned() for block in files.pinned.blocks)
-    assert len(files.pinned.blocks) == 1
+    assert files.room.num_bytes == 256 << 20

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.ops.distributions import action_logprob, entropy_of_logits
-from penstock.workers.engines.sharded.divided_network import vocabulary_logprob
+from penstock.workers.engines.divided_network import vocabulary_logprob
 from penstock.workers.training import token_logprob as chunked
-from penstock.workers.training.transfers import sent
+from penstock.workers.training.host_memory import sent
 from torch import Tensor
 
 WORDS, SIZE = 23, 5

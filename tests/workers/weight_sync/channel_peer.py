@@ -13,10 +13,8 @@ from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.planner.resharding.sharding import Sharding, shard
 from penstock.planner.resharding.storage import concatenate
 from penstock.workers.executors.process_backend import ProcessHome
-from penstock.workers.weight_sync.channel import ChannelEnd, Offer, Receiver
-from penstock.workers.weight_sync.packets import Packet, messages_of
-from penstock.workers.weight_sync.registry import CHANNELS, Transport
-from penstock.workers.weight_sync.slice_exchange import SliceTraffic
+from penstock.workers.weight_sync.channel import CHANNELS, ChannelEnd, Offer, Receiver, Transport
+from penstock.workers.weight_sync.packets import Packet, SliceTraffic, messages_of
 from torch import Tensor
 
 from ...planner.transfers import TINY

@@ -18,9 +18,8 @@ import pytest
 from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
 from penstock.workers.executors.process_backend import CallFailed, ProcessBackend, Ref
-from penstock.workers.weight_sync.channel import Offer
+from penstock.workers.weight_sync.channel import CHANNELS, Offer, Transport
 from penstock.workers.weight_sync.packets import WeightsError
-from penstock.workers.weight_sync.registry import CHANNELS, Transport
 
 from ..executors.backends import OnRay, OnSpawned
 from .channel_peer import FAULTS, Peer

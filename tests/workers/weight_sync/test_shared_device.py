@@ -16,7 +16,7 @@ from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.planner.resharding.sharding import unsharded
 from penstock.workers.executors.process_backend import CallFailed
-from penstock.workers.weight_sync.channel import ChannelEnd, Offer, Receiver
+from penstock.workers.weight_sync.channel import ChannelEnd, Offer, Receiver, check_transport
 from penstock.workers.weight_sync.packets import (
     HeldWeights,
     Packet,
@@ -24,7 +24,6 @@ from penstock.workers.weight_sync.packets import (
     pack,
     unpack_whole,
 )
-from penstock.workers.weight_sync.registry import check_transport
 from penstock.workers.weight_sync.shared_device import CudaMemory, SharedDeviceChannel, open_memory
 from torch import Tensor
 

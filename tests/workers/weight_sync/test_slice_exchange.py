@@ -9,8 +9,7 @@ import torch
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.role import Worker
 from penstock.planner.resharding.sharding import Sharding, unsharded
-from penstock.workers.weight_sync.packets import WeightsError
-from penstock.workers.weight_sync.slice_exchange import SliceTraffic
+from penstock.workers.weight_sync.packets import SliceTraffic, WeightsError
 from torch import Tensor
 
 SHAPES = {"gate": (2, 3), "up": (4,)}

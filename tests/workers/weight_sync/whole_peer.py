@@ -8,10 +8,9 @@ import torch
 from penstock.dataflow.graph.role import Worker
 from penstock.planner.resharding.sharding import Sharding, unsharded
 from penstock.workers.executors.process_backend import ProcessHome
-from penstock.workers.weight_sync.channel import ChannelEnd, Offer
-from penstock.workers.weight_sync.registry import CHANNELS, Transport
+from penstock.workers.weight_sync.channel import CHANNELS, ChannelEnd, Offer, Transport
+from penstock.workers.weight_sync.packets import SliceTraffic
 from penstock.workers.weight_sync.shared_device import SharedDeviceChannel
-from penstock.workers.weight_sync.slice_exchange import SliceTraffic
 from torch import Tensor
 
 __all__ = ["MODEL_BYTES", "RECEIVERS", "WholePeer"]

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast
 
 from ....dataflow.errors import ConfigError, nearest
-from ...models.tokenizer import END_MARK, ChatTemplateError
-from ...models.tool_text import PROBE_TOOL
+from ...models.tokenizer import END_MARK, PROBE_TOOL, ChatTemplateError
 from ..environment import BadCall, ToolCall
 
 if TYPE_CHECKING:

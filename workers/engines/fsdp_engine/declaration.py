@@ -66,10 +66,6 @@ def _shards(layout: Layout) -> int:
     return layout.cp * (layout.dp if layout.zero >= 2 else 1)
 
 
-def _division(layout: Layout) -> tuple[int, int]:
-    return layout.tp * _shards(layout), layout.pp
-
-
 def _options(layout: Layout) -> Mapping[str, Any]:
     keeps = {"reshard_after_forward": False} if layout.zero == 2 else {}
     divided = {"shards": _shards(layout), "context_parallel": layout.cp}
@@ -85,7 +81,7 @@ class FsdpMemory(ShardedMemory):
     """
 
     def resident(self, call: Call, layout: Layout) -> Parts:
-        """See `EngineMemory`; what stage 2 gathers is not held between calls."""
+        # What stage 2 gathers is not held between calls.
         shared = _by_rows(layout)
         held = super().resident(call, shared)
         if call.trained or shared.zero < 2:
@@ -101,7 +97,7 @@ class FsdpMemory(ShardedMemory):
         borrows: bool = False,
         rows: int | None = None,
     ) -> Parts:
-        """See `EngineMemory`; a frozen layer is gathered while it is computed, as others are."""
+        # A frozen layer is gathered while it is computed, as others are.
         if call.kind == "generate":
             return super().transient(call, layout, on_cpu=on_cpu, borrows=borrows, rows=rows)
         norms = 2 * _FLOAT * (call.model.hidden_size + 1)
@@ -190,6 +186,6 @@ FSDP = EngineKind(
         "value": "penstock.workers.engines.fsdp_engine.specs:FsdpValueSpec",
         "reward_model": "penstock.workers.engines.fsdp_engine.specs:FsdpRewardSpec",
     },
-    division=_division,
+    division=lambda layout: (layout.tp * _shards(layout), layout.pp),
     options=_options,
 )

@@ -5,61 +5,201 @@ form a grid: `shards` of them divide the weights by rows (FSDP2) and take differ
 and beside each stand those that divide its matrix products (tensor parallelism). Ranks are
 replicas. So `WorkerContext.process` is tensor place + tensor size x (shard + shards x rank).
 
-With context parallelism neighboring shards take the same rows, each its part of their tokens.
+With context parallelism neighboring shards take the same rows, each its part of their tokens. Of n
+processes, process i has chunks i and 2n - 1 - i of a row cut into 2n. A chunk attends to itself and
+to all before it, so all have equally much to attend to (Llama Team, "The Llama 3 Herd of Models",
+2024, section 3.3.2). Everything but attention is computed token by token. Attention gathers the
+keys and values of the whole row, once in each layer; their gradients are added up and go back to
+the process that each is from.
+
+Logits stay where they are computed. Log-probabilities, values and scores are gathered, and then
+every process has them for whole rows and computes the loss of these alone, as tensor-parallel
+processes do: nothing that comes after the model knows that rows were cut.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention.bias import causal_lower_right
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.data_parallel import RankGroup, rank_group
-from ..sharded.divided_network import join_processes
-from .context_parallel import ContextGroup
+from ...training.network import Outputs
+from ..divided_network import join_processes
+
+ATTENTION = "penstock_context_parallel"
+"""What transformers knows `attend` by."""
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The processes that share rows."""
+
+    rank: int  # This process
+    size: int  # How many they are
+    group: dist.ProcessGroup  # torch.distributed's group of them
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        return self.rank, 2 * self.size - 1 - self.rank
+
+    def cut(self, tokens: Tensor, reads: Tensor) -> CutRows:
+        """This process's part of some rows.
+
+        Shapes: `tokens` i64[rows, T]; `reads` bool[rows, T].
+        """
+        width = tokens.shape[1]
+        chunk = -(-width // (2 * self.size))
+        place = torch.arange(chunk, device=tokens.device)
+        position = torch.cat([number * chunk + place for number in self.chunks])
+        # Beyond the rows' end the last token stands again: nothing reads what follows from it.
+        taken = position.clamp(max=width - 1)
+        own = reads[:, taken] & (position < width)
+        number = (reads.flatten().cumsum(0).view(reads.shape) - 1)[:, taken][own]
+        return CutRows(tokens[:, taken], own, position[None], number, int(reads.sum()), self)
+
+
+@dataclass(frozen=True)
+class CutRows:
+    """A process's part of some rows: two chunks of C tokens of each."""
+
+    tokens: Tensor  # i64[rows, 2C]
+    reads: Tensor  # bool[rows, 2C]
+    position: Tensor  # i64[1, 2C]; where these tokens stand in their rows
+    number: Tensor  # i64[n]; which of the whole rows' reads, row by row, each of these reads is
+    num_reads: int  # Of the whole rows
+    context: ContextGroup  # The processes that have the others
+
+    def whole(self, found: Tensor) -> Tensor:
+        """What was found at these reads, [n, ...], at all of the whole rows', [num_reads, ...].
+
+        Every process gets the same, and computes the gradient of its own, as if it alone went
+        backward through the result.
+        """
+        made: Tensor = _Whole.apply(found, self)  # type: ignore[assignment]
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutOutputs(Outputs):
+    """Outputs at the reads of this process alone."""
+
+    rows: CutRows  # Which those are
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    context: ContextGroup,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of this process's chunks over whole rows, as transformers asks for it.
+
+    Shapes: `query` [rows, H, 2C, E] and `key` [rows, K, 2C, E], K dividing H, with their positions
+    in them; `value` as `key`. Returns [rows, 2C, H, E], and no weights. There is no
+    `attention_mask`: what follows a token does not change its output, so right padding needs none.
+    """
+    both: Tensor = _WholeRows.apply(torch.stack([key, value]), context)  # type: ignore[assignment]
+    chunk = query.shape[2] // 2
+    mixed: list[Tensor] = []
+    for part, number in zip(query.split(chunk, dim=2), context.chunks, strict=True):
+        end = (number + 1) * chunk
+        keys, values = both[:, :, :, :end]
+        mixed.append(
+            F.scaled_dot_product_attention(
+                part,
+                keys,
+                values,
+                attn_mask=_looks_at(chunk, end, query.device),
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )
+    return torch.cat(mixed, dim=2).transpose(1, 2), None
+
+
+def _looks_at(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """Which of a row's first keys the last of their queries look at, bool[queries, keys]."""
+    if device.type == "cuda":  # says the same to kernels that need no mask, and share key heads
+        return causal_lower_right(num_queries, num_keys)
+    every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return every.tril(num_keys - num_queries)
+
+
+class _Whole(torch.autograd.Function):
+    """See `CutRows.whole`."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, rows: CutRows) -> Tensor:
+        ctx.number = rows.number
+        whole = found.new_zeros(rows.num_reads, *found.shape[1:])
+        whole[rows.number] = found
+        dist.all_reduce(whole, group=rows.context.group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0][ctx.number], None
+
+
+class _WholeRows(torch.autograd.Function):
+    """Every process's two chunks, [..., 2C, E], as whole rows in order, [..., 2nC, E]."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, context: ContextGroup) -> Tensor:
+        ctx.context = context
+        parts = [torch.empty_like(own) for _ in range(context.size)]
+        dist.all_gather(parts, own, group=context.group)
+        halves = [part.chunk(2, dim=-2) for part in parts]
+        return torch.cat([*(a for a, _ in halves), *(b for _, b in reversed(halves))], dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        context: ContextGroup = ctx.context
+        chunks = grads[0].chunk(2 * context.size, dim=-2)
+        pairs = zip(chunks[: context.size], chunks[: -context.size - 1 : -1], strict=True)
+        parts = [torch.cat(pair, dim=-2) for pair in pairs]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts, group=context.group)
+        return own, None
 
 
 @dataclass(frozen=True)
 class FsdpMesh:
-    """This process's place.
+    """This process's place."""
 
-    Attributes:
-        replicas: The ranks: each has rows of its own, and holds the same weights.
-        shards: The processes that divide the same weights by rows.
-        rows: Those of them that share out a rank's rows: all, without context parallelism.
-        context: Those that share every row; None if this one computes whole rows.
-        beside: The context of a worker that computes alone what this process does: whoever takes
-            rows of his own is a data-parallel rank there.
-        tensor: The processes that divide matrix products, in the order of the vocabulary; None if
-            that is this one alone.
-        mesh: All processes: ("replica", "shard", "tensor").
-    """
-
-    replicas: RankGroup
-    shards: RankGroup
-    rows: RankGroup
-    context: ContextGroup | None
+    replicas: RankGroup  # The ranks: each has rows of its own, and holds the same weights
+    shards: RankGroup  # The processes that divide the same weights by rows
+    rows: RankGroup  # Those of them that share out a rank's rows: all, without context parallelism
+    context: ContextGroup | None  # Those that share every row; None if this one computes whole rows
+    # The context of a worker that computes alone what this process does: whoever takes rows of
+    # his own is a data-parallel rank there
     beside: WorkerContext
+    # The processes that divide matrix products, in the order of the vocabulary; None if that is
+    # this one alone
     tensor: dist.ProcessGroup | None
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # All processes: ("replica", "shard", "tensor")
 
     @property
     def tensor_size(self) -> int:
-        """Processes that divide matrix products."""
         return self.mesh.size(2)
 
 
 def check_division(context: WorkerContext, shards: int, share_rows: int) -> None:
-    """Whether a worker group's processes can be divided so.
-
-    Raises:
-        ConfigError: If they cannot; says what to set.
-    """
     size = context.tensor_parallel
     if size % shards:
         raise ConfigError(
@@ -88,14 +228,6 @@ def join_mesh(context: WorkerContext, shards: int | None, share_rows: int = 1) -
 
     Every process of the group must call this at the same time. A group of one process needs no
     torch.distributed for anything else; it gets a default group of itself.
-
-    Args:
-        context: Where the worker lives.
-        shards: See `FsdpOptions.shards`.
-        share_rows: See `FsdpOptions.context_parallel`.
-
-    Raises:
-        ConfigError: If the group's processes cannot be divided so.
     """
     size = context.tensor_parallel
     shards = size if shards is None else shards
@@ -103,14 +235,21 @@ def join_mesh(context: WorkerContext, shards: int | None, share_rows: int = 1) -
     device = torch.device(context.device)
     join_processes(context)
     tensor = size // shards
-    mesh = _mesh(device.type, context.num_ranks, shards, tensor)
+    mesh = _mesh(device.type, replica=context.num_ranks, shard=shards, tensor=tensor)
     shard, place = divmod(context.tensor_rank, tensor)
     row, part = divmod(shard, share_rows)
     num_rows = shards // share_rows
     sharded = RankGroup(shard, shards, device, mesh.get_group("shard"))
     rows, sharing = sharded, None
     if share_rows > 1:
-        cut = _cut_mesh(device.type, context.num_ranks, num_rows, share_rows, tensor)
+        # The same processes, with the shards told apart that take the same rows.
+        cut = _mesh(
+            device.type,
+            replica=context.num_ranks,
+            rows=num_rows,
+            context=share_rows,
+            tensor=tensor,
+        )
         rows = RankGroup(row, num_rows, device, cut.get_group("rows"))
         sharing = ContextGroup(part, share_rows, cut.get_group("context"))
     beside = replace(
@@ -132,13 +271,5 @@ def join_mesh(context: WorkerContext, shards: int | None, share_rows: int = 1) -
 
 
 @lru_cache
-def _mesh(kind: str, replicas: int, shards: int, tensor: int) -> DeviceMesh:
-    names = ("replica", "shard", "tensor")
-    return init_device_mesh(kind, (replicas, shards, tensor), mesh_dim_names=names)
-
-
-@lru_cache
-def _cut_mesh(kind: str, replicas: int, rows: int, context: int, tensor: int) -> DeviceMesh:
-    """The same processes, with the shards told apart that take the same rows."""
-    names = ("replica", "rows", "context", "tensor")
-    return init_device_mesh(kind, (replicas, rows, context, tensor), mesh_dim_names=names)
+def _mesh(kind: str, **sizes: int) -> DeviceMesh:
+    return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -25,14 +25,12 @@ from torch.nn.modules import module as nn_module
 
 from ....dataflow.errors import ConfigError, PlanError
 from ...models.architecture import learn_padding
-from ...models.heads import Head, HeadedModel
 from ...models.lora import LoraSpec, insert_adapters
-from ...models.spec import ModelSpec
-from ..sharded.divided_network import recompute_layers
+from ...models.spec import Head, HeadedModel, ModelSpec
+from ..divided_network import recompute_layers
 from ..torch_engine.backbone import is_lean
-from .context_parallel import ATTENTION, attend
 from .declaration import DIVIDED_FAMILIES
-from .mesh import FsdpMesh
+from .mesh import ATTENTION, FsdpMesh, attend
 
 
 class FsdpModel(nn.Module):
@@ -41,25 +39,16 @@ class FsdpModel(nn.Module):
     FSDP2 has a layer's weights whole only inside its forward. Those of the head, which belongs to
     no layer, it keeps whole from the forward until the backward pass is over, or `reshard_all`. So
     of a vocabulary that is not divided the logits are left to whoever needs them, some at a time.
-
-    Args:
-        module: The model, whose parameters' names are the checkpoint's.
-        backbone: The part that maps tokens to hidden states.
-        head: What maps those to outputs; None if only the module itself knows.
-
-    Attributes:
-        known: Whether the family is one whose parts may be computed apart.
-        divided: Whether outputs are this process's part of the vocabulary.
-        apart: Whether the forward ends before the head, which is computed outside.
-        keeps_gathered: Whether whole weights are kept from the first micro-batch of a call on.
     """
 
     def __init__(self, module: nn.Module, backbone: nn.Module, head: nn.Module | None) -> None:
         super().__init__()
         self.module = module
+        # Whether the family is one whose parts may be computed apart
         self.known = is_lean(backbone)
-        self.divided = False
-        self.apart = False
+        self.divided = False  # Whether outputs are this process's part of the vocabulary
+        self.apart = False  # Whether the forward ends before the head, which is computed outside
+        # Whether whole weights are kept from the first micro-batch of a call on
         self.keeps_gathered = False
         self._parts: tuple[Any, Any] = (backbone, head)  # a tuple: they are registered in `module`
 
@@ -69,31 +58,24 @@ class FsdpModel(nn.Module):
         return [part for part in self.modules() if isinstance(part, FSDPModule)]
 
     def keep_gathered(self) -> None:
-        """Keep whole weights until `reshard_all`, instead of gathering them in every pass."""
         self.keeps_gathered = True
         for part in self.parts:
             part.set_reshard_after_forward(False)
             part.set_reshard_after_backward(False)
 
     def reshard_all(self) -> None:
-        """Keep this process's part of the weights alone."""
         for part in self.parts:
             part.reshard()
 
     def forward(self, tokens: Tensor, reads: Tensor, **placed: Any) -> tuple[Tensor, Tensor]:
         """Outputs after the tokens at `reads`.
 
-        Args:
-            tokens: i64[rows, T], right padded with -1. What follows a token does not change its
-                output, so padding needs no mask.
-            reads: bool[rows, T].
-            placed: Where these tokens stand in their rows, if others have the rest.
-
-        Returns:
-            f[n, width], this process's part of the vocabulary, or [n, 1], or the states before a
-            head that is computed outside; and a zero of shape [] that depends on every weight.
-            Without it the weights of a head of which nothing is read would have no gradient here,
-            and processes would add up different lists of gradients.
+        Shapes: `tokens` i64[rows, T], right padded with -1; `reads` bool[rows, T]. What follows a
+        token does not change its output, so padding needs no mask. Returns f[n, width], this
+        process's part of the vocabulary, or [n, 1], or the states before a head that is computed
+        outside; and a zero that depends on every weight. Without it the weights of a head of which
+        nothing is read would have no gradient here, and processes would add up different lists of
+        gradients.
         """
         backbone, head = self._parts
         rows = tokens.clamp(min=0)
@@ -125,20 +107,6 @@ class FsdpModel(nn.Module):
 def build_model(
     spec: ModelSpec, mesh: FsdpMesh, head: Head, lora: LoraSpec, *, again: bool = False
 ) -> FsdpModel:
-    """This process's part of a model, its weights not set.
-
-    Args:
-        spec: Architecture and precision.
-        mesh: Says which part this process computes.
-        head: What it ends in.
-        lora: Adapters to put in.
-        again: Whether training computes a layer's activations again going backward.
-
-    Raises:
-        ConfigError: If tensor or context parallelism is asked for and the family is not known, or
-            tensor parallelism and adapters; or adapters cannot be made.
-        PlanError: If the model cannot be divided as the mesh is.
-    """
     model = _skeleton(spec, head, lora, cut=mesh.context is not None)
     tensor = 1 if mesh.tensor is None else mesh.tensor_size
     check_divided(spec, lora, model.known, tensor=tensor, cut=mesh.context is not None)
@@ -199,19 +167,7 @@ def _no_storage() -> Generator[None]:
 
 
 def check_divided(spec: ModelSpec, lora: LoraSpec, known: bool, *, tensor: int, cut: bool) -> None:
-    """Refuse a model that cannot be divided as asked, without building anything of it.
-
-    Args:
-        spec: Its architecture.
-        lora: Adapters to put in.
-        known: Whether the family is one whose parts may be computed apart.
-        tensor: Processes that divide matrix products.
-        cut: Whether rows are cut (context parallelism).
-
-    Raises:
-        ConfigError: If the engine does not do it for this model.
-        PlanError: If a size is not divisible.
-    """
+    """Refuse a model that cannot be divided as asked, without building anything of it."""
     config = spec.config
     if cut and not known:
         raise ConfigError(
@@ -248,7 +204,6 @@ def check_divided(spec: ModelSpec, lora: LoraSpec, known: bool, *, tensor: int, 
 
 
 def _divide_products(model: FsdpModel, mesh: FsdpMesh) -> None:
-    """Cut projections between processes that get the same rows."""
     backbone: Any = model._parts[0]  # pyright: ignore[reportPrivateUsage]
     module: Any = model.module
     layer: dict[str, ParallelStyle] = {
@@ -281,7 +236,6 @@ def _layers(model: FsdpModel) -> list[nn.Module]:
 
 
 def _divide_rows(model: FsdpModel, mesh: FsdpMesh) -> None:
-    """Give each shard its rows of every parameter; layers are gathered one at a time."""
     options: dict[str, Any] = {
         "mesh": mesh.mesh["shard"],
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),

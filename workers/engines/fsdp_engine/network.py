@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +16,58 @@ from torch.distributed.tensor import DTensor
 
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.resharding.sharding import Box, Pattern, Sharding, Slice, StoredParam, volume
-from ...models.heads import Head
 from ...models.lora import LoraSpec, checkpoint_name, insert_adapters, merge, save_adapter
-from ...models.spec import ModelSpec
+from ...models.spec import Head, ModelSpec
 from ...training.checkpoint_files import gather_weights, pieces_on
-from ...training.network import Outputs
-from ...training.optimizer import OptimizerSpec
+from ...training.data_parallel import RankGroup
+from ...training.network import M, MicroBatches, Outputs, R
+from ...training.optimizer import AdamW, OptimizerSpec, square_sum, update_weights
 from ...training.token_logprob import known_words, token_logprob, top_words
-from ..sharded.divided_network import DividedNetwork, gathered_module
-from .context_parallel import CutOutputs
-from .mesh import FsdpMesh
+from ..divided_network import DividedNetwork, sum_parts
+from .mesh import CutOutputs, FsdpMesh
 from .model import FsdpModel
-from .optimizer import FsdpAdamW
+
+
+class FsdpAdamW(AdamW):
+    """AdamW over this process's part of every parameter, which all replicas hold alike."""
+
+    def __init__(
+        self,
+        views: Callable[[Tensor | None], Mapping[str, Tensor]],
+        spec: OptimizerSpec,
+        replicas: RankGroup,
+        counted: Sequence[tuple[int, int]],
+    ) -> None:
+        self._views = views
+        self._replicas = replicas
+        self._counted = counted
+        super().__init__(torch.empty(0), spec)  # the weights are no single tensor
+
+    def _own(self, grad: Tensor) -> Tensor:
+        return self._replicas.sum_(grad)
+
+    def _norm(self, own: Tensor) -> float:
+        """Of all processes; replicas are counted as one."""
+        square = square_sum(own, self._counted)
+        if self._replicas.rank > 0:
+            square.zero_()
+        dist.all_reduce(square)
+        return math.sqrt(float(square))
+
+    def _update(self, own: Tensor, lr: float) -> None:
+        grads = self._views(own)
+        state = {kind: self._views(buffer) for kind, buffer in self._allocated().items()}
+        end = 0
+        for name, weight in self._views(None).items():
+            begin, end = end, end + weight.numel()
+            if any(start <= begin and end <= stop for start, stop in self._frozen):
+                continue  # a parameter is frozen whole
+            mine = {kind: views[name] for kind, views in state.items()}
+            update_weights(weight, grads[name], mine, self._spec, lr, self.steps)
+
+    def _weights(self) -> Tensor:
+        return torch.cat([part.reshape(-1) for part in self._views(None).values()])
+
 
 _BY_ROWS = re.compile(r"(.*\.)?(embed_tokens|lm_head|[qkv]_proj|gate_proj|up_proj)\.(weight|bias)")
 _BY_COLUMNS = re.compile(r"(.*\.)?(o_proj|down_proj)\.weight")
@@ -44,16 +86,7 @@ def tensor_cut(name: str) -> int | None:
 def held_box(
     name: str, shape: tuple[int, ...], shard: int, shards: int, place: int, tensor: int
 ) -> Box:
-    """Return the part of a parameter that one process holds; may be empty.
-
-    Args:
-        name: The parameter.
-        shape: Its shape; `tensor` divides the dimension it is cut in.
-        shard: This process's shard, one of `shards`.
-        shards: Processes that divide rows.
-        place: This process's place, one of `tensor`.
-        tensor: Processes that divide matrix products.
-    """
+    """Return the part of a parameter that one process holds; may be empty."""
     box = [(0, size) for size in shape]
     cut = tensor_cut(name) if tensor > 1 else None
     if cut is not None:
@@ -77,13 +110,7 @@ def fsdp_sharding(
 ) -> Sharding:
     """Return which process of an FSDP group stores what.
 
-    Args:
-        shapes: Parameter -> its shape, in the order of the checkpoint.
-        shards: Processes that divide rows.
-        tensor: Processes that divide matrix products.
-        replicas: Ranks, which hold the same.
-        first: The first process; the others follow, tensor place fastest, then shard, then rank.
-        dtype: Data type of the weights.
+    Processes are numbered from `first` on, tensor place fastest, then shard, then rank.
     """
     patterns: dict[Pattern, int] = {}
     params: list[StoredParam] = []
@@ -101,22 +128,7 @@ def fsdp_sharding(
 
 
 class StoredPart:
-    """Parameters where FSDP2 keeps them.
-
-    Args:
-        parameters: By the checkpoint's names, in its order; tied weights appear once.
-        mesh: Says which part this process computes.
-        context: Where the worker lives.
-        dtype: Data type of them all.
-
-    Attributes:
-        context: Where a worker would live that computed alone what this process does.
-        parameters: As given.
-        shapes: Parameter -> its whole shape.
-        size: Numbers that this process stores.
-        layout: Which process of the group stores what; devices are numbered like processes.
-        rank_layout: The same of this data-parallel rank's processes alone.
-    """
+    """Parameters where FSDP2 keeps them."""
 
     def __init__(
         self,
@@ -125,10 +137,11 @@ class StoredPart:
         context: WorkerContext,
         dtype: torch.dtype,
     ) -> None:
+        # Where a worker would live that computed alone what this process does
         self.context = mesh.beside
         self.parameters = parameters
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.size = 0
+        self.shapes: dict[str, tuple[int, ...]] = {}  # Parameter -> its whole shape
+        self.size = 0  # Numbers that this process stores
         self._local: dict[str, Tensor] = {}
         self._spans: dict[str, tuple[int, int]] = {}
         for name, parameter in parameters.items():
@@ -143,7 +156,9 @@ class StoredPart:
         sizes: dict[str, Any] = {"shards": mesh.shards.num_ranks, "tensor": mesh.tensor_size}
         sizes["dtype"] = str(dtype).removeprefix("torch.")
         first = context.rank * context.tensor_parallel
+        # Which process of the group stores what; devices are numbered like processes
         self.layout = fsdp_sharding(self.shapes, replicas=context.num_ranks, **sizes)
+        # The same of this data-parallel rank's processes alone
         self.rank_layout = fsdp_sharding(self.shapes, first=first, **sizes)
 
     def _check(self, name: str, local: Tensor, mesh: FsdpMesh) -> None:
@@ -161,7 +176,6 @@ class StoredPart:
             )
 
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
-        """Return what this process holds, or views of a flat buffer [size] laid out like it."""
         if buffer is None:
             return dict(self._local)
         return {
@@ -170,12 +184,8 @@ class StoredPart:
         }
 
     def spans_of(self, names: set[str]) -> list[tuple[int, int]]:
-        """Return where some parameters lie in a flat buffer of `tensors`."""
         return [span for name, span in self._spans.items() if name in names]
 
-
-M = TypeVar("M")
-R = TypeVar("R")
 
 _PREFIX = "module."
 
@@ -186,17 +196,6 @@ class FsdpNetwork(DividedNetwork):
     Gradients and the optimizer's state lie in flat float32 buffers [size], one run per parameter;
     the weights lie where FSDP2 keeps them. Of an adapted model the adapters, and a scalar head, are
     all that is trained and all that others see.
-
-    Args:
-        model: The divided module.
-        mesh: Says which part this process computes.
-        context: Where the worker lives.
-        spec: The model's architecture and precision.
-        head: What it ends in.
-        lora: What adapters in it were made by.
-
-    Attributes:
-        frozen: The model's own weights, where adapters are trained; else None.
     """
 
     engine = "the FSDP engine"
@@ -214,6 +213,7 @@ class FsdpNetwork(DividedNetwork):
         self._mesh = mesh
         self._head, self._lora = head, lora
         self.context = mesh.beside
+        self.rows, self.vocabulary_group = mesh.rows, mesh.tensor
         self.replicas = mesh.replicas
         self.device = mesh.shards.device
         self._grad: Tensor | None = None
@@ -223,6 +223,7 @@ class FsdpNetwork(DividedNetwork):
             for full, parameter in model.named_parameters()
         }
         dtype, trained = getattr(torch, spec.dtype), named
+        # The model's own weights, where adapters are trained; else None
         self.frozen: StoredPart | None = None
         if lora:
             frozen = {name: p for name, p in named.items() if not p.requires_grad}
@@ -232,35 +233,26 @@ class FsdpNetwork(DividedNetwork):
         self._trained = StoredPart(trained, mesh, context, dtype)
         self.layout, self.rank_layout = self._trained.layout, self._trained.rank_layout
 
-    @property
-    def vocabulary_group(self) -> dist.ProcessGroup | None:
-        """The processes that share the vocabulary; None if this one has all of it."""
-        return self._mesh.tensor
-
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
-        """See `Network.tensors`."""
         return self._trained.tensors(buffer)
 
     def held_tensors(self) -> list[Tensor]:
-        """See `Network.held_tensors`; the module's buffers are among them."""
+        # The module's buffers are among them.
         self.weights_changed()
         frozen = [] if self.frozen is None else self.frozen.tensors().values()
         return [*self.tensors().values(), *frozen, *self._model.buffers(), *self.gradients()]
 
     def gradients(self) -> list[Tensor]:
-        """See `Network.gradients`."""
         return [] if self._grad is None else [self._grad]
 
     def make_optimizer(self, spec: OptimizerSpec) -> FsdpAdamW:
-        """See `Network.make_optimizer`."""
         pieces = pieces_on(self.rank_layout, self.context.process)
         owned = {piece.tensor for piece in pieces if piece.first}
         return FsdpAdamW(self.tensors, spec, self.replicas, self._trained.spans_of(owned))
 
     def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
-        """See `LanguageNetwork.whole_module`."""
         if not self._lora:
-            return gathered_module(self, first)
+            return super().whole_module(first)
         weights = gather_weights(self, 0)
         if not weights:
             return None
@@ -273,13 +265,12 @@ class FsdpNetwork(DividedNetwork):
         return merge(module)
 
     def save_adapter(self, folder: Path, base: str | None) -> None:
-        """See `LanguageNetwork.save_adapter`."""
         weights = gather_weights(self, 0) if self._lora else {}
         if weights:
             save_adapter(folder, self._model.module, self._lora, weights, base)
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
-        """See `FsdpModel.forward`; every shard must come here equally often."""
+        # Every shard must come here equally often.
         context = self._mesh.context
         if context is None:
             values, anchor = self._model(tokens, reads)
@@ -317,7 +308,6 @@ class FsdpNetwork(DividedNetwork):
     def top_words(
         self, outputs: Outputs, num_words: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """See `LanguageNetwork.top_words`: likewise."""
         if self._model.apart:
             head = known_words(self._model.head, self.num_words)
             found = top_words(outputs.values, *head, num_words, temperature)
@@ -329,81 +319,41 @@ class FsdpNetwork(DividedNetwork):
         return outputs.rows.whole(logprob), outputs.rows.whole(words)
 
     def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
-        """See `Network.micro_batch_limit`: no shard is left idle without need.
+        # A process computes its part alone of the rows that it shares.
+        shared = self._mesh.shards.num_ranks // self.rows.num_ranks
+        return super().micro_batch_limit(limit * shared, num_tokens)
 
-        A process computes its part alone of the rows that it shares.
-        """
-        rows = self._mesh.rows.num_ranks
-        limit *= self._mesh.shards.num_ranks // rows
-        return max(1, min(limit, -(-num_tokens // rows)))
-
-    def run(
-        self,
-        parts: Sequence[M],
-        load: Callable[[M], R],
-        compute: Callable[[R], Tensor],
-        *,
-        backward: bool,
-    ) -> None:
-        """See `Network.run`: of n shards each takes every n-th micro-batch, and all equally many.
-
-        Those that share rows take the same ones. `compute` must call `outputs` once.
-        """
-        rows = self._mesh.rows
-        rounds = -(-len(parts) // rows.num_ranks)
-        mine = list(parts[rows.rank :: rows.num_ranks])
-        for at in range(rounds):
-            total = compute(load(mine[at])) if at < len(mine) else self._idle()
+    def run(self, given: MicroBatches[M, R], *, backward: bool) -> None:
+        # Processes that share rows take the same ones. `compute` must call `outputs` once.
+        for part in self.share(given.parts):
+            total = self.idle() if part is None else given.compute(given.load(part))
             if backward:
                 total.backward()
         if not backward or self._model.keeps_gathered:
             self._model.reshard_all()
 
-    def together(self, result: Tensor) -> Tensor:
-        """See `Network.together`."""
-        return self._mesh.rows.sum_(result)
-
-    def _idle(self) -> Tensor:
-        """A zero from one token, where others compute: gathering weights takes all shards."""
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        anchor = self.outputs(token, token == 0).anchor
-        assert anchor is not None
-        return anchor
-
     def weights_changed(self) -> None:
-        """See `Network.weights_changed`: whole ones that FSDP2 keeps no longer hold."""
-        self._model.reshard_all()
+        self._model.reshard_all()  # whole ones that FSDP2 keeps no longer hold
 
     def start_gradient(self) -> Tensor:
-        """See `Network.start_gradient`."""
         if self._grad is None:
             size = self._trained.size
             self._grad = torch.zeros(size, dtype=torch.float32, device=self.device)
             views: Mapping[str, Tensor] = self.tensors(self._grad)
             for name, parameter in self._trained.parameters.items():
                 # bfloat16 gradients of micro-batches are added up in float32 as well.
-                parameter.register_post_accumulate_grad_hook(_adds_to(views[name]))
+                parameter.register_post_accumulate_grad_hook(partial(_hand_over, views[name]))
         return self._grad.zero_()
 
     def finish_gradient(self, grad: Tensor) -> Tensor:
-        """See `Network.finish_gradient`: what a tensor-parallel process has of its heads' norms."""
-        if self._mesh.tensor is None:
-            return grad
-        views = self.tensors(grad)
-        parts = [v for n, v in views.items() if n.endswith(("q_norm.weight", "k_norm.weight"))]
-        if parts:
-            together = torch.cat(parts)
-            dist.all_reduce(together, group=self._mesh.tensor)
-            sums = together.split([len(part) for part in parts])
-            for part, total in zip(parts, sums, strict=True):
-                part.copy_(total)
+        if self.vocabulary_group is not None:  # each process has the norms of its own heads
+            views = self.tensors(grad)
+            parts = [v for n, v in views.items() if n.endswith(("q_norm.weight", "k_norm.weight"))]
+            sum_parts(parts, self.vocabulary_group)
         return grad
 
 
-def _adds_to(view: Tensor) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        assert isinstance(parameter.grad, DTensor)
-        view.add_(parameter.grad.to_local())
-        parameter.grad = None
-
-    return hook
+def _hand_over(view: Tensor, parameter: Tensor) -> None:
+    assert isinstance(parameter.grad, DTensor)
+    view.add_(parameter.grad.to_local())
+    parameter.grad = None

@@ -6,10 +6,9 @@ from torch import nn
 
 from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ...models.first_weights import fill_first_weights, model_source
-from ...models.heads import Head
+from ...models.file_weights import fill_first_weights, model_source
 from ...models.lora import LoraSpec, first_adapters, is_adapter
-from ...models.spec import ModelSpec
+from ...models.spec import Head, ModelSpec
 from ...training.checkpoint_files import TensorSource, WholeTensorSource, fill_weights
 from ..roles import PolicyRecipe, Recipe, RewardRecipe, ValueRecipe
 from .declaration import DIVIDED_FAMILIES
@@ -40,7 +39,6 @@ class FsdpOptions:
     """Adapters to train instead of the weights."""
 
     def check_group(self, context: WorkerContext) -> None:
-        """See `Recipe.check_group`."""
         assert isinstance(self, Recipe)
         size = context.tensor_parallel
         shards = self.shards or size
@@ -54,12 +52,6 @@ class FsdpOptions:
         )
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> FsdpNetwork:
-        """See `Recipe.make_network`.
-
-        Raises:
-            ConfigError: If the group's processes cannot be divided as asked.
-            PlanError: If the model cannot be divided as the group is.
-        """
         mesh = join_mesh(context, self.shards, self.context_parallel)
         lora = self.lora.resolved()
         module = build_model(model, mesh, head, lora, again=self.activation_checkpointing)
@@ -79,7 +71,6 @@ class FsdpOptions:
 def _first_trained(
     network: FsdpNetwork, lora: LoraSpec, head: Head, model: ModelSpec, context: WorkerContext
 ) -> WholeTensorSource:
-    """What is trained of an adapted model: adapters, and a scalar head."""
     shapes = {param.name: param.shape for param in network.layout.params if is_adapter(param.name)}
     found = first_adapters(lora, context.seed, shapes)
     if head.is_scalar:

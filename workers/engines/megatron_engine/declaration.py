@@ -19,11 +19,6 @@ _NAME = "megatron"
 
 
 def check_family(kind: str) -> None:
-    """Refuse a `model_type` that this engine does not compute.
-
-    Raises:
-        ConfigError: Naming those that it does.
-    """
     if kind not in FAMILIES:
         raise ConfigError(
             f"the Megatron engine has no model_type '{kind}'; it has {', '.join(FAMILIES)}. "
@@ -48,11 +43,6 @@ def _why_not(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | 
     return why_not_as_usual(_NAME, layout.model_copy(update={"ep": 1}), kind)
 
 
-def _division(layout: Layout) -> tuple[int, int]:
-    """Those that divide experts share a model as those that divide its matrices do."""
-    return layout.tp * layout.ep, layout.pp
-
-
 def _options(layout: Layout) -> Mapping[str, Any]:
     own = {
         "sequence_parallel": layout.sequence_parallel,
@@ -71,7 +61,8 @@ MEGATRON = EngineKind(
         "reward_model": "penstock.workers.engines.megatron_engine.specs:MegatronRewardSpec",
     },
     needs=Requirement("megatron", "megatron-core", "penstock-rl[megatron]"),
-    division=_division,
+    # Those that divide experts share a model as those that divide its matrices do.
+    division=lambda layout: (layout.tp * layout.ep, layout.pp),
     options=_options,
     computes=lambda model: "by Megatron",
 )

@@ -6,6 +6,12 @@ different rows of a call, and beside each stand those that divide its matrix pro
 `WorkerContext.tensor_rank` is tensor place + tensor size x expert place.
 
 All Megatron roles of a process share the groups, so they must all have the same sizes.
+
+`prepare_megatron` is called before anything else of the engine imports megatron-core, and adapts
+what megatron-core 0.16.1 assumes about CUDA where a model is on the CPU, be there a GPU beside it
+or not: it gives a few of megatron-core's own modules another `torch` to look names up in: torch
+itself, except for what `_CpuTorch` and `_CpuCuda` list. torch stays as it is for everyone else, so
+`torch.cuda.is_available()` tells nobody a lie.
 """
 
 from __future__ import annotations
@@ -19,15 +25,114 @@ import torch.distributed as dist
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.data_parallel import RankGroup
-from ..sharded.divided_network import join_processes
-from .cpu_shim import prepare_megatron
+from ..divided_network import join_processes
 
 if TYPE_CHECKING:
     from types import ModuleType
+import importlib
+import types
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+_ADAPTED = {
+    # Buffers of tensor-parallel gathers and reductions are made on the "current CUDA device".
+    "megatron.core.tensor_parallel.mappings",
+    "megatron.core.tensor_parallel.layers",
+    # The buffer that all of those share.
+    "megatron.core.utils",
+    # Rotary frequencies are moved to the current CUDA device at the first forward pass.
+    "megatron.core.models.common.embeddings.rotary_pos_embedding",
+    # A pipeline's messages are received on the current CUDA device, after a synchronization.
+    "megatron.core.pipeline_parallel.p2p_communication",
+    # The count of tokens over micro-batches is made with device="cuda".
+    "megatron.core.pipeline_parallel.schedules",
+}
+
+
+class _CpuCuda(types.ModuleType):
+    """`torch.cuda` where the current device is the CPU, whose work is done when a call returns."""
+
+    @staticmethod
+    def current_device() -> str:
+        return "cpu"
+
+    @staticmethod
+    def synchronize() -> None:
+        """Nothing runs behind anyone's back."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _CpuTorch(types.ModuleType):
+    """`torch` where a factory that is asked for "cuda" answers with the CPU."""
+
+    cuda = _CpuCuda("torch.cuda")
+
+    @staticmethod
+    def zeros(*size: Any, device: Any = None, **options: Any) -> Tensor:
+        return torch.zeros(*size, device="cpu" if device == "cuda" else device, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+_PREPARED_FOR: list[str] = []
+"""The kind of device, once it has been done."""
+
+
+def prepare_megatron(device: str) -> None:
+    """Import megatron-core, without its notes on optional CUDA packages, for a kind of device."""
+    kind = torch.device(device).type
+    if not _PREPARED_FOR:
+        _prepare(kind)
+        _PREPARED_FOR.append(kind)
+    if [kind] != _PREPARED_FOR:
+        raise ConfigError(
+            f"a Megatron role is on '{device}', and another of this process on "
+            f"'{_PREPARED_FOR[0]}'\n    put all Megatron roles of a group on one kind of device"
+        )
+
+
+def _prepare(kind: str) -> None:
+    with warnings.catch_warnings(), _not_compiled(kind):
+        # Apex, Transformer Engine and others are absent: the layers built here use none of them.
+        warnings.simplefilter("ignore")
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        modules: dict[str, Any] = {name: importlib.import_module(name) for name in _ADAPTED}
+    if kind != "cpu":
+        return
+    for module in modules.values():
+        module.torch = _CpuTorch("torch")
+    # It would advise an environment variable that orders kernels on a GPU.
+    layers = modules["megatron.core.tensor_parallel.layers"]
+    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+
+
+def _as_written(function: Any, **_: object) -> Any:
+    return function
+
+
+@contextmanager
+def _not_compiled(kind: str) -> Generator[None]:
+    """On the CPU, what is imported meanwhile leaves its small functions as they are written.
+
+    megatron-core decorates them with `torch.compile`. That loads torch's compiler, a quarter of the
+    time that the import takes, and would run a C++ compiler for each that is called.
+    """
+    compiler = torch.compile
+    if kind == "cpu":
+        torch.compile = _as_written
+    try:
+        yield
+    finally:
+        torch.compile = compiler
 
 
 def parallel_state() -> Any:
-    """megatron-core's module of process groups."""
     from megatron.core import parallel_state as found
 
     module: ModuleType = found
@@ -40,17 +145,8 @@ def join_groups(context: WorkerContext, expert_parallel: int = 1) -> WorkerConte
     Every process of the worker group must call this at the same time. A group of one process needs
     no torch.distributed for anything else; it gets a default group of itself.
 
-    Args:
-        context: Where the worker lives.
-        expert_parallel: Processes that divide the experts.
-
-    Returns:
-        The context of a worker that computes alone what this process does: every expert place of
-        every rank is a data-parallel rank there.
-
-    Raises:
-        ConfigError: If the group's processes cannot be divided so, or torch.distributed or
-            megatron-core was set up for other sizes or another kind of device.
+    Returns the context of a worker that computes alone what this process does: every expert place
+    of every rank is a data-parallel rank there.
     """
     beside = beside_experts(context, expert_parallel)
     prepare_megatron(context.device)
@@ -75,7 +171,12 @@ def join_groups(context: WorkerContext, expert_parallel: int = 1) -> WorkerConte
 
         # Dropout is off everywhere, so no random state per rank is needed (nor CUDA's).
         initialize_rng_tracker(inference_rng_tracker=True)
-    wanted = (*_sizes(beside), expert_parallel)
+    wanted = (
+        beside.tensor_parallel,
+        beside.num_ranks,
+        beside.pipeline_parallel,
+        expert_parallel,
+    )
     made = (
         state.get_tensor_model_parallel_world_size(),
         state.get_data_parallel_world_size(),
@@ -91,16 +192,8 @@ def join_groups(context: WorkerContext, expert_parallel: int = 1) -> WorkerConte
     return beside
 
 
-def _sizes(context: WorkerContext) -> tuple[int, int, int]:
-    return context.tensor_parallel, context.num_ranks, context.pipeline_parallel
-
-
 def beside_experts(context: WorkerContext, experts: int) -> WorkerContext:
-    """Return the context of a worker that computes alone what this process does.
-
-    Raises:
-        ConfigError: If the group's processes cannot be divided so.
-    """
+    """Return the context of a worker that computes alone what this process does."""
     if context.tensor_parallel % experts:
         raise ConfigError(
             f"'{context.role}' has expert_parallel={experts}, which does not divide the "
@@ -131,5 +224,4 @@ def expert_ranks(device: torch.device) -> RankGroup:
 
 
 def model_group() -> dist.ProcessGroup:
-    """The processes that hold the parts of this rank's model."""
     return parallel_state().get_model_parallel_group()

@@ -4,11 +4,20 @@ Rotary positions, RMS norms, gated feed-forward or a mixture of them, grouped qu
 `FAMILIES`. Dropout is off. Weights are left as they are allocated: they are loaded by `layout`'s
 description.
 
-Imported only after `cpu_shim.prepare_megatron`.
+A mixture is computed as transformers computes Mixtral, Qwen2-MoE and Qwen3-MoE: every token goes to
+the experts that the router likes best, none is dropped, and the auxiliary loss that would balance
+them is no part of any loss here. megatron-core's own layer makes CUDA streams, wants rows of one
+width, or sequence parallelism beside tensor parallelism; ours needs none of that. Each process of
+an expert group has rows of its own and every n-th run of experts. Tokens travel to their experts
+and back by two all-to-alls of exactly what is needed. Tensor parallelism cuts every expert as it
+cuts a feed-forward, and sums the outputs of all of them at once.
+
+Imported only after `groups.prepare_megatron`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,6 +25,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -26,43 +41,189 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ....planner.inputs.model_shape import ModelShape, shape_of
-from ...models.heads import Head
+from ...models.spec import Head
 from .declaration import check_family
-from .experts import Experts, Mixture
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Which part of a model's mixtures a process has."""
+
+    shape: ModelShape  # Sizes of the model
+    normalizes: bool  # Whether the chances of a token's experts are scaled to add up to 1
+    tensor: int  # Processes that cut every expert
+    sequence: bool  # Whether activations between are cut along the sequence
+    # The processes that divide the experts, in order; None if this one has all
+    group: dist.ProcessGroup | None
+
+    @property
+    def num_groups(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def num_local(self) -> int:
+        return self.shape.num_experts // self.num_groups
+
+
+class _Router(nn.Module):
+    def __init__(self, num_experts: int, hidden_size: int, **options: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **options))
+
+
+class _LocalExperts(nn.Module):
+    """Gated feed-forwards, each of its own tokens."""
+
+    def __init__(self, number: int, hidden_size: int, inner: int, **options: Any) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(number, 2 * inner, hidden_size, **options))
+        self.down_proj = nn.Parameter(torch.empty(number, hidden_size, inner, **options))
+
+    def forward(self, tokens: Tensor, counts: list[int]) -> Tensor:
+        """[n, hidden], expert by expert, to the same."""
+        parts = zip(tokens.split(counts), self.gate_up_proj, self.down_proj, strict=True)
+        return torch.cat([_gated(part, up, down) for part, up, down in parts])
+
+
+class _SharedExpert(nn.Module):
+    """The feed-forward of every token."""
+
+    def __init__(self, hidden_size: int, inner: int, **options: Any) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(hidden_size, 2 * inner, bias=False, **options)
+        self.down_proj = nn.Linear(inner, hidden_size, bias=False, **options)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return _gated(tokens, self.linear_fc1.weight, self.down_proj.weight)
+
+
+def _gated(tokens: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = F.linear(tokens, gate_up).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+class Mixture(nn.Module):
+    """The feed-forward of a layer."""
+
+    def __init__(
+        self, experts: Experts, *, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
+        super().__init__()
+        shape, tensor = experts.shape, experts.tensor
+        self._part = experts
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        hidden, inner = shape.hidden_size, shape.intermediate_size // tensor
+        self.gate = _Router(shape.num_experts, hidden, **options)
+        self.experts = _LocalExperts(experts.num_local, hidden, inner, **options)
+        self.shared_expert: _SharedExpert | None = None
+        if shape.shared_expert_size:
+            inner = shape.shared_expert_size // tensor
+            self.shared_expert = _SharedExpert(hidden, inner, **options)
+            self.shared_expert_gate = nn.Linear(hidden, 1, bias=False, **options)
+
+    def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
+        """[s, b, hidden] to the same, and no bias; padding is computed as tokens are."""
+        enter: Any = copy_to_tensor_model_parallel_region
+        leave: Any = reduce_from_tensor_model_parallel_region
+        if self._part.sequence:
+            enter = gather_from_sequence_parallel_region
+            leave = reduce_scatter_to_sequence_parallel_region
+        whole: Tensor = enter(hidden)
+        tokens = whole.reshape(-1, whole.shape[-1])
+        mixed = self._chosen(tokens)
+        if self.shared_expert is not None:
+            share = torch.sigmoid(self.shared_expert_gate(tokens))
+            mixed = mixed + share * self.shared_expert(tokens)
+        return leave(mixed.view(whole.shape)), None
+
+    def _chosen(self, tokens: Tensor) -> Tensor:
+        """What each token's experts say, weighted, [n, hidden]; of this process's part of them."""
+        chance, chosen = self._route(tokens)
+        number = chosen.shape[1]
+        order = chosen.flatten().argsort(stable=True)  # by expert
+        counts = chosen.flatten().bincount(minlength=self._part.shape.num_experts)
+        found = self._computed(tokens[order // number], counts)
+        back = order.argsort()
+        parts = found[back].view(len(tokens), number, -1)
+        return (parts * chance[:, :, None]).sum(1).to(tokens.dtype)
+
+    def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Chances f32[n, k] and experts i64[n, k] of tokens."""
+        logits = F.linear(tokens, self.gate.weight)
+        chance = torch.softmax(logits, -1, dtype=torch.float32)
+        best, chosen = chance.topk(self._part.shape.experts_per_token)
+        return (best / best.sum(-1, keepdim=True) if self._part.normalizes else best), chosen
+
+    def _computed(self, sent: Tensor, counts: Tensor) -> Tensor:
+        """What experts say of tokens that lie expert by expert, `counts` i64[experts] of each."""
+        group = self._part.group
+        if group is None:
+            return self.experts(sent, counts.tolist())
+        every = [torch.empty_like(counts) for _ in range(group.size())]
+        dist.all_gather(every, counts, group)
+        table = torch.stack(every).view(group.size(), group.size(), -1)
+        to_me = table[:, group.rank()]  # [process, my experts]
+        leave, come = table[group.rank()].sum(1).tolist(), to_me.sum(1).tolist()
+        received = _exchange(sent, leave, come, group)
+        mine = torch.arange(to_me.shape[1], device=sent.device).expand_as(to_me)
+        order = mine.flatten().repeat_interleave(to_me.flatten()).argsort(stable=True)
+        found = self.experts(received[order], to_me.sum(0).tolist())
+        back = order.argsort()
+        return _exchange(found[back], come, leave, group)
+
+
+def _exchange(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    result: Any = _Exchange.apply(rows, sent, received, group)
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to other processes, `sent` of them to each in order; gradients go the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    result = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+    return result
 
 
 def supported_shape(config: Any, dtype: str) -> ModelShape:
-    """The sizes of a Hugging Face config, if this engine computes exactly what its model does.
-
-    Raises:
-        ConfigError: If it does not, naming the field.
-    """
+    """The sizes of a Hugging Face config, if this engine computes exactly what its model does."""
     kind = config.model_type
     check_family(kind)
     layers = getattr(config, "layer_types", None) or []
-    wrong = {
-        "hidden_act": config.hidden_act if config.hidden_act != "silu" else None,
-        "mlp_bias": getattr(config, "mlp_bias", False) or None,
-        "attention_bias": (getattr(config, "attention_bias", False) if kind != "qwen2" else False)
-        or None,
-        "sliding_window": config.sliding_window if kind in ("mistral", "mixtral") else None,
-        "router_jitter_noise": getattr(config, "router_jitter_noise", 0.0) or None,
-        "decoder_sparse_step": _other(config, "decoder_sparse_step", 1),
-        "mlp_only_layers": getattr(config, "mlp_only_layers", None) or None,
-        "layer_types": next((name for name in layers if name != "full_attention"), None),
+    computed: dict[str, tuple[Any, Any]] = {  # field -> what it is, and what it must be
+        "hidden_act": (config.hidden_act, "silu"),
+        "mlp_bias": (getattr(config, "mlp_bias", None) or None, None),
+        "attention_bias": (kind != "qwen2" and getattr(config, "attention_bias", False), False),
+        "sliding_window": (config.sliding_window if kind in ("mistral", "mixtral") else None, None),
+        "router_jitter_noise": (getattr(config, "router_jitter_noise", None) or None, None),
+        "decoder_sparse_step": (getattr(config, "decoder_sparse_step", 1), 1),
+        "mlp_only_layers": (getattr(config, "mlp_only_layers", None) or None, None),
+        "layer_types": (next((name for name in layers if name != "full_attention"), None), None),
     }
-    for field, value in wrong.items():
-        if value is not None:
+    for field, (value, expected) in computed.items():
+        if value != expected:
             raise ConfigError(
                 f"the Megatron engine cannot compute a {kind} model with {field}={value!r}; "
                 "train it with engine=torch"
             )
     return shape_of(config.to_dict(), name=kind, dtype=dtype)
-
-
-def _other(config: Any, field: str, usual: int) -> int | None:
-    value: int = getattr(config, field, usual)
-    return None if value == usual else value
 
 
 class _RmsNorm(nn.Module):
@@ -79,7 +240,6 @@ class _RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., hidden_size]."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -119,16 +279,7 @@ def build_backbone(
     sequence_parallel: bool,
     experts: dist.ProcessGroup | None = None,
 ) -> Backbone:
-    """Allocate this process's part of a model; its weights are not set.
-
-    Args:
-        config: A Hugging Face config for which `supported_shape` gave `shape`.
-        shape: Sizes of the model.
-        context: Says which part this process computes; see `join_groups`.
-        head: A scalar one replaces the output layer by a plain linear map.
-        sequence_parallel: Cut activations between tensor-parallel regions along the sequence.
-        experts: The processes that divide a mixture's experts; None if each has all of them.
-    """
+    """Allocate this process's part of a model; its weights are not set."""
     first, last = context.stage == 0, context.stage == context.pipeline_parallel - 1
     own = _config(config, shape, context, sequence_parallel)
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
@@ -158,7 +309,8 @@ def build_backbone(
     device = torch.device(context.device)
     made_on = None if device.type == "cpu" else device  # as megatron-core makes its own
     if shape.num_experts:
-        tensor, normalizes = context.tensor_parallel, _normalizes(config)
+        normalizes = bool(getattr(config, "norm_topk_prob", True))  # Mixtral always does
+        tensor = context.tensor_parallel
         part = Experts(shape, normalizes, tensor, own.sequence_parallel, experts)
         for layer in cast(Any, backbone.decoder).layers:
             layer.mlp = Mixture(part, dtype=own.params_dtype, device=made_on)
@@ -170,11 +322,6 @@ def build_backbone(
     elif last:
         ends.output_layer.sequence_parallel = False  # it is given states that are whole already
     return backbone
-
-
-def _normalizes(config: Any) -> bool:
-    """Whether the chances of a token's experts are scaled to add up to 1; Mixtral always does."""
-    return bool(getattr(config, "norm_topk_prob", True))
 
 
 def _rotary_frequencies(config: Any) -> Tensor:

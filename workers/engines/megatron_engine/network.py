@@ -4,14 +4,14 @@ Weights and gradients lie in one flat buffer each, as in the torch engine, inste
 megatron-core's own gradient buffers: those average over data-parallel ranks and cut the optimizer
 state at bucket boundaries, where the state here is saved as boxes of the checkpoint's parameters.
 
-Imported only after `cpu_shim.prepare_megatron`.
+Imported only after `groups.prepare_megatron`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,35 +26,17 @@ from ....planner.resharding.sharding import Sharding
 from ...training.checkpoint_files import pieces_on
 from ...training.data_parallel import RankGroup, rank_group, worker_group
 from ...training.flat_parameters import FlatParameters
-from ...training.network import Outputs
-from ...training.optimizer import AdamW, OptimizerSpec
-from ..sharded.divided_network import DividedNetwork, gathered_module
+from ...training.network import M, MicroBatches, Outputs, R
+from ...training.optimizer import AdamW, JoinedAdamW, OptimizerSpec, SharedAdamW
+from ..divided_network import DividedNetwork, sum_parts
 from .groups import expert_ranks, model_group
 from .model import Backbone
-from .optimizer import JoinedAdamW, SharedAdamW
-
-M = TypeVar("M")
-R = TypeVar("R")
 
 _LAYER = "decoder.layers."
 
 
 class MegatronNetwork(DividedNetwork):
-    """A part of a model.
-
-    Args:
-        backbone: The part.
-        context: Says which part this process computes; see `join_groups`.
-        replicas: The ranks: each has rows of its own, and holds the same weights.
-        layout: Who in the group stores what.
-        rank_layout: The same of this rank's processes alone.
-        tied: Whether the head is the embedding.
-        share_optimizer: Whether ranks share out the optimizer's state.
-
-    Attributes:
-        flat: Its weights under megatron-core's names, with layers counted from the stage's first.
-        is_last: Whether outputs are computed here.
-    """
+    """A part of a model."""
 
     engine = "the Megatron engine"
 
@@ -73,24 +55,21 @@ class MegatronNetwork(DividedNetwork):
         self.layout, self.rank_layout = layout, rank_layout
         named = dict(backbone.named_parameters())
         # Last what the processes of an expert group do not share.
+        # Its weights under megatron-core's names, with layers counted from the stage's first
         self.flat = FlatParameters({name: named[name] for name in sorted(named, key=_is_expert)})
         self.device = self.flat.data.device
         self.replicas = replicas
-        self._experts = expert_ranks(self.device)
+        self.rows = expert_ranks(self.device)
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        self.vocabulary_group = group
+        # Whether outputs are computed here
         self.is_last = context.stage == context.pipeline_parallel - 1
         self._backbone: Any = backbone
         self._share_optimizer = share_optimizer
         self._tied_ends = tied and context.pipeline_parallel > 1
         self._offset = context.stage * len(self._backbone.decoder.layers)
-        self._exact: Tensor | None = None
         divided = [self.flat.span(name)[0] for name in self.flat.names if _is_expert(name)]
         self._num_shared = min(divided, default=len(self.flat.data))
-
-    @property
-    def vocabulary_group(self) -> dist.ProcessGroup:
-        """The processes that share the vocabulary."""
-        group: Any = parallel_state.get_tensor_model_parallel_group()
-        return group
 
     def engine_name(self, name: str) -> str:
         """What `layout` calls a tensor of `flat`."""
@@ -101,30 +80,19 @@ class MegatronNetwork(DividedNetwork):
             return "embedding.word_embeddings.weight"
         return name
 
-    def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
-        """See `LanguageNetwork.whole_module`."""
-        return gathered_module(self, first)
-
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
-        """See `Network.tensors`."""
         source = self.flat.data if buffer is None else buffer
         return {self.engine_name(name): self.flat.view(source, name) for name in self.flat.names}
 
     def held_tensors(self) -> list[Tensor]:
-        """See `Network.held_tensors`: weights, gradients, their sum in float32."""
         return [self.flat.data, *self.gradients()]
 
     def gradients(self) -> list[Tensor]:
-        """See `Network.gradients`."""
-        return [buffer for buffer in (self.flat.grad, self._exact) if buffer is not None]
-
-    def weights_changed(self) -> None:
-        """See `Network.weights_changed`: nothing here is derived from them."""
+        return [] if self.flat.grad is None else [self.flat.grad]
 
     def make_optimizer(self, spec: OptimizerSpec) -> AdamW:
-        """See `Network.make_optimizer`."""
         data, split = self.flat.data, self._num_shared
-        counted = self._spans(self._counted())
+        counted = self._counted()
 
         def stepped(
             begin: int, end: int, ranks: RankGroup, groups: list[dist.ProcessGroup | None]
@@ -143,15 +111,9 @@ class MegatronNetwork(DividedNetwork):
         shared = stepped(0, split, rank_group(self.context, self.device), [model_group()])
         if split == len(data):
             return shared
-        groups = [model_group(), self._experts.group]
+        groups = [model_group(), self.rows.group]
         experts = stepped(split, len(data), self.replicas, groups)
         return JoinedAdamW(data, spec, [shared, experts], [split, len(data) - split])
-
-    def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
-        """See `Network.micro_batch_limit`: no expert group is left idle without need."""
-        if self._experts.alone:
-            return limit
-        return max(1, min(limit, -(-num_tokens // self._experts.num_ranks)))
 
     def states(self, tokens: Tensor) -> Tensor:
         """What this stage sends on, [T, rows, D]; tokens i64[rows, T] count in the first alone."""
@@ -178,40 +140,30 @@ class MegatronNetwork(DividedNetwork):
         return Outputs(head(picked, weight=weight)[0], anchor=anchor)
 
     def _padded(self, column: Tensor, value: float) -> Tensor:
-        """Sequence parallelism cuts the width evenly."""
         if not self._backbone.config.sequence_parallel:
             return column
         return F.pad(column, (0, -column.shape[1] % self.context.tensor_parallel), value=value)
 
-    def run(
-        self,
-        parts: Sequence[M],
-        load: Callable[[M], R],
-        compute: Callable[[R], Tensor],
-        *,
-        backward: bool,
-    ) -> None:
+    def run(self, given: MicroBatches[M, R], *, backward: bool) -> None:
         """See `Network.run`; of several stages the last one alone computes outputs.
 
-        Micro-batches go through all stages: one forward, one backward in turn. Of n processes that
-        divide the experts each takes every n-th micro-batch, and all equally many.
+        Micro-batches go through all stages: one forward, one backward in turn. Processes that
+        divide the experts share them out.
         """
-        if not parts:
+        if not given.parts:
             return
-        ranks = self._experts
-        mine = list(parts[ranks.rank :: ranks.num_ranks])
-        rounds = -(-len(parts) // ranks.num_ranks)
+        mine = self.share(given.parts)
         nothing = torch.zeros((), dtype=torch.int, device=self.device)
 
         def forward_step(
-            waiting: Iterator[M], model: nn.Module
+            waiting: Iterator[M | None], model: nn.Module
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, None]]]:
-            part = next(waiting, None)
+            part = next(waiting)
             if part is None:
-                sent = self._idle()
+                sent = self.idle()
             else:
-                rows: Any = load(part)
-                sent = compute(rows) if self.is_last else self.states(rows.tokens)
+                rows: Any = given.load(part)
+                sent = given.compute(rows) if self.is_last else self.states(rows.tokens)
             return sent, lambda total: (total, nothing, None)
 
         # Widths vary, so the length here is not looked at; the rows are sent along as well.
@@ -219,37 +171,19 @@ class MegatronNetwork(DividedNetwork):
             forward_step_func=forward_step,
             data_iterator=iter(mine),
             model=self._backbone,
-            num_microbatches=rounds,
+            num_microbatches=len(mine),
             seq_length=self.context.tensor_parallel,
             micro_batch_size=1,
             forward_only=not backward,
         )
 
-    def _idle(self) -> Tensor:
-        """What is sent on of one token, where others compute: its experts may be elsewhere."""
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        if not self.is_last:
-            return self.states(token)
-        anchor = self.outputs(token, token > 0).anchor
-        assert anchor is not None
-        return anchor
-
-    def together(self, result: Tensor) -> Tensor:
-        """See `Network.together`: the last stage's processes have all of it."""
-        return self._experts.sum_(result)
+    def idle(self) -> Tensor:
+        if self.is_last:
+            return super().idle()
+        return self.states(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
 
     def start_gradient(self) -> Tensor:
-        """See `Network.start_gradient`."""
-        grad = self.flat.enable_gradients()
-        if grad.dtype == torch.float32:
-            return grad
-        if self._exact is None:
-            # bfloat16 gradients of micro-batches are added up in float32.
-            self._exact = torch.zeros_like(grad, dtype=torch.float32)
-            for name in self.flat.names:
-                view = self.flat.view(self._exact, name)
-                self.flat.parameter(name).register_post_accumulate_grad_hook(_adds_to(view))
-        return self._exact.zero_()
+        return self.flat.enable_gradients()
 
     def finish_gradient(self, grad: Tensor) -> Tensor:
         """See `Network.finish_gradient`.
@@ -258,34 +192,20 @@ class MegatronNetwork(DividedNetwork):
           heads, routers for its part of experts, all norms on its part of the sequence.
         - The embedding and its copy under the last stage's head.
         """
-        parts = [self.flat.view(grad, name) for name in self.flat.names if self._is_partial(name)]
-        if parts and self.context.tensor_parallel > 1:
-            together = torch.cat([part.reshape(-1) for part in parts])
-            dist.all_reduce(together, group=parallel_state.get_tensor_model_parallel_group())
-            for part, total in zip(
-                parts, together.split([part.numel() for part in parts]), strict=True
-            ):
-                part.copy_(total.view_as(part))
-        table = self._tied_table()
-        if table is not None:
+        if self.context.tensor_parallel > 1:
+            partial = ("q_layernorm.weight", "k_layernorm.weight", "gate.weight")
+            if self._backbone.config.sequence_parallel:
+                partial = ("layernorm.weight", "gate.weight")
+            names = [name for name in self.flat.names if name.endswith(partial)]
+            sum_parts([self.flat.view(grad, name) for name in names], self.vocabulary_group)
+        if self._tied_ends and (self.context.stage == 0 or self.is_last):
+            first = self.context.stage == 0
+            table = "embedding.word_embeddings.weight" if first else "output_layer.weight"
             dist.all_reduce(self.flat.view(grad, table), group=parallel_state.get_embedding_group())
         return grad
 
-    def _is_partial(self, name: str) -> bool:
-        if name.endswith(("q_layernorm.weight", "k_layernorm.weight", "gate.weight")):
-            return True
-        return bool(self._backbone.config.sequence_parallel) and name.endswith("layernorm.weight")
-
-    def _tied_table(self) -> str | None:
-        """The name of this stage's copy of the embedding, if another stage has one too."""
-        if not self._tied_ends:
-            return None
-        if self.context.stage == 0:
-            return "embedding.word_embeddings.weight"
-        return "output_layer.weight" if self.is_last else None
-
-    def _counted(self) -> set[str]:
-        """Of this process's tensors those that count in the gradient's norm.
+    def _counted(self) -> list[tuple[int, int]]:
+        """Where in the buffers those tensors lie that count in the gradient's norm, runs as one.
 
         Each has the same gradient in all processes that share it, so the first of those that share
         a model counts.
@@ -296,10 +216,7 @@ class MegatronNetwork(DividedNetwork):
             for pattern in self.rank_layout.patterns
         )
         held = pieces_on(replace(self.rank_layout, patterns=patterns), self.context.process)
-        return {piece.tensor for piece in held if piece.first}
-
-    def _spans(self, tensors: set[str]) -> list[tuple[int, int]]:
-        """Where some of the engine's tensors lie in the buffers, neighbors as one."""
+        tensors = {piece.tensor for piece in held if piece.first}
         spans: list[tuple[int, int]] = []
         for name in self.flat.names:
             start, stop = self.flat.span(name)
@@ -315,12 +232,3 @@ class MegatronNetwork(DividedNetwork):
 def _is_expert(name: str) -> bool:
     """Whether an expert group's processes have other numbers under this name."""
     return ".mlp.experts." in name
-
-
-def _adds_to(view: Tensor) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        view.add_(parameter.grad)
-        parameter.grad.zero_()
-
-    return hook

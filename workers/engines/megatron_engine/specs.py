@@ -15,13 +15,12 @@ from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape, shape_of
 from ....planner.resharding.sharding import Pattern, Sharding, Slice, StoredParam, shard
 from ....planner.resharding.storage import concatenate, interleave_qkv
-from ...models.first_weights import fill_first_weights, model_source
-from ...models.heads import Head, HeadName
-from ...models.spec import ModelSpec
+from ...models.file_weights import fill_first_weights, model_source
+from ...models.spec import Head, HeadName, ModelSpec
 from ...training.data_parallel import rank_group, worker_group
 from ...training.network import LanguageNetwork
+from ..divided_network import recompute_layers
 from ..roles import PolicyRecipe, Recipe, RewardRecipe, ValueRecipe
-from ..sharded.divided_network import recompute_layers
 from .declaration import check_family
 from .groups import beside_experts, expert_ranks, join_groups
 
@@ -50,15 +49,6 @@ def megatron_sharding(
       that share it, its key, its value.
     - Gate then up rows lie in `linear_fc1`; experts lie as in the checkpoint's module.
     - A scalar head and its bias are whole on every tensor-parallel process of the last stage.
-
-    Args:
-        model: Sizes and dtype.
-        layout: Only tp, pp, dp and ep may be above 1; optimizer states may be cut, weights may not.
-        devices: One per process, in the order of `WorkerContext.process`.
-        head: What the model ends in.
-
-    Raises:
-        PlanError: If the engine cannot hold the model in this layout.
     """
     _check(model, layout)
     whole = shard(model, layout, devices, head="vocabulary" if head == "lm_head" else "scalar")
@@ -87,7 +77,6 @@ def _check(model: ModelShape, layout: Layout) -> None:
 
 
 def _scalar_head(sharding: Sharding, head: HeadName) -> Sharding:
-    """Name the scalar head as its worker's checkpoints do, and add its bias."""
     (weight,) = (param for param in sharding.params if param.name == "score.weight")
     held = sharding.patterns[weight.pattern]
     pattern: Pattern = tuple(Slice(piece.device, ((0, 1),), (0,)) for piece in held)
@@ -123,7 +112,6 @@ class MegatronOptions:
     """Share out the optimizer's state over data-parallel ranks (ZeRO stage 1)."""
 
     def check_group(self, context: WorkerContext) -> None:
-        """See `Recipe.check_group`."""
         assert isinstance(self, Recipe)
         beside, kind = beside_experts(context, self.expert_parallel), self.model.config.model_type
         experts, tensor = self.expert_parallel, beside.tensor_parallel
@@ -133,7 +121,6 @@ class MegatronOptions:
         megatron_sharding(shape, layout, range(layout.num_devices))
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> LanguageNetwork:
-        """See `Recipe.make_network`."""
         network = self.empty_network(model, context, head)
         fill_first_weights(network, model_source(model, head), head, model, context)
         return network

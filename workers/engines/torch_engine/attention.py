@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .packing import Pack
-from .rectangles import Block
+from .packing import Block, Pack
 from .varlen import attend_sequences, has_kernel
 
 MOST_SCORES = 1 << 20
@@ -35,15 +34,7 @@ _LEAST_QUERIES = 16
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: float) -> Tensor:
     """Attention of every packed token over its row.
 
-    Args:
-        query: [N, H, E].
-        key: [N, K, E], K dividing H.
-        value: [N, K, E].
-        pack: Says who attends to whom.
-        scale: Multiplies the scores.
-
-    Returns:
-        [N, H * E].
+    Shapes: `query` [N, H, E]; `key` [N, K, E], K dividing H; `value` [N, K, E]. Returns [N, H * E].
     """
     if has_kernel(query):
         return attend_sequences(query, key, value, pack.places, scale)
@@ -110,17 +101,11 @@ class _Attend(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some queries of some rows of a block, computed at once.
+    """Some queries of some rows of a block, computed at once."""
 
-    Attributes:
-        query: Where they are in [B, K, g, Q, E].
-        key: The keys that they may look at, in [B, K, T, E].
-        hidden: bool[b or 1, 1, 1, Q, T]; those of them that they may not.
-    """
-
-    query: tuple[slice, ...]
-    key: tuple[slice, ...]
-    hidden: Tensor
+    query: tuple[slice, ...]  # Where they are in [B, K, g, Q, E]
+    key: tuple[slice, ...]  # The keys that they may look at, in [B, K, T, E]
+    hidden: Tensor  # bool[b or 1, 1, 1, Q, T]; those of them that they may not
 
 
 def _pieces(block: Block, heads: int) -> Iterator[_Piece]:
@@ -178,15 +163,8 @@ def _matmul_t(left: Tensor, right: Tensor) -> Tensor:
 def attend_cache(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
     """One query per row over its cache.
 
-    Args:
-        query: [M, H, E].
-        key: [M, K, S, E]; a view of the cache will do.
-        value: [M, K, S, E].
-        bias: f32[M, 1, S]; 0 where the row may look, -inf elsewhere.
-        scale: Multiplies the scores.
-
-    Returns:
-        [M, H * E].
+    Shapes: `query` [M, H, E]; `key` and `value` [M, K, S, E], views of the cache will do; `bias`
+    f32[M, 1, S], 0 where the row may look, -inf elsewhere. Returns [M, H * E].
     """
     rows, heads, size = query.shape
     keys = key.shape[1]

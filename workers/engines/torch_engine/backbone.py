@@ -11,7 +11,7 @@ Shapes: N packed tokens, D hidden size, H query heads, K key heads, E head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,50 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...training.flat_parameters import FlatParameters
-from .adapters import Adapters, adapters_of, added
 from .attention import attend_packed
 from .packing import Pack
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """An adapter of one linear map: `scale * B A x`."""
+
+    down: Tensor  # A, f32[rank, in]
+    up: Tensor  # B, f32[out, rank]
+    scale: float  # Alpha over the rank
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, out] of [N, in], in the precision of `x`."""
+        narrow = F.linear(x, self.down.to(x.dtype))
+        return F.linear(narrow, (self.up * self.scale).to(x.dtype))
+
+
+Adapters = tuple[LowRank | int, ...]
+"""Of linear maps that are computed as one: each one's adapter, or how wide it is without."""
+
+
+def _low_rank(linear: Any) -> LowRank | None:
+    if not hasattr(linear, "lora_A"):
+        return None
+    (name,) = linear.lora_A
+    return LowRank(linear.lora_A[name].weight, linear.lora_B[name].weight, linear.scaling[name])
+
+
+def adapters_of(linears: Sequence[Any]) -> Adapters | None:
+    """Adapters of linear maps that are computed as one; None if none of them has any."""
+    found = [_low_rank(linear) for linear in linears]
+    if all(adapter is None for adapter in found):
+        return None
+    return tuple(
+        linear.out_features if adapter is None else adapter
+        for linear, adapter in zip(linears, found, strict=True)
+    )
+
+
+def added(x: Tensor, adapters: Adapters) -> Tensor:
+    """What adapters of maps computed as one add to their outputs, [N, all outs]."""
+    parts = [a(x) if isinstance(a, LowRank) else x.new_zeros(len(x), a) for a in adapters]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -92,13 +133,7 @@ class _NormLinear(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in Hugging Face's half-split order.
-
-    Args:
-        x: [N, heads, E].
-        cos: [N, 1, E / 2].
-        sin: Likewise.
-    """
+    """Rotary embedding of [N, heads, E], by tables [N, 1, E / 2], in Hugging Face's half-split."""
     out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[assignment]
     return out
 
@@ -211,40 +246,43 @@ def fused_names(backbone: nn.Module, prefix: str) -> list[tuple[str, ...]]:
 
 
 @dataclass(frozen=True)
+class Linears:
+    """Linear maps of one input, computed as one."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adapters: Adapters | None
+
+    def of_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        if self.adapters is None:
+            return norm_linear(x, norm, eps, self.weight, self.bias)
+        normed = rms_norm(x, norm, eps)
+        return F.linear(normed, self.weight, self.bias) + added(normed, self.adapters)
+
+    def added_to(self, x: Tensor, inputs: Tensor) -> Tensor:
+        x = x + F.linear(inputs, self.weight, self.bias)
+        return x if self.adapters is None else x + added(inputs, self.adapters)
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """Leaf tensors of one decoder layer."""
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Linears
     query_norm: Tensor | None
     key_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    out: Linears
     mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-    qkv_adapters: Adapters | None
-    out_adapters: Adapters | None
-    gate_up_adapters: Adapters | None
-    down_adapters: Adapters | None
+    gate_up: Linears
+    down: Linears
 
 
 class LeanBackbone:
-    """Functional forward over a backbone's weights.
-
-    Args:
-        backbone: A backbone for which `is_lean` is true.
-        flat: Holds its weights, laid out with `fused_names(backbone, prefix)` side by side.
-        prefix: What the backbone's parameters are called in `flat`: "model.".
-
-    Attributes:
-        checkpointing: Whether training keeps only each layer's input, and computes the rest again.
-    """
+    """Functional forward over a backbone's weights."""
 
     def __init__(self, backbone: nn.Module, flat: FlatParameters, prefix: str) -> None:
+        # Whether training keeps only each layer's input, and computes the rest again
         self.checkpointing = False
         self._backbone: Any = backbone
         config: Any = backbone.config
@@ -276,9 +314,7 @@ class LeanBackbone:
     def states(self, pack: Pack, caches: Sequence[tuple[Tensor, Tensor]] | None = None) -> Tensor:
         """Hidden states after the final norm at `pack.read`, [U, D].
 
-        Args:
-            pack: What to compute; positions must be within the model's reach.
-            caches: If given, a pair of [N, K, E] tensors per layer which receive keys and values.
+        `caches` are a pair of [N, K, E] tensors per layer, which receive keys and values.
         """
         cos, sin = (table[pack.position] for table in self.rope(pack.longest))
         x = F.embedding(pack.tokens, self.embedding)
@@ -287,10 +323,18 @@ class LeanBackbone:
         for index, layer in enumerate(self.layers):
             read = pack.read if index == last else None
             cache = None if caches is None else caches[index]
+            inputs = (x, layer, cos, sin, pack, read, cache)
             if again:
-                x = _computed_again(self._layer, x, layer, cos, sin, pack, read, cache)
+                found: Any = checkpoint(
+                    self._layer,
+                    *inputs,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    determinism_check="none",
+                )
+                x = found
             else:
-                x = self._layer(x, layer, cos, sin, pack, read, cache)
+                x = self._layer(*inputs)
         return rms_norm(x, self.final_norm, self.eps)
 
     def _layer(
@@ -318,8 +362,7 @@ class LeanBackbone:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [N, H, E] and keys [N, K, E], and values [N, K, E]."""
         heads, keys = self.num_heads, self.num_key_heads
-        qkv = self._normed(x, layer.input_norm, layer.qkv, layer.qkv_bias, layer.qkv_adapters)
-        qkv = qkv.view(len(x), -1, self.head_dim)
+        qkv = layer.qkv.of_norm(x, layer.input_norm, self.eps).view(len(x), -1, self.head_dim)
         if layer.query_norm is None or layer.key_norm is None:
             both, value = qkv.split([heads + keys, keys], dim=1)
             query, key = rotate(both, cos, sin).split([heads, keys], dim=1)
@@ -332,40 +375,11 @@ class LeanBackbone:
 
     def finish(self, x: Tensor, mixed: Tensor, layer: LayerWeights) -> Tensor:
         """Output projection, residual and feed-forward; `mixed` is [N, H * E]."""
-        x = x + F.linear(mixed, layer.out, layer.out_bias)
-        if layer.out_adapters is not None:
-            x = x + added(mixed, layer.out_adapters)
-        gate_up = self._normed(
-            x, layer.mlp_norm, layer.gate_up, layer.gate_up_bias, layer.gate_up_adapters
-        )
-        if layer.down_adapters is None:
-            return x + gated_linear(gate_up, layer.down, layer.down_bias)
-        product = gated(gate_up)
-        return (
-            x + F.linear(product, layer.down, layer.down_bias) + added(product, layer.down_adapters)
-        )
-
-    def _normed(
-        self,
-        x: Tensor,
-        norm: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        adapters: Adapters | None,
-    ) -> Tensor:
-        """Linear map of the norm of `x`."""
-        if adapters is None:
-            return norm_linear(x, norm, self.eps, weight, bias)
-        normed = rms_norm(x, norm, self.eps)
-        return F.linear(normed, weight, bias) + added(normed, adapters)
-
-
-def _computed_again(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """A layer of which only the input is kept for the backward pass, which computes it again."""
-    out: Any = checkpoint(
-        layer, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
-    )
-    return out
+        x = layer.out.added_to(x, mixed)
+        gate_up = layer.gate_up.of_norm(x, layer.mlp_norm, self.eps)
+        if layer.down.adapters is None:
+            return x + gated_linear(gate_up, layer.down.weight, layer.down.bias)
+        return layer.down.added_to(x, gated(gate_up))
 
 
 def _layer_weights(flat: FlatParameters, prefix: str, layer: Any) -> LayerWeights:
@@ -373,33 +387,25 @@ def _layer_weights(flat: FlatParameters, prefix: str, layer: Any) -> LayerWeight
         full = prefix + name
         return flat.parameter(full) if full in flat.names else None
 
-    def needed(name: str) -> Tensor:
-        return flat.parameter(prefix + name)
+    def linears(block: str, *parts: str) -> Linears:
+        def side_by_side(kind: str) -> Tensor | None:
+            names = tuple(f"{prefix}{block}.{part}.{kind}" for part in parts)
+            if names[0] not in flat.names:
+                return None
+            return flat.fused_weight(names) if len(names) > 1 else flat.parameter(*names)
 
-    def fused(block: str, parts: Sequence[str], kind: str) -> Tensor | None:
-        names = tuple(f"{prefix}{block}.{part}.{kind}" for part in parts)
-        return flat.fused_weight(names) if names[0] in flat.names else None
+        weight, modules = side_by_side("weight"), getattr(layer, block)
+        assert weight is not None
+        found = adapters_of([getattr(modules, part) for part in parts])
+        return Linears(weight, side_by_side("bias"), found)
 
-    qkv = fused("self_attn", ("q_proj", "k_proj", "v_proj"), "weight")
-    gate_up = fused("mlp", ("gate_proj", "up_proj"), "weight")
-    assert qkv is not None
-    assert gate_up is not None
-    attention, mlp = layer.self_attn, layer.mlp
     return LayerWeights(
-        input_norm=needed("input_layernorm.weight"),
-        qkv=qkv,
-        qkv_bias=fused("self_attn", ("q_proj", "k_proj", "v_proj"), "bias"),
+        input_norm=flat.parameter(f"{prefix}input_layernorm.weight"),
+        qkv=linears("self_attn", "q_proj", "k_proj", "v_proj"),
         query_norm=one("self_attn.q_norm.weight"),
         key_norm=one("self_attn.k_norm.weight"),
-        out=needed("self_attn.o_proj.weight"),
-        out_bias=one("self_attn.o_proj.bias"),
-        mlp_norm=needed("post_attention_layernorm.weight"),
-        gate_up=gate_up,
-        gate_up_bias=fused("mlp", ("gate_proj", "up_proj"), "bias"),
-        down=needed("mlp.down_proj.weight"),
-        down_bias=one("mlp.down_proj.bias"),
-        qkv_adapters=adapters_of([attention.q_proj, attention.k_proj, attention.v_proj]),
-        out_adapters=adapters_of([attention.o_proj]),
-        gate_up_adapters=adapters_of([mlp.gate_proj, mlp.up_proj]),
-        down_adapters=adapters_of([mlp.down_proj]),
+        out=linears("self_attn", "o_proj"),
+        mlp_norm=flat.parameter(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=linears("mlp", "gate_proj", "up_proj"),
+        down=linears("mlp", "down_proj"),
     )

@@ -34,20 +34,14 @@ from .packing import pack_rows
 
 _ALIGN = 16  # rows and cache positions; see the module's docstring
 _SMALL_PRODUCT = 400  # torch uses another kernel for batched products below this many multiplies
-_PREFILL_TOKENS = 1 << 14  # of texts that are computed at once, about; see costs.py
+_PREFILL_TOKENS = 1 << 14  # of texts that are computed at once, about; see declaration.py
 
 
 def decode(network: LeanNetwork, sampler: ResponseSampler, max_rows: int) -> Iterator[Tensor]:
-    """Sample the responses that are open.
+    """Sample the responses that are open; yields those that ended in a step, i64[n], ascending.
 
-    Args:
-        network: The policy.
-        sampler: The prompts, and how tokens are sampled.
-        max_rows: Responses sampled at once.
-
-    Yields:
-        The responses that have ended in a step, i64[n], ascending. In flight it may be none, and
-        other weights may be there afterwards, from which the next tokens are sampled.
+    In flight it may be none, and other weights may be there afterwards, from which the next tokens
+    are sampled.
     """
     waiting = torch.nonzero(sampler.open)[:, 0]
     if not len(waiting):
@@ -85,55 +79,38 @@ def entering(waiting: Tensor, room: int, max_rows: int, num_samples: int) -> int
 
 
 def padded(count: int) -> int:
-    """Rows or positions, rounded up to what is computed at once."""
     return -(-count // _ALIGN) * _ALIGN
 
 
 class _Computed(NamedTuple):
     """What the model makes of n texts, N tokens in all."""
 
-    packed: list[tuple[Tensor, Tensor]]
-    """Of each layer the keys and values, [N, K, E]."""
-    place: Tensor
-    """i64[n, T]; which tokens are a text's."""
-    logits: Tensor
-    """[U, V]."""
-    entry: Tensor
-    """i64[n]; which of them follow a text."""
+    packed: list[tuple[Tensor, Tensor]]  # Of each layer the keys and values, [N, K, E]
+    place: Tensor  # i64[n, T]; which tokens are a text's
+    logits: Tensor  # [U, V]
+    entry: Tensor  # i64[n]; which of them follow a text
 
 
 class Batch:
-    """The rows that are computed together. M rows, K key heads, S positions, E size.
+    """The rows that are computed together. M rows, K key heads, S positions, E size."""
 
-    Args:
-        network: The policy.
-        sampler: Knows the texts.
-        most: Responses that are live at once; there are rows for a multiple of 16.
-
-    Attributes:
-        row: i64[M]; which response each row is of; any for those that are not live.
-        live: bool[M].
-        num_live: How many.
-        shrinks_to: Rows that ended stay in the batch until it would shrink to this fraction.
-        held: bool[M]; rows that keep their cache, live or not, until they are let go.
-        logits: [M, V], of the next token; none while it is computed.
-    """
-
-    shrinks_to = 0.8
+    shrinks_to = 0.8  # Rows that ended stay in the batch until it would shrink to this fraction
 
     def __init__(self, network: LeanNetwork, sampler: ResponseSampler, most: int) -> None:
         self._network = network
         self._backbone = network.backbone
         self._sampler = sampler
         self._device = network.device
+        # i64[M]; which response each row is of; any for those that are not live
         self.row = torch.zeros(padded(most), dtype=torch.int64, device=self._device)
-        self.live = torch.zeros(len(self.row), dtype=torch.bool, device=self._device)
-        self.num_live = 0
+        self.live = torch.zeros(len(self.row), dtype=torch.bool, device=self._device)  # bool[M]
+        self.num_live = 0  # How many
+        # bool[M]; rows that keep their cache, live or not, until they are let go
         self.held = torch.zeros_like(self.live)
         self._position = torch.zeros_like(self.row)  # of the next token; 0 where none comes
         self._longest = 0  # position of a live row
         self._farthest = 0  # of any
-        self.logits = self._new(0)
+        self.logits = self._new(0)  # [M, V], of the next token; none while it is computed
         self._cache: list[tuple[Tensor, Tensor]] = []
         self._capacity = 0
 
@@ -168,7 +145,6 @@ class Batch:
             self._position[slot] = 0
 
     def position(self, slot: int) -> int:
-        """Tokens in the cache of a row that is held."""
         return int(self._position[slot])
 
     def resume(self, slot: int, longest: int) -> None:
@@ -196,7 +172,6 @@ class Batch:
         return _Computed(packed, place.to(self._device), logits, pack.entry)
 
     def _fill(self, found: _Computed, text: Tensor, into: Tensor) -> None:
-        """Have some rows, i64[n], go on from texts."""
         width = found.place.shape[1]
         for caches, packed in zip(self._cache, found.packed, strict=True):
             for cache, of_tokens in zip(caches, packed, strict=True):
@@ -214,7 +189,6 @@ class Batch:
         return torch.empty(shape, dtype=self._backbone.embedding.dtype, device=self._device)
 
     def _reserve(self, capacity: int) -> None:
-        """Have room for so many positions."""
         if capacity <= self._capacity:
             return
         backbone = self._backbone

@@ -45,16 +45,6 @@ def rows_that_fit(free_bytes: int, *, total_bytes: int, bytes_per_row: int, most
 
     A tenth of the device stays free. Of 1.5 billion weights in bfloat16 (28 layers of 2 key heads
     of 128) a row of 1,024 + 8,192 tokens takes 252 MiB of cache; 512 of them would be 126 GiB.
-
-    Args:
-        free_bytes: Unused memory of the device.
-        total_bytes: Memory of the device.
-        bytes_per_row: Memory that a row needs.
-        most: Rows that are wanted.
-
-    Raises:
-        WorkerError: If 16 rows, the fewest that are computed at once, do not fit even without the
-            reserve.
     """
     if free_bytes < _LEAST_ROWS * bytes_per_row:
         raise WorkerError(
@@ -68,17 +58,6 @@ def rows_that_fit(free_bytes: int, *, total_bytes: int, bytes_per_row: int, most
 
 
 def rows_in_memory(backbone: LeanBackbone, device: torch.device, longest: int, most: int) -> int:
-    """Return the rows of `rows_that_fit` for what a CUDA device has free now.
-
-    Args:
-        backbone: The model.
-        device: A CUDA device.
-        longest: Tokens, prompt and response, of the longest row.
-        most: Rows that are wanted.
-
-    Raises:
-        WorkerError: See `rows_that_fit`.
-    """
     free, total = torch.cuda.mem_get_info(device)
     # What torch has taken from the device and uses for nothing is free as well.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -88,12 +67,7 @@ def rows_in_memory(backbone: LeanBackbone, device: torch.device, longest: int, m
 
 
 def bytes_per_row(backbone: LeanBackbone, longest: int) -> int:
-    """Return the bytes of a row of a batch: its cache, and what computing and sampling takes.
-
-    Args:
-        backbone: The model.
-        longest: Tokens, prompt and response, of the longest row.
-    """
+    """Return the bytes of a row of a batch: its cache, and what computing and sampling takes."""
     positions = padded(longest)
     vocab_size, number = len(backbone.embedding), backbone.embedding.element_size()
     cache = 2 * len(backbone.layers) * backbone.num_key_heads * backbone.head_dim * number
@@ -118,12 +92,6 @@ class StepGraphs:
     from one to the next.
 
     It does not hold on to the step: what that writes into would live until Python looks for cycles.
-
-    Args:
-        device: A CUDA device.
-
-    Attributes:
-        num_captured: Graphs captured so far, dropped ones as well.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -132,16 +100,10 @@ class StepGraphs:
         self._pool: Any = None
         self._weights_at = 0
         self._stream = capture_stream(device)
-        self.num_captured = 0
+        self.num_captured = 0  # Graphs captured so far, dropped ones as well
 
     def run(self, step: Callable[[int], None], span: int, weights_at: int) -> None:
-        """Do the step once.
-
-        Args:
-            step: Does something on the device, given the number of positions; always the same.
-            span: Positions.
-            weights_at: Address of the weights.
-        """
+        """Do the step once for some positions; graphs of weights at another address are void."""
         if weights_at != self._weights_at:
             self.clear()
             self._weights_at = weights_at
@@ -158,12 +120,10 @@ class StepGraphs:
             self._graphs[span] = self._captured(step, span)
 
     def clear(self) -> None:
-        """Drop all graphs, and their memory."""
         self._graphs.clear()
         self._pool = None
 
     def _captured(self, step: Callable[[int], None], span: int) -> torch.cuda.CUDAGraph:
-        """Capture the step as a graph; nothing is computed."""
         if self._pool is None:  # the pool of dropped graphs is not used again
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -183,11 +143,7 @@ _LEAST_SPAN = 64
 def decode_on_device(
     network: LeanNetwork, sampler: ResponseSampler, max_rows: int
 ) -> Iterator[Tensor]:
-    """Sample the responses that are open; see `decode.decode`.
-
-    Raises:
-        WorkerError: If the device has no memory for the cache of 16 of them.
-    """
+    """Sample the responses that are open; see `decode.decode`."""
     waiting = torch.nonzero(sampler.open)[:, 0]
     if not len(waiting):
         return
@@ -211,12 +167,7 @@ def decode_on_device(
 
 
 def span_bucket(length: int, most: int) -> int:
-    """Cache positions to attend over for rows of `length`: few sizes, each at most 1/4 too large.
-
-    Args:
-        length: Positions that are needed, at least 1.
-        most: Those that the cache has.
-    """
+    """Cache positions to attend over for rows of `length`: few sizes, at most 1/4 too large."""
     unit = max(_LEAST_SPAN, (1 << (length - 1).bit_length()) // 8)
     return min(-(-length // unit) * unit, most)
 
@@ -225,16 +176,6 @@ class DeviceBatch(Batch):
     """A `Batch` whose rows go several tokens at a time. M rows, W tokens of a window.
 
     After a look the host knows what the device has: `_known` and `_response` are `live` and `row`.
-
-    Args:
-        network: The policy.
-        sampler: Knows the texts.
-        most: Responses that are live at once; there are rows for a multiple of 16.
-        longest: Tokens that the longest of all responses, with its prompt, may come to have: the
-            cache has room for it from the beginning, for a graph needs it where it is.
-
-    Attributes:
-        graphs: Of the step, on a CUDA device; None elsewhere. Without them it runs as it is.
     """
 
     shrinks_to = 0.5  # of other rows other graphs are captured
@@ -244,6 +185,7 @@ class DeviceBatch(Batch):
     ) -> None:
         super().__init__(network, sampler, most)
         sampler.record_later()
+        # Room for the longest from the beginning: a graph needs the cache where it is.
         self._positions = self._span(longest - 1)
         self._tables = self._backbone.rope(self._positions + 1)
         self._token = torch.zeros_like(self.row)
@@ -251,16 +193,13 @@ class DeviceBatch(Batch):
         self._window = self._new_window()
         self._known = torch.zeros(len(self.row), dtype=torch.bool)
         self._response = torch.zeros(len(self.row), dtype=torch.int64)
+        # Of the step, on a CUDA device; None elsewhere. Without them it runs as it is.
         self.graphs = StepGraphs(self._device) if self._device.type == "cuda" else None
 
     # --- tokens
 
     def begin(self, row: Tensor) -> Tensor:
-        """Have responses, i64[n] on the CPU, enter, and sample the first token of each.
-
-        Returns:
-            Those that have ended, i64[m], ascending.
-        """
+        """Have responses, i64[n] on the CPU, enter, sample a token of each; those that ended."""
         slots = self.enter(row)
         entered = torch.zeros_like(self.live)
         entered[slots] = True
@@ -271,11 +210,7 @@ class DeviceBatch(Batch):
         return self._looked(1)
 
     def advance(self) -> Tensor:
-        """Sample some more tokens of every row, and look.
-
-        Returns:
-            The responses that have ended, i64[n], ascending.
-        """
+        """Sample some more tokens of every row, and look; the responses that ended, ascending."""
         ahead = 1 if self._sampler.reads_text or call_in_flight() else TOKENS_PER_LOOK
         count = min(ahead, self._sampler.most_left(self._response[self._known]))
         self.run(count)
@@ -293,11 +228,7 @@ class DeviceBatch(Batch):
                 self.graphs.run(self.sample_next, span, self._network.flat.data.data_ptr())
 
     def sample_next(self, span: int) -> None:
-        """Append the last token of every row to its cache, and sample the next; without a look.
-
-        Args:
-            span: Cache positions to attend over, more than any live row has filled.
-        """
+        """Append the last token of every row to its cache, and sample the next; without a look."""
         logits = self._after(self._token, span, self._tables)
         self._position.add_(1)
         self._take(logits, self.live)
@@ -340,7 +271,7 @@ class DeviceBatch(Batch):
         return torch.zeros(shape, dtype=torch.int64, device=self._device)
 
     def shrink(self) -> Tensor | None:
-        """See `Batch.shrink`; other rows need other graphs."""
+        # Other rows need other graphs.
         if padded(self.num_live) > self.shrinks_to * len(self.row):
             return None
         keep = super().shrink()

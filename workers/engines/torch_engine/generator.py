@@ -111,9 +111,7 @@ def _read(module: Any, texts: Tensor) -> _Read:
 def _batches(rows: Tensor, unit: int | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the rows of each batch, i64[n], and which to sample; spare ones repeat the first.
 
-    Args:
-        rows: i64[n].
-        unit: 1 makes a batch of each row, more one batch of a multiple of it, None one of all.
+    A `unit` of 1 makes a batch of each row, more one batch of a multiple of it, None one of all.
     """
     for part in rows.split(1) if unit == 1 else [rows]:
         spare = 0 if unit is None else -len(part) % unit
@@ -162,18 +160,7 @@ def _attend(
 
 
 class TorchTurns:
-    """`Turns` of a network of ours.
-
-    Args:
-        network: The policy.
-        sampler: How tokens are sampled.
-        num_rows: Conversations.
-        max_rows: Those that are held at once; others begin when one is released.
-
-    Attributes:
-        num_read: Tokens of texts that were computed.
-        num_reused: Tokens of texts that were not, because the row held them.
-    """
+    """`Turns` of a network of ours."""
 
     def __init__(
         self, network: LeanNetwork, sampler: TurnSampler, num_rows: int, max_rows: int
@@ -185,22 +172,21 @@ class TorchTurns:
         self._waiting: deque[TurnRequest] = deque()
         self._slots: dict[int, int] = {}
         self._held: dict[int, list[int]] = {}
+        # Tokens of texts that were computed, and that were not because the row held them.
         self.num_read = self.num_reused = 0
 
     @property
     def num_open(self) -> int:
-        """See `Turns.num_open`; without conversations that wait until another is released."""
+        # Without conversations that wait until another is released.
         new = sum(request.row not in self._held for request in self._waiting)
         fitting = min(new, self._most - len(self._slots))
         return self._batch.num_live + len(self._waiting) - new + fitting
 
     def ask(self, request: TurnRequest) -> None:
-        """See `Turns.ask`."""
         self._waiting.append(request)
 
     @torch.no_grad()
     def step(self) -> list[Turn]:
-        """See `Turns.step`."""
         self._enter()
         batch = self._batch
         sampled, live = self._sampler.sample(batch.logits, batch.row, batch.live)
@@ -214,7 +200,6 @@ class TorchTurns:
         return turns
 
     def release(self, row: int) -> None:
-        """See `Turns.release`."""
         self._held.pop(row, None)
         slot = self._slots.pop(row, None)
         if slot is not None:
@@ -224,7 +209,6 @@ class TorchTurns:
         """See `Turns.close`: it holds nothing but memory."""
 
     def _enter(self) -> None:
-        """Begin waiting turns while there are rows for them."""
         new: list[TurnRequest] = []
         for request in [*self._waiting]:
             held = self._held.get(request.row)
@@ -247,7 +231,6 @@ class TorchTurns:
             self.num_read += len(request.text)
 
     def _shrink(self) -> Tensor | None:
-        """Drop the rows of conversations that are over, once all others have theirs."""
         keep = None if self._num_to_come else self._batch.shrink()
         if keep is not None:
             place = {slot: new for new, slot in enumerate(keep.tolist())}
@@ -276,16 +259,7 @@ class TorchTurns:
 
 
 class TorchGenerator(GenerationEngine):
-    """Samples from a network's own weights.
-
-    Args:
-        network: A language model.
-        end_ids: Tokens that end a response.
-        max_rows: Responses sampled at once; a bound on the memory of the key-value cache. On a GPU
-            there are fewer if it has no memory for so many.
-        tokenizer: To look for stop strings.
-        num_words: Tokens that may be sampled; None for all that the model has.
-    """
+    """Samples from a network's own weights."""
 
     name = "the torch engine's generator"
     takes_weights = True  # they lie where each token reads them

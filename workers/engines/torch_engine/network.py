@@ -3,16 +3,21 @@
 `LeanNetwork` serves Llama, Qwen2 and Qwen3 through the packed forward pass; `PlainNetwork` serves
 every other architecture through the Hugging Face forward on right-padded rows. Both read and train
 the same module, whose weights lie in `flat`.
+
+A role with adapters trains them alone. Its frozen weights are those of its model, so a reference
+that is the model as it was needs no copy of its own: both share one `FrozenWeights`.
 """
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Generator, Sequence
+import weakref
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,35 +27,55 @@ from torch import Tensor, nn
 from ....algorithms.ops.distributions import entropy_of_logprobs
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ...models.heads import Head
-from ...models.lora import LoraSpec, merged, save_adapter
+from ...models.lora import LoraSpec, merge, save_adapter
+from ...models.spec import Head, ModelSpec
 from ...training.flat_parameters import FlatParameters
-from ...training.network import Outputs, WholeNetwork
+from ...training.host_memory import on_host
+from ...training.network import M, MicroBatches, Outputs, R, WholeNetwork
 from ...training.token_logprob import known_words, token_logprob, top_words
-from ...training.transfers import on_host
-from .adapters import FrozenWeights
 from .backbone import LeanBackbone, fused_names, is_lean
 from .packing import pack_rows
-
-M = TypeVar("M")
-R = TypeVar("R")
 
 _MEMORY: Any = _memory
 
 
+class FrozenWeights:
+    """A model whose weights nobody changes."""
+
+    def __init__(self, module: nn.Module, flat: FlatParameters) -> None:
+        self.module = module
+        self.flat = flat
+        flat.freeze()
+
+    def shared(self) -> nn.Module:
+        """A model of the same weights, not of copies of them, to which modules may be added."""
+        kept = [*self.module.parameters(), *self.module.buffers()]
+        return copy.deepcopy(self.module, {id(tensor): tensor for tensor in kept})
+
+
+_SHARED: weakref.WeakValueDictionary[str, FrozenWeights] = weakref.WeakValueDictionary()
+
+
+def frozen_weights(model: ModelSpec, context: WorkerContext, head: Head) -> FrozenWeights:
+    """A model's frozen weights; those of a language model are loaded once in a process."""
+    key = f"{model!r} on {context.device}"
+    found = None if head.is_scalar else _SHARED.get(key)
+    if found is None:
+        module = head.whole_model(model, context, context.device)
+        found = FrozenWeights(module, FlatParameters(module, lean_names(module, head)))
+        model.check_weights({"weights": found.flat.data}, context)
+        if not head.is_scalar:
+            _SHARED[key] = found
+    return found
+
+
 @dataclass(frozen=True)
 class SplitWeights:
-    """Where the weights of a network lie that does not change the model's own.
+    """Where the weights of a network lie that does not change the model's own."""
 
-    Attributes:
-        frozen: The model's own.
-        trained: Those that are trained, sent and saved: the same, or adapters.
-        lora: What the adapters were made by; without a rank if there are none.
-    """
-
-    frozen: FrozenWeights
-    trained: FlatParameters
-    lora: LoraSpec = LoraSpec()
+    frozen: FrozenWeights  # The model's own
+    trained: FlatParameters  # Those that are trained, sent and saved: the same, or adapters
+    lora: LoraSpec = LoraSpec()  # What the adapters were made by; without a rank if there are none
 
 
 class TorchNetwork(WholeNetwork):
@@ -60,8 +85,7 @@ class TorchNetwork(WholeNetwork):
     num_words: int | None = None
     same_bits = False
     """Whether a CUDA device is to give the same bits each time."""
-    _linear: Any
-    """The head."""
+    _linear: Any  # The head
 
     def __init__(
         self,
@@ -73,30 +97,19 @@ class TorchNetwork(WholeNetwork):
         super().__init__(module, context, own)
         self._split = split
 
-    def run(
-        self,
-        parts: Sequence[M],
-        load: Callable[[M], R],
-        compute: Callable[[R], Tensor],
-        *,
-        backward: bool,
-    ) -> None:
-        """See `Network.run`."""
+    def run(self, given: MicroBatches[M, R], *, backward: bool) -> None:
         with _same_bits(self.same_bits and self.device.type == "cuda"):
-            super().run(parts, load, compute, backward=backward)
+            super().run(given, backward=backward)
 
     def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
-        """See `LanguageNetwork.whole_module`."""
         adapted = self._split is not None and self._split.lora
-        return merged(self.module) if adapted else self.module
+        return merge(copy.deepcopy(self.module)) if adapted else self.module
 
     def save_adapter(self, folder: Path, base: str | None) -> None:
-        """See `LanguageNetwork.save_adapter`."""
         if self._split is not None and self._split.lora:
             save_adapter(folder, self.module, self._split.lora, self.tensors(), base)
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
-        """See `LanguageNetwork.outputs`."""
         if not bool(on_host(reads).any()):
             anchor = self.flat.parameter(self.flat.names[0]).reshape(-1)[0].float() * 0
             return Outputs(anchor.new_zeros(0, 1), anchor=anchor)
@@ -107,13 +120,12 @@ class TorchNetwork(WholeNetwork):
         raise NotImplementedError
 
     def _outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None) -> Outputs:
-        """The same if there is something to read."""
         raise NotImplementedError
 
     def token_logprob(
         self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See `LanguageNetwork.token_logprob`; `outputs` are the states before the head."""
+        # `outputs` are the states before the head.
         return token_logprob(
             outputs.values,
             *known_words(self._linear, self.num_words),
@@ -126,7 +138,6 @@ class TorchNetwork(WholeNetwork):
     def top_words(
         self, outputs: Outputs, num_words: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """See `LanguageNetwork.top_words`; `outputs` as in `token_logprob`."""
         head = known_words(self._linear, self.num_words)
         logprob, words = top_words(outputs.values, *head, num_words, temperature)
         return outputs.spread(logprob), outputs.spread(words)
@@ -156,7 +167,6 @@ class LeanNetwork(TorchNetwork):
         return Outputs(self.head(states) if self._is_scalar else states, pack.entry)
 
     def checkpoint_activations(self) -> None:
-        """See `TorchNetwork.checkpoint_activations`."""
         self.backbone.checkpointing = True
 
     def head(self, states: Tensor) -> Tensor:
@@ -217,11 +227,6 @@ class PlainNetwork(TorchNetwork):
                 layer.training = False
 
     def checkpoint_activations(self) -> None:
-        """See `TorchNetwork.checkpoint_activations`.
-
-        Raises:
-            ConfigError: If the architecture cannot.
-        """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         module: Any = self.module
@@ -236,7 +241,7 @@ class PlainNetwork(TorchNetwork):
     def token_logprob(
         self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See `LanguageNetwork.token_logprob`; `outputs` are logits where the model scales them."""
+        # `outputs` are logits where the model scales them.
         if not self._makes_logits:
             return super().token_logprob(outputs, target, temperature, needs_entropy=needs_entropy)
         logits = outputs.values[:, : self.num_words]
@@ -247,7 +252,6 @@ class PlainNetwork(TorchNetwork):
     def top_words(
         self, outputs: Outputs, num_words: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """See `LanguageNetwork.top_words`."""
         if not self._makes_logits:
             return super().top_words(outputs, num_words, temperature)
         logits = outputs.values[:, : self.num_words]
@@ -310,13 +314,11 @@ def _same_bits(on: bool) -> Generator[None]:
 def make_network(
     module: nn.Module, head: Head, context: WorkerContext, split: SplitWeights | None = None
 ) -> TorchNetwork:
-    """The best network for a whole model, as `Head.whole_model` makes one."""
     kind = LeanNetwork if is_lean(_parts(module, head)[0]) else PlainNetwork
     return kind(module, head, context, split)
 
 
 def lean_names(module: nn.Module, head: Head) -> list[tuple[str, ...]]:
-    """Parameters of a whole model that its network wants side by side."""
     backbone = _parts(module, head)[0]
     return fused_names(backbone, _PREFIX) if is_lean(backbone) else []
 

@@ -1,10 +1,14 @@
 """Packing: sequences end to end without padding.
 
 Everything but attention works on one flat run of tokens, so no padded position is ever
-multiplied. Attention finds its neighbors in one of two ways: rectangles of indices
-(`rectangles.py`), or where each sequence begins (`varlen.py`).
-Rows that begin with the same prompt may share it: it is packed once, and the keys of each row
-are its prompt's followed by its own.
+multiplied. Attention finds its neighbors in one of two ways: rectangles of indices, sequences of
+similar length side by side, or where each sequence begins (`varlen.py`). Rows that begin with the
+same prompt may share it: it is packed once, and the keys of each row are its prompt's followed by
+its own.
+
+The rectangles of a pack are few, and little of them is padding. On a GPU what costs most is their
+number: a rectangle for each row made a step of 2,048 rows of nine tokens three times as slow as it
+is on two CPU cores.
 
 At least one spare token follows the real ones. Spare tokens form a sequence of their own that
 nothing reads; padded slots point at the last of them.
@@ -18,37 +22,240 @@ A pack is made on the host, of what the host knows, and sent to the device of it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ...training.transfers import on_host, sent
-from .rectangles import Block, HeadRows, Sequences, find_head_rows, rectangles, shared_prompts
-from .varlen import Places, find_places
+from ...training.host_memory import on_host, sent
+from .varlen import Places, Sequences, find_places
+
+
+def shared_prompts(tokens: Tensor, prompt: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Which prompts are worth packing once: equal ones of consecutive rows.
+
+    Shapes: `tokens` i64[rows, T]; `prompt` i64[rows], lengths; `length` i64[rows], of what is
+    computed of each row. Returns i64[rows] each: the lengths, 0 throughout unless a fifth of the
+    tokens is saved; and the number of the prompt.
+    """
+    width = int(prompt.max())
+    inside = torch.arange(width) < prompt[:, None]
+    text = tokens[:, :width].where(inside, -1)
+    new = (text[1:] != text[:-1]).any(1) | (prompt[1:] != prompt[:-1])
+    owner = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
+    first = torch.cat([torch.ones(1, dtype=torch.bool), new])
+    saved = int(prompt.sum() - prompt[first].sum())
+    if saved * 5 < int(length.sum()):
+        return torch.zeros_like(prompt), torch.zeros_like(owner)
+    return prompt, owner
+
+
+_FEW = 8
+_FEW_PAIRS = 1 << 13
+"""Pairs of a query and a key that cost about as much as a rectangle more."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Attention of some sequences over some keys, as rectangles of token indices."""
+
+    query: Tensor  # i64[B, Q]; packed index of every query
+    key: Tensor  # i64[B, K]; packed index of every key. The same object as `query` if causal.
+    # bool[B, 1, Q, K], True where a query may look; None for causal self-attention
+    mask: Tensor | None
+
+    @property
+    def causal(self) -> bool:
+        """True for plain self-attention, where the mask is the lower triangle."""
+        return self.mask is None
+
+    def on(self, device: torch.device) -> Block:
+        query = sent(self.query, device)
+        key = query if self.causal else sent(self.key, device)
+        return Block(query, key, None if self.mask is None else sent(self.mask, device))
+
+    def hidden(self, rows: slice, queries: slice, width: int) -> Tensor:
+        """Which of the first `width` keys queries may not look at, bool[b or 1, 1, 1, Q, width]."""
+        if self.mask is not None:
+            return ~self.mask[rows, :, None, queries, :width]
+        shape = (queries.stop - queries.start, width)
+        every = torch.ones(shape, dtype=torch.bool, device=self.query.device)
+        return every.triu(queries.start + 1)[None, None, None]
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Where the heads of packed tokens stand once they are gathered for attention.
+
+    Rows of queries are numbered `token * H + head`, those of keys `token * K + head`. After the
+    gather those of a block's rows come one after another, of each all its heads.
+    """
+
+    # Of each block, the rows of its queries, i64[B, K, H / K, Q], and keys, i64[B, K, T]
+    blocks: tuple[tuple[Tensor, Tensor], ...]
+    slot: Tensor  # i64[N * H]; where each query's row stands in all blocks' queries
+    once: Tensor  # i64[N * K]; where each key's row stands first in all blocks' keys
+    again: Tensor  # i64[n]; the keys that stand there several times, as those of shared prompts do
+    others: Tensor  # i64[n, most - 1]; where else they stand
+
+    def on(self, device: torch.device) -> HeadRows:
+        blocks = tuple((sent(query, device), sent(key, device)) for query, key in self.blocks)
+        rest = (self.slot, self.once, self.again, self.others)
+        return HeadRows(blocks, *(sent(part, device) for part in rest))
+
+    def added_up(self, parts: Sequence[Tensor]) -> Tensor:
+        """What was found for each place of a key, by key: [all blocks' rows, E] to [N * K, E]."""
+        spare = parts[0].new_zeros(1, parts[0].shape[1])  # where `once` and `others` say "nowhere"
+        found = torch.cat([*parts, spare])
+        total = found.index_select(0, self.once)
+        if len(self.again):
+            more = found.index_select(0, self.others.reshape(-1))
+            total[self.again] += more.view(*self.others.shape, -1).sum(1)
+        return total
+
+
+def rectangles(sequences: Sequences) -> tuple[Block, ...]:
+    """Rectangles whose queries cover every packed token, on the CPU."""
+    s, dummy = sequences, sequences.total - 1
+    start, lengths, prompts = s.start, s.length, s.num_prompts
+    unit = s.width_unit
+
+    if not prompts:
+        return tuple(
+            _causal(start[rows], lengths[rows], dummy, unit) for rows in _by_length(lengths, unit)
+        )
+    # The spare tokens are a sequence of their own, attended to like one more prompt.
+    alone = torch.cat([torch.arange(prompts), torch.tensor([len(lengths) - 1])])
+    blocks = [
+        _causal(start[alone[rows]], lengths[alone[rows]], dummy, 0)
+        for rows in _by_length(lengths[alone], 0)
+    ]
+    own_start, own_length = start[prompts:-1], lengths[prompts:-1]
+    blocks += [
+        _after_prompt(
+            _span(own_start[rows], own_length[rows], dummy),
+            _span(s.prompt_start[rows], s.prompt[rows], dummy),
+            s.prompt[rows],
+        )
+        for rows in _by_length(own_length, 0)
+    ]
+    return tuple(blocks)
+
+
+def _by_length(lengths: Tensor, unit: int) -> list[Tensor]:
+    """Row indices of the non-empty sequences, in groups of similar length.
+
+    Sizes grow by about a third from one to the next, so that at most a quarter of a rectangle's
+    side is padding unless the group is small; see `joins_next`.
+    """
+    order = torch.argsort(lengths, stable=True)
+    ordered = lengths[order]
+    size = -(-ordered // unit) if unit else _rounded(ordered)
+    groups: list[Tensor] = []
+    begin = int((ordered == 0).sum())
+    ends = (torch.nonzero(size[1:] != size[:-1])[:, 0] + 1).tolist() + [len(order)]
+    for end, after in zip(ends, [*ends[1:], 0], strict=True):
+        if end <= begin:
+            continue
+        joins = after and not unit
+        if not joins or not joins_next(end - begin, int(ordered[end - 1]), int(ordered[after - 1])):
+            groups.append(order[begin:end])
+            begin = end
+    return groups
+
+
+def joins_next(count: int, longest: int, wider: int) -> bool:
+    """Whether sequences of one size join those of the next larger one in their rectangle.
+
+    They do if they are few and it pads them little: fewer than 8, and by 8,192 pairs of tokens.
+    """
+    return count < _FEW and count * (wider**2 - longest**2) < _FEW_PAIRS
+
+
+def padded_width(width: int, unit: int = 0) -> int:
+    """What the side of a rectangle is rounded up to: a multiple of `unit`, else of 16."""
+    unit = unit or (16 if width > 16 else 8 if width > 8 else 1)
+    return -(-width // unit) * unit
+
+
+def _rounded(lengths: Tensor) -> Tensor:
+    """Lengths rounded up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: powers of two and midpoints."""
+    power = torch.exp2(torch.ceil(torch.log2(lengths.clamp(min=1).double()))).long()
+    middle = power * 3 // 4
+    return torch.where((lengths <= middle) & (power > 2), middle, power)
+
+
+def _span(start: Tensor, length: Tensor, dummy: int, unit: int = 0) -> Tensor:
+    """i64[rows, width]: start, start + 1, ... and `dummy` beyond each length."""
+    longest = int(length.max())
+    column = torch.arange(padded_width(longest, unit))
+    return (start[:, None] + column).where(column < length[:, None], torch.tensor(dummy))
+
+
+def _causal(start: Tensor, length: Tensor, dummy: int, unit: int) -> Block:
+    index = _span(start, length, dummy, unit)
+    return Block(index, index, None)
+
+
+def _after_prompt(query: Tensor, before: Tensor, prompt: Tensor) -> Block:
+    in_prompt = torch.arange(before.shape[1]) < prompt[:, None]
+    width = query.shape[1]
+    lower = torch.ones(width, width, dtype=torch.bool).tril()
+    mask = torch.cat(
+        [
+            in_prompt[:, None, :].expand(-1, width, -1),
+            lower.expand(len(query), -1, -1),
+        ],
+        dim=2,
+    )
+    return Block(query, torch.cat([before, query], dim=1), mask[:, None])
+
+
+def find_head_rows(blocks: Sequence[Block], num_tokens: int, heads: int, keys: int) -> HeadRows:
+    head = torch.arange(heads).view(keys, -1, 1)
+    key_head = torch.arange(keys)[:, None]
+    rows = tuple(
+        (block.query[:, None, None] * heads + head, block.key[:, None] * keys + key_head)
+        for block in blocks
+    )
+    queries = torch.cat([query.reshape(-1) for query, _ in rows])
+    slot = torch.empty(num_tokens * heads, dtype=torch.int64)
+    slot[queries] = torch.arange(len(queries))
+    found = torch.cat([key.reshape(-1) for _, key in rows])
+    return HeadRows(rows, slot, *_uses(found, num_tokens, keys))
+
+
+def _uses(rows: Tensor, num_tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `HeadRows.once`, `again` and `others`; `rows` are those of all blocks' keys.
+
+    Padded places point at the last token, of which nothing is ever wanted.
+    """
+    nowhere = len(rows)
+    order = torch.cat([torch.argsort(rows, stable=True), rows.new_tensor([nowhere])])
+    count = torch.bincount(rows, minlength=num_tokens * keys)
+    start = count.cumsum(0) - count
+    count[-keys:] = 0
+    once = order[start.where(count > 0, nowhere)]
+    again = torch.nonzero(count > 1)[:, 0]
+    more = torch.arange(1, int(count.max()))
+    place = start[again, None] + more
+    return once, again, order[place.where(more < count[again, None], nowhere)]
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Packed sequences.
+    """Packed sequences."""
 
-    Attributes:
-        tokens: i64[N].
-        position: i64[N]; each token's place in its row.
-        longest: More than any of these places.
-        read: i64[U]; packed indices whose hidden states are wanted, each once, ascending, then
-            spare ones up to what `padded_tokens` says.
-        entry: i64[n]; for each True of the `reads` given (row by row), an index into `read`.
-        sequences: What is packed, on the host.
-    """
-
-    tokens: Tensor
-    position: Tensor
-    longest: int
+    tokens: Tensor  # i64[N]
+    position: Tensor  # i64[N]; each token's place in its row
+    longest: int  # More than any of these places
+    # i64[U]; packed indices whose hidden states are wanted, each once, ascending, then spare ones
+    # up to what `padded_tokens` says
     read: Tensor
-    entry: Tensor
-    sequences: Sequences
+    entry: Tensor  # i64[n]; for each True of the `reads` given (row by row), an index into `read`
+    sequences: Sequences  # What is packed, on the host
 
     @cached_property
     def _on_host(self) -> tuple[Block, ...]:
@@ -56,16 +263,13 @@ class Pack:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Rectangles whose queries cover every packed token."""
         return tuple(block.on(self.tokens.device) for block in self._on_host)
 
     @cached_property
     def places(self) -> Places:
-        """Where a kernel for sequences of any length finds them."""
         return find_places(self.sequences).on(self.tokens.device)
 
     def head_rows(self, heads: int, keys: int) -> HeadRows:
-        """Where the rows of `heads` query heads and `keys` key heads are."""
         if (heads, keys) not in self._head_rows:
             found = find_head_rows(self._on_host, len(self.tokens), heads, keys)
             self._head_rows[heads, keys] = found.on(self.tokens.device)
@@ -81,16 +285,10 @@ def pack_rows(
 ) -> Pack:
     """Pack the tokens that are needed to compute hidden states at `reads`.
 
-    Args:
-        tokens: i64[rows, T], right padded with -1.
-        reads: bool[rows, T]; True where a hidden state is wanted.
-        shared: i64[rows]; length of each row's prompt. Equal prompts of consecutive rows are
-            then packed once where that saves at least a fifth of the tokens.
-        width_unit: If given, a row's rectangle is as wide as the row's length rounded up to a
-            multiple of it, whatever other rows there are.
-
-    Returns:
-        The pack, on the device of `tokens`.
+    Shapes: `tokens` i64[rows, T], right padded with -1; `reads` bool[rows, T]; `shared` i64[rows],
+    length of each row's prompt. Equal prompts of consecutive rows are then packed once where that
+    saves at least a fifth of the tokens. With a `width_unit` a row's rectangle is as wide as its
+    length rounded up to a multiple of it, whatever other rows there are.
     """
     device = tokens.device
     tokens, reads = on_host(tokens), on_host(reads)

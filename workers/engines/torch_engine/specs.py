@@ -9,18 +9,16 @@ from torch import Tensor
 from ....dataflow.errors import ConfigError
 from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ...models.heads import Head
 from ...models.lora import LoraSpec, adapt
-from ...models.spec import ModelSpec
+from ...models.spec import Head, ModelSpec
 from ...models.tokenizer import TokenizerSpec
 from ...rollout.generator_policy import GeneratorPolicy
 from ...training.flat_parameters import FlatParameters
 from ...training.host_memory import keep_few_kernels
 from ...training.network import LanguageNetwork
 from ..roles import PolicyRecipe, RewardRecipe, ValueRecipe
-from .adapters import frozen_weights
 from .generator import TorchGenerator
-from .network import SplitWeights, TorchNetwork, lean_names, make_network, prepare_same_bits
+from .network import SplitWeights, TorchNetwork, frozen_weights, make_network, prepare_same_bits
 
 _GENERATOR = ("rollout=torch", "rollout=vllm")
 
@@ -65,7 +63,6 @@ class TorchModel:
     """Whether its weights, which nobody changes, may be those that adapters of others stand on."""
 
     def check_group(self, context: WorkerContext) -> None:
-        """See `Recipe.check_group`."""
         check_whole(context)
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
@@ -88,7 +85,7 @@ class TorchModel:
         if not (self.lora or self.shares_weights):
             module = head.whole_model(model, context, context.device)
             return make_network(module, head, context)
-        frozen = frozen_weights(model, context, head, lean_names)
+        frozen = frozen_weights(model, context, head)
         module = frozen.shared()
         if not self.lora:
             return make_network(module, head, context, SplitWeights(frozen, frozen.flat))
@@ -112,7 +109,6 @@ class TorchPolicySpec(TorchModel, PolicyRecipe):
     """Only to look for `Sampling.stop`; prompts and responses are token ids."""
 
     def make_generator(self, network: LanguageNetwork) -> TorchGenerator:
-        """See `PolicyRecipe.make_generator`."""
         assert isinstance(network, TorchNetwork)
         return TorchGenerator(
             network, self.end_ids, self.max_decode_rows, self.tokenizer, self.num_words
@@ -147,11 +143,9 @@ class TorchGeneratorSpec:
     """See `TorchPolicySpec`."""
 
     def check_group(self, context: WorkerContext) -> None:
-        """See `Recipe.check_group`."""
         check_whole(context, *_GENERATOR)
 
     def build(self, context: WorkerContext) -> TorchGeneratorPolicy:
-        """Make the policy on the context's device."""
         network = TorchModel(lora=self.lora).make_network(self.model, context, Head("lm_head"))
         self.model.check_weights(network.tensors(), context)
         return TorchGeneratorPolicy(
@@ -170,7 +164,6 @@ class TorchGeneratorPolicy(GeneratorPolicy):
         self._network = generator.network
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """See `ModelWorker.local_tensors`."""
         return self._network.tensors()
 
     def weights_changed(self) -> None:

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...training.transfers import sent
-from .rectangles import Sequences
+from ...training.host_memory import sent
 
 _LEAST_TOKENS, _LEAST_SEQUENCES, _LEAST_LONGEST = 2048, 32, 1024
 """The smallest of each that the kernel is told of. A block of it that finds no token ends at once,
@@ -31,6 +30,32 @@ _HEAD_SIZE_UNIT, _MOST_HEAD_SIZE, _MOST_ON_SMALL_CHIPS = 8, 256, 192
 """Head sizes that the kernel has with its gradient; chips with less shared memory than those of
 data centers have fewer."""
 _LARGE_CHIPS = {(8, 0), (9, 0), (10, 0)}
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Runs of packed tokens one after another; together they are all of them."""
+
+    start: Tensor  # i64[S]; where each begins
+    length: Tensor  # i64[S]; some may be empty
+    num_prompts: int  # How many of the first are prompts that rows share; 0 if none are shared
+    prompt_start: Tensor  # i64[rows]; where the prompt of each row begins
+    # i64[rows]; its length, 0 throughout if none are shared: a row then is one sequence
+    prompt: Tensor
+    total: int  # N. The last token is a spare one; padding points at it.
+    width_unit: int  # See `pack_rows`
+
+    @property
+    def before(self) -> tuple[Tensor, Tensor]:
+        """i64[S] each: where the tokens begin that precede a sequence elsewhere, and how many."""
+        start, count = torch.zeros_like(self.start), torch.zeros_like(self.length)
+        rows = slice(self.num_prompts, self.num_prompts + len(self.prompt))
+        start[rows], count[rows] = self.prompt_start, self.prompt
+        return start, count
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self.length[: self.num_prompts].sum())
 
 
 def has_kernel(query: Tensor) -> bool:
@@ -54,32 +79,22 @@ def most_head_size(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the kernel finds sequences, and how their keys' gradients find back.
+    """Where the kernel finds sequences, and how their keys' gradients find back."""
 
-    Attributes:
-        query_start: i32[S + 1]; where each begins among the queries, and the end. Empty ones follow
-            the real ones.
-        key_start: i32[S + 1]; the same among the keys.
-        key: i64[T]; packed index of each key; None if keys stand as they are packed.
-        copies: i64[P, most]; where the keys of each prompt token stand: in the prompt's own
-            sequence and in those of its rows, then a place whose gradient is zero.
-        rest: i64[N - P]; where the only key of every other token stands.
-        num_queries: C.
-        longest_query: At least the queries of any sequence.
-        longest_key: At least its keys.
-    """
-
+    # i32[S + 1]; where each begins among the queries, and the end. Empty ones follow the real
+    # ones.
     query_start: Tensor
-    key_start: Tensor
-    key: Tensor | None
+    key_start: Tensor  # i32[S + 1]; the same among the keys
+    key: Tensor | None  # i64[T]; packed index of each key; None if keys stand as they are packed
+    # i64[P, most]; where the keys of each prompt token stand: in the prompt's own sequence and in
+    # those of its rows, then a place whose gradient is zero
     copies: Tensor
-    rest: Tensor
-    num_queries: int
-    longest_query: int
-    longest_key: int
+    rest: Tensor  # i64[N - P]; where the only key of every other token stands
+    num_queries: int  # C
+    longest_query: int  # At least the queries of any sequence
+    longest_key: int  # At least its keys
 
     def on(self, device: torch.device) -> Places:
-        """The same on a device."""
         return replace(
             self,
             query_start=sent(self.query_start, device),
@@ -111,7 +126,6 @@ class Places:
 
 
 def find_places(sequences: Sequences) -> Places:
-    """Where the sequences of a pack are, on the host."""
     s = sequences
     before_start, before = s.before
     num_keys = before + s.length
@@ -184,15 +198,8 @@ def attend_sequences(
 ) -> Tensor:
     """Attention of every packed token over its row.
 
-    Args:
-        query: [N, H, E], in 16 bits, on a device that `has_kernel`.
-        key: [N, K, E], K dividing H.
-        value: [N, K, E].
-        places: Where rows are.
-        scale: Multiplies the scores.
-
-    Returns:
-        [N, H * E].
+    Shapes: `query` [N, H, E], for which `has_kernel` is true; `key` and `value` [N, K, E], K
+    dividing H. Returns [N, H * E].
     """
     mixed: Tensor = _AttendSequences.apply(query, key, value, places, scale)  # type: ignore[assignment]
     return mixed
@@ -229,16 +236,9 @@ def flash_forward(
 
     `torch.nn.attention.varlen` calls it too, with arguments that change from version to version.
 
-    Args:
-        query: [C, H, E].
-        key: [T, K, E].
-        value: [T, K, E].
-        places: Where sequences are.
-        scale: Multiplies the scores.
-
-    Returns:
-        [C, H, E], anything where no sequence is; then what the backward pass needs: sums of
-        exponentials f32[H, C], and two tensors of random numbers that it does not use.
+    Shapes: `query` [C, H, E]; `key` and `value` [T, K, E]. Returns [C, H, E], anything where no
+    sequence is; then what the backward pass needs: sums of exponentials f32[H, C], and two tensors
+    of random numbers that it does not use.
     """
     ends = (places.query_start, places.key_start, places.longest_query, places.longest_key)
     forward: Any = torch.ops.aten._flash_attention_forward  # pyright: ignore[reportPrivateUsage]
@@ -256,18 +256,7 @@ def flash_backward(
     places: Places,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the kernel's query, key and value; the same bits each time if torch is to.
-
-    Args:
-        upstream: [C, H, E].
-        query: As `flash_forward` was given it; and so key, value, places and scale.
-        key: [T, K, E].
-        value: [T, K, E].
-        mixed: What it gave; and so kept.
-        kept: The rest of it.
-        places: Where sequences are.
-        scale: Multiplies the scores.
-    """
+    """Gradients of the kernel's query, key and value; the same bits each time if torch is to."""
     sums, state, unused = kept
     ends = (places.query_start, places.key_start, places.longest_query, places.longest_key)
     backward: Any = torch.ops.aten._flash_attention_backward  # pyright: ignore[reportPrivateUsage]

@@ -19,11 +19,7 @@ _NAME = "PENSTOCK_VLLM_SHARED_MEMORY"
 
 
 def agree_on_name() -> str:
-    """Give all processes of the default group one random name, before their engines start.
-
-    Returns:
-        The class that reads it, as vLLM's `worker_cls`.
-    """
+    """Give all processes of the default group one random name; the class that reads it."""
     number = torch.tensor([secrets.randbits(62)])
     dist.broadcast(number, 0)
     os.environ[_NAME] = f"{int(number):016x}"
@@ -34,6 +30,5 @@ class NamedCPUWorker(CPUWorker):
     """See this module."""
 
     def init_device(self) -> None:
-        """As vLLM's own."""
         self.distributed_init_method = f"{self.distributed_init_method}:{os.environ[_NAME]}"
         super().init_device()

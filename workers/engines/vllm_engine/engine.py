@@ -50,32 +50,20 @@ class GenerationAbortedError(PenstockError):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a vLLM engine is started with.
+    """What a vLLM engine is started with."""
 
-    Attributes:
-        dtype: "float32" or "bfloat16".
-        max_model_len: Longest sequence, prompt and response.
-        max_rows: Sequences decoded at once; None for as many as vLLM takes by default.
-        kv_cache_bytes: Size of the key-value cache; None for `memory_fraction` of a GPU.
-        memory_fraction: Share of a GPU's memory, for weights, activations and cache together; None
-            for vLLM's default.
-        quantization: How vLLM quantizes weights as it loads them; None for not at all.
-        enforce_eager: Whether to do without compiled graphs.
-        device: "cpu" or "cuda:0".
-        tensor_parallel: Processes that share the model.
-        process: This process in torch.distributed's default group, if that is initialized.
-    """
-
-    dtype: str
-    max_model_len: int
-    max_rows: int | None
-    kv_cache_bytes: int | None
+    dtype: str  # "float32" or "bfloat16"
+    max_model_len: int  # Longest sequence, prompt and response
+    max_rows: int | None  # Sequences decoded at once; None for as many as vLLM takes by default
+    kv_cache_bytes: int | None  # Size of the key-value cache; None for `memory_fraction` of a GPU
+    # Share of a GPU's memory, for weights, activations and cache together; None for vLLM's
+    # default
     memory_fraction: float | None
-    quantization: str | None
-    enforce_eager: bool
-    device: str
-    tensor_parallel: int
-    process: int
+    quantization: str | None  # How vLLM quantizes weights as it loads them; None for not at all
+    enforce_eager: bool  # Whether to do without compiled graphs
+    device: str  # "cpu" or "cuda:0"
+    tensor_parallel: int  # Processes that share the model
+    process: int  # This process in torch.distributed's default group, if that is initialized
 
 
 class VllmEngine:
@@ -83,13 +71,6 @@ class VllmEngine:
 
     A process has at most one: vLLM keeps its process groups in globals, and closing one engine
     would take them away from another.
-
-    Args:
-        folder: The model, in Hugging Face's layout. Not needed any more afterwards.
-        options: See there.
-
-    Raises:
-        RuntimeError: If the process has an engine already, or vLLM was built for another device.
     """
 
     _running: bool = False
@@ -125,16 +106,6 @@ class VllmEngine:
         equally good to the last bits, a batch of another shape may choose the other one.
 
         Whoever does not read to the end closes the iterator, which aborts what is left.
-
-        Args:
-            requests: By a number of the caller's choice.
-            sampling: How responses are sampled.
-            end_ids: Tokens that end a response.
-            completes: See `RequestBatch`.
-
-        Raises:
-            GenerationAbortedError: If `abort` was called without naming requests.
-            RuntimeError: If the engine sleeps, or another stream was not read to its end.
         """
         batch = self.begin(requests, sampling, end_ids=end_ids, completes=completes)
         known = 0
@@ -157,15 +128,12 @@ class VllmEngine:
         end_ids: Sequence[int],
         completes: Callable[[int, int], bool] | None = None,
     ) -> RequestBatch:
-        """Begin to sample responses; see `stream`. The caller steps, and gives up what is left.
-
-        Raises:
-            RuntimeError: If the engine sleeps, or another batch was not read to its end.
-        """
+        """Begin to sample responses; see `stream`. The caller steps, and gives up what is left."""
         if self._asleep:
             raise RuntimeError("the vLLM engine sleeps; call wake() before generating")
         self._require_idle("generate")
-        self._forget_aborts()
+        while not self._aborted.empty():  # of an earlier call
+            self._aborted.get_nowait()
         self._calls += 1
         call, loaded = str(self._calls), str(self._loads)
         return RequestBatch(self._engine, call, loaded, requests, sampling, end_ids, completes)
@@ -173,15 +141,9 @@ class VllmEngine:
     def abort(self, requests: Iterable[int] | None = None) -> None:
         """Cut requests of the call being served short, before its next token. From any thread.
 
-        Args:
-            requests: Their numbers; what they have so far is kept. None for the whole call, which
-                then raises.
+        What they have so far is kept. Without requests the whole call ends, and raises.
         """
         self._aborted.put(None if requests is None else frozenset(requests))
-
-    def _forget_aborts(self) -> None:
-        while not self._aborted.empty():
-            self._aborted.get_nowait()
 
     def _serve_aborts(self, batch: RequestBatch) -> dict[int, Sampled]:
         ended: dict[int, Sampled] = {}
@@ -210,7 +172,6 @@ class VllmEngine:
         load_whole_tensors(self._engine, tensors, version)
 
     def sample_among(self, num_words: int | None) -> None:
-        """Sample only the first `num_words` words of the vocabulary; None for all."""
         self._engine.collective_rpc(_sample_among, args=(num_words,))
 
     @property
@@ -229,15 +190,8 @@ class VllmEngine:
         On a GPU weights move to host memory and the key-value cache is dropped, by vLLM's own sleep
         mode. vLLM's CPU build has none: there the cache's memory is given back to the system, and
         the weights stay, because their packed form cannot be taken out of its kernels.
-
-        Args:
-            keep_weights: Otherwise they are dropped on a GPU, and `load` is called after `wake`.
-
-        Returns:
-            Bytes given back.
-
-        Raises:
-            RuntimeError: If a stream was not read to its end.
+        Without `keep_weights` they are dropped there, and `load` is called after `wake`. Returns
+        the bytes given back.
         """
         if self._asleep:
             return 0
@@ -252,7 +206,6 @@ class VllmEngine:
         return max(torch.cuda.mem_get_info()[0] - free, 0)
 
     def wake(self) -> None:
-        """Take the memory back; nothing to do if it is awake."""
         if not self._asleep:
             return
         if self._on_cpu:
@@ -278,7 +231,6 @@ class VllmEngine:
 
 
 def _start(folder: Path, options: EngineOptions) -> Any:
-    """Build the `LLMEngine`."""
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -389,11 +341,7 @@ def _sample_among(worker: Any, num_words: int | None) -> None:
 
 
 def _free_kv_cache(worker: Any) -> list[int]:
-    """Free the memory under a CPU worker's key-value cache; its tensors keep their shapes.
-
-    Returns:
-        Bytes of each tensor's storage; tensors may share one.
-    """
+    """Free the memory under a CPU worker's key-value cache; bytes of each tensor's storage."""
     storages = [tensor.untyped_storage() for tensor in worker.model_runner.kv_caches]
     sizes = [storage.nbytes() for storage in storages]
     for storage in storages:

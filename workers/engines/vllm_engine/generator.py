@@ -19,7 +19,7 @@ from ....dataflow.errors import ConfigError
 from ....dataflow.options import PositiveFraction, PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...models.architecture import empty_model
-from ...models.experts import as_in_files
+from ...models.file_weights import as_in_files
 from ...models.lora import AdaptedModel, LoraSpec
 from ...models.model_folder import weight_files
 from ...models.spec import ModelSpec
@@ -41,37 +41,25 @@ from .requests import Progress, Request, Sampled
 
 
 class VllmTurns:
-    """`Turns` of a vLLM engine, which samples for nobody else meanwhile.
-
-    Args:
-        engine: Samples.
-        sampling: How turns are sampled.
-        end_ids: Tokens that end a turn, as `sampling.stop_token_ids` do.
-
-    Attributes:
-        num_read: Tokens of texts that were computed.
-        num_reused: Tokens of texts that were found in the prefix cache.
-    """
+    """`Turns` of a vLLM engine, which samples for nobody else meanwhile."""
 
     def __init__(self, engine: VllmEngine, sampling: Sampling, end_ids: Sequence[int]) -> None:
         self._batch = engine.begin({}, sampling, end_ids=end_ids)
         self._is_greedy = sampling.temperature == 0
         self._asked: list[TurnRequest] = []
+        # Tokens of texts that were computed, and that were found in the prefix cache.
         self.num_read = self.num_reused = 0
 
     @property
     def num_open(self) -> int:
-        """See `Turns.num_open`."""
         return len(self._batch)
 
     def ask(self, request: TurnRequest) -> None:
-        """See `Turns.ask`."""
         self._asked.append(request)
         made = Request([*request.text], request.seed, request.max_new_tokens)
         self._batch.add(len(self._asked) - 1, made)
 
     def step(self) -> list[Turn]:
-        """See `Turns.step`."""
         ended = self._batch.step()
         return [self._turn(self._asked[number], ended[number]) for number in sorted(ended)]
 
@@ -79,7 +67,6 @@ class VllmTurns:
         """See `Turns.release`: the prefix cache forgets by itself."""
 
     def close(self) -> None:
-        """See `Turns.close`."""
         self._batch.give_up()
 
     def _turn(self, asked: TurnRequest, said: Sampled) -> Turn:
@@ -108,14 +95,8 @@ def as_requests(
 ) -> tuple[dict[int, Request], dict[int, Sampled]]:
     """Return what is to be sampled, by row, and the responses that are complete.
 
-    Args:
-        prompt: i64[P, T], right padded with -1.
-        streams: The random numbers; a response that goes on has a seed of its own.
-        sampling: How many responses, and how long.
-        begun: Tokens that the responses have already.
-        ends: Tokens that end a response.
-        completes: Whether a response completes a stop string with its next token. It is told of all
-            tokens that there are.
+    `completes` says whether a response completes a stop string with its next token; it is told of
+    all tokens that there are.
     """
     rows = [[token for token in row if token >= 0] for row in prompt.tolist()]
     rows = [row for row in rows for _ in range(sampling.num_samples)]
@@ -141,7 +122,6 @@ def as_requests(
 def _before(
     begun: BegunRows, ends: Collection[int], completes: Callable[[int, int], bool] | None
 ) -> list[Sampled]:
-    """Return the tokens that each response has already."""
     found: list[Sampled] = []
     for row, (tokens, logprobs) in enumerate(zip(begun.token, begun.logprob, strict=True)):
         length = int((tokens >= 0).sum())
@@ -154,7 +134,6 @@ def _before(
 
 
 def as_columns(step: Progress, sampling: Sampling) -> EndedRows:
-    """Return what ended in a step, padded to the longest allowed response."""
     rows = sorted(step.ended)
     responses = Responses.none_yet(len(rows), sampling.max_new_tokens)
     for place, one in enumerate(step.ended[row] for row in rows):
@@ -176,12 +155,7 @@ _cached: dict[str, VllmEngine] = {}
 
 
 def engine_key(config: Any, options: EngineOptions) -> str:
-    """Return a key that engines share if they differ in their weights alone.
-
-    Args:
-        config: Hugging Face's, of the model.
-        options: Options that the engine is started with.
-    """
+    """Return a key that engines share if they differ in their weights alone."""
     model = {key: value for key, value in config.to_dict().items() if key not in _WHERE_FROM}
     described = json.dumps(model, sort_keys=True, default=str)
     return f"{described} {options}"
@@ -197,9 +171,6 @@ def take(key: str) -> VllmEngine | None:
     """Return the engine cached under this key, awake, with the weights it had; or None.
 
     One that is cached under another key is closed: a process has one engine.
-
-    Raises:
-        RuntimeError: If that one is shared with other processes.
     """
     engine = _cached.pop(key, None)
     if _cached and torch.distributed.is_initialized():
@@ -269,7 +240,6 @@ class VllmPolicySpec:
             )
 
     def check_group(self, context: WorkerContext) -> None:
-        """See `Recipe.check_group`."""
         check_stages(context)
         _check_quantization(self, context)
 
@@ -291,10 +261,9 @@ class VllmPolicy(GeneratorPolicy):
     def abort(self, rows: Iterable[int] | None = None) -> None:
         """Cut responses of the call being served short, before their next token. From any thread.
 
-        Args:
-            rows: Rows of the rollout, numbered on through calls that are served together; each
-                keeps what it has so far and counts as cut off. None for all that is being served,
-                which then raises `GenerationAbortedError`.
+        Rows are those of the rollout, numbered on through calls that are served together; each
+        keeps what it has and counts as cut off. Without rows all that is being served ends, and
+        raises `GenerationAbortedError`.
         """
         self.vllm.abort(rows)
 
@@ -308,14 +277,6 @@ class VllmGenerator(GenerationEngine):
 
     With tensor parallelism every process of a rank runs the same calls with the same rows and
     seeds, and each holds its part of every matrix.
-
-    Args:
-        spec: The model, and how the engine is started.
-        context: Where it runs.
-
-    Attributes:
-        vllm: The engine: one that an earlier run of this process left, if it is like this one.
-        key: What such engines have in common.
     """
 
     name = "vLLM"
@@ -326,7 +287,8 @@ class VllmGenerator(GenerationEngine):
         _check_quantization(spec, context)
         self._spec = spec
         _check_folder(spec.model, context)
-        config, self.shapes = _skeleton(spec.model)
+        config: Any = spec.model.config
+        self.shapes = {name: one.shape for name, one in empty_model(config).named_parameters()}
         self.dtype = spec.model.dtype
         self.vocab_size: int = config.vocab_size
         self.num_positions = longest_sequence(spec, config)
@@ -339,8 +301,9 @@ class VllmGenerator(GenerationEngine):
             adapters = self._adapted.adapters
             self.shapes = {name: tensor.shape for name, tensor in adapters.items()}
         options = engine_options(spec, config, self.num_positions, context)
-        self.key = engine_key(config, options)
+        self.key = engine_key(config, options)  # What such engines have in common
         kept = take(self.key)
+        # The engine: one that an earlier run of this process left, if it is like this one
         self.vllm = kept or _started(spec.model, options)
         self.vllm.sample_among(spec.num_words)
         self.drops_weights = self.vllm.drops_weights
@@ -379,9 +342,6 @@ class VllmGenerator(GenerationEngine):
         A response that goes on has other random numbers from there than if it had not been
         interrupted: vLLM's own begin anew with each request, here at a seed that says how many
         tokens there are already.
-
-        Raises:
-            GenerationAbortedError: If the call was aborted meanwhile.
         """
         stops, end_ids = None, self._spec.end_ids
         if sampling.stop and self._spec.tokenizer is not None:
@@ -423,11 +383,6 @@ class VllmGenerator(GenerationEngine):
 
 
 def check_stages(context: WorkerContext) -> None:
-    """Require that layers are not divided over processes.
-
-    Raises:
-        ConfigError: If they are.
-    """
     if context.pipeline_parallel > 1:
         raise ConfigError(
             f"'{context.role}' generates with vLLM on {context.pipeline_parallel} pipeline "
@@ -448,14 +403,6 @@ def _check_quantization(spec: VllmPolicySpec, context: WorkerContext) -> None:
 def engine_options(
     spec: VllmPolicySpec, config: Any, longest: int, context: WorkerContext
 ) -> EngineOptions:
-    """What an engine is started with.
-
-    Args:
-        spec: What is asked for.
-        config: Hugging Face's, of the model.
-        longest: Tokens of the longest sequence.
-        context: Where it runs.
-    """
     on_cpu = torch.device(context.device).type == "cpu"
     cache, rows = spec.kv_cache_bytes, spec.max_decode_rows
     if on_cpu:
@@ -485,19 +432,7 @@ def _check_folder(model: ModelSpec, context: WorkerContext) -> None:
         model.check_weights(read_tensors(file), context)
 
 
-def _skeleton(model: ModelSpec) -> tuple[Any, dict[str, torch.Size]]:
-    """Config of a model, and shapes of its parameters; tied ones appear once."""
-    config: Any = model.config
-    empty = empty_model(config)
-    return config, {name: tensor.shape for name, tensor in empty.named_parameters()}
-
-
 def longest_sequence(spec: VllmPolicySpec, config: Any) -> int:
-    """Sequence length to make room for.
-
-    Raises:
-        ValueError: If nothing says it, or the model is made for shorter ones.
-    """
     reach: int | None = getattr(config, "max_position_embeddings", None)
     wanted = spec.max_model_len or reach
     if spec.longest_sequence is not None and spec.max_model_len is None:
@@ -526,7 +461,6 @@ def _check_head_dim(context: WorkerContext, config: Any) -> None:
 
 
 def _row_bytes(config: Any, spec: VllmPolicySpec, longest: int, tensor_parallel: int) -> int:
-    """Room for a row at its longest."""
     heads = max(config.num_key_value_heads // tensor_parallel, 1)
     element = torch.finfo(getattr(torch, spec.model.dtype)).bits // 8
     token = 2 * config.num_hidden_layers * heads * _head_dim(config) * element
@@ -560,6 +494,5 @@ def _model_folder(model: ModelSpec, scratch: Path) -> Path:
 
 
 def _started(model: ModelSpec, options: EngineOptions) -> VllmEngine:
-    """An engine with the model's first weights."""
     with TemporaryDirectory(prefix="penstock-vllm-") as scratch:
         return VllmEngine(_model_folder(model, Path(scratch)), options)

@@ -21,65 +21,41 @@ from ....dataflow.runtime.call_context import call_version
 
 @dataclass
 class Sampled:
-    """A response as far as it was sampled.
+    """A response as far as it was sampled."""
 
-    Attributes:
-        tokens: Sampled token ids, the one that ended it included.
-        logprobs: Log-probability of each token, of the distribution it was sampled from.
-        versions: Of the weights that sampled each token.
-        finished: Whether an end-of-sequence token or a stop string ended it.
-        cached_tokens: Tokens of the prompt that were found in the prefix cache.
-    """
-
+    # Sampled token ids, the one that ended it included
     tokens: list[int] = field(default_factory=list[int])
+    # Log-probability of each token, of the distribution it was sampled from
     logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    finished: bool = False
-    cached_tokens: int = 0
+    versions: list[int] = field(default_factory=list[int])  # Of the weights that sampled each token
+    finished: bool = False  # Whether an end-of-sequence token or a stop string ended it
+    cached_tokens: int = 0  # Tokens of the prompt that were found in the prefix cache
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample.
+    """One response to sample."""
 
-    Attributes:
-        prompt: Token ids.
-        seed: Seed of this response's random numbers; 63 bits.
-        max_new_tokens: By which it may grow.
-        so_far: What there is of it; new tokens are added to it.
-    """
-
-    prompt: list[int]
-    seed: int
-    max_new_tokens: int
+    prompt: list[int]  # Token ids
+    seed: int  # Seed of this response's random numbers; 63 bits
+    max_new_tokens: int  # By which it may grow
+    # What there is of it; new tokens are added to it
     so_far: Sampled = field(default_factory=Sampled)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What one step of the engine brought.
+    """What one step of the engine brought."""
 
-    Attributes:
-        ended: Number of the request -> its response, of those that have ended.
-        at_least: Tokens that each of the others has, or more.
-    """
-
-    ended: dict[int, Sampled]
-    at_least: int
+    ended: dict[int, Sampled]  # Number of the request -> its response, of those that have ended
+    at_least: int  # Tokens that each of the others has, or more
 
 
 class RequestBatch:
     """Requests that are sampled together.
 
-    Args:
-        engine: An `LLMEngine`.
-        call: A name that no other batch has.
-        loaded: A name of the weights that there are, which no other weights have.
-        requests: By number.
-        sampling: How responses are sampled.
-        end_ids: Tokens that end a response, as `sampling.stop_token_ids` do.
-        completes: Given the number of a request and its next token, says whether the response ends
-            with it though the token alone does not end one: whether it completes a stop string.
+    `completes` is given the number of a request and its next token, and says whether the response
+    ends with it though the token alone does not end one: whether it completes a stop string.
     """
 
     def __init__(
@@ -110,7 +86,6 @@ class RequestBatch:
             raise
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
         return len(self._open)
 
     @property
@@ -165,7 +140,6 @@ class RequestBatch:
         return {number: self._sampled[number] for number in names.values()}
 
     def give_up(self) -> None:
-        """End all requests."""
         self._engine.abort_request(list(self._open))
         self._open.clear()
 

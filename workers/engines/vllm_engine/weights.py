@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from ...models.experts import as_in_files
+from ...models.file_weights import as_in_files
 
 _NAME = "penstock"
 
@@ -60,7 +60,6 @@ class WholeTensors(WeightTransferEngine[_Start, _Update]):
         """Nothing is to be connected."""
 
     def start_weight_update(self) -> None:
-        """Get every layer ready to be loaded again."""
         if self.device.type == "cpu":
             _forget_kernels(self.model)
         initialize_layerwise_reload(self.model)
@@ -75,7 +74,6 @@ class WholeTensors(WeightTransferEngine[_Start, _Update]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: _Update) -> None:
-        """Give the tensors to the model's loader, which knows the names of files."""
         model: Any = self.model
         kind: str = self.model_config.hf_config.model_type
         model.load_weights(as_in_files(update_info.tensors, kind))
@@ -124,11 +122,7 @@ def weight_transfer_config() -> WeightTransferConfig:
 def load_whole_tensors(engine: Any, tensors: Mapping[str, Tensor], version: int) -> None:
     """Replace all weights of an `LLMEngine`, and empty its prefix cache if no request runs.
 
-    Args:
-        engine: Between two steps. Requests that run keep their keys and values, and vLLM keeps its
-            prefix cache for them; other requests are told apart by a salt.
-        tensors: All parameters.
-        version: What `engine.get_weight_version` will say.
+    Requests that run keep their keys and values; others are told apart by a salt.
     """
     engine.collective_rpc("start_weight_update")
     engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": tensors}})

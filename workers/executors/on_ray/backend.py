@@ -57,7 +57,6 @@ class RankActor:
         self._resident = make(_Home(), *arguments)
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a method of the object."""
         return getattr(self._resident, method)(*arguments)
 
 

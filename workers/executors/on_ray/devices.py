@@ -88,7 +88,6 @@ class RayDevices:
             self._bundles |= dict(zip(devices, bundles, strict=True))
 
     def options(self, group: DeviceGroup, process: int) -> dict[str, Any]:
-        """Ray's options for the actor that is one process of a group."""
         device = device_of(group, process)
         if device in self._bundles:
             return self._in_bundle(device, self._uses[device])

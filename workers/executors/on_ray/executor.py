@@ -19,15 +19,18 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ....dataflow.errors import ConfigError
-from ...weight_sync.registry import DEFAULT_TRANSPORT, Transport
+from ...weight_sync.channel import DEFAULT_TRANSPORT, Transport
+from ..assignment import Machine
 from ..process_backend import ProcessBackend
 from ..rank_group import forget_warm
+from ..registry import ExecutorKind
 from ..supervisor import Supervisor
 
 _LOCK = ".lock"
@@ -57,7 +60,6 @@ class SessionFolder:
         self.path = made.rename(top / made.name.removeprefix(_NEW))  # locked before it counts
 
     def remove(self) -> None:
-        """Remove the folder, once Ray has ended."""
         os.close(self._lock)
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -243,3 +245,22 @@ def shutdown_ray() -> None:
         ray.shutdown()
     while _SESSION:
         _SESSION.pop().remove()
+
+
+def _machines() -> Sequence[Machine]:
+    if not os.environ.get("RAY_ADDRESS"):
+        return ()
+    connect_ray()
+    from .devices import ray_nodes
+
+    return ray_nodes()
+
+
+RAY = ExecutorKind(
+    name="ray",
+    create=lambda num_threads, transport: RayExecutor(num_threads, transport=transport),
+    package="ray",
+    connect=ray_backend,
+    machines=_machines,
+    end=shutdown_ray,
+)

@@ -13,7 +13,7 @@ from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.resharding.sharding import volume
 from penstock.workers.engines.megatron_engine.specs import megatron_sharding
-from penstock.workers.models.heads import HeadName
+from penstock.workers.models.spec import HeadName
 from penstock.workers.training.checkpoint_files import StoredPiece, pieces_on, stored_view
 from torch import Tensor
 

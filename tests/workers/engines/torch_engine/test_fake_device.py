@@ -15,7 +15,7 @@ import torch
 from fake_device import CountedOps
 from penstock.workers.engines.torch_engine import attention, varlen
 from penstock.workers.engines.torch_engine.packing import pack_rows
-from penstock.workers.training.transfers import sent
+from penstock.workers.training.host_memory import sent
 from ragged_step import Shapes, attend, packs, ragged_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

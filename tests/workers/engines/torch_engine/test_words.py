@@ -69,7 +69,7 @@ def test_the_gradient_of_a_divergence_is_autograds_over_all_logits(name: str):
     network.flat.enable_gradients()
     output = policy._output(tokens, mask, 0.8, words)  # pyright: ignore[reportPrivateUsage]
     loss(output, batch, totals).total.backward()
-    got = {name: part.clone() for name, part in network.flat.named(network.flat.grad).items()}
+    got = {name: part.clone() for name, part in network.tensors(network.flat.grad).items()}
 
     network.flat.enable_gradients()
     every = every_logprob(module_of(policy), tokens, 0.8)
@@ -77,7 +77,7 @@ def test_the_gradient_of_a_divergence_is_autograds_over_all_logits(name: str):
     assert output.word_logprob is not None
     torch.testing.assert_close(output.word_logprob[mask], plain.word_logprob[mask])  # pyright: ignore
     loss(plain, batch, totals).total.backward()
-    for name_, expected in network.flat.named(network.flat.grad).items():
+    for name_, expected in network.tensors(network.flat.grad).items():
         scale = max(float(expected.abs().max()), 1e-3)
         torch.testing.assert_close(got[name_], expected, atol=1e-5 * scale, rtol=0)
 

@@ -18,7 +18,7 @@ from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec
 from penstock.workers.executors.on_ray.executor import RayExecutor, connect_ray, shutdown_ray
 from penstock.workers.rollout.generator_policy import SplitPolicySpec
-from penstock.workers.weight_sync.registry import Transport
+from penstock.workers.weight_sync.channel import Transport
 
 from ....algorithms import runs
 

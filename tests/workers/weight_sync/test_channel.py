@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from penstock.workers.weight_sync.registry import CHANNELS, DEFAULT_TRANSPORT, Transport
+from penstock.workers.weight_sync.channel import CHANNELS, DEFAULT_TRANSPORT, Transport
 
 ROOT = Path(__file__).parents[3]
 
@@ -22,4 +22,4 @@ def test_nothing_but_the_registry_says_the_name_of_a_channel(folder: str) -> Non
     named = re.compile(rf"""["']({"|".join(CHANNELS)})["']""")
     files = [path for path in sorted((ROOT / folder).rglob("*.py")) if path.is_file()]
     found = [str(path.relative_to(ROOT)) for path in files if named.search(path.read_text())]
-    assert found == (["workers/weight_sync/registry.py"] if folder == "workers" else [])
+    assert found == (["workers/weight_sync/channel.py"] if folder == "workers" else [])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.workers.engines.sharded import divided_network
-from penstock.workers.engines.sharded.divided_network import vocabulary_logprob, vocabulary_top
+from penstock.workers.engines import divided_network
+from penstock.workers.engines.divided_network import vocabulary_logprob, vocabulary_top
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

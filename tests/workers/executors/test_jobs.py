@@ -11,9 +11,8 @@ from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.messages import work
 from penstock.dataflow.runtime.placement import DeviceGroup
-from penstock.workers.executors import joining
-from penstock.workers.executors.jobs import RankJob, Started
-from penstock.workers.executors.joining import Returning
+from penstock.workers.executors import jobs
+from penstock.workers.executors.jobs import RankJob, Returning, Started
 from penstock.workers.executors.process_backend import NotInTime
 from penstock.workers.executors.rank_group import GroupProcesses
 
@@ -59,7 +58,7 @@ class Group:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Seconds that the test sets."""
     now = SimpleNamespace(s=100.0)
-    monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now.s))
     return now
 
 

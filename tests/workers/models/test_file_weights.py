@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.models.experts import FusedExperts, as_in_files
+from penstock.workers.models.file_weights import FusedExperts, as_in_files
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.checkpoint_files import WholeTensorSource
 from safetensors.torch import load_file

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.models.packaged import PACKAGED, cache_folder, packaged_folder
+from penstock.workers.models.hub import PACKAGED, cache_folder, packaged_folder
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
 
@@ -87,7 +87,7 @@ def test_the_pins_are_those_of_the_requirements() -> None:
 
 _CONVERT = """
 import sys
-from penstock.workers.models.packaged import packaged_folder
+from penstock.workers.models.hub import packaged_folder
 print(packaged_folder("smollm2-135m", lambda said: print(said, file=sys.stderr)))
 """
 

@@ -1,4 +1,4 @@
-"""The experts of a mixture: one parameter per layer in a module, matrices of their own in files.
+"""A model's weights as its files have them, of which every process reads its own part at first.
 
 transformers' modules hold the experts of a layer as `mlp.experts.gate_up_proj` [experts, gate rows
 then up rows, inputs] and `mlp.experts.down_proj` [experts, outputs, inner], and those are the
@@ -11,13 +11,18 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...dataflow.errors import ConfigError
+from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.resharding.sharding import Box
-from ..training.checkpoint_files import TensorSource
+from ..training.checkpoint_files import FileTensors, TensorSource, WholeTensorSource, fill_weights
+from ..training.network import Network
+from .model_folder import weight_files
+from .spec import Head, ModelSpec
 
 _MATRIX = re.compile(r"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(\w+)\.weight")
 _PLACES: Mapping[str, tuple[str, int]] = {
@@ -57,14 +62,7 @@ def _module_name(name: str) -> str:
 
 
 class FusedExperts:
-    """A `TensorSource` of files under the module's names; others' names are left as they are.
-
-    Args:
-        files: The tensors as files name them.
-
-    Raises:
-        ConfigError: If a matrix of an expert is missing beside others.
-    """
+    """A `TensorSource` of files under the module's names; others' names are left as they are."""
 
     def __init__(self, files: TensorSource) -> None:
         self._files = files
@@ -80,7 +78,6 @@ class FusedExperts:
         self._fused = {name: _rows_of(name, held) for name, held in matrices.items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """All parameters of the module."""
         given = self._files.shapes()
         found = {name: given[file] for name, file in self._plain.items()}
         for name, experts in self._fused.items():
@@ -119,3 +116,42 @@ def _rows_of(name: str, held: Mapping[tuple[int, int], str]) -> list[list[str]]:
                 "    save the whole model again with save_pretrained"
             )
     return [[held[expert, block] for block in blocks] for expert in range(number)]
+
+
+class _Backbone:
+    """A folder that holds a backbone without a head, whose names lack the model's own prefix."""
+
+    _PREFIX = "model."
+
+    def __init__(self, files: TensorSource) -> None:
+        self._files = files
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {self._PREFIX + name: shape for name, shape in self._files.shapes().items()}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self._files.read(name.removeprefix(self._PREFIX), box)
+
+
+def model_source(spec: ModelSpec, head: Head) -> TensorSource:
+    """The weights that `spec.causal_lm` starts from, under the same names.
+
+    Of a folder only what is asked for is read; random weights are sampled whole, as elsewhere.
+    """
+    if spec.folder is None:
+        return WholeTensorSource(dict(spec.causal_lm("cpu").named_parameters()))
+    spec.check(scalar_head=head.is_scalar)
+    files = FusedExperts(FileTensors(weight_files(Path(spec.folder)), boxed=False))
+    return files if any(name.startswith("model.") for name in files.shapes()) else _Backbone(files)
+
+
+def fill_first_weights(
+    network: Network, source: TensorSource, head: Head, model: ModelSpec, context: WorkerContext
+) -> None:
+    if not head.is_scalar:
+        fill_weights(network, source, exact=False)
+        return
+    fill_weights(network, source, exact=False, but=head.name)
+    linear = head.first_weights(model, context)
+    added = {f"{head.name}.{part}": value for part, value in linear.named_parameters()}
+    fill_weights(network, WholeTensorSource(added), exact=False, only=head.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ....dataflow.errors import ConfigError
-from ....dataflow.runtime.worker_protocol import WorkerContext
-from ...training.checkpoint_files import gather_weights
-from ...training.network import Network, Outputs
-from ...training.token_logprob import entropy_of_sums, exponential_sums, finite_
+from ...dataflow.errors import ConfigError
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ...planner.resharding.sharding import Sharding
+from ..training.checkpoint_files import gather_weights
+from ..training.data_parallel import RankGroup
+from ..training.network import M, Outputs
+from ..training.token_logprob import entropy_of_sums, exponential_sums, finite_
 
 _AT_ONCE = 1 << 26
 """Most logits that exist in float32 at once: 256 MiB, so that many rows need few kernels."""
@@ -30,14 +32,8 @@ def vocabulary_logprob(
     Process r of `group` holds words `r * V` to `(r + 1) * V`. Every process gets the same result
     and computes its own words' gradient, as if it alone went backward through the result.
 
-    Args:
-        logits: f[n, V], this process's words.
-        target: i64[n], or i64[n, m] for m words of each distribution; in the whole vocabulary.
-        temperature: Divides the logits.
-        group: The processes that share the vocabulary, in its order; None for this one alone.
-
-    Returns:
-        f32 of the shape of `target`, and f32[n]; in nats.
+    Shapes: `logits` f[n, V], this process's words; `target` i64[n], or i64[n, m] for m words of
+    each distribution, in the whole vocabulary. Returns f32 of the shape of `target`, and f32[n].
     """
     words = target if target.ndim > 1 else target[:, None]
     both: tuple[Tensor, Tensor] = _Statistics.apply(logits, words, temperature, group)  # type: ignore[assignment]
@@ -49,14 +45,8 @@ def vocabulary_top(
 ) -> tuple[Tensor, Tensor]:
     """Return the likeliest words, most likely first; no gradient passes.
 
-    Args:
-        logits: f32[n, V], this process's words; see `vocabulary_logprob`.
-        num_words: At most as many as there are words in the whole vocabulary.
-        group: See `vocabulary_logprob`.
-
-    Returns:
-        Their log-probabilities f32[n, num_words] and the words, i64[n, num_words]; the same in
-        every process.
+    Shapes: `logits` f32[n, V], as in `vocabulary_logprob`. Returns log-probabilities and words,
+    f32[n, num_words] and i64[n, num_words], the same in every process.
     """
     width = logits.shape[1]
     best, words = logits.topk(min(num_words, width))
@@ -71,7 +61,6 @@ def vocabulary_top(
 
 
 def _gathered(column: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the tensors of all processes, which have the same shape."""
     parts = [torch.empty_like(column) for _ in range(group.size())]
     dist.all_gather(parts, column.contiguous(), group)
     return parts
@@ -93,7 +82,6 @@ class _Statistics(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities f32[n, m] and entropies f32[n], in nats."""
         alone = group is None or group.size() == 1
         num_words = logits.shape[1]
         # Dividing keeps the order, so the largest can be divided afterwards.
@@ -118,7 +106,6 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """Return the gradient by the logits, f[n, V], from those by both results."""
         logits, largest, total, entropy, column, here = ctx.saved_tensors
         to_logprob, to_entropy = grads
         grad = torch.empty_like(logits)
@@ -139,7 +126,6 @@ def _shifted(logits: Tensor, temperature: float, largest: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Convert to float32, unless the type is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -153,9 +139,6 @@ def join_processes(context: WorkerContext) -> None:
     """Require torch.distributed's default group over the worker group's processes.
 
     A group of one process needs none for anything else; it gets one of itself.
-
-    Raises:
-        ConfigError: If there are several processes and no group.
     """
     cuda = torch.device(context.device).type == "cuda"
     if cuda:
@@ -172,21 +155,13 @@ def join_processes(context: WorkerContext) -> None:
     dist.init_process_group(backend, store=in_memory.HashStore(), rank=0, world_size=1)
 
 
-def gathered_module(network: Network, first: Callable[[], nn.Module]) -> nn.Module | None:
-    """See `LanguageNetwork.whole_module`: of a model all of whose weights are trained.
-
-    Raises:
-        RuntimeError: If the weights gathered are not all that the module has; tied ones count once.
-    """
-    weights = gather_weights(network, 0)  # process 0 is where transformers writes files
-    if not weights:
-        return None
-    module = first()
-    unknown = module.load_state_dict(weights, strict=False).unexpected_keys
-    missing = dict(module.named_parameters()).keys() - weights.keys()
-    if unknown or missing:
-        raise RuntimeError(f"gathered weights do not fit: {sorted(missing)} missing, {unknown} new")
-    return module
+def sum_parts(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Add tensors up over processes, in place and together."""
+    if parts:
+        sums = torch.cat([part.reshape(-1) for part in parts])
+        dist.all_reduce(sums, group=group)
+        for part, total in zip(parts, sums.split([part.numel() for part in parts]), strict=True):
+            part.copy_(total.view_as(part))
 
 
 def recompute_layers(layers: Iterable[nn.Module]) -> None:
@@ -214,19 +189,60 @@ class DividedNetwork:
     is_divided = True
     sort_by_length = True
     num_words: int | None = None
+    context: WorkerContext
+    device: torch.device
+    rank_layout: Sharding
+    rows: RankGroup  # The processes of a rank that share out its micro-batches
+    vocabulary_group: dist.ProcessGroup | None  # Those that share the vocabulary; None for this one
+
+    def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
+        raise NotImplementedError
+
+    def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
+        weights = gather_weights(self, 0)  # process 0 is where transformers writes files
+        if not weights:
+            return None
+        module = first()
+        unknown = module.load_state_dict(weights, strict=False).unexpected_keys
+        missing = dict(module.named_parameters()).keys() - weights.keys()
+        if unknown or missing:
+            raise RuntimeError(
+                f"gathered weights do not fit: {sorted(missing)} missing, {unknown} new"
+            )
+        return module
 
     def save_adapter(self, folder: Path, base: str | None) -> None:
-        """See `LanguageNetwork.save_adapter`: there are none."""
+        """There are none."""
 
-    @property
-    def vocabulary_group(self) -> dist.ProcessGroup | None:
-        """The processes that share the vocabulary; None if this one has all of it."""
-        raise NotImplementedError
+    def weights_changed(self) -> None:
+        """Nothing is derived from them."""
+
+    def micro_batch_limit(self, limit: int, num_tokens: int) -> int:
+        # No process is left idle without need.
+        return max(1, min(limit, -(-num_tokens // self.rows.num_ranks)))
+
+    def together(self, result: Tensor) -> Tensor:
+        return self.rows.sum_(result)
+
+    def share(self, parts: Sequence[M]) -> list[M | None]:
+        """Every n-th micro-batch, for n processes; None where only others have one."""
+        rank, size = self.rows.rank, self.rows.num_ranks
+        mine: list[M | None] = [*parts[rank::size]]
+        return mine + [None] * (-(-len(parts) // size) - len(mine))
+
+    def idle(self) -> Tensor:
+        """A zero from one token, where others compute: whoever holds weights must take part."""
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        anchor = self.outputs(token, token == 0).anchor
+        assert anchor is not None
+        return anchor
 
     def token_logprob(
         self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See `LanguageNetwork.token_logprob`: logits are never gathered."""
         logprob, entropy = vocabulary_logprob(
             self._known(outputs.values), target, temperature, self.vocabulary_group
         )
@@ -235,7 +251,6 @@ class DividedNetwork:
     def top_words(
         self, outputs: Outputs, num_words: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """See `LanguageNetwork.top_words`: of logits the largest alone are gathered."""
         logits = self._known(outputs.values.float() / temperature)
         return vocabulary_top(logits, num_words, self.vocabulary_group)
 

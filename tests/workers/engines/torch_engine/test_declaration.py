@@ -17,9 +17,8 @@ from penstock.planner.inputs.calls import Call, CallKind
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.inputs.workload import Lengths
-from penstock.workers.engines.torch_engine.costs import (
+from penstock.workers.engines.torch_engine.declaration import (
     TorchMemory,
-    torch_engine_peak,
     torch_resident_parts,
     torch_transient_parts,
 )
@@ -222,12 +221,10 @@ _CALLS = st.builds(
 
 @given(call=_CALLS, num_ranks=st.integers(1, 9), tokens=st.integers(1, 5000))
 def test_every_call_has_a_peak(call: Call, num_ranks: int, tokens: int) -> None:
-    parts = torch_engine_peak(call, num_ranks=num_ranks, micro_batch_tokens=tokens)
     added = torch_transient_parts(call, num_ranks=num_ranks, micro_batch_tokens=tokens)
-    assert min(parts) >= 0
-    assert parts == torch_resident_parts(call).plus(added)
-    assert parts.total > torch_resident_parts(call).total
-    assert (parts.kv_cache > 0) == (call.kind == "generate")
+    assert min(added) >= 0
+    assert added.total > 0
+    assert (added.kv_cache > 0) == (call.kind == "generate")
 
 
 @pytest.mark.parametrize("kind", ["train", "forward"])

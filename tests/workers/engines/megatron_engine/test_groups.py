@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.engines.megatron_engine import cpu_shim
+from penstock.workers.engines.megatron_engine import groups
 
 TRAINED = """
 import torch
@@ -51,10 +51,10 @@ def test_a_model_on_the_cpu_of_a_machine_with_gpus_is_trained_there() -> None:
 
 
 def test_roles_on_two_kinds_of_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_shim, "_PREPARED_FOR", ["cpu"])
-    cpu_shim.prepare_megatron("cpu")
+    monkeypatch.setattr(groups, "_PREPARED_FOR", ["cpu"])
+    groups.prepare_megatron("cpu")
     with pytest.raises(ConfigError) as caught:
-        cpu_shim.prepare_megatron("cuda:0")
+        groups.prepare_megatron("cuda:0")
     assert str(caught.value) == (
         "a Megatron role is on 'cuda:0', and another of this process on 'cpu'\n"
         "    put all Megatron roles of a group on one kind of device"

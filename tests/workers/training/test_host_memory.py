@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 
 import torch
-from penstock.workers.training import transfers
-from penstock.workers.training.transfers import derived, masked, on_host, sent, spread
+from penstock.workers.training import host_memory
+from penstock.workers.training.host_memory import derived, masked, on_host, sent, spread
 from torch import Tensor
 
 META = torch.device("meta")
 
 
 def test_what_was_sent_is_known_as_long_as_it_lives() -> None:
-    before = len(transfers._HOST)  # pyright: ignore[reportPrivateUsage]
+    before = len(host_memory._HOST)  # pyright: ignore[reportPrivateUsage]
     tensor = torch.arange(3)
     there = sent(tensor, META)
     assert there.device == META
@@ -22,7 +22,7 @@ def test_what_was_sent_is_known_as_long_as_it_lives() -> None:
     assert on_host(tensor) is tensor
     del there
     gc.collect()
-    assert len(transfers._HOST) == before  # pyright: ignore[reportPrivateUsage]
+    assert len(host_memory._HOST) == before  # pyright: ignore[reportPrivateUsage]
 
 
 def test_what_is_derived_from_it_is_known_too() -> None:
@@ -43,7 +43,7 @@ def test_by_places_is_as_by_mask() -> None:
     random = torch.Generator().manual_seed(0)
     mask = torch.rand(3, 4, generator=random) < 0.5
     x = torch.randn(3, 4, 2, generator=random, requires_grad=True)
-    places = transfers._places(mask)  # pyright: ignore[reportPrivateUsage]
+    places = host_memory._places(mask)  # pyright: ignore[reportPrivateUsage]
     picked = x.flatten(0, 1).index_select(0, places)
     assert torch.equal(picked, masked(x, mask))
     zero = torch.zeros(3, 4, 2)

@@ -24,8 +24,7 @@ from typing import Any
 import psutil
 from bench import machine, parser, report, spread, table
 from penstock.workers.isolation.kinds import KINDS, SandboxKind
-from penstock.workers.isolation.process import Limits, Ran, run_in
-from penstock.workers.isolation.sandbox import why_not
+from penstock.workers.isolation.sandbox import Limits, Ran, run_in, why_not
 from sandbox_attempts import FLOODS, HIDDEN, QUICK, Flood, program_of
 
 QUICK_S, FLOOD_S, GRACE_S = 10.0, 1.0, 1.5
@@ -139,7 +138,7 @@ def row_ms(root: Path, kind: str | None) -> float:
         code = ("sandbox", "run_python", "run_python('print(1)')")
     else:
         call = f"run_in(kinds.{kind.upper()}, 'print(1)')"
-        code = ("process", "run_in", call)
+        code = ("sandbox", "run_in", call)
     source = _ROWS.format(module=code[0], function=code[1], call=code[2], rows=ROWS_A_TURN)
     if kind is not None:
         source = f"from penstock.workers.isolation import kinds\n{source}"

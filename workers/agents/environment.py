@@ -79,6 +79,10 @@ class TurnResult:
     counts: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
+FAILED = TurnResult(reward=None, done=True, counts={"env_errors": 1.0})
+"""The end of a conversation whose environment went wrong."""
+
+
 class Environment(Protocol):
     """The other side of one conversation. Each method may be a coroutine function."""
 

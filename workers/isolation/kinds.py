@@ -1,7 +1,8 @@
-"""The kinds of sandbox for programs that a model wrote, strongest first, and how each is started.
+"""The kinds of sandbox, strongest first, and how a process of each is started.
 
-All but the last give up capabilities, leave only the system calls of `syscalls.py`, and open only
-the files that Landlock lets them, where the kernel has it. What they add to that:
+All but the last give up capabilities, leave only the system calls of
+`syscalls.py`, and open only the files that Landlock lets them, where the kernel has it. What they
+add to that:
 
 | kind | in it |
 |---|---|

@@ -1,22 +1,189 @@
 """Running Python that a model wrote: in a sandbox, without network and within limits.
 
-The strongest kind of sandbox that a trial shows to work here is used (see `kinds.py`); where that
-is weaker than what was asked for, nothing runs.
+A program runs from beginning to end, an interpreter lives on between pieces of code. The strongest
+kind of sandbox that a trial shows to work here is used; where that is weaker than what was asked
+for, nothing runs.
 
-Not covered: a bug of the kernel itself, and what heavy use of CPU and memory caches betrays.
+What a program reads and writes are files in memory that nothing else can open, so that nothing is
+left when their descriptors are closed. A process that is out of time, or has too many threads, is
+killed with its namespaces. When it has ended, its process group is counted: anything left is an
+error.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import math
+import os
+import resource
+import secrets
+import select
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from io import FileIO
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+from annotated_types import Ge
 
 from ...dataflow.errors import ConfigError, WorkerError, nearest
-from .confine import Unconfined
+from ...dataflow.options import Int, PositiveFloat, PositiveInt, option_class
+from .child import was_killed
+from .confine import CONFINED, Unconfined
 from .kinds import KINDS, LANDLOCK, LIMITS, SandboxKind
-from .process import Limits, Ran, run_in
+from .pool import END_S, STOP_S, CallResult, Lines, NotSaid, ready
+
+_PIECES = Path(__file__).with_name("pieces.py")
+_POLL_S = 0.01
+_TICKS_S = 0.1
+_START_S = 30.0
+"""Seconds until a process is confined; they do not count as the program's."""
+_LOOK_S = 0.05  # between two looks at how many threads an interpreter has
+_RESULT_BYTES = 1 << 20
+"""What is read of a program's results: in no time, whatever they are made of."""
+
+
+@option_class
+class Limits:
+    """What one run may use."""
+
+    time_s: PositiveFloat = 4.0
+    """Seconds by the clock from its first line on, and of CPU time, rounded up."""
+    memory_mb: Annotated[Int, Ge(64)] = 512
+    """Address space, Python itself included."""
+    folder_mb: PositiveInt = 16
+    """All files in its folder, 4096 bytes at least each; also each of its output streams."""
+    open_files: Annotated[Int, Ge(16)] = 64
+    """Files open at once."""
+    threads: PositiveInt = 64
+    """Threads at once; more end the run."""
+    output_bytes: PositiveInt = 65_536
+    """What is kept of each of its output streams."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What became of a run."""
+
+    exit_code: int
+    """0 if the program ended by itself; minus the signal that ended it. A code above 128 cannot be
+    told from a signal, as in shells."""
+    stdout: str
+    stderr: str
+    results: Sequence[Mapping[str, Any]] = ()
+    """Of each call, then of each assertion, as far as it got: `{"value"}` or `{"error"}`."""
+    timed_out: bool = False
+
+
+class Sandboxed:
+    """A process in a sandbox, from its start until nothing is left of it.
+
+    Args:
+        kind: The sandbox.
+        work: What `confine` is to run.
+        limits: Of the process.
+        streams: Descriptors of standard input, output and error, and of results.
+        code: Another `confine.py`.
+        seeded: Whether the hashes of texts are always the same.
+
+    Attributes:
+        verdict: Descriptor that can be read when it is confined, or cannot be.
+        used_up: Once it has ended: whether the kernel has ended it, for the CPU time that it took.
+        was_killed: The same: whether somebody else has.
+
+    Raises:
+        Unconfined: If there is no such sandbox here.
+        OSError: If the system starts no more processes.
+    """
+
+    def __init__(
+        self,
+        kind: SandboxKind,
+        work: Mapping[str, Any],
+        limits: Limits,
+        streams: Sequence[int],
+        *,
+        code: Path | None = None,
+        seeded: bool = False,
+    ) -> None:
+        if reason := kind.missing():
+            raise Unconfined(reason)
+        self._limits, self._ended = limits, False
+        self.was_killed = self.used_up = False
+        with contextlib.ExitStack() as held:
+            # One end of each is the process's: it learns that this one is gone, and tells that it
+            # is confined, where what runs in it can write no more.
+            lifeline, verdict = _pipe(held), _pipe(held)
+            descriptors = {
+                "results": streams[3],
+                "lifeline": lifeline[0].fileno(),
+                "verdict": verdict[1].fileno(),
+            }
+            setup = {**kind.setup(), **descriptors, "limits": bounds(limits)}
+            with _unnamed_file("given") as given:
+                _fill(given, json.dumps({"setup": setup, "work": work}))
+                self._process = start(
+                    kind.command(code, given.fileno(), python_environment=seeded),
+                    {**kind.environment, **({"PYTHONHASHSEED": "0"} if seeded else {})},
+                    streams[:3],
+                    [given.fileno(), *descriptors.values()],
+                )
+            verdict[1].close()  # so that its end shows if the process ends without a word
+            self.verdict = verdict[0].fileno()
+            self._held = held.pop_all()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it has more threads than it may."""
+        return any(_num_threads(p) > self._limits.threads for p in _members(self._process.pid))
+
+    def ends(self, wait_s: float) -> bool:
+        """Whether it ends within these seconds."""
+        return _ends(self._process, wait_s)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all that is in it."""
+        if self._ended:  # its number may be another's
+            return
+        for process in _members(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def kill(self, wait_s: float = 0.0) -> int:
+        """Kill it with all that is in it; may be called again.
+
+        Args:
+            wait_s: How long it may take to end by itself before.
+
+        Returns:
+            The exit code, or minus the signal that ended it.
+
+        Raises:
+            WorkerError: If it cannot be killed.
+        """
+        if not self._ended:
+            self.send(signal.SIGCONT)
+            self._ended = True
+            by_itself = self.ends(wait_s)
+            try:
+                cpu_s = _kill(self._process)
+                by_signal = by_itself and was_killed(self._process.returncode)
+                # The kernel counts by the tick.
+                self.used_up = by_signal and cpu_s >= bounds(self._limits)["cpu_s"] - _TICKS_S
+                self.was_killed = by_signal and not self.used_up
+                check_nothing_left(self._process.pid, STOP_S)
+            finally:
+                self._held.close()
+        code = self._process.returncode
+        return code if code <= 128 else 128 - code
 
 
 def run_python(
@@ -140,3 +307,323 @@ def why_not(kind: SandboxKind) -> str | None:
         missing = ", ".join(name for name in names if name not in held)
         return f"a trial did not keep it from {missing} {ran.stderr[-200:]}".strip()
     return None
+
+
+def run_in(
+    kind: SandboxKind,
+    program: str,
+    *,
+    stdin: str = "",
+    calls: Sequence[Mapping[str, Any]] = (),
+    asserts: Sequence[str] = (),
+    limits: Limits | None = None,
+    code: Path | None = None,
+) -> Ran:
+    """`run_python`, in a sandbox of this kind, perhaps with another folder of `confine.py`.
+
+    Raises:
+        Unconfined: If there is no such sandbox here; then the program did not run.
+        WorkerError: If a process is left.
+    """
+    limits = limits or Limits()
+    work = {"program": program, "calls": list(calls), "asserts": list(asserts)}
+    told, ran, killed = _run(kind, work, stdin, limits, code)
+    if killed:  # not by us; what a program does is a function of what it reads: so does another
+        told, ran, _ = _run(kind, work, stdin, limits, code)
+    if told != CONFINED:
+        raise Unconfined(told.decode() or f"exit code {ran.exit_code} {ran.stderr[-200:].strip()}")
+    return ran
+
+
+def _run(
+    kind: SandboxKind, work: Mapping[str, Any], stdin: str, limits: Limits, code: Path | None
+) -> tuple[bytes, Ran, bool]:
+    """Run some work: what was told of its confinement, what became of it, whether it was killed."""
+    token, num_calls = secrets.token_hex(16), len(work["calls"])
+    with contextlib.ExitStack() as stack:
+        names = ("stdin", "stdout", "stderr", "results")
+        files = [stack.enter_context(_unnamed_file(name)) for name in names]
+        _fill(files[0], stdin)
+        streams = [file.fileno() for file in files]
+        process = Sandboxed(kind, {**work, "token": token}, limits, streams, code=code)
+        told, timed_out = f"it was not ready after {_START_S:g} s".encode(), False
+        try:
+            if _readable(process.verdict, _START_S):
+                told = os.read(process.verdict, 1000)
+            deadline = time.monotonic() + limits.time_s
+            while told == CONFINED and not process.ends(min(_POLL_S, limits.time_s)):
+                timed_out = time.monotonic() >= deadline
+                if timed_out or process.crowded:
+                    break
+        finally:
+            exit_code = process.kill(0 if told == CONFINED else END_S)
+        results = _results(files[3], num_calls + len(work["asserts"]))
+        checked = [r for i, r in enumerate(results) if i < num_calls or r.get("token") == token]
+        ran = Ran(
+            exit_code=exit_code,
+            stdout=_text(files[1], limits.output_bytes),
+            stderr=_text(files[2], limits.output_bytes),
+            results=[{k: r[k] for k in ("value", "error") if k in r} for r in checked],
+            timed_out=timed_out or process.used_up or exit_code == -signal.SIGXCPU,
+        )
+        return told, ran, process.was_killed
+
+
+class Interpreter:
+    """A sandboxed Python that lives on between the pieces of code it is given.
+
+    It is confined as whole programs are, before the first piece runs; what runs in it is
+    `pieces.py`, which shares its process with the pieces, so it may answer anything. Between two
+    pieces it is stopped, with whatever threads a piece has left.
+
+    Args:
+        kind: The sandbox.
+        seed: For its module `random`; the hashes of texts are always the same.
+        limits: Of all its pieces together: `time_s` is CPU time here.
+        most_chars: That are kept of what a piece prints.
+
+    Raises:
+        Unconfined: If there is no such sandbox here.
+        OSError: If the system starts no more processes.
+    """
+
+    def __init__(self, kind: SandboxKind, seed: int, limits: Limits, most_chars: int) -> None:
+        program = f"{_PIECES.read_text(encoding='utf-8')}\nserve({seed})\n"
+        work = {"program": program, "calls": [], "asserts": [], "token": ""}
+        with contextlib.ExitStack() as held:
+            calls, answers = _pipe(held), _pipe(held)
+            with open(os.devnull, "wb") as nowhere:
+                streams = (calls[0].fileno(), answers[1].fileno(), nowhere.fileno())
+                self.process = Sandboxed(
+                    kind, work, limits, (*streams, nowhere.fileno()), seeded=True
+                )
+            calls[0].close()
+            answers[1].close()
+            self._held = held.pop_all()
+        self._most_chars = most_chars
+        # As JSON a character takes 12 bytes at most.
+        self._lines = Lines(calls[1].fileno(), answers[0].fileno(), 12 * most_chars + 1000)
+
+    async def confined(self) -> None:
+        """Wait until the first piece may run; otherwise nothing is left of it.
+
+        Raises:
+            Unconfined: If it could not be confined; then nothing ran.
+            NotSaid: If it did not tell in time.
+        """
+        try:
+            await ready(self.process.verdict, asyncio.get_running_loop().time() + _START_S)
+            told = os.read(self.process.verdict, 1000)
+        except BaseException:
+            self.kill()
+            raise
+        if told != CONFINED:
+            self.kill(END_S)
+            raise Unconfined(told.decode(errors="replace") or "its process ended")
+
+    async def run(self, code: str, limit_s: float) -> CallResult:
+        """Run a piece: what it printed, its last value, and what it raised, if anything.
+
+        Raises:
+            NotSaid: If it did not answer in time, or with too many threads, and must be killed.
+        """
+        if not self._lines.quiet:
+            raise NotSaid("it ended or spoke between two calls", ended=True)
+        self.process.send(signal.SIGCONT)
+        message = {"code": code, "most_chars": self._most_chars}
+        asked = asyncio.ensure_future(self._lines.ask(message, limit_s))
+        try:
+            while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
+                if self.process.crowded:
+                    raise NotSaid("it started too many threads")
+            answer = asked.result()
+        finally:
+            asked.cancel()
+            with contextlib.suppress(asyncio.CancelledError, NotSaid):
+                await asked
+        if answer.error is None and not isinstance(answer.value, str):
+            raise NotSaid("what it said is no answer")
+        self.process.send(signal.SIGSTOP)
+        return answer
+
+    def kill(self, wait_s: float = 0.0) -> int:
+        """`Sandboxed.kill`, and close the pipes to it."""
+        try:
+            return self.process.kill(wait_s)
+        finally:
+            self._held.close()
+
+
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    streams: Sequence[int],
+    passed: Sequence[int],
+) -> subprocess.Popen[bytes]:
+    """In a session and process group of its own, which no program can leave: calls for it fail."""
+    process = subprocess.Popen(
+        command,
+        stdin=streams[0],
+        stdout=streams[1],
+        stderr=streams[2],
+        pass_fds=passed,
+        env=environment,
+        cwd="/",
+        start_new_session=True,
+    )
+    with contextlib.suppress(OSError):  # if memory runs out, this is the one to go, not the trainer
+        Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
+    return process
+
+
+def bounds(limits: Limits) -> dict[str, int]:
+    """Those that the process sets itself."""
+    return {
+        "cpu_s": math.ceil(limits.time_s),
+        "memory_bytes": limits.memory_mb << 20,
+        "file_bytes": limits.folder_mb << 20,
+        "open_files": limits.open_files,
+    }
+
+
+def _pipe(stack: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
+    """Make a pipe whose ends, to read and to write, are closed with the stack or before."""
+    reading, writing = os.pipe()
+    ends = FileIO(reading, "rb"), FileIO(writing, "wb")
+    return stack.enter_context(ends[0]), stack.enter_context(ends[1])
+
+
+def _unnamed_file(name: str) -> IO[bytes]:
+    """A file without a name, in memory where the system has such."""
+    try:
+        return os.fdopen(os.memfd_create(f"penstock_{name}"), "w+b")
+    except (AttributeError, OSError):  # only Linux has it, and may be told to refuse
+        return tempfile.TemporaryFile()
+
+
+def _fill(file: IO[bytes], text: str) -> None:
+    file.write(text.encode("utf-8", errors="replace"))
+    file.seek(0)
+
+
+def _text(file: IO[bytes], num_bytes: int) -> str:
+    return os.pread(file.fileno(), num_bytes, 0).decode("utf-8", errors="replace")
+
+
+def _results(file: IO[bytes], num_lines: int) -> list[Mapping[str, Any]]:
+    """Of the first lines those that can be read; a program may have written there too."""
+    found: list[Mapping[str, Any]] = []
+    for line in os.pread(file.fileno(), _RESULT_BYTES, 0).split(b"\n", num_lines)[:num_lines]:
+        try:
+            read = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(read, dict):
+            found.append(read)
+    return found
+
+
+def _ends(process: subprocess.Popen[bytes], wait_s: float) -> bool:
+    """Whether it ends within these seconds."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # Linux has it since 5.3
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(wait_s)
+        return process.poll() is not None
+    try:
+        return _readable(descriptor, wait_s)
+    finally:
+        os.close(descriptor)
+
+
+def _readable(descriptor: int, wait_s: float) -> bool:
+    """Whether there is something to read, or its other end is closed, within these seconds."""
+    poll = select.poll()  # which takes any number; select() only those below 1024
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(math.ceil(1000 * wait_s)))
+
+
+def _members(process_id: int) -> Iterable[int]:
+    """A process and the one it stands in front of, which is the first of its namespaces."""
+    with contextlib.suppress(OSError):  # it has ended, or the system tells no children
+        children = Path(f"/proc/{process_id}/task/{process_id}/children").read_text()
+        return [*map(int, children.split()), process_id]
+    return [process_id]
+
+
+def _num_threads(process_id: int) -> int:
+    """How many it has now."""
+    try:
+        return os.stat(f"/proc/{process_id}/task").st_nlink - 2
+    except OSError:  # it has ended, or the system does not tell
+        return 0
+
+
+def _kill(process: subprocess.Popen[bytes]) -> float:
+    """Kill the process's whole group, and wait for the process itself.
+
+    It is waited for last: until then nobody else can have its number, nor its group's.
+
+    Returns:
+        Seconds of CPU time that it took.
+    """
+    if not _ends(process, 0):
+        first = [member for member in _members(process.pid) if member != process.pid]
+        for member in first:  # it takes all its namespace along
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member, signal.SIGKILL)
+        # The one in front waits for it; else it would be left to whoever waits for orphans.
+        _ends(process, STOP_S if first else 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    before_s = _cpu_of_children_s()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired as error:
+        raise WorkerError(
+            f"process {process.pid}, which ran a model's program, is still there {STOP_S:g} s "
+            "after it was killed"
+        ) from error
+    return _cpu_of_children_s() - before_s
+
+
+def _cpu_of_children_s() -> float:
+    """Of all children that have been waited for, and theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def check_nothing_left(group: int, wait_s: float) -> None:
+    """Count the living processes of a group whose leader has ended; there must be none.
+
+    Raises:
+        WorkerError: If some are there after these seconds.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        if not (left := [*_living(group)]):  # nobody has waited for them yet, but they have ended
+            return
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_S)
+    raise WorkerError(
+        f"processes of a model's program are left {wait_s:g} s after it was killed: "
+        f"{', '.join(map(str, left))}\n"
+        "    end them with kill -9, and run on a kernel that allows user namespaces"
+    )
+
+
+def _living(group: int) -> Iterable[int]:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # it has ended
+            # After the name, which may hold anything: the state, the parent, the group.
+            state, _, own_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(own_group) == group and state not in "ZX":
+                yield int(entry.name)

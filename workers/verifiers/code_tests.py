@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from ...dataflow.errors import ConfigError
 from ..isolation.confine import typed
-from ..isolation.process import Limits
-from ..isolation.sandbox import announce_sandbox, check_sandbox, run_python
+from ..isolation.sandbox import Limits, announce_sandbox, check_sandbox, run_python
 
 
 @dataclass(frozen=True, kw_only=True)

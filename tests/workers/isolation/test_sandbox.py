@@ -21,7 +21,7 @@ import psutil
 import pytest
 from killer import killing
 from penstock.dataflow.errors import ConfigError, WorkerError
-from penstock.workers.isolation import process, sandbox
+from penstock.workers.isolation import sandbox
 from penstock.workers.isolation.confine import Unconfined
 from penstock.workers.isolation.kinds import (
     BUBBLEWRAP,
@@ -31,8 +31,14 @@ from penstock.workers.isolation.kinds import (
     NAMESPACES,
     SandboxKind,
 )
-from penstock.workers.isolation.process import Limits, check_nothing_left, run_in
-from penstock.workers.isolation.sandbox import check_sandbox, run_python, why_not
+from penstock.workers.isolation.sandbox import (
+    Limits,
+    check_nothing_left,
+    check_sandbox,
+    run_in,
+    run_python,
+    why_not,
+)
 from penstock.workers.isolation.syscalls import ARCHITECTURES, program_for
 
 ROOT = Path(__file__).parents[3]
@@ -320,7 +326,7 @@ def test_a_program_ends_with_whoever_started_it(kind: SandboxKind) -> None:
     code = (
         "import os, threading, time\n"
         "from penstock.workers.isolation import kinds\n"
-        "from penstock.workers.isolation.process import Limits, run_in\n"
+        "from penstock.workers.isolation.sandbox import Limits, run_in\n"
         f"kind = kinds.{kind.name.upper()}\n"
         "program = 'import ctypes, time; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0); time.sleep(60)'\n"
         "run = lambda: run_in(kind, program, limits=Limits(time_s=60))\n"
@@ -506,7 +512,7 @@ def test_a_program_that_is_killed_from_outside_runs_again(
     kind: SandboxKind, when: str, whom: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
-    begin = process.start
+    begin = sandbox.start
 
     def start(*args: Any) -> subprocess.Popen[bytes]:
         started.append(begin(*args))
@@ -522,7 +528,7 @@ def test_a_program_that_is_killed_from_outside_runs_again(
         inside = [one.pid for one in front.children(recursive=True)]
         return inside[-1:] if whom == "program" and inside else [front.pid]
 
-    monkeypatch.setattr(process, "start", start)
+    monkeypatch.setattr(sandbox, "start", start)
     code = "n = 0\nwhile n < 20_000_000: n += 1\nprint(n)"
     with killing(find, lambda: bool(started) and (when == "at once" or busy_s() > 0.3)):
         ran = run_in(kind, code, limits=Limits(time_s=60.0))
@@ -534,7 +540,7 @@ def test_one_that_takes_all_its_cpu_time_is_not_run_again(
     kind: SandboxKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
-    begin, bounds = process.start, process.bounds
+    begin, bounds = sandbox.start, sandbox.bounds
 
     def start(*args: Any) -> subprocess.Popen[bytes]:
         made = begin(*args)
@@ -544,8 +550,8 @@ def test_one_that_takes_all_its_cpu_time_is_not_run_again(
     def less(limits: Limits) -> dict[str, int]:
         return {**bounds(limits), "cpu_s": 1}
 
-    monkeypatch.setattr(process, "start", start)
-    monkeypatch.setattr(process, "bounds", less)
+    monkeypatch.setattr(sandbox, "start", start)
+    monkeypatch.setattr(sandbox, "bounds", less)
     ran = run_in(kind, "while True: pass", limits=Limits(time_s=60.0))
     assert ran.timed_out
     assert len(started) == 1

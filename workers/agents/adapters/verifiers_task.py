@@ -22,8 +22,7 @@ from ....dataflow.errors import ConfigError, one_process
 from ....dataflow.options import NonNegativeInt, PositiveFloat, PositiveInt, option_class
 from ...data.task import Message, Task, check_messages, last_user_text
 from ...isolation.child import as_score
-from ..environment import BadCall, Environment, Reply, TurnResult
-from .env_thread import FAILED
+from ..environment import FAILED, BadCall, Environment, Reply, TurnResult
 
 _log = logging.getLogger(__name__)
 

@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from ...models.tokenizer import Tokenizer
 
 
+FormatName: TypeAlias = Literal["hermes", "llama", "pythonic", "brackets", "tokenizer"]
+FORMATS: tuple[FormatName, ...] = ("hermes", "llama", "pythonic", "brackets", "tokenizer")
+
+Call: TypeAlias = ToolCall | BadCall
+CallParser: TypeAlias = Callable[[str], tuple[str, tuple[Call, ...]]]
+"""From what a model said to what of it is no call, and the calls in order."""
+
 MOST_CALLS = 64
 """Calls that are read of one turn: what follows them is one bad call."""
 
@@ -71,7 +78,7 @@ def read_json(text: str, start: int) -> tuple[Any, int] | str:
         return "a number is too large"
 
 
-def call_of(written: str, name: object, arguments: object) -> ToolCall | BadCall:
+def call_of(written: str, name: object, arguments: object) -> Call:
     """A call, if these are a name and arguments."""
     try:
         if not isinstance(name, str) or not name:
@@ -95,28 +102,30 @@ def bad_call(written: str, why: str) -> BadCall:
 def _check(value: object, depth: int) -> None:
     if depth > _DEEPEST:
         raise _Refused(f"lists and objects are nested deeper than {_DEEPEST}")
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise _Refused("a text has half of a surrogate pair, which is no character") from None
-    elif isinstance(value, int):
-        if value.bit_length() > _MOST_BITS:
+    match value:
+        case str():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                why = "a text has half of a surrogate pair, which is no character"
+                raise _Refused(why) from None
+        case int() if value.bit_length() > _MOST_BITS:
             raise _Refused("a number is too large")
-    elif isinstance(value, float):
-        if not math.isfinite(value):
+        case float() if not math.isfinite(value):
             raise _Refused("a number is not finite")
-    elif isinstance(value, Mapping):
-        for key, item in cast("Mapping[object, object]", value).items():
-            if not isinstance(key, str):
-                raise _Refused("a key of an object is no text")
-            _check(key, depth + 1)
-            _check(item, depth + 1)
-    elif isinstance(value, list | tuple):
-        for item in cast("Sequence[object]", value):
-            _check(item, depth + 1)
-    elif value is not None:
-        raise _Refused(f"a {type(value).__name__} is no JSON value")
+        case Mapping():
+            for key, item in cast("Mapping[object, object]", value).items():
+                if not isinstance(key, str):
+                    raise _Refused("a key of an object is no text")
+                _check(key, depth + 1)
+                _check(item, depth + 1)
+        case list() | tuple():
+            for item in cast("Sequence[object]", value):
+                _check(item, depth + 1)
+        case int() | float() | None:
+            pass
+        case _:
+            raise _Refused(f"a {type(value).__name__} is no JSON value")
 
 
 def _constant(name: str) -> NoReturn:
@@ -140,24 +149,31 @@ _UNTAGGED = re.compile(r'\{\s*"(?:name|type)"\s*:')
 """How a call begins that has no tag; another object may be an answer."""
 
 
-def hermes_calls(text: str) -> tuple[str, tuple[ToolCall | BadCall, ...]]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times."""
+def _scanned(
+    text: str, opening: str, read: Callable[[str, int], tuple[Call, int]]
+) -> tuple[str, tuple[Call, ...]]:
+    """Read a call, and where it ends, wherever its opening stands; the rest is content."""
     content: list[str] = []
-    calls: list[ToolCall | BadCall] = []
+    calls: list[Call] = []
     place = 0
-    while (start := text.find(_OPEN, place)) >= 0:
+    while (start := text.find(opening, place)) >= 0:
         content.append(text[place:start])
         if len(calls) == MOST_CALLS:
             calls.append(bad_call(text[start:], f"a turn may make {MOST_CALLS} calls"))
             place = len(text)
             break
-        call, place = _tagged(text, start)
+        call, place = read(text, start)
         calls.append(call)
     content.append(text[place:])
     return "".join(content).strip(), tuple(calls)
 
 
-def _tagged(text: str, start: int) -> tuple[ToolCall | BadCall, int]:
+def hermes_calls(text: str) -> tuple[str, tuple[Call, ...]]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times."""
+    return _scanned(text, _OPEN, _tagged)
+
+
+def _tagged(text: str, start: int) -> tuple[Call, int]:
     """The call at a tag, and where it ends.
 
     The value decides where it ends, as its texts may contain the tags. Where there is no value,
@@ -180,7 +196,7 @@ def _tagged(text: str, start: int) -> tuple[ToolCall | BadCall, int]:
     return bad_call(text[start:end], read), end
 
 
-def _named(written: str, value: object, *keys: str) -> ToolCall | BadCall:
+def _named(written: str, value: object, *keys: str) -> Call:
     """The call that an object describes; its arguments are at the first of these keys it has."""
     if not isinstance(value, dict):
         return bad_call(written, "a call is an object with a name and arguments")
@@ -191,7 +207,7 @@ def _named(written: str, value: object, *keys: str) -> ToolCall | BadCall:
     return call_of(written, fields.get("name"), arguments)
 
 
-def llama_calls(text: str) -> tuple[str, tuple[ToolCall | BadCall, ...]]:
+def llama_calls(text: str) -> tuple[str, tuple[Call, ...]]:
     """A turn that is `{"name": ..., "parameters": {...}}`, or several of them with `;` between.
 
     A turn that has the tag `<|python_tag|>` must be calls from there on. Another turn is an answer
@@ -202,7 +218,7 @@ def llama_calls(text: str) -> tuple[str, tuple[ToolCall | BadCall, ...]]:
         content, said = "", text
         if not _UNTAGGED.match(text, skip_space(text, 0)):
             return text.strip(), ()
-    calls: list[ToolCall | BadCall] = []
+    calls: list[Call] = []
     place = skip_space(said, 0)
     while not calls or place < len(said):
         if len(calls) == MOST_CALLS:
@@ -241,7 +257,7 @@ _LONGEST = 1 << 17
 _MOST_BRACKETS = 40  # within each other
 
 
-def pythonic_calls(text: str) -> tuple[str, tuple[ToolCall | BadCall, ...]]:
+def pythonic_calls(text: str) -> tuple[str, tuple[Call, ...]]:
     """Read a turn that is a list of calls of functions.
 
     Nothing is evaluated. The text must first be made of a few kinds of tokens, nested no deeper
@@ -259,7 +275,7 @@ def pythonic_calls(text: str) -> tuple[str, tuple[ToolCall | BadCall, ...]]:
         return "", (bad_call(said, str(error)),)
 
 
-def _calls(said: str) -> tuple[ToolCall | BadCall, ...]:
+def _calls(said: str) -> tuple[Call, ...]:
     _check_tokens(said)
     try:
         with warnings.catch_warnings():
@@ -300,7 +316,7 @@ def _check_tokens(said: str) -> None:
         raise _Refused("the list of calls is cut off")
 
 
-def _call(said: str, node: ast.expr) -> ToolCall | BadCall:
+def _call(said: str, node: ast.expr) -> Call:
     start, end = node.col_offset, node.end_col_offset
     single = node.lineno == node.end_lineno == 1 and said.isascii()
     written = said[start:end] if single else said
@@ -353,12 +369,6 @@ def _key(node: ast.expr | None) -> str:
     raise _Refused("a key of an object is a text")
 
 
-FormatName: TypeAlias = Literal["hermes", "llama", "pythonic", "brackets", "tokenizer"]
-FORMATS: tuple[FormatName, ...] = ("hermes", "llama", "pythonic", "brackets", "tokenizer")
-
-CallParser: TypeAlias = Callable[[str], tuple[str, tuple[ToolCall | BadCall, ...]]]
-"""From what a model said to what of it is no call, and the calls in order."""
-
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _NAMED = re.compile(r"([A-Za-z_]\w*)(?:\s+(.*))?", re.DOTALL)
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
@@ -396,7 +406,7 @@ class CallFormat:
         return _after_thought(readers[self.format])
 
 
-def parse_calls(text: str, format: FormatName) -> tuple[str, tuple[ToolCall | BadCall, ...]]:
+def parse_calls(text: str, format: FormatName) -> tuple[str, tuple[Call, ...]]:
     return CallFormat(format=format).build()(text)
 
 
@@ -441,7 +451,7 @@ def format_shown(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> FormatNa
 def _after_thought(read: CallParser) -> CallParser:
     """A parser that leaves a thought at the beginning unread."""
 
-    def parse(text: str) -> tuple[str, tuple[ToolCall | BadCall, ...]]:
+    def parse(text: str) -> tuple[str, tuple[Call, ...]]:
         thought, mark, said = text.partition(_THOUGHT_END)
         if mark and not text.lstrip().startswith(_THOUGHT):  # a prompt may have begun the thought
             content, calls = read(text)
@@ -457,39 +467,26 @@ def _after_thought(read: CallParser) -> CallParser:
     return parse
 
 
-def _bracket_calls(
-    text: str, function: str | None, argument: str
-) -> tuple[str, tuple[ToolCall | BadCall, ...]]:
+def _bracket_calls(text: str, function: str | None, argument: str) -> tuple[str, tuple[Call, ...]]:
     """`[name text]`, or `[text]` if the function is given, anywhere in a turn."""
-    content: list[str] = []
-    calls: list[ToolCall | BadCall] = []
-    place = 0
-    while (start := text.find("[", place)) >= 0:
-        content.append(text[place:start])
+
+    def read(text: str, start: int) -> tuple[Call, int]:
         found = _BRACKETS.match(text, start)
-        if len(calls) == MOST_CALLS:
-            calls.append(bad_call(text[start:], f"a turn may make {MOST_CALLS} calls"))
-            place = len(text)
-        elif found is None:
+        if found is None:
             again = text.find("[", start + 1)
-            place = len(text) if again < 0 else again
             why = "there is no ] at its end" if again < 0 else "a call stands within a call"
-            calls.append(bad_call(text[start:place], why))
-        else:
-            place = found.end()
-            calls.append(_bracket_call(found, function, argument))
-    content.append(text[place:])
-    return "".join(content).strip(), tuple(calls)
+            end = len(text) if again < 0 else again
+            return bad_call(text[start:end], why), end
+        inner = found[1].strip()
+        if function is not None:
+            return call_of(found[0], function, {argument: inner}), found.end()
+        named = _NAMED.fullmatch(inner)
+        if named is None:
+            why = "a call begins with the name of a tool"
+            return bad_call(found[0], why), found.end()
+        return call_of(found[0], named[1], {argument: named[2] or ""}), found.end()
 
-
-def _bracket_call(found: re.Match[str], function: str | None, argument: str) -> ToolCall | BadCall:
-    inner = found[1].strip()
-    if function is not None:
-        return call_of(found[0], function, {argument: inner})
-    named = _NAMED.fullmatch(inner)
-    if named is None:
-        return bad_call(found[0], "a call begins with the name of a tool")
-    return call_of(found[0], named[1], {argument: named[2] or ""})
+    return _scanned(text, "[", read)
 
 
 def _template_parser(
@@ -504,7 +501,7 @@ def _template_parser(
     backend: Any = tokenizer.backend
     tools = [dict(schema) for schema in schemas]
 
-    def parse(text: str) -> tuple[str, tuple[ToolCall | BadCall, ...]]:
+    def parse(text: str) -> tuple[str, tuple[Call, ...]]:
         if len(text) > _MOST_TEMPLATE_CHARS:
             return "", (bad_call(text, f"longer than {_MOST_TEMPLATE_CHARS} characters"),)
         try:

@@ -28,8 +28,7 @@ from ...isolation.child import cut
 from ...isolation.confine import Unconfined
 from ...isolation.kinds import LANDLOCK, SandboxKind
 from ...isolation.pool import END_S, LoopSemaphore, NotSaid
-from ...isolation.process import Interpreter, Limits
-from ...isolation.sandbox import check_sandbox
+from ...isolation.sandbox import Interpreter, Limits, check_sandbox
 from .tool import TextFunction, Tool, ToolSession, ToolText
 
 _LOG = logging.getLogger("penstock.tools")

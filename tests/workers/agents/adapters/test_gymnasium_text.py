@@ -12,7 +12,7 @@ import gymnasium as gym
 import pytest
 from gymnasium import spaces
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.agents.adapters.gymnasium_text import (
+from penstock.workers.agents.adapters.text_environments import (
     GymnasiumTextTask,
     GymnasiumTextTaskSpec,
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.agents.adapters.openenv_text import OpenEnvTask, OpenEnvTaskSpec
+from penstock.workers.agents.adapters.text_environments import OpenEnvTask, OpenEnvTaskSpec
 from penstock.workers.agents.environment import Reply, TurnResult
 from penstock.workers.data.task import Task, fingerprint
 

@@ -8,7 +8,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import ToolCall
 from penstock.workers.agents.tasks.calculator import CalculatorTaskSpec
-from penstock.workers.agents.tasks.tool_task import ToolTaskSpec
+from penstock.workers.agents.tasks.tools_and_programs import ToolTaskSpec
 from penstock.workers.agents.worker import AgentSpec
 from penstock.workers.data.chat import TURNS, ChatOptions, PromptEncoder
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec

@@ -11,18 +11,16 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from typing_extensions import override
 
 from ....dataflow.errors import ConfigError
-from ....dataflow.options import Fraction, NonNegativeInt, PositiveInt, option_class
+from ....dataflow.options import NonNegativeInt, PositiveInt, option_class
 from ...data.task import Message, Task
-from ...models.tokenizer import PRINTABLE
-from ..environment import Environment, Reply, ToolCall, TurnResult
-from ..tools.tool import Tool, ToolEnvironment, ToolLimits
+from ..environment import Environment, Reply, TurnResult
 
 _MAX_IDLE_SAMPLES = 2000
 """Problems in a row without a new prompt after which a task counts as exhausted."""
@@ -190,140 +188,3 @@ class GeneratedTask(Task, ABC, Generic[P]):
                     "    lower task.num_train or task.num_held_out, or make the task larger"
                 )
         return list(found.values())
-
-
-ReadCall = Callable[[str], ToolCall | None]
-"""From a turn to the call that it is, or None."""
-
-
-@option_class
-class ToolQuestionsSpec(GeneratedSpec):
-    """Number of questions, and how experts and policies answer them."""
-
-    prompt_template: str = "{question}"
-    """The prompt, with `{question}` where the question stands: a model that knows language needs to
-    be told what to do."""
-    expert_calls: Fraction = 1.0
-    """Share of the demonstrations that call the tool; in the others the expert knows the answer and
-    says it at once."""
-    max_turns: PositiveInt = 8
-    """Turns after which a conversation without an answer is over, and worth 0."""
-
-
-def check_template(spec: ToolQuestionsSpec) -> None:
-    if "{question}" not in spec.prompt_template:
-        raise ConfigError(
-            f"'task.prompt_template' is {spec.prompt_template!r}, which has no place for the "
-            "question\n    write {question} where it stands"
-        )
-
-
-class ToolQuestions(GeneratedTask[P]):
-    """Questions of a generator, answered with a tool at hand."""
-
-    def __init__(self, task_id: str, spec: ToolQuestionsSpec, tool: Tool) -> None:
-        self._options, self._tool = spec, tool
-        self.deterministic = tool.deterministic
-        self.further_characters = PRINTABLE
-        super().__init__(task_id, spec)
-
-    @abstractmethod
-    def question(self, problem: P) -> str:
-        """Return the question."""
-
-    @abstractmethod
-    def read(self, text: str) -> ToolCall | None:
-        """Return the call that a turn is, if it is nothing else."""
-
-    @abstractmethod
-    def calls(self, problem: P) -> Sequence[str]:
-        """Return the expert's calls, turn by turn, as `read` reads them."""
-
-    @abstractmethod
-    def result(self, problem: P, call: ToolCall) -> str:
-        """Return the tool's result of the expert's calls, and of others that it is not known."""
-
-    @abstractmethod
-    def answer(self, problem: P) -> str:
-        """Return the right answer, as the expert says it."""
-
-    @abstractmethod
-    def is_right(self, problem: P, said: str) -> bool:
-        """Return whether a turn says the right answer."""
-
-    def prompt_of(self, problem: P) -> str:
-        return self._options.prompt_template.replace("{question}", self.question(problem))
-
-    def turns(self, problem: P, rng: random.Random) -> list[str] | None:
-        known = rng.random() >= self._options.expert_calls
-        return [*(() if known else self.calls(problem)), self.answer(problem)]
-
-    def schemas(self) -> Sequence[Mapping[str, Any]] | None:
-        return self._tool.schemas
-
-    def environment(self, problem: int) -> Environment:
-        limits = ToolLimits(max_turns=self._options.max_turns)
-        return PlainCalls(ToolEnvironment([self._tool], self._scored(problem), limits), self.read)
-
-    def begin(self, index: int) -> PlainEnvironment:
-        problem = self.problem(index)
-        return ScriptedCalls(
-            self.read,
-            lambda call: self.result(problem, call),
-            self._scored(index),
-            self._options.max_turns,
-        )
-
-    async def close_environments(self) -> None:
-        await self._tool.close()
-
-    def _scored(self, index: int) -> Callable[[str], float]:
-        problem = self.problem(index)
-        return lambda said: float(self.is_right(problem, said))
-
-
-class PlainCalls:
-    """Lets a model without a format of calls make them; an `Environment`.
-
-    A reply that was cut off is no answer: it ends the conversation and is worth 0.
-    """
-
-    def __init__(self, environment: ToolEnvironment, read: ReadCall) -> None:
-        self._environment, self._read = environment, read
-
-    def reset(self, problem: int, seed: int) -> None:
-        self._environment.reset(problem, seed)
-
-    async def step(self, reply: Reply) -> TurnResult:
-        if not reply.finished:
-            return TurnResult(done=True)
-        call = None if reply.calls else self._read(reply.text)
-        if call is not None:
-            reply = replace(reply, content="", calls=(call,))
-        return await self._environment.step(reply)
-
-    async def close(self) -> None:
-        await self._environment.close()
-
-
-class ScriptedCalls(PlainEnvironment):
-    """A conversation with a tool whose results are known beforehand."""
-
-    def __init__(
-        self,
-        read: ReadCall,
-        result: Callable[[ToolCall], str],
-        score: Callable[[str], float],
-        max_turns: int,
-    ) -> None:
-        self._read, self._result, self._score = read, result, score
-        self._max_turns = max_turns
-
-    def step(self, reply: Reply) -> TurnResult:
-        call = self._read(reply.text) if reply.finished else None
-        if call is None:
-            reward = self._score(reply.text) if reply.finished else 0.0
-            return TurnResult(reward=reward, done=True)
-        done = reply.turn + 1 >= self._max_turns
-        said = {"role": "tool", "name": call.name, "content": self._result(call)}
-        return TurnResult(messages=() if done else [said], done=done)

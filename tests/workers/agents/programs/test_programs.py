@@ -20,7 +20,7 @@ from penstock.algorithms.roles import Conversations, Sampling
 from penstock.algorithms.roles.language import ENDINGS
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import drain_metrics
-from penstock.workers.agents.tasks.program_task import ProgramTaskSpec
+from penstock.workers.agents.tasks.tools_and_programs import ProgramTaskSpec
 from talk import Conversing
 
 pytest.importorskip("openai", reason="comes with the engines")

@@ -18,10 +18,8 @@ from penstock.workers.agents.environment import (
 )
 from penstock.workers.agents.tasks.calculator import CalculatorTaskSpec
 from penstock.workers.agents.tasks.generated_task import GeneratedTask, play
-from penstock.workers.agents.tasks.maze import MazeTaskSpec
-from penstock.workers.agents.tasks.search_task import SearchTaskSpec
-from penstock.workers.agents.tasks.table_questions import TableQuestionsSpec
-from penstock.workers.agents.tasks.twenty_questions import TwentyQuestionsTaskSpec
+from penstock.workers.agents.tasks.lmrl_gym import MazeTaskSpec, TwentyQuestionsTaskSpec
+from penstock.workers.agents.tasks.tool_questions import SearchTaskSpec, TableQuestionsSpec
 from penstock.workers.agents.tools.python_tool import PythonTools
 from penstock.workers.data.chat import TURNS
 from penstock.workers.data.task import (
@@ -113,8 +111,8 @@ def test_problems_are_the_same_in_another_process() -> None:
             sys.executable,
             "-c",
             "from penstock.workers.agents.tasks.calculator import CalculatorTaskSpec\n"
-            "from penstock.workers.agents.tasks.maze import MazeTaskSpec\n"
-            "from penstock.workers.agents.tasks.twenty_questions import TwentyQuestionsTaskSpec\n"
+            "from penstock.workers.agents.tasks.lmrl_gym import MazeTaskSpec\n"
+            "from penstock.workers.agents.tasks.lmrl_gym import TwentyQuestionsTaskSpec\n"
             "from penstock.workers.data.task import fingerprint\n"
             "for spec in (CalculatorTaskSpec, MazeTaskSpec, TwentyQuestionsTaskSpec):\n"
             "    print(fingerprint(spec(num_train=40, num_held_out=10).build()))",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.workers.agents.environment import Reply
 from penstock.workers.agents.tasks.generated_task import play
-from penstock.workers.agents.tasks.maze import MOVES, Maze, MazeTaskSpec
+from penstock.workers.agents.tasks.lmrl_gym import MOVES, Maze, MazeTaskSpec
 
 SPEC = MazeTaskSpec(num_train=100, num_held_out=20, random_share=0.0)
 

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import BadCall, Reply, ToolCall, TurnResult
-from penstock.workers.agents.tasks.search_task import (
+from penstock.workers.agents.tasks.tool_questions import (
     MOST_TOWNS,
     SearchTask,
     SearchTaskSpec,
@@ -50,7 +50,7 @@ def test_every_expert_finds_its_answer_with_the_tool_itself() -> None:
         assert (result.reward, result.done) == (1.0, True)
         assert shown == [m for m in script if m["role"] == "tool"]
         assert turns[-1] in shown[-1]["content"]
-        assert len(turns) == 1 + len(TASK.problem(index).queries)
+        assert len(turns) == 1 + len(TASK.problem(index).calls)
 
 
 def test_lengths_leave_room_for_the_searches_that_they_are_documented_for() -> None:
@@ -59,19 +59,19 @@ def test_lengths_leave_room_for_the_searches_that_they_are_documented_for() -> N
     for index in (*TASK.train, *TASK.held_out):
         problem = TASK.problem(index)
         (script,) = TASK.replies(index) or [[]]
-        turn, total = most[len(problem.queries)]
+        turn, total = most[len(problem.calls)]
         # A character is a token, and so is what ends a message.
         assert max(len(m["content"]) + 1 for m in script if m["role"] == "assistant") <= turn
-        said = [problem.question, *(m["content"] for m in script)]
+        said = [problem.text, *(m["content"] for m in script)]
         assert sum(len(text) + 1 for text in said) <= total
 
 
 def test_questions_of_both_kinds_and_none_of_a_town_twice() -> None:
     problems = [TASK.problem(index) for index in (*TASK.train, *TASK.held_out)]
-    hops = [len(problem.queries) for problem in problems]
+    hops = [len(problem.calls) for problem in problems]
     assert 100 < hops.count(2) < 200
     assert hops.count(1) + hops.count(2) == 300
-    assert len({problem.queries[0].split(" ")[1] for problem in problems}) == 300
+    assert len({problem.calls[0][1:-1].split(" ")[1] for problem in problems}) == 300
     # The first query names the town; no fact that answers a held-out question answers another.
     trained = {TASK.problem(index).answer for index in TASK.train}
     names = [TASK.problem(i).answer for i in TASK.held_out if not TASK.problem(i).answer.isdigit()]
@@ -97,7 +97,7 @@ def test_answers(text: str, reward: float) -> None:
 
 
 def test_calls_of_any_kind() -> None:
-    queries = {"query": TASK.problem(0).queries[0]}
+    queries = {"query": TASK.problem(0).calls[0][1:-1]}
     calls = (ToolCall("search", queries), ToolCall("search", {}), BadCall("{", "no JSON"))
     shown, result = held(TASK, 0, Reply(0, "...", "", calls), Reply(1, "[ ]", "[ ]"))
     assert [message["content"].split(":")[0] for message in shown[1:]] == ["Error"] * 3

@@ -9,7 +9,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import Reply, ToolCall, TurnResult
 from penstock.workers.agents.tasks.generated_task import play
-from penstock.workers.agents.tasks.table_questions import (
+from penstock.workers.agents.tasks.tool_questions import (
     KINDS,
     TableQuestionsSpec,
     TableQuestionsTask,
@@ -44,9 +44,9 @@ def test_what_an_expert_runs_comes_to_its_answer() -> None:
     """Python itself is asked here, and the sandbox in the next test."""
     for index in (*TASK.train, *TASK.held_out):
         problem = TASK.problem(index)
-        assert eval(problem.code) == problem.value
-        assert TASK.is_right(problem, f"It is {problem.value}.")
-        assert not TASK.is_right(problem, f"{problem.value + 1}")
+        assert eval(problem.calls[0].removeprefix(">>> ")) == int(problem.answer)
+        assert TASK.is_right(problem, f"It is {problem.answer}.")
+        assert not TASK.is_right(problem, f"{int(problem.answer) + 1}")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import Reply
 from penstock.workers.agents.tasks.generated_task import play
-from penstock.workers.agents.tasks.twenty_questions import (
+from penstock.workers.agents.tasks.lmrl_gym import (
     TwentyQuestionsEnvironment,
     TwentyQuestionsTaskSpec,
     make_world,

@@ -12,7 +12,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import Reply, ToolCall
 from penstock.workers.agents.tasks.calculator import CalculatorTaskSpec
-from penstock.workers.agents.tasks.tool_task import TOOLBOXES, ToolTaskSpec
+from penstock.workers.agents.tasks.tools_and_programs import TOOLBOXES, ToolTaskSpec
 from penstock.workers.agents.tools.search_tool import NOTHING, SearchTools
 from penstock.workers.agents.tools.tool import ToolEnvironment, ToolText
 

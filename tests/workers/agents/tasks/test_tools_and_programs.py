@@ -13,7 +13,7 @@ from penstock.algorithms.roles import Conversations, Sampling
 from penstock.algorithms.roles.language import ENDINGS, Turn, TurnRequest
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.agents.tasks.tool_task import ToolTaskSpec
+from penstock.workers.agents.tasks.tools_and_programs import ToolTaskSpec
 from penstock.workers.agents.tools.tool import ToolLimits
 from penstock.workers.agents.worker import AgentSpec
 from penstock.workers.data.chat import TURNS

@@ -39,7 +39,7 @@ from ...dataflow.runtime.executor import Program
 from ...dataflow.runtime.placement import Placement, follow, one_group
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.schedule import Schedule
-from ...workers.agents.registry import TASK_AGENTS
+from ...workers.agents.environment import TASK_AGENTS
 from ...workers.data.sample_log import ExampleFileSpec
 from ...workers.data.task import TaskSpec
 from ...workers.rewards.registry import RULES

@@ -14,7 +14,7 @@ from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.engine import Source
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.plan.plan import Plan
-from ...workers.agents.registry import TASK_AGENTS, check_converses
+from ...workers.agents.environment import TASK_AGENTS, check_converses
 from ...workers.data.row_report import DataReport
 from ...workers.data.task import Task
 from ...workers.engines.registry import DEFAULT

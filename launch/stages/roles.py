@@ -28,7 +28,7 @@ from ...dataflow.graph.graph import Graph
 from ...dataflow.graph.role import Role
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.plan.plan import Plan, one_group_plan
-from ...workers.agents.registry import TASK_AGENTS
+from ...workers.agents.environment import TASK_AGENTS
 from ...workers.rewards.registry import TASK_REWARDS
 from ..inputs.compose import check_model
 from ..inputs.env_specs import ENV_CONTRACTS, NETWORKS

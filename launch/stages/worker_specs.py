@@ -22,7 +22,7 @@ from ...dataflow.graph.role import Role
 from ...dataflow.kinds import NodeKind
 from ...dataflow.options import check_early
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
-from ...workers.agents.registry import AGENT, TASK_AGENTS
+from ...workers.agents.environment import AGENT, TASK_AGENTS
 from ...workers.engines.engine import EngineKind
 from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.architecture import empty_model

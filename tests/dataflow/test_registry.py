@@ -7,7 +7,7 @@ from penstock.dataflow.registry import Registry
 from penstock.launch.inputs.data import TASKS
 from penstock.launch.inputs.env_specs import ENV_CONTRACTS, ENV_SPECS, NETWORK_SPECS, NETWORKS
 from penstock.launch.run_dir.trackers import TRACKERS
-from penstock.workers.agents.registry import TASK_AGENTS
+from penstock.workers.agents.environment import TASK_AGENTS
 from penstock.workers.engines.registry import ENGINES
 from penstock.workers.executors.registry import EXECUTORS
 from penstock.workers.rewards.registry import TASK_REWARDS

@@ -29,60 +29,40 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Exchange:
-    """Functions that a conversation calls.
-
-    Attributes:
-        speak: Has a turn sampled.
-        reply_of: What the policy said in turn n, from its tokens and whether it ended it.
-        shown: Tokens between a turn and the next: of the messages before it, those after it, and
-            whether the turn was finished.
-        uniform: Random numbers of turn n of a prompt's sample: so many.
-        seed: 63 bits of a turn of a prompt's sample; of turn -1, those of the other side.
-        limit_s: Longest wait for one answer of the other side.
-    """
-
-    speak: Callable[[TurnRequest], Awaitable[Turn]]
+    speak: Callable[[TurnRequest], Awaitable[Turn]]  # has a turn sampled
+    # What the policy said in turn n, from its tokens and whether it ended it.
     reply_of: Callable[[int, Tensor, bool], Reply]
+    # Tokens between a turn and the next: of the messages before it, those after it, and whether the
+    # turn was finished.
     shown: Callable[[Sequence[Message], Sequence[Message], bool], list[int]]
+    # Random numbers of turn n of a prompt's sample: so many.
     uniform: Callable[[int, int, int, int], Tensor]
+    # 63 bits of a turn of a prompt's sample; of turn -1, those of the other side.
     seed: Callable[[int, int, int], int]
-    limit_s: float
+    limit_s: float  # longest wait for one answer of the other side
 
 
 @dataclass
 class Conversation:
-    """A row, and how it comes about.
+    """A row, and how it comes about."""
 
-    Attributes:
-        row: Its number in the call.
-        problem: Index into the task.
-        sample: Which of the problem's conversations of this step.
-        branch: The turn from which it goes on with random numbers of its own; before, with those of
-            the even sample of its pair. None if it has no partner.
-        tokens: Prompt, turns and what was shown.
-        messages: The same as messages.
-        turns: What was sampled, and at which place each turn begins.
-        rewards: Of each turn.
-        scored: Whether it has a score: nothing has broken, and each reward was a number.
-        ending: One of `ENDINGS`.
-        counts: What the other side counted.
-        error: What broke; None if nothing did.
-        piece: Which of its conversation's rows; what was counted is with the first.
-    """
-
-    row: int
-    problem: int
-    sample: int
-    tokens: list[int]
-    messages: list[Message]
+    row: int  # its number in the call
+    problem: int  # index into the task
+    sample: int  # which of the problem's conversations of this step
+    tokens: list[int]  # prompt, turns and what was shown
+    messages: list[Message]  # the same as messages
+    # The turn from which it goes on with random numbers of its own; before, with those of the even
+    # sample of its pair. None if it has no partner.
     branch: int | None = None
+    # What was sampled, and at which place each turn begins.
     turns: list[tuple[int, Turn]] = field(default_factory=list[tuple[int, Turn]])
-    rewards: list[float] = field(default_factory=list[float])
-    scored: bool = True
-    ending: str = "last turn"
+    rewards: list[float] = field(default_factory=list[float])  # of each turn
+    scored: bool = True  # whether it has a score: nothing has broken, and each reward was a number
+    ending: str = "last turn"  # one of `ENDINGS`
+    # What the other side counted.
     counts: dict[str, float] = field(default_factory=dict[str, float])
-    error: BaseException | None = None
-    piece: int = 0
+    error: BaseException | None = None  # what broke; None if nothing did
+    piece: int = 0  # which of its conversation's rows; what was counted is with the first
 
     async def hold(
         self,

@@ -14,33 +14,37 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..data.task import Message
+from ...dataflow.errors import ConfigError
+from ...dataflow.registry import Registry
+from ..data.task import Message, Task
+
+AGENT = "agent"
+
+TASK_AGENTS = Registry[Any]({AGENT: "penstock.workers.agents.worker:AgentSpec"})
+"""Every agent that a configuration can name, with its spec."""
+
+
+def check_converses(task: Task) -> None:
+    """Require a task whose problems are answered in conversation."""
+    if not task.converses:
+        raise ConfigError(
+            f"task '{task.task_id}' has no environments to talk with\n    choose one that has, "
+            "such as task=calculator, or give your task a method `environment`"
+        )
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that a model made.
-
-    Attributes:
-        name: Of the tool, be there one or not.
-        arguments: By name.
-    """
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    name: str  # of the tool, be there one or not
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])  # by name
 
 
 @dataclass(frozen=True)
 class BadCall:
-    """A piece of text that looks like a call and is none.
+    """A piece of text that looks like a call and is none."""
 
-    Attributes:
-        text: What the model wrote.
-        why: What is wrong with it, as the model is told.
-    """
-
-    text: str
-    why: str
+    text: str  # what the model wrote
+    why: str  # what is wrong with it, as the model is told
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,6 @@ class TurnRenderer:
         *,
         finished: bool,
     ) -> list[int]:
-        """The tokens between a turn and the next one."""
         turn = {"role": "assistant", "content": _PROBE}
         plain = [self._apart(message) for message in shown]
         text = self._tokenizer.render([*history, turn, *plain], tools=tools, **self._variables)

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextvars import copy_context
+from functools import partial
 from typing import Literal
 
 import torch
@@ -31,11 +32,10 @@ from ..models.tokenizer import Tokenizer, TokenizerSpec
 from ..rollout.sampling import turn_seed, turn_uniforms
 from ..rollout.scores import MissingScores, check_unscored, filled_in, score_metrics
 from .conversation import Conversation, Exchange, Floor, as_table
-from .environment import Reply
+from .environment import Reply, check_converses
 from .programs.program import ProgramHolder
-from .registry import check_converses
 from .rendering import TurnRenderer
-from .tools.parsing import FORMATS, CallFormat, CallParser, FormatName, format_of, format_shown
+from .tools.parsing import FORMATS, CallParser, FormatName, call_parser, format_of, format_shown
 
 _LOG = logging.getLogger("penstock.agents")
 
@@ -82,7 +82,7 @@ class AgentSpec:
         if name is None:
             renderer.reads_calls = False
             return prompts, renderer, lambda text: (text, ())
-        return prompts, renderer, CallFormat(format=name).build(tokenizer)
+        return prompts, renderer, call_parser(name, tokenizer)
 
 
 class AgentWorker(Agent):
@@ -185,48 +185,42 @@ class AgentWorker(Agent):
     ) -> Sequence[Conversation]:
         """Go on until all have ended; the rows of each, next to each other."""
         floor = Floor(turns)
-        if self._task.has_programs:
-            exchange = self._exchange(None, floor, key)
-            holder = ProgramHolder(self._task, self._tokenizer, self._renderer)
-            held = await holder.hold(begun, floor, exchange, sampling, max_turns)
-            self._report_waiting(floor)
-            return held
 
         async def run(one: Conversation) -> None:
             exchange = self._exchange(one.problem, floor, key)
             await one.hold(self._task.environment, exchange, sampling, max_turns)
             floor.release(one.row)
 
-        await floor.serve({asyncio.create_task(run(one)) for one in begun})
-        self._report_waiting(floor)
-        return begun
-
-    def _report_waiting(self, floor: Floor) -> None:
+        if self._task.has_programs:
+            exchange = self._exchange(None, floor, key)
+            holder = ProgramHolder(
+                self._task, self._tokenizer, self._renderer, floor, exchange, sampling, max_turns
+            )
+            begun = await holder.hold(begun)
+        else:
+            await floor.serve({asyncio.create_task(run(one)) for one in begun})
         add_metrics(self.metrics, {"waiting_s": Metric.sum(floor.waiting_s)})
+        return begun
 
     def _exchange(self, problem: int | None, floor: Floor, key: CallKey) -> Exchange:
         seed, role = self.context.seed, self.context.role
         tools = None if problem is None else self._prompts.tools(problem)
 
+        def reply_of(number: int, token: Tensor, finished: bool) -> Reply:
+            text = self._tokenizer.said(token.tolist())
+            return Reply(number, text, *self._parse(text), finished)
+
         def shown(before: Sequence[Message], after: Sequence[Message], finished: bool) -> list[int]:
             return self._renderer.after(before, after, tools, finished=finished)
 
-        def uniform(problem: int, sample: int, turn: int, count: int) -> Tensor:
-            return turn_uniforms(seed, role, key, problem, sample, turn, count)
-
         return Exchange(
             speak=floor.speak,
-            reply_of=self._reply,
+            reply_of=reply_of,
             shown=shown,
-            uniform=uniform,
-            seed=lambda problem, sample, turn: turn_seed(seed, role, key, problem, sample, turn),
+            uniform=partial(turn_uniforms, seed, role, key),
+            seed=partial(turn_seed, seed, role, key),
             limit_s=self.spec.answer_limit_s,
         )
-
-    def _reply(self, number: int, token: Tensor, finished: bool) -> Reply:
-        text = self._tokenizer.said(token.tolist())
-        content, calls = self._parse(text)
-        return Reply(number, text, content, calls, finished)
 
     def _report(self, held: Sequence[Conversation]) -> None:
         first = [one for one in held if not one.piece]
@@ -257,11 +251,19 @@ class AgentWorker(Agent):
         sampled = float(sum(len(turn.token) for one in held for _, turn in one.turns))
         add_metrics(self.metrics, {"new_tokens": Metric.sum(sampled)})
         self._show_first_error(held)
-        self._missing.check([_failure(one) for one in first])
+        self._missing.check([self._failure(one) for one in first])
         named = self.spec.unscored
         for one in held:
             if not one.scored and named is not None and not math.isnan(named) and one.rewards:
                 one.scored, one.rewards = True, [*(0.0 for _ in one.rewards[1:]), named]
+
+    @staticmethod
+    def _failure(one: Conversation) -> tuple[str, str] | None:
+        if one.scored:
+            return None
+        if one.error is not None:
+            return "failed", f"{type(one.error).__name__}: {one.error}"
+        return "could not say", "a reward was None or nan"
 
     def _show_first_error(self, held: Sequence[Conversation]) -> None:
         failed = next((one for one in held if one.error is not None), None)
@@ -284,14 +286,6 @@ class AgentWorker(Agent):
                 f"all of the first {len(held)} conversations of '{self.context.role}' failed, and "
                 f"there is nothing to learn from them\n    the first failure: {self.first_error}"
             )
-
-
-def _failure(one: Conversation) -> tuple[str, str] | None:
-    if one.scored:
-        return None
-    if one.error is not None:
-        return "failed", f"{type(one.error).__name__}: {one.error}"
-    return "could not say", "a reward was None or nan"
 
 
 def _calls_of(

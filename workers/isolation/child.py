@@ -38,8 +38,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
-DEATH_SIGNAL, SUBREAPER = 1, 36
-"""PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux's prctl."""
+DEATH_SIGNAL, SUBREAPER = 1, 36  # PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux's prctl
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
 """What user code may raise that counts as its failure. KeyboardInterrupt and other exceptions of
 that kind are left out where signals raise them too."""

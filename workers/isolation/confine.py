@@ -4,7 +4,7 @@ It is told on a descriptor what to run and where; results go, a JSON object a li
 of their own. It gives up all it does not need before the first untrusted line runs, for good and
 for all threads, and needs no privileges and no container runtime:
 
-- A seccomp filter leaves it the system calls of `syscalls.py`, Landlock (Linux 5.13 or newer, where
+- A seccomp filter leaves it the system calls of `kinds.py`, Landlock (Linux 5.13 or newer, where
   it is switched on) the files it is told of, resource limits bound the rest. Landlock does not hide
   what is not to be opened: `stat` still tells names and sizes.
 - In namespaces of its own (where the kernel lets an ordinary user make them, Linux 5.12 or newer)
@@ -30,15 +30,13 @@ if TYPE_CHECKING:  # each import that is left out makes every run faster
 
 CONFINED = b"confined"
 """What is told on a descriptor of its own before the first untrusted line runs, or else why not."""
-FOLDER = "/penstock_folder"
-"""The one place that can be written to, in namespaces."""
+FOLDER = "/penstock_folder"  # the one place that can be written to, in namespaces
 
 _READ, _READ_DIR, _WRITE = 1 << 2, 1 << 3, 1 << 1
 _REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_FILE = 1 << 4, 1 << 5, 1 << 7, 1 << 8
 _MAKE_LINK, _REFER, _TRUNCATE = 1 << 12, 1 << 13, 1 << 14
 _NO_NETWORK = 0b11
-_SCOPED = 0b11
-"""Landlock: no abstract sockets of, and no signals to, processes outside."""
+_SCOPED = 0b11  # Landlock: no abstract sockets of, and no signals to, processes outside
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 _NEW = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000 | 0x04000000 | 0x40000000
@@ -74,25 +72,40 @@ def main(descriptor: int) -> None:
 def _confine(setup: dict[str, Any]) -> None:
     """Take everything from this process but CPU, memory, its streams and perhaps one folder."""
     libc = ctypes.CDLL(None, use_errno=True)
-    kind = setup["kind"]
-    if kind != "bubblewrap":  # which sees to it by itself
-        _end_with_parent(libc)
+    kind, limits = setup["kind"], setup["limits"]
+    if kind != "bubblewrap" and sys.platform == "linux":  # bubblewrap sees to it by itself
+        _check(libc.prctl(1, 9, 0, 0, 0), "ending with its parent")
     if kind == "namespaces":
         _enter_namespaces(libc, setup["places"])
-    _end_if_alone(setup["lifeline"])
+    # Whoever asked for this run may have ended before the kernel was asked to tell.
+    poll = select.poll()
+    poll.register(setup["lifeline"])
+    if poll.poll(0):
+        os._exit(1)
+    os.close(setup["lifeline"])
     folder = None
     if kind in ("bubblewrap", "namespaces"):
-        folder = FOLDER
-        _mount_folder(libc, setup["limits"]["file_bytes"])
+        folder, size = FOLDER, limits["file_bytes"]
+        # In memory, of so many bytes and a file for each 4096 of them.
+        options = f"size={size},nr_inodes={max(size >> 12, 16)},mode=700".encode()
+        flags = _NO_SUID | _NO_DEVICES
+        _check(libc.mount(b"folder", folder.encode(), b"tmpfs", flags, options), "mounting a tmpfs")
     os.chdir(setup["folder"])
-    _limit(**setup["limits"])
+    _limit(**limits)
     if kind == "limits":
         return
-    _drop_capabilities(libc)
+    # What root may do beyond files of its own, and what programs could give again.
+    _check(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
+    header = ctypes.create_string_buffer(struct.pack("II", 0x20080522, 0))
+    nothing = ctypes.create_string_buffer(24)
+    _check(libc.capset(header, nothing), "dropping capabilities")
     _restrict_files(libc, setup["readable"], folder, required=folder is None)
-    program = bytes.fromhex(setup["filter"])
     own = setup["own_pid"].to_bytes(4, sys.byteorder)
-    _filter_calls(libc, program.replace(own, os.getpid().to_bytes(4, sys.byteorder)))
+    program = bytes.fromhex(setup["filter"])
+    program = program.replace(own, os.getpid().to_bytes(4, sys.byteorder))
+    buffer = ctypes.create_string_buffer(program)
+    filter_ = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
+    _check(libc.prctl(22, 2, ctypes.create_string_buffer(filter_), 0, 0), "seccomp")
 
 
 def _check(result: int, what: str) -> int:
@@ -114,21 +127,6 @@ def _limit(*, cpu_s: int, memory_bytes: int, file_bytes: int, open_files: int) -
     }
     for name, value in limits.items():
         resource.setrlimit(name, (value, value))
-
-
-def _end_with_parent(libc: ctypes.CDLL) -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
-    if sys.platform == "linux":
-        _check(libc.prctl(1, 9, 0, 0, 0), "ending with its parent")
-
-
-def _end_if_alone(lifeline: int) -> None:
-    """End if whoever holds the other end of this pipe ended before the kernel was asked to tell."""
-    poll = select.poll()
-    poll.register(lifeline)
-    if poll.poll(0):
-        os._exit(1)
-    os.close(lifeline)
 
 
 def _enter_namespaces(libc: ctypes.CDLL, places: Sequence[tuple[str, str]]) -> None:
@@ -181,28 +179,6 @@ def _see_only(libc: ctypes.CDLL, places: Sequence[tuple[str, str]]) -> None:
     read_only = struct.pack("QQQQ", _READ_ONLY | _NO_SUID, 0, 0, 0)
     everything = libc.syscall(_MOUNT_SETATTR, -100, b"/", 0x8000, read_only, len(read_only))
     _check(everything, "read-only mounts")
-
-
-def _mount_folder(libc: ctypes.CDLL, num_bytes: int) -> None:
-    """Put a folder in memory at `FOLDER`, of so many bytes and a file for each 4096 of them."""
-    options = f"size={num_bytes},nr_inodes={max(num_bytes >> 12, 16)},mode=700".encode()
-    flags = _NO_SUID | _NO_DEVICES
-    _check(libc.mount(b"folder", FOLDER.encode(), b"tmpfs", flags, options), "mounting a tmpfs")
-
-
-def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Give up what root may do beyond files of its own, and what programs could give again."""
-    _check(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
-    header = ctypes.create_string_buffer(struct.pack("II", 0x20080522, 0))
-    nothing = ctypes.create_string_buffer(24)
-    _check(libc.capset(header, nothing), "dropping capabilities")
-
-
-def _filter_calls(libc: ctypes.CDLL, program: bytes) -> None:
-    """Install a seccomp program, for all threads that there will be."""
-    buffer = ctypes.create_string_buffer(program)
-    header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
-    _check(libc.prctl(22, 2, ctypes.create_string_buffer(header), 0, 0), "seccomp")
 
 
 def _restrict_files(

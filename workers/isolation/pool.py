@@ -16,27 +16,28 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import secrets
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...dataflow.errors import no_exit
 from .child import was_killed
 
 _CHILD = Path(__file__).with_name("child.py")
-STOP_S = 5.0
-"""Seconds a killed process may take to vanish."""
-END_S = 0.5
-"""Between a process's closing its end and its own, so that how it ended can be told."""
+STOP_S = 5.0  # seconds a killed process may take to vanish
+END_S = 0.5  # between a process's closing its end and its own, so that how it ended can be told
 _POLL_S = 0.005
 _PIECE = 1 << 16
-_MOST_STARTS = 4  # of which all but the last are killed from outside before they are ready
+_MOST_KILLED = 3  # processes that are killed from outside before they are ready, for one call
 _LOG = logging.getLogger("penstock.isolation")
 
 T = TypeVar("T")
@@ -74,15 +75,10 @@ class CallResult:
 
 
 class Lines:
-    """Messages to a process and its answers, which may be anything.
+    """Messages to a process and its answers of so many bytes, which may be anything.
 
     Between two messages nothing is bound to an event loop, so a process outlives the loop that
     started it, and may be used by the next one.
-
-    Args:
-        writing: Descriptor of the pipe to it.
-        reading: Descriptor of the pipe from it.
-        most_bytes: Of an answer.
     """
 
     def __init__(self, writing: int, reading: int, most_bytes: int) -> None:
@@ -183,6 +179,45 @@ async def ready(descriptor: int, deadline: float, *, to_write: bool = False) -> 
         remove(descriptor)
 
 
+class OwnThread:
+    """A thread that makes one call after another, for what cannot run in another process.
+
+    A call that hangs cannot be stopped: its thread is left alone, ends when the call returns, and
+    does not keep the process from ending.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Not of an executor: Python waits for those at its end, also for one that hangs.
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Make a call after all others."""
+        future: Future[T] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                with no_exit():
+                    result = function(*arguments)
+            except BaseException as error:  # noqa: BLE001 - the caller is told, whatever it is
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._jobs.put(job)
+        return future
+
+    def end(self) -> None:
+        """Let the thread end after what was submitted; does not wait for it."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
 def completed(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in a loop of its own, also where another one is running."""
 
@@ -223,7 +258,7 @@ class ProcessPool:
         time_limit_s: Seconds one call may take, once it has its turn.
         start_limit_s: Seconds a process may take to start and become ready.
         most_bytes: Of an answer.
-        accepts: Whether a value can be one; what gives another is believed no more.
+        accepts: Whether a value can be one; a process that gives another is believed no more.
         repeats: Whether a call whose process is killed is made again, once: whoever has killed it
             did not mean the call.
         keeps_state: Whether calls build on each other: none is made once a process has ended.
@@ -253,7 +288,6 @@ class ProcessPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Ids of the living processes."""
         return [one.popen.pid for one in self._all if not one.killed and one.popen.poll() is None]
 
     def start(self) -> None:
@@ -313,25 +347,46 @@ class ProcessPool:
             raise
 
     async def _take(self) -> _Process:
-        """Return a process that serves no call."""
+        """Return a process that serves no call, and is ready for one."""
+        for process in [one for one in self._all if one.killed and one.popen.poll() is not None]:
+            await self._gone(process)
+        num_killed = 0
+        while True:
+            process = await self._quiet()
+            if process is None:
+                if self.keeps_state and self._used and not num_killed:
+                    raise NotStarted(
+                        "its process has ended, and its state of this conversation is lost"
+                    )
+                self._used = True
+                process = self._new()
+            if process.ready:
+                return process
+            setup = {"path": sys.path, **self._setup}
+            try:
+                answer = await self._ask(process, setup, self._start_limit_s)
+            except NotSaid as error:
+                num_killed += was_killed(error.exit_code)
+                if not was_killed(error.exit_code) or num_killed > _MOST_KILLED:
+                    raise NotStarted(error) from error
+                _LOG.warning("%s's process was killed; another takes its place", self._runs)
+                continue
+            if answer.error is not None:
+                process.kill()
+                await self._gone(process)
+                raise NotStarted(answer.error)
+            process.ready = True
+            return process
+
+    async def _quiet(self) -> _Process | None:
+        """Return an idle process that lives and has said nothing unasked, if there is one."""
         while self._idle:
             process = self._idle.pop()
             if process.lines.quiet and process.popen.poll() is None:
-                if process.ready or await self._made_ready(process):
-                    return process
-            else:  # it died idle, or speaks unasked; no call is to blame
-                process.kill()
-                await self._gone(process)
-        if self.keeps_state and self._used:
-            raise NotStarted("its process has ended, and its state of this conversation is lost")
-        self._used = True
-        for process in [one for one in self._all if one.killed and one.popen.poll() is not None]:
-            await self._gone(process)
-        for is_last in (*[False] * (_MOST_STARTS - 1), True):
-            process = self._new()
-            if await self._made_ready(process, is_last=is_last):
                 return process
-        raise AssertionError("the last one is ready, or an error was raised")
+            process.kill()  # no call is to blame
+            await self._gone(process)
+        return None
 
     def _new(self) -> _Process:
         try:
@@ -341,42 +396,14 @@ class ProcessPool:
         self._all.add(process)
         return process
 
-    async def _made_ready(self, process: _Process, *, is_last: bool = False) -> bool:
-        """Whether a process is ready now, and was not killed meanwhile."""
-        try:
-            setup = {"path": sys.path, **self._setup}
-            answer = await self._ask(process, setup, self._start_limit_s)
-        except NotSaid as error:
-            if was_killed(error.exit_code) and not is_last:
-                _LOG.warning("%s's process was killed; another takes its place", self._runs)
-                return False
-            raise NotStarted(error) from error
-        if answer.error is not None:
-            process.kill()
-            await self._gone(process)
-            raise NotStarted(answer.error)
-        process.ready = True
-        return True
-
     async def _gone(self, process: _Process) -> None:
-        """Wait for a killed process."""
         await process.ends(STOP_S)
         process.let_go(self._runs)
         self._all.discard(process)
 
 
 class _Process:
-    """One process and the way to talk to it.
-
-    Attributes:
-        popen: Its supervisor.
-        lines: What is said to and by it.
-        ready: Whether it has taken its setup.
-        killed: Whether it has been told to end.
-
-    Raises:
-        OSError: If the system starts no more processes.
-    """
+    """One process, by its supervisor, and the way to talk to it."""
 
     def __init__(self, most_bytes: int) -> None:
         with contextlib.ExitStack() as undo:
@@ -401,7 +428,7 @@ class _Process:
         assert self.popen.stdout is not None
         self._pipes = (self.popen.stdin, self.popen.stdout)
         self.lines = Lines(self.popen.stdin.fileno(), self.popen.stdout.fileno(), most_bytes)
-        self.ready = self.killed = False
+        self.ready = self.killed = False  # whether it has taken its setup, was told to end
 
     def kill(self) -> None:
         """Have the supervisor kill all that was started, and end."""
@@ -414,7 +441,6 @@ class _Process:
         os.close(self._lifeline)
 
     async def ends(self, wait_s: float) -> None:
-        """Wait until it ends, for so many seconds at most."""
         deadline = time.monotonic() + wait_s
         while self.popen.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S)

@@ -44,8 +44,7 @@ from .pool import END_S, STOP_S, CallResult, Lines, NotSaid, ready
 _PIECES = Path(__file__).with_name("pieces.py")
 _POLL_S = 0.01
 _TICKS_S = 0.1
-_START_S = 30.0
-"""Seconds until a process is confined; they do not count as the program's."""
+_START_S = 30.0  # seconds until a process is confined; they do not count as the program's
 _LOOK_S = 0.05  # between two looks at how many threads an interpreter has
 _RESULT_BYTES = 1 << 20
 """What is read of a program's results: in no time, whatever they are made of."""
@@ -71,8 +70,6 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What became of a run."""
-
     exit_code: int
     """0 if the program ended by itself; minus the signal that ended it. A code above 128 cannot be
     told from a signal, as in shells."""
@@ -86,13 +83,8 @@ class Ran:
 class Sandboxed:
     """A process in a sandbox, from its start until nothing is left of it.
 
-    Args:
-        kind: The sandbox.
-        work: What `confine` is to run.
-        limits: Of the process.
-        streams: Descriptors of standard input, output and error, and of results.
-        code: Another `confine.py`.
-        seeded: Whether the hashes of texts are always the same.
+    It runs some work (see `confine`), with descriptors of standard input, output and error and of
+    results; where it is seeded, hashes of texts are always the same.
 
     Attributes:
         verdict: Descriptor that can be read when it is confined, or cannot be.
@@ -142,26 +134,33 @@ class Sandboxed:
 
     @property
     def crowded(self) -> bool:
-        """Whether it has more threads than it may."""
-        return any(_num_threads(p) > self._limits.threads for p in _members(self._process.pid))
+        num_threads = 0
+        for member in self._members():
+            with contextlib.suppress(OSError):  # it has ended, or the system does not tell
+                num_threads = max(num_threads, os.stat(f"/proc/{member}/task").st_nlink - 2)
+        return num_threads > self._limits.threads
 
     def ends(self, wait_s: float) -> bool:
-        """Whether it ends within these seconds."""
-        return _ends(self._process, wait_s)
+        try:
+            descriptor = os.pidfd_open(self._process.pid)
+        except (AttributeError, OSError):  # Linux has it since 5.3
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(wait_s)
+            return self._process.poll() is not None
+        try:
+            return _readable(descriptor, wait_s)
+        finally:
+            os.close(descriptor)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to all that is in it."""
         if self._ended:  # its number may be another's
             return
-        for process in _members(self._process.pid):
+        for member in self._members():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
+                os.kill(member, number)
 
     def kill(self, wait_s: float = 0.0) -> int:
-        """Kill it with all that is in it; may be called again.
-
-        Args:
-            wait_s: How long it may take to end by itself before.
+        """Kill it with all that is in it, after so many seconds to end; may be called again.
 
         Returns:
             The exit code, or minus the signal that ended it.
@@ -174,7 +173,7 @@ class Sandboxed:
             self._ended = True
             by_itself = self.ends(wait_s)
             try:
-                cpu_s = _kill(self._process)
+                cpu_s = self._kill()
                 by_signal = by_itself and was_killed(self._process.returncode)
                 # The kernel counts by the tick.
                 self.used_up = by_signal and cpu_s >= bounds(self._limits)["cpu_s"] - _TICKS_S
@@ -184,6 +183,40 @@ class Sandboxed:
                 self._held.close()
         code = self._process.returncode
         return code if code <= 128 else 128 - code
+
+    def _kill(self) -> float:
+        """Kill its whole group, wait for it, and return the seconds of CPU time that it took.
+
+        It is waited for last: until then nobody else can have its number, nor its group's.
+        """
+        process = self._process
+        if not self.ends(0):
+            first = [member for member in self._members() if member != process.pid]
+            for member in first:  # it takes all its namespace along
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGKILL)
+            # The one in front waits for it; else it would be left to whoever waits for orphans.
+            self.ends(STOP_S if first else 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired as error:
+            raise WorkerError(
+                f"process {process.pid}, which ran a model's program, is still there {STOP_S:g} s "
+                "after it was killed"
+            ) from error
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    def _members(self) -> Iterable[int]:
+        """The process and the one it stands in front of, which is the first of its namespaces."""
+        own = self._process.pid
+        with contextlib.suppress(OSError):  # it has ended, or the system tells no children
+            children = Path(f"/proc/{own}/task/{own}/children").read_text()
+            return [*map(int, children.split()), own]
+        return [own]
 
 
 def run_python(
@@ -237,15 +270,21 @@ def check_sandbox(minimum: str = LANDLOCK.name) -> SandboxKind:
         )
     kind = best_kind()
     if names.index(kind.name) > names.index(minimum):
-        raise ConfigError(_refusal(minimum, dict(_why_not_stronger())))
+        reasons = "".join(f"    {name}: {why}\n" for name, why in _why_not_stronger().items())
+        raise ConfigError(
+            f"programs that a model wrote need a sandbox of kind '{minimum}' or stronger, which "
+            f"this machine does not offer\n{reasons}    install bubblewrap, allow user namespaces, "
+            "or run on a Linux with seccomp and Landlock (5.13 or newer); or accept less: "
+            f"verifier_options.minimum={LIMITS.name} runs programs with your rights, bounded in "
+            "time and memory only"
+        )
     return kind
 
 
 @lru_cache(maxsize=1)
 def best_kind() -> SandboxKind:
     """The strongest kind that works here, found by trials once per process."""
-    failed = [name for name, _ in _why_not_stronger()]
-    return next(kind for kind in KINDS if kind.name not in failed)
+    return next(kind for kind in KINDS if kind.name not in _why_not_stronger())
 
 
 @lru_cache(maxsize=1)
@@ -255,26 +294,15 @@ def announce_sandbox() -> None:
 
 
 @lru_cache(maxsize=1)
-def _why_not_stronger() -> Sequence[tuple[str, str]]:
+def _why_not_stronger() -> Mapping[str, str]:
     """The kinds stronger than the best that works, and why each of them does not."""
-    failed: list[tuple[str, str]] = []
+    failed: dict[str, str] = {}
     for kind in KINDS:
         reason = why_not(kind)
         if reason is None:
             break
-        failed.append((kind.name, reason))
+        failed[kind.name] = reason
     return failed
-
-
-def _refusal(minimum: str, failed: Mapping[str, str]) -> str:
-    reasons = "".join(f"    {name}: {reason}\n" for name, reason in failed.items())
-    return (
-        f"programs that a model wrote need a sandbox of kind '{minimum}' or stronger, which this "
-        f"machine does not offer\n{reasons}    install bubblewrap, allow user namespaces, or run "
-        "on a Linux with seccomp and Landlock (5.13 or newer); or accept less: "
-        f"verifier_options.minimum={LIMITS.name} runs programs with your rights, bounded in time "
-        "and memory only"
-    )
 
 
 _PROBE = """
@@ -378,7 +406,7 @@ class Interpreter:
 
     Args:
         kind: The sandbox.
-        seed: For its module `random`; the hashes of texts are always the same.
+        seed: For its module `random`.
         limits: Of all its pieces together: `time_s` is CPU time here.
         most_chars: That are kept of what a piece prints.
 
@@ -523,75 +551,11 @@ def _results(file: IO[bytes], num_lines: int) -> list[Mapping[str, Any]]:
     return found
 
 
-def _ends(process: subprocess.Popen[bytes], wait_s: float) -> bool:
-    """Whether it ends within these seconds."""
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except (AttributeError, OSError):  # Linux has it since 5.3
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(wait_s)
-        return process.poll() is not None
-    try:
-        return _readable(descriptor, wait_s)
-    finally:
-        os.close(descriptor)
-
-
 def _readable(descriptor: int, wait_s: float) -> bool:
     """Whether there is something to read, or its other end is closed, within these seconds."""
     poll = select.poll()  # which takes any number; select() only those below 1024
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(math.ceil(1000 * wait_s)))
-
-
-def _members(process_id: int) -> Iterable[int]:
-    """A process and the one it stands in front of, which is the first of its namespaces."""
-    with contextlib.suppress(OSError):  # it has ended, or the system tells no children
-        children = Path(f"/proc/{process_id}/task/{process_id}/children").read_text()
-        return [*map(int, children.split()), process_id]
-    return [process_id]
-
-
-def _num_threads(process_id: int) -> int:
-    """How many it has now."""
-    try:
-        return os.stat(f"/proc/{process_id}/task").st_nlink - 2
-    except OSError:  # it has ended, or the system does not tell
-        return 0
-
-
-def _kill(process: subprocess.Popen[bytes]) -> float:
-    """Kill the process's whole group, and wait for the process itself.
-
-    It is waited for last: until then nobody else can have its number, nor its group's.
-
-    Returns:
-        Seconds of CPU time that it took.
-    """
-    if not _ends(process, 0):
-        first = [member for member in _members(process.pid) if member != process.pid]
-        for member in first:  # it takes all its namespace along
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member, signal.SIGKILL)
-        # The one in front waits for it; else it would be left to whoever waits for orphans.
-        _ends(process, STOP_S if first else 0)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    before_s = _cpu_of_children_s()
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired as error:
-        raise WorkerError(
-            f"process {process.pid}, which ran a model's program, is still there {STOP_S:g} s "
-            "after it was killed"
-        ) from error
-    return _cpu_of_children_s() - before_s
-
-
-def _cpu_of_children_s() -> float:
-    """Of all children that have been waited for, and theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def check_nothing_left(group: int, wait_s: float) -> None:

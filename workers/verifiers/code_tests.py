@@ -22,8 +22,6 @@ from ..isolation.sandbox import Limits, announce_sandbox, check_sandbox, run_pyt
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTests:
-    """Tests of one problem."""
-
     streams: Sequence[tuple[str, str]] = ()
     """Input of a program, and its expected output; each in a run of its own."""
     calls: Sequence[Mapping[str, Any]] = ()
@@ -31,16 +29,10 @@ class CodeTests:
     assertions become, arguments and `expected` are as `confine.typed` makes them."""
     asserts: Sequence[str] = ()
     """Statements that must not raise; all in one run. A response can forge that."""
-    setup: str = ""
-    """Source that comes before the program."""
-
-    @property
-    def count(self) -> int:
-        return len(self.streams) + len(self.calls) + len(self.asserts)
+    setup: str = ""  # source that comes before the program
 
 
 def tests_of(answer: str | Sequence[Any] | Mapping[str, Any], *, run_asserts: bool) -> CodeTests:
-    """Read a problem's tests."""
     read: Any = json.loads(answer) if isinstance(answer, str) else answer
     if isinstance(read, Mapping):
         read = _from_inputs(read) if "inputs" in read else read
@@ -159,11 +151,7 @@ def code_tests(
     if tests.calls or tests.asserts:
         asked = [{k: v for k, v in call.items() if k != "expected"} for call in tests.calls]
         ran = run_python(
-            program,
-            calls=asked,
-            asserts=tests.asserts,
-            limits=limits,
-            minimum=minimum,
+            program, calls=asked, asserts=tests.asserts, limits=limits, minimum=minimum
         )
         wanted = [*(call["expected"] for call in tests.calls), *(True for _ in tests.asserts)]
         passed += sum(
@@ -178,7 +166,7 @@ def code_tests(
         if score == "all" and not good:
             return 0.0
         passed += good
-    return passed / tests.count
+    return passed / (len(tests.streams) + len(tests.calls) + len(tests.asserts))
 
 
 def _lines(text: str) -> list[str]:

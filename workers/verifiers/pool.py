@@ -14,8 +14,7 @@ from ..isolation.pool import STOP_S, NotSaid, NotStarted, ProcessPool, completed
 
 SHORTEST_S, LONGEST_S = 0.001, 86_400.0
 """Seconds that a call may be given: less says nothing, and more is no limit."""
-MOST_PROCESSES = 256
-"""Processes of one pool."""
+MOST_PROCESSES = 256  # processes of one pool
 
 _MOST_REPLY = 1 << 16  # bytes
 _NOT_A_REPLY = (
@@ -37,18 +36,15 @@ class VerifierSpec:
     factory: str
     """`module:function` that takes `arguments` by keyword and returns the verifier, a function of
     `Task.verifier_call(index, response)`'s items that returns what `as_score` takes."""
-    arguments: Mapping[str, Any]
-    """Keyword arguments of the factory."""
+    arguments: Mapping[str, Any]  # keyword arguments of the factory
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The result of one call; no score is not the score 0."""
 
-    score: float | None = None
-    """None if the verifier cannot say, has failed or has run out of time."""
-    error: str | None = None
-    """What failed, and where."""
+    score: float | None = None  # None if the verifier cannot say, has failed or has run out of time
+    error: str | None = None  # what failed, and where
     timed_out: bool = False
 
 
@@ -101,7 +97,6 @@ class VerifierPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Ids of the living processes."""
         return self._pool.process_ids
 
     def run(self, calls: Sequence[Sequence[Any]]) -> list[Outcome]:

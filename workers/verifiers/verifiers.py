@@ -1,9 +1,9 @@
 """Verifiers by name: exact match, math-verify, instructions, code tests, the user's own functions.
 
 A verifier is a function of (prompt, response, answer) that returns a finite number, or None where
-it cannot say (see `as_score`). It is named by
-a string, so that another process can load it: a built-in name, `module:function`, or
-`path.py:function`. Loading one imports the user's own module; nothing is ever unpickled.
+it cannot say (see `as_score`). It is named by a string, so that another process can load it: a
+built-in name, `module:function`, or `path.py:function`. Loading one imports the user's own module;
+nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ def make_verifier(reward: str, options: Mapping[str, Any] | None = None) -> Veri
 
 
 def load_verifier(reference: str, options: Mapping[str, Any] | None = None) -> Verifier:
-    """The function that `reference` names."""
     verifier = _with_options(reference, options)
     # Without options it is loaded where a task is read, which may be another machine.
     if reference == _CODE_TESTS and options is not None:
@@ -183,11 +182,12 @@ def _check_signature(reference: str, function: Any) -> None:
         )
     called = function if inspect.isroutine(function) else type(function).__call__
     kinds = {
-        "coroutine": (inspect.iscoroutinefunction, inspect.isasyncgenfunction),
-        "generator": (inspect.isgeneratorfunction,),
+        inspect.iscoroutinefunction: "coroutine",
+        inspect.isasyncgenfunction: "coroutine",
+        inspect.isgeneratorfunction: "generator",
     }
-    for kind, checks in kinds.items():
-        if any(check(function) or check(called) for check in checks):
+    for check, kind in kinds.items():
+        if check(function) or check(called):
             raise ConfigError(
                 f"reward '{reference}' is a {kind} function, whose call returns no number\n"
                 f"    {_SIGNATURE}: write `def` and `return`, without `async` or `yield`"
@@ -211,9 +211,7 @@ _LIKE = {
 
 
 def _is_like(name: str, passed: str) -> bool:
-    """Compare a parameter's name with its place; one with "_" is not read."""
-    words = (passed, *_LIKE[passed])
-    return name.startswith("_") or any(word in name or word.startswith(name) for word in words)
+    return any(word in name or word.startswith(name) for word in (passed, *_LIKE[passed]))
 
 
 def check_parameters(
@@ -239,7 +237,7 @@ def check_parameters(
             what = f"has '{name}' where {own or 'nothing'} is passed"
         elif name in known:
             what = f"has a parameter '{name}', a column of the data, and columns are not passed"
-        elif own is not None and not _is_like(name, own):
+        elif own is not None and not (name.startswith("_") or _is_like(name, own)):
             what = f"has a parameter '{name}' where the {own} is passed"
         else:
             continue
@@ -251,7 +249,6 @@ def check_parameters(
 
 
 def import_user_module(what: str, place: str) -> ModuleType:
-    """A module of the user's, or a Python file."""
     path = Path(place).expanduser().resolve() if place.endswith(".py") else None
     if path is not None and not path.is_file():
         raise ConfigError(
@@ -276,8 +273,7 @@ def _module_of(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python module")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -24,12 +24,14 @@ from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.workers.isolation import sandbox
 from penstock.workers.isolation.confine import Unconfined
 from penstock.workers.isolation.kinds import (
+    ARCHITECTURES,
     BUBBLEWRAP,
     KINDS,
     LANDLOCK,
     LIMITS,
     NAMESPACES,
     SandboxKind,
+    program_for,
 )
 from penstock.workers.isolation.sandbox import (
     Limits,
@@ -39,7 +41,6 @@ from penstock.workers.isolation.sandbox import (
     run_python,
     why_not,
 )
-from penstock.workers.isolation.syscalls import ARCHITECTURES, program_for
 
 ROOT = Path(__file__).parents[3]
 CONFINING = [*(k for k in (BUBBLEWRAP, NAMESPACES) if why_not(k) is None), LANDLOCK]

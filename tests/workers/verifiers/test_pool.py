@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -204,6 +205,37 @@ def test_threads_take_turns(make_pool: MakePool) -> None:
         thread.join(timeout=60)
     for thread in range(4):
         assert [o.score for o in results[thread]] == [thread * 100 + i for i in range(20)]
+
+
+def test_calls_are_made_also_where_an_event_loop_is_running(make_pool: MakePool) -> None:
+    pool = make_pool(num_processes=1)
+
+    async def run() -> list[Outcome]:
+        return pool.run([("return", 1)])
+
+    assert asyncio.run(run()) == [Outcome(score=1)]
+
+
+def test_an_interrupted_run_is_not_gone_on_with(make_pool: MakePool, tmp_path: Path) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals come to the main thread alone")
+    pool, mark = make_pool(num_processes=1, time_limit_s=60.0), tmp_path / "mark"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt() -> None:
+        while not mark.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.run([("linger", str(mark)), ("return", 1)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+        thread.join(20)
+    assert pool.run([("return", 2)]) == [Outcome(score=2)]
 
 
 def test_close_ends_the_processes(make_pool: MakePool) -> None:

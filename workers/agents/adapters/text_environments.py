@@ -17,10 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import queue
 import random
-import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -28,9 +26,10 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import gymnasium as gym
 
-from ....dataflow.errors import ConfigError, no_exit, one_process
+from ....dataflow.errors import ConfigError, one_process
 from ....dataflow.options import NonNegativeInt, PositiveFloat, PositiveInt, option_class
 from ...data.task import Message
+from ...isolation.pool import OwnThread
 from ..environment import FAILED, Environment, Reply, TurnResult
 from ..tasks.generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
 
@@ -102,44 +101,7 @@ def _turn(spec: SeededSpec, turn: int, text: str, reward: float, over: bool) -> 
 _UNFINISHED = TurnResult(done=True, counts={"bad_replies": 1.0})
 
 
-class OwnThread:
-    """A thread that makes one call after another."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Not of an executor: Python waits for those at its end, also for one that hangs.
-        threading.Thread(target=self._work, name=name, daemon=True).start()
-
-    def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Make a call after all others."""
-        future: Future[T] = Future()
-
-        def job() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                with no_exit():
-                    result = function(*arguments)
-            except BaseException as error:  # noqa: BLE001 - the caller is told, whatever it is
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        self._jobs.put(job)
-        return future
-
-    def end(self) -> None:
-        """Let the thread end after what was submitted; does not wait for it."""
-        self._jobs.put(None)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
-
 class TextEnvironment(Protocol):
-    """The methods that are used of a `gymnasium.Env`."""
-
     def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """First observation, and further information."""
         ...
@@ -183,8 +145,6 @@ class GymnasiumTextTaskSpec(SeededSpec):
 
 
 class GymnasiumTextTask(SeededTask):
-    """Seeds of an environment of Gymnasium."""
-
     def __init__(self, spec: GymnasiumTextTaskSpec) -> None:
         self.spec, self.unfinished_score = spec, spec.unfinished_score
         self._thread = OwnThread(f"prompts of {spec.env}")
@@ -204,7 +164,7 @@ class GymnasiumTextTask(SeededTask):
         return TextEpisode(self.spec, self.problem(index).seed)
 
     def environment(self, problem: int) -> Environment:
-        return ThreadedEnvironment(lambda: self.begin(problem), self.spec.step_limit_s)
+        return ThreadedEnvironment(self.begin(problem), self.spec.step_limit_s)
 
     def _limited(self, future: Future[T]) -> T:
         limit = self.spec.step_limit_s
@@ -222,8 +182,6 @@ class GymnasiumTextTask(SeededTask):
 
 
 class TextEpisode(PlainEnvironment):
-    """One episode as the other side of a conversation."""
-
     def __init__(self, spec: GymnasiumTextTaskSpec, seed: int) -> None:
         self._spec, self._seed = spec, seed
         self._env: TextEnvironment | None = None
@@ -258,28 +216,27 @@ def _text(observation: Any) -> str:
 
 
 class ThreadedEnvironment:
-    """An `Environment` that is made and called in a thread, with a limit on each call."""
+    """An `Environment` that is called in a thread, with a limit on each call."""
 
-    def __init__(self, make: Callable[[], PlainEnvironment], timeout_s: float) -> None:
-        self._make, self._timeout_s = make, timeout_s
+    def __init__(self, inner: PlainEnvironment, timeout_s: float) -> None:
+        self._inner, self._timeout_s = inner, timeout_s
         self._thread: OwnThread | None = None
-        self._inner: PlainEnvironment | None = None
         self._failed = False
 
     async def reset(self, problem: int, seed: int) -> None:
-        """Make the environment and begin. What goes wrong is told with the first turn."""
+        """Begin. What goes wrong is told with the first turn."""
         self._thread = OwnThread(f"environment of problem {problem}")
         try:
-            await self._call(self._thread, self._begin, problem, seed)
+            await self._within(self._thread.submit(self._inner.reset, problem, seed))
         except Exception as error:  # an environment is a program: it may fail in any way
             self._fail("reset", error)
 
     async def step(self, reply: Reply) -> TurnResult:
         """Answer a turn, or end the conversation because the environment went wrong."""
-        if self._failed or self._inner is None or self._thread is None:
+        if self._failed or self._thread is None:
             return FAILED
         try:
-            return await self._call(self._thread, self._inner.step, reply)
+            return await self._within(self._thread.submit(self._inner.step, reply))
         except Exception as error:  # an environment is a program: it may fail in any way
             self._fail("step", error)
             return FAILED
@@ -289,26 +246,17 @@ class ThreadedEnvironment:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        closed = thread.submit(self._end)
+        closed = thread.submit(self._inner.close)
         thread.end()
         if self._failed:
             return
         try:
-            await asyncio.wait_for(asyncio.wrap_future(closed), self._timeout_s)
+            await self._within(closed)
         except Exception as error:  # as above; the conversation is over
             self._fail("close", error)
 
-    async def _call(self, thread: OwnThread, function: Callable[..., T], *arguments: Any) -> T:
-        future = asyncio.wrap_future(thread.submit(function, *arguments))
-        return await asyncio.wait_for(future, self._timeout_s)
-
-    def _begin(self, problem: int, seed: int) -> None:
-        self._inner = self._make()
-        self._inner.reset(problem, seed)
-
-    def _end(self) -> None:
-        if self._inner is not None:
-            self._inner.close()
+    async def _within(self, future: Future[T]) -> T:
+        return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
 
     def _fail(self, what: str, error: Exception) -> None:
         self._failed = True
@@ -341,8 +289,6 @@ class OpenEnvTaskSpec(SeededSpec):
 
 
 class OpenEnvTask(SeededTask):
-    """Seeds of a server's environment."""
-
     def __init__(self, spec: OpenEnvTaskSpec) -> None:
         self.spec = spec
         self._session = _Session(spec)
@@ -387,8 +333,6 @@ class OpenEnvTask(SeededTask):
 
 
 class OpenEnvEnvironment:
-    """One conversation."""
-
     def __init__(self, spec: OpenEnvTaskSpec, seed: int) -> None:
         self._spec, self._seed = spec, seed
         self._session = _Session(spec)

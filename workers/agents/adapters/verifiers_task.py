@@ -23,6 +23,7 @@ from ....dataflow.options import NonNegativeInt, PositiveFloat, PositiveInt, opt
 from ...data.task import Message, Task, check_messages, last_user_text
 from ...isolation.child import as_score
 from ..environment import FAILED, BadCall, Environment, Reply, TurnResult
+from ..tools.tool import schema_of
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +52,6 @@ class _Turns:
 
 
 class VerifiersEnvironment:
-    """One conversation."""
-
     def __init__(self, env: Any, row: Mapping[str, Any], step_limit_s: float) -> None:
         self._env, self._row, self._step_limit_s = env, row, step_limit_s
         self._turns = _Turns()
@@ -192,8 +191,6 @@ class VerifiersTaskSpec:
 
 
 class VerifiersTask(Task):
-    """Rows of an environment's data sets."""
-
     def __init__(self, spec: VerifiersTaskSpec) -> None:
         self.spec = spec
         self.task_id = f"verifiers[{spec.env}]"
@@ -207,7 +204,10 @@ class VerifiersTask(Task):
         # Two rows are told apart by the whole conversation before them.
         prompts = [_key(row) for row in self._rows]
         super().__init__(self.task_id, prompts, num_held_out=len(held_out))
-        self._schemas = [_schema(tool) for tool in self._env.tool_defs or ()]
+        self._schemas = [
+            schema_of(tool.name, tool.description, tool.parameters)
+            for tool in self._env.tool_defs or ()
+        ]
 
     def environment(self, problem: int) -> Environment:
         return VerifiersEnvironment(self._env, self._rows[problem], self.spec.step_limit_s)
@@ -296,14 +296,3 @@ def _signals_kept() -> Generator[None]:
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
-
-
-def _schema(tool: Any) -> Mapping[str, Any]:
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.parameters,
-        },
-    }

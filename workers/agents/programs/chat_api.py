@@ -38,12 +38,7 @@ _ONE_VALUE: Mapping[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """A request that is not answered.
-
-    Attributes:
-        status: Of the HTTP response.
-        code: As clients of the API know it.
-    """
+    """A request that is not answered, with the status of the response and a code of the API."""
 
     def __init__(self, why: str, *, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(why)
@@ -52,29 +47,18 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A turn that a client asks for.
+    """A turn that a client asks for."""
 
-    Attributes:
-        messages: The conversation so far.
-        keys: What of each message tells it from others, in the same order.
-        tools: Schemas of what the policy may call; none if it shall not.
-        max_tokens: Longest turn; None if the client does not say.
-        model: The name that the client gave; any will do.
-        stream: Whether the answer comes as events.
-        include_usage: Whether the last event counts tokens.
-        logprobs: Whether the answer has them.
-        overridden: Fields of sampling that the client gave.
-    """
-
-    messages: tuple[Message, ...]
-    keys: tuple[str, ...]
+    messages: tuple[Message, ...]  # the conversation so far
+    keys: tuple[str, ...]  # what of each message tells it from others, in the same order
+    # Schemas of what the policy may call; none if it shall not.
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int | None = None
     model: str = ""
-    stream: bool = False
-    include_usage: bool = False
+    stream: bool = False  # whether the answer comes as events
+    include_usage: bool = False  # whether the last event counts tokens
     logprobs: bool = False
-    overridden: tuple[str, ...] = ()
+    overridden: tuple[str, ...] = ()  # fields of sampling that the client gave
 
 
 def read_request(body: bytes) -> ChatRequest:
@@ -173,10 +157,17 @@ def _text(content: Any, at: str) -> str:
     return "".join(texts)
 
 
+def _function_of(given: Any) -> dict[str, Any] | None:
+    """What a call or a tool names; None if it names nothing."""
+    function = given.get("function") if isinstance(given, dict) else None
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return cast("dict[str, Any]", function) if named else None
+
+
 def _call(given: Any, at: str) -> dict[str, Any]:
     """A call that the assistant made, with its arguments as an object."""
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    function = _function_of(given)
+    if function is None:
         _refuse(f"'{at}.function.name' is missing")
     arguments = function.get("arguments") or "{}"
     found = read_json(arguments, 0) if isinstance(arguments, str) else (arguments, 0)
@@ -194,8 +185,7 @@ def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(given, list):
         _refuse("'tools' is no list")
     for n, tool in enumerate(cast("list[Any]", given)):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if _function_of(tool) is None:
             _refuse(f"'tools[{n}]' is no function with a name")
     return tuple(given)
 
@@ -222,21 +212,10 @@ def _refuse(why: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """A turn of the policy.
-
-    Attributes:
-        name: Tells it from all others of the run.
-        reply: What it said.
-        with_calls: Whether calls are read as such.
-        pieces: Text of each sampled token.
-        logprobs: And its log-probability.
-        num_prompt_tokens: What it had read before.
-    """
-
-    name: str
+    name: str  # tells it from all others of the run
     reply: Reply
-    with_calls: bool
-    pieces: tuple[str, ...]
+    with_calls: bool  # whether calls are read as such
+    pieces: tuple[str, ...]  # text of each sampled token
     logprobs: tuple[float, ...]
     num_prompt_tokens: int
 
@@ -265,8 +244,8 @@ class ChatAnswer:
 
 
 def completion(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.message["content"]}
-    message["refusal"] = None
+    content = answer.message["content"]
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if answer.calls:
         message["tool_calls"] = _tool_calls(answer)
     choice = {
@@ -275,11 +254,8 @@ def completion(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
         "logprobs": _logprobs(answer) if request.logprobs else None,
         "finish_reason": answer.finish_reason,
     }
-    return {
-        **_head(answer, request, "chat.completion"),
-        "choices": [choice],
-        "usage": _usage(answer),
-    }
+    head = _head(answer, request, "chat.completion")
+    return {**head, "choices": [choice], "usage": _usage(answer)}
 
 
 def events(answer: ChatAnswer, request: ChatRequest) -> Iterator[str]:

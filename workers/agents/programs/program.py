@@ -11,8 +11,7 @@ import asyncio
 import inspect
 import json
 import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,11 +22,11 @@ from ....algorithms.roles.language_tables import Sampling
 from ....dataflow.errors import one_process
 from ...data.task import Message, Task
 from ...isolation.child import as_score, supervised, was_killed
+from ...isolation.pool import OwnThread
 from ...models.tokenizer import Tokenizer
 from ..conversation import Conversation, Exchange, Floor
 from ..rendering import TurnRenderer
-from .endpoint import Endpoint, served
-from .sequences import ProgramSequences
+from .endpoint import Endpoint, ProgramSequences, served
 
 _MOST_BYTES = 1 << 20  # of what a command prints
 _END_S = 30.0  # for whoever supervises a command to kill what it has started
@@ -44,21 +43,13 @@ class ProgramKilled(ProgramFailed):
 
 @dataclass(frozen=True)
 class Access:
-    """The address and key with which a program asks the policy.
+    """The address and key with which a program asks the policy."""
 
-    Attributes:
-        base_url: Of the server, for this conversation.
-        api_key: Of this conversation, until it ends.
-        messages: The problem, as a conversation that ends with the user.
-        prompt: What the user said last.
-        seed: 63 bits: the same for the same run, step, problem and sample.
-    """
-
-    base_url: str
-    api_key: str
-    messages: Sequence[Message]
-    prompt: str
-    seed: int
+    base_url: str  # of the server, for this conversation
+    api_key: str  # of this conversation, until it ends
+    messages: Sequence[Message]  # the problem, as a conversation that ends with the user
+    prompt: str  # what the user said last
+    seed: int  # 63 bits: the same for the same run, step, problem and sample
 
 
 class AgentProgram(Protocol):
@@ -80,41 +71,25 @@ class FunctionProgram:
 
     It is given those of its arguments that are fields of `Access`. A thread cannot be ended: one
     that takes too long is left alone, and the key that it has opens nothing any more.
-
-    Attributes:
-        function: What returns the answer.
-        arguments: Names of what it is given.
     """
 
-    function: Callable[..., Any]
-    arguments: tuple[str, ...]
+    function: Callable[..., Any]  # what returns the answer
+    arguments: tuple[str, ...]  # names of what it is given
 
     async def __call__(self, access: Access) -> str:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
         given = {name: getattr(access, name) for name in self.arguments}
 
-        def finish(result: Any, error: BaseException | None) -> None:
-            if done.done():
-                return
-            if error is None:
-                done.set_result(result)
-            else:
-                done.set_exception(error)
-
-        def run() -> None:
-            result, failed = None, None
+        def run() -> Any:
             try:
                 result = self.function(**given)
-                if inspect.iscoroutine(result):
-                    result = asyncio.run(result)
-            except BaseException as error:  # noqa: BLE001 - it is anybody's code
-                failed = ProgramFailed(f"{type(error).__name__}: {error}")
-            with suppress(RuntimeError):  # nobody waits any more
-                loop.call_soon_threadsafe(finish, result, failed)
+                return asyncio.run(result) if inspect.iscoroutine(result) else result
+            except BaseException as error:  # it is anybody's code
+                raise ProgramFailed(f"{type(error).__name__}: {error}") from error
 
-        threading.Thread(target=run, name="penstock-program", daemon=True).start()
-        answer = await done
+        thread = OwnThread("penstock-program")
+        running = asyncio.wrap_future(thread.submit(run))
+        thread.end()
+        answer = await running
         if not isinstance(answer, str):
             raise ProgramFailed(f"it returned {answer!r:.80}; expected a text, the answer")
         return answer
@@ -127,12 +102,9 @@ class CommandProgram:
     It reads the prompt from its standard input, and what it prints is the answer. The environment
     has `OPENAI_BASE_URL` and `OPENAI_API_KEY`, which the `openai` package reads by itself,
     `PENSTOCK_MESSAGES` (JSON) and `PENSTOCK_SEED`.
-
-    Attributes:
-        command: With its arguments.
     """
 
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # with its arguments
 
     async def __call__(self, access: Access) -> str:
         pipe = asyncio.subprocess.PIPE
@@ -141,7 +113,13 @@ class CommandProgram:
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
-            env=_variables(access),
+            env={
+                **os.environ,
+                "OPENAI_BASE_URL": access.base_url,
+                "OPENAI_API_KEY": access.api_key,
+                "PENSTOCK_MESSAGES": json.dumps(list(access.messages)),
+                "PENSTOCK_SEED": str(access.seed),
+            },
         )
         try:
             return await self._answer(process, access)
@@ -176,16 +154,6 @@ class CommandProgram:
         return said.decode(errors="replace").strip()
 
 
-def _variables(access: Access) -> Mapping[str, str]:
-    return {
-        **os.environ,
-        "OPENAI_BASE_URL": access.base_url,
-        "OPENAI_API_KEY": access.api_key,
-        "PENSTOCK_MESSAGES": json.dumps(list(access.messages)),
-        "PENSTOCK_SEED": str(access.seed),
-    }
-
-
 async def _read(stream: asyncio.StreamReader) -> bytes:
     """Read a stream to its end; refuse one that is too long."""
     read = bytearray()
@@ -198,52 +166,38 @@ async def _read(stream: asyncio.StreamReader) -> bytes:
 
 @dataclass(frozen=True)
 class ProgramHolder:
-    """Holds conversations with the programs of a task.
-
-    Attributes:
-        task: Whose programs they are.
-        tokenizer: The policy's.
-        renderer: Renders messages.
-    """
-
     task: Task
     tokenizer: Tokenizer
     renderer: TurnRenderer
+    floor: Floor
+    exchange: Exchange
+    sampling: Sampling
+    max_turns: int
 
-    async def hold(
-        self,
-        begun: Sequence[Conversation],
-        floor: Floor,
-        exchange: Exchange,
-        sampling: Sampling,
-        max_turns: int,
-    ) -> list[Conversation]:
+    async def hold(self, begun: Sequence[Conversation]) -> list[Conversation]:
         endpoint = Endpoint()
-        made = [self._sequences(one, exchange, sampling, max_turns) for one in begun]
+        made = [self._sequences(one) for one in begun]
         room = asyncio.Semaphore(self.task.max_running)
 
         async def run(number: int, one: Conversation) -> None:
             async with room:  # the time limit begins with its turn to run
                 try:
-                    await self._run(one, made[number], endpoint, exchange, is_last=False)
+                    await self._run(one, made[number], endpoint, is_last=False)
                 except ProgramKilled:  # the same is said to the same
-                    _release(floor, made[number])
-                    made[number] = self._sequences(one, exchange, sampling, max_turns)
-                    await self._run(one, made[number], endpoint, exchange, is_last=True)
-            _release(floor, made[number])
+                    self._release(made[number])
+                    made[number] = self._sequences(one)
+                    await self._run(one, made[number], endpoint, is_last=True)
+            self._release(made[number])
 
         async with served(endpoint):
             running = {asyncio.create_task(run(*each)) for each in enumerate(begun)}
-            await floor.serve(running, frees=True)
+            await self.floor.serve(running, frees=True)
         rows = [row for sequences in made for row in sequences.rows()]
         if endpoint.refused:
-            wrong = sum(endpoint.refused.values())
-            rows[0].counts["stray_requests"] = float(wrong)
+            rows[0].counts["stray_requests"] = float(sum(endpoint.refused.values()))
         return rows
 
-    def _sequences(
-        self, one: Conversation, exchange: Exchange, sampling: Sampling, max_turns: int
-    ) -> ProgramSequences:
+    def _sequences(self, one: Conversation) -> ProgramSequences:
         most = self.task.max_branches
 
         def begin(row: int) -> Conversation:
@@ -253,21 +207,17 @@ class ProgramHolder:
             return tuple(self.tokenizer.decode([each]) for each in token.tolist())
 
         numbers = range(one.row * most, (one.row + 1) * most)
-        return ProgramSequences(begin, numbers, exchange, self.renderer, spell, sampling, max_turns)
+        return ProgramSequences(
+            begin, numbers, self.exchange, self.renderer, spell, self.sampling, self.max_turns
+        )
 
     async def _run(
-        self,
-        one: Conversation,
-        sequences: ProgramSequences,
-        endpoint: Endpoint,
-        exchange: Exchange,
-        *,
-        is_last: bool,
+        self, one: Conversation, sequences: ProgramSequences, endpoint: Endpoint, *, is_last: bool
     ) -> None:
         ending, failure = "done", None
         earned: float | None = 0.0
         with endpoint.opened(one.row, sequences) as (url, key):
-            seed = exchange.seed(one.problem, one.sample, -1)
+            seed = self.exchange.seed(one.problem, one.sample, -1)
             access = Access(url, key, one.messages, self.task.prompt_text(one.problem), seed)
             limit = asyncio.timeout(self.task.time_limit_s)
             try:
@@ -275,7 +225,10 @@ class ProgramHolder:
                     program = self.task.program(one.problem)
                     async with limit:
                         answer = await program(access)
-                    earned = _earned(self.task.outcome(one.problem, answer))
+                    try:
+                        earned = as_score(self.task.outcome(one.problem, answer))
+                    except ValueError as error:
+                        raise ProgramFailed(f"its answer earned {error}") from None
             except TimeoutError as error:
                 late = f"no answer in {self.task.time_limit_s:g} s"
                 failure = ProgramFailed(late if limit.expired() else f"TimeoutError: {error}")
@@ -294,14 +247,6 @@ class ProgramHolder:
                 row.rewards[-1] += earned or 0.0
         rows[0].error = failure if ending == "failed" else None
 
-
-def _release(floor: Floor, sequences: ProgramSequences) -> None:
-    for row in sequences.rows():
-        floor.release(row.row)
-
-
-def _earned(earned: Any) -> float | None:
-    try:
-        return as_score(earned)
-    except ValueError as error:
-        raise ProgramFailed(f"its answer earned {error}") from None
+    def _release(self, sequences: ProgramSequences) -> None:
+        for row in sequences.rows():
+            self.floor.release(row.row)

@@ -18,10 +18,10 @@ from ....dataflow.errors import ConfigError
 from ....dataflow.options import Fraction, Int, PositiveInt, option_class
 from ...data.task import Message
 from ..environment import BadCall, Reply, ToolCall, TurnResult
+from ..tools.tool import TextFunction
 from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
 
-LONGEST_EXPRESSION = 64
-"""Characters; nesting and the number of operators are bounded by it."""
+LONGEST_EXPRESSION = 64  # characters; nesting and the number of operators are bounded by it
 
 _LARGEST = 10**15  # of any value on the way, so that no product grows without bound
 
@@ -77,20 +77,12 @@ def _bounded(value: int) -> int:
 
 _TOOL = "calculator"
 
-_SCHEMA: Mapping[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": _TOOL,
-        "description": "Computes the value of an expression of integers with + - * // ( ).",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "expression": {"type": "string", "description": "For example 83*47-1289."}
-            },
-            "required": ["expression"],
-        },
-    },
-}
+_SCHEMAS = TextFunction(
+    "calculator",
+    "Computes the value of an expression of integers with + - * // ( ).",
+    "expression",
+    "For example 83*47-1289.",
+).schemas
 
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _NUMBER = re.compile(r"-?[0-9]+", re.ASCII)
@@ -159,12 +151,10 @@ class CalculatorTask(GeneratedTask[str]):
         return [f"[{problem}]", str(evaluate(problem))]
 
     def schemas(self) -> Sequence[Mapping[str, Any]] | None:
-        return [_SCHEMA]
+        return _SCHEMAS
 
 
 class CalculatorEnvironment(PlainEnvironment):
-    """Computes what it is asked until it is told an answer."""
-
     def __init__(self, value: int, max_turns: int) -> None:
         self._value, self._max_turns = value, max_turns
 

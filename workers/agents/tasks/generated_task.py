@@ -85,13 +85,6 @@ def play(environment: PlainEnvironment, index: int, turns: Sequence[str]) -> Pla
     return Played(said, reward, done, counts)
 
 
-@dataclass(frozen=True)
-class _Numbered(Generic[P]):
-    number: int
-    prompt: str
-    problem: P
-
-
 class GeneratedTask(Task, ABC, Generic[P]):
     """Problems of a generator, answered in conversation.
 
@@ -105,10 +98,10 @@ class GeneratedTask(Task, ABC, Generic[P]):
 
     def __init__(self, task_id: str, spec: GeneratedSpec) -> None:
         self.task_id, self._seed = task_id, spec.seed
-        found = self._sample(spec.num_train + spec.num_held_out)
-        held_out, train = found[: spec.num_held_out], found[spec.num_held_out :]
-        self._problems = train + held_out
-        super().__init__(task_id, [one.prompt for one in self._problems], spec.num_held_out)
+        found = list(self._sample(spec.num_train + spec.num_held_out).items())
+        ordered = found[spec.num_held_out :] + found[: spec.num_held_out]
+        self._problems = [numbered for _, numbered in ordered]
+        super().__init__(task_id, [prompt for prompt, _ in ordered], spec.num_held_out)
 
     @abstractmethod
     def make(self, number: int, rng: random.Random) -> P:
@@ -135,7 +128,7 @@ class GeneratedTask(Task, ABC, Generic[P]):
         return self.begin(problem)
 
     def problem(self, index: int) -> P:
-        return self._problems[index].problem
+        return self._problems[index][1]
 
     @override
     def tools(self, index: int) -> Sequence[Mapping[str, Any]] | None:
@@ -159,27 +152,28 @@ class GeneratedTask(Task, ABC, Generic[P]):
 
     @override
     def verifier_call(self, index: int, response: str) -> tuple[Any, ...]:
-        return (self._problems[index].number, response)
+        return (self._problems[index][0], response)
 
     @override
     def where(self, index: int) -> str:
-        return f"{self.task_id}[{self._problems[index].number}]"
+        return f"{self.task_id}[{self._problems[index][0]}]"
 
     def _expert(self, index: int) -> list[str] | None:
-        numbered = self._problems[index]
-        return self.turns(numbered.problem, self._rng(f"expert/{numbered.number}"))
+        number, problem = self._problems[index]
+        return self.turns(problem, self._rng(f"expert/{number}"))
 
     def _rng(self, what: str) -> random.Random:
         return random.Random(f"{self.task_id}/{self._seed}/{what}")
 
-    def _sample(self, wanted: int) -> list[_Numbered[P]]:
-        found: dict[str, _Numbered[P]] = {}
+    def _sample(self, wanted: int) -> dict[str, tuple[int, P]]:
+        """Return number and problem of so many different prompts."""
+        found: dict[str, tuple[int, P]] = {}
         number = idle = 0
         while len(found) < wanted:
             problem = self.make(number, self._rng(str(number)))
             prompt = self.prompt_of(problem)
             idle = idle + 1 if prompt in found else 0
-            found.setdefault(prompt, _Numbered(number, prompt, problem))
+            found.setdefault(prompt, (number, problem))
             number += 1
             if idle == _MAX_IDLE_SAMPLES:
                 raise ConfigError(
@@ -187,4 +181,4 @@ class GeneratedTask(Task, ABC, Generic[P]):
                     f"{wanted} are asked for\n"
                     "    lower task.num_train or task.num_held_out, or make the task larger"
                 )
-        return list(found.values())
+        return found

@@ -25,7 +25,6 @@ import re
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated
 
 from annotated_types import Ge, Le
@@ -36,8 +35,7 @@ from ...data.task import Message
 from ..environment import Reply, TurnResult
 from .generated_task import GeneratedSpec, GeneratedTask, PlainEnvironment
 
-Cell = tuple[int, int]
-"""Column and row."""
+Cell = tuple[int, int]  # column and row
 
 MOVES: Mapping[str, Cell] = {"u": (0, -1), "d": (0, 1), "l": (-1, 0), "r": (1, 0)}
 """Letter of a move -> how column and row change."""
@@ -48,12 +46,14 @@ class Maze:
 
     def __init__(self, size: int, rng: random.Random) -> None:
         self.size = size
+        self.cells = [(x, y) for y in range(size) for x in range(size)]
         self._open: dict[Cell, dict[str, Cell]] = {cell: {} for cell in self.cells}
         stack = [(rng.randrange(size), rng.randrange(size))]
         seen = set(stack)
         while stack:
-            near = self._inside(stack[-1])
-            new = [(move, cell) for move, cell in near.items() if cell not in seen]
+            x, y = stack[-1]
+            near = {move: (x + dx, y + dy) for move, (dx, dy) in MOVES.items()}
+            new = [(m, c) for m, c in near.items() if c in self._open and c not in seen]
             if not new:
                 stack.pop()
                 continue
@@ -62,10 +62,6 @@ class Maze:
             self._open[cell][_BACK[move]] = stack[-1]
             seen.add(cell)
             stack.append(cell)
-
-    @cached_property
-    def cells(self) -> list[Cell]:
-        return [(x, y) for y in range(self.size) for x in range(self.size)]
 
     def after(self, cell: Cell, move: str) -> Cell:
         """Return the cell in which a move ends: the same one if there is a wall."""
@@ -90,15 +86,13 @@ class Maze:
             path.append(move)
         return path[::-1]
 
-    def _inside(self, cell: Cell) -> dict[str, Cell]:
-        near = {move: (cell[0] + dx, cell[1] + dy) for move, (dx, dy) in MOVES.items()}
-        return {m: c for m, c in near.items() if min(c) >= 0 and max(c) < self.size}
-
 
 _BACK: Mapping[str, str] = {"u": "d", "d": "u", "l": "r", "r": "l"}
-
-
 _WORDS = {"u": "up", "d": "down", "l": "left", "r": "right"}
+_RULES = (
+    "You are in a maze of square cells, numbered by column and row from 0, 0 at the upper left. "
+    "Answer with one move: up, down, left or right."
+)
 
 
 @option_class
@@ -134,8 +128,6 @@ class MazeProblem:
 
 
 class MazeTask(GeneratedTask[MazeProblem]):
-    """Pairs of a start and a goal in one maze."""
-
     def __init__(self, spec: MazeTaskSpec) -> None:
         self.spec = spec
         self.maze = Maze(spec.size, random.Random(f"maze/{spec.seed}/map"))
@@ -167,8 +159,6 @@ class MazeTask(GeneratedTask[MazeProblem]):
 
 
 class MazeEnvironment(PlainEnvironment):
-    """One walk."""
-
     def __init__(self, spec: MazeTaskSpec, maze: Maze, problem: MazeProblem) -> None:
         self._spec, self._maze, self._problem = spec, maze, problem
         self._cell = problem.start
@@ -180,11 +170,8 @@ class MazeEnvironment(PlainEnvironment):
     def step(self, reply: Reply) -> TurnResult:
         move = _move_of(reply.text)
         if not reply.finished:
-            return TurnResult(
-                reward=-float(self._spec.max_steps - self._steps),
-                done=True,
-                counts={"bad_replies": 1.0},
-            )
+            lost = -float(self._spec.max_steps - self._steps)
+            return TurnResult(reward=lost, done=True, counts={"bad_replies": 1.0})
         self._steps += 1
         counts = {"steps": 1.0, "bad_replies": float(move is None)}
         if move is not None:
@@ -214,17 +201,9 @@ def _observation(spec: MazeTaskSpec, maze: Maze, cell: Cell, goal: Cell | None) 
         return aim + (f"{cell[0]},{cell[1]} " if where else "") + (walls or "-")
     sentences = [] if goal is None else [_RULES, f"The goal is at {goal[0]}, {goal[1]}."]
     sentences += [f"You are at {cell[0]}, {cell[1]}."] if where else []
-    if walls:
-        sentences.append(f"There are walls: {', '.join(_WORDS[wall] for wall in walls)}.")
-    else:
-        sentences.append("There are no walls around you.")
+    named = ", ".join(_WORDS[wall] for wall in walls)
+    sentences.append(f"There are walls: {named}." if walls else "There are no walls around you.")
     return " ".join(sentences)
-
-
-_RULES = (
-    "You are in a maze of square cells, numbered by column and row from 0, 0 at the upper left. "
-    "Answer with one move: up, down, left or right."
-)
 
 
 def _bad(spec: MazeTaskSpec) -> str:
@@ -288,16 +267,13 @@ def make_world(num_objects: int, num_attributes: int, rng: random.Random) -> Wor
             f"{num_attributes} attributes cannot tell {num_objects} objects apart\n"
             f"    give at least {needed}: task.num_attributes"
         )
-    # One number per object, its bits being the attributes.
-    codes: dict[int, None] = {}
+    codes: dict[int, None] = {}  # a number per object, its bits being the attributes
     while len(codes) < num_objects:
         codes[rng.getrandbits(num_attributes)] = None
     return [[bool(code >> bit & 1) for bit in range(num_attributes)] for code in codes]
 
 
 class TwentyQuestionsTask(GeneratedTask[HiddenObject]):
-    """Sets of candidates, with one hidden."""
-
     further_characters = "0123456789a?=yn\n"
 
     def __init__(self, spec: TwentyQuestionsTaskSpec) -> None:
@@ -345,8 +321,6 @@ class TwentyQuestionsTask(GeneratedTask[HiddenObject]):
 
 
 class TwentyQuestionsEnvironment(PlainEnvironment):
-    """Answers truthfully."""
-
     def __init__(self, attributes: Sequence[bool], hidden: int, max_turns: int) -> None:
         self._attributes, self._hidden, self._max_turns = attributes, hidden, max_turns
         self._turns = 0
@@ -360,9 +334,8 @@ class TwentyQuestionsEnvironment(PlainEnvironment):
         A reply that was cut off ends the conversation and costs all turns that are left.
         """
         if not reply.finished:
-            return TurnResult(
-                reward=-float(self._max_turns - self._turns), done=True, counts={"bad_replies": 1.0}
-            )
+            lost = -float(self._max_turns - self._turns)
+            return TurnResult(reward=lost, done=True, counts={"bad_replies": 1.0})
         self._turns += 1
         text = reply.text.strip().lower()
         asked, guessed = _QUESTION.fullmatch(text), _GUESS.fullmatch(text)

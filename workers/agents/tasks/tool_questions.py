@@ -168,8 +168,7 @@ _FIRST = (
 _LAST = ("ach", "ank", "eck", "eder", "ell", "ert", "ing", "itz", "ohn", "oss", "ott", "uber")
 _RIVER = ("a", "ava", "e", "ena", "ina", "ira", "o", "ona", "ura", "usa")
 
-MOST_TOWNS = 2000
-"""Number of different names of rivers; there are more names of towns and people."""
+MOST_TOWNS = 2000  # number of different names of rivers; there are more names of towns and people
 
 
 @dataclass(frozen=True)
@@ -257,14 +256,14 @@ class SearchTaskSpec(ToolQuestionsSpec):
 
 
 class SearchTask(ToolQuestions):
-    """Questions about towns, to search for."""
-
     def __init__(self, spec: SearchTaskSpec) -> None:
         self.spec = spec
         self.towns: Sequence[Town] = make_towns(spec.num_towns, spec.seed)
         facts = [fact for town in self.towns for fact in facts_of(town)]
-        shown = {"num_results": spec.num_results, "max_chars": spec.max_chars}
-        self._search = SearchTool(SearchTools(texts=tuple(facts), name="search", **shown), facts)
+        self._search = SearchTool(
+            SearchTools(texts=tuple(facts), num_results=spec.num_results, max_chars=spec.max_chars),
+            facts,
+        )
         super().__init__("search", spec, self._search)
 
     def make(self, number: int, rng: random.Random) -> ToolQuestion:
@@ -377,8 +376,6 @@ class TableQuestionsSpec(ToolQuestionsSpec):
 
 
 class TableQuestionsTask(ToolQuestions):
-    """Tables and questions; see `GeneratedTask`."""
-
     def __init__(self, spec: TableQuestionsSpec) -> None:
         self.spec = spec
         super().__init__("table_questions", spec, spec.python.build())

@@ -107,8 +107,6 @@ def _toolbox(name: str, given: Any) -> Tool:
 
 
 class ToolTask(AnsweredOtherwise):
-    """Problems of a task with tools at hand."""
-
     def __init__(self, spec: ToolTaskSpec, task: Task, tools: Sequence[Tool]) -> None:
         super().__init__(task, "with tools")
         check_names(tools)
@@ -173,8 +171,6 @@ class ProgramTaskSpec:
 
 
 class ProgramTask(AnsweredOtherwise):
-    """Problems of a task, answered by one program."""
-
     def __init__(self, spec: ProgramTaskSpec, task: Task) -> None:
         super().__init__(task, "by a program")
         check_extra()

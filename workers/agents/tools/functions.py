@@ -12,12 +12,11 @@ methods are tools, and what they remember in it is the conversation's own.
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
 import json
 import signal
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -139,14 +138,6 @@ class Function:
         empty = inspect.Parameter.empty
         self._required = [name for name, p in parameters.items() if p.default is empty]
 
-    def of(self, made: dict[type, Any]) -> Callable[..., Any]:
-        """Return the callable, given the objects of a conversation; make a missing one."""
-        if self.owner is None:
-            return self.function
-        if self.owner not in made:
-            made[self.owner] = self.owner()
-        return getattr(made[self.owner], self.name)
-
     def wrong(self, arguments: Mapping[str, Any]) -> str | None:
         from pydantic import ValidationError
 
@@ -228,7 +219,11 @@ class _Session(ToolSession):
         if self._pool is None:
 
             def quick(**given: Any) -> Any:
-                return function.of(self._made)(**given)
+                if (owner := function.owner) is None:
+                    return function.function(**given)
+                if owner not in self._made:
+                    self._made[owner] = owner()
+                return getattr(self._made[owner], function.name)(**given)
 
             return _told(CallResult(**text_of(quick, dict(arguments), self._tool.max_bytes)))
         try:
@@ -256,13 +251,11 @@ def _told(answer: CallResult) -> ToolText:
 
 
 def _how(error: NotSaid) -> str:
-    """How a process ended."""
     if not error.ended:
         return ""
     code = -signal.SIGKILL if error.exit_code is None else error.exit_code
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f" by {signal.Signals(-code).name}"
+    if -code in {*signal.Signals}:
+        return f" by {signal.Signals(-code).name}"
     return f" with exit code {code}"
 
 
@@ -313,25 +306,19 @@ def changed_names(function: Callable[..., Any]) -> list[str]:
     local = set(code.co_varnames) if code is not None else set[str]()
     module: dict[str, Any] = getattr(function, "__globals__", {})
     kept = {name for name, value in module.items() if isinstance(value, _CONTAINERS)} - local
-    return sorted({*_assigned(tree), *(kept & set(_filled(tree)))})
-
-
-def _assigned(tree: ast.AST) -> set[str]:
-    nodes = list(ast.walk(tree))
-    declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
-    stored = (ast.Store, ast.Del)
-    found = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, stored)}
-    return declared & found
-
-
-def _filled(tree: ast.AST) -> Iterator[str]:
+    declared, stored, filled = set[str](), set[str](), set[str]()
     for node in ast.walk(tree):
         match node:
+            case ast.Global(names=names):
+                declared |= {*names}
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+                stored.add(name)
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if (
                 method in _CHANGES
             ):
-                yield name
+                filled.add(name)
             case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
-                yield name
+                filled.add(name)
             case _:
                 pass
+    return sorted({*(declared & stored), *(kept & filled)})

@@ -29,7 +29,7 @@ from ....dataflow.options import FiniteFloat, Int, NonNegativeInt, option_class
 from ...isolation.child import cut, supervised
 from ...isolation.pool import completed
 from ..library_logs import SPEAKER, tame
-from .tool import Tool, ToolSession, ToolText
+from .tool import Tool, ToolSession, ToolText, schema_of
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 _CLOSE_S = 15.0
 """Seconds for a connection to close, which takes some 7 at most if a server does not want to."""
-ANSWER_S = 5.0
-"""Seconds in which a server that lives lists its tools."""
+ANSWER_S = 5.0  # seconds in which a server that lives lists its tools
 _ENDED = "the tool's server ended during the call"
 _LOG = logging.getLogger("penstock.tools")
 
@@ -98,11 +97,18 @@ class McpServer:
         from mcp_types import CONNECTION_CLOSED
 
         connection = self._connected()
-        client = await self._client(connection)
+        try:
+            client = await asyncio.shield(connection.made)
+        except Exception as error:
+            self._lose(connection)
+            raise ServerLost(f"the tool's server cannot be reached: {why_not(error)}") from error
         try:
             return await connection.within(client.call_tool(name, dict(arguments)), limit_s)
         except TimeoutError:
-            await self._look_after(connection, client)
+            try:
+                await connection.within(client.list_tools(), ANSWER_S)
+            except Exception:  # whatever is wrong with it
+                self._lose(connection)
             raise
         except ServerLost:
             self._lose(connection)
@@ -135,19 +141,6 @@ class McpServer:
             self.num_made += 1
         return self._connection
 
-    async def _client(self, connection: _Connection) -> Client:
-        try:
-            return await connection.client()
-        except Exception as error:
-            self._lose(connection)
-            raise ServerLost(f"the tool's server cannot be reached: {why_not(error)}") from error
-
-    async def _look_after(self, connection: _Connection, client: Client) -> None:
-        try:
-            await connection.within(client.list_tools(), ANSWER_S)
-        except Exception:  # whatever is wrong with it
-            self._lose(connection)
-
     def _lose(self, connection: _Connection) -> None:
         connection.stop()
         self._closing = {one for one in self._closing if not one.is_closed}
@@ -162,17 +155,15 @@ class _Connection:
 
     Attributes:
         loop: The event loop it belongs to.
+        made: The client, once it is connected.
     """
 
     def __init__(self, options: McpTools) -> None:
         self.loop = asyncio.get_running_loop()
         self._options = options
         self._stop = asyncio.Event()
-        self._made: asyncio.Future[Client] = self.loop.create_future()
+        self.made: asyncio.Future[Client] = self.loop.create_future()
         self._task = self.loop.create_task(self._serve())
-
-    async def client(self) -> Client:
-        return await asyncio.shield(self._made)
 
     async def within(self, awaitable: Awaitable[_T], limit_s: float) -> _T:
         asked = asyncio.ensure_future(awaitable)
@@ -205,19 +196,18 @@ class _Connection:
             _LOG.warning("an MCP server did not let go of its connection in %g s", _CLOSE_S)
 
     async def _serve(self) -> None:
+        why: Exception = ServerLost("its connection was closed")
         try:
             with open(os.devnull, "w") as nowhere:
                 async with connected(self._options, nowhere) as client:
-                    self._made.set_result(client)
+                    self.made.set_result(client)
                     await self._stop.wait()
         except Exception as error:
-            if not self._made.done():
-                self._made.set_exception(error)
-                self._made.exception()  # seen, should nobody wait for it any more
+            why = error
         finally:
-            if not self._made.done():
-                self._made.set_exception(ServerLost("its connection was closed"))
-                self._made.exception()
+            if not self.made.done():
+                self.made.set_exception(why)
+                self.made.exception()  # seen, should nobody wait for it any more
 
 
 def why_not(error: BaseException) -> str:
@@ -310,8 +300,6 @@ class McpTools:
 
 
 class McpTool(Tool):
-    """The tools of a server."""
-
     def __init__(self, options: McpTools, schemas: Sequence[Mapping[str, Any]]) -> None:
         self.deterministic = options.deterministic
         self._options, self.schemas = options, tuple(schemas)
@@ -411,12 +399,7 @@ async def _schemas(client: Any) -> list[Mapping[str, Any]]:
     for _ in range(_MOST_PAGES):
         page = await client.list_tools(cursor=cursor)
         for tool in page.tools:
-            function = {
-                "name": tool.name,
-                "description": tool.description or "",
-                "parameters": tool.input_schema,
-            }
-            found.append({"type": "function", "function": function})
+            found.append(schema_of(tool.name, tool.description or "", tool.input_schema))
         cursor = page.next_cursor
         if not cursor:
             break

@@ -23,10 +23,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast
 
-from ....dataflow.errors import ConfigError, nearest
+from ....dataflow.errors import ConfigError
 from ...models.tokenizer import END_MARK, PROBE_TOOL, ChatTemplateError
 from ..environment import BadCall, ToolCall
 
@@ -41,8 +40,7 @@ Call: TypeAlias = ToolCall | BadCall
 CallParser: TypeAlias = Callable[[str], tuple[str, tuple[Call, ...]]]
 """From what a model said to what of it is no call, and the calls in order."""
 
-MOST_CALLS = 64
-"""Calls that are read of one turn: what follows them is one bad call."""
+MOST_CALLS = 64  # calls that are read of one turn: what follows them is one bad call
 
 _DEEPEST = 32  # lists and objects within each other
 _LONGEST_NAME = 256
@@ -376,38 +374,32 @@ _MOST_TEMPLATE_CHARS = 1 << 16
 """What a tokenizer's own parser is given: how long it takes is not ours to say."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallFormat:
-    """A format of calls."""
+def call_parser(format: FormatName, tokenizer: Tokenizer | None = None) -> CallParser:
+    """The reader of a format, which leaves a thought at the beginning of a turn unread."""
+    if format == "tokenizer":
+        read = _template_parser(tokenizer)
+    else:
+        read = {
+            "hermes": hermes_calls,
+            "llama": llama_calls,
+            "pythonic": pythonic_calls,
+            "brackets": bracket_calls,
+        }[format]
 
-    format: FormatName
-    """One of `FORMATS`."""
-    function: str | None = None
-    """For `brackets`: what every bracket calls, so that `[12*7]` is a call; else the first word in
-    the brackets names it."""
-    argument: str = "text"
-    """For `brackets`: the name of the only argument."""
+    def parse(text: str) -> tuple[str, tuple[Call, ...]]:
+        thought, mark, said = text.partition(_THOUGHT_END)
+        if mark and not text.lstrip().startswith(_THOUGHT):  # a prompt may have begun the thought
+            content, calls = read(text)
+            if mark not in content and all(isinstance(call, ToolCall) for call in calls):
+                return content, calls  # it stands in an argument
+        if mark:
+            content, calls = read(said)
+            return f"{thought}{mark}{said if not calls else content}".strip(), calls
+        if text.lstrip().startswith(_THOUGHT):  # it was cut off while it thought
+            return text.strip(), ()
+        return read(text)
 
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ConfigError(
-                f"format '{self.format}' of calls is not known{nearest(self.format, FORMATS)}\n"
-                f"    use one of {', '.join(FORMATS)}"
-            )
-
-    def build(
-        self, tokenizer: Tokenizer | None = None, schemas: Sequence[Mapping[str, Any]] = ()
-    ) -> CallParser:
-        if self.format == "tokenizer":
-            return _after_thought(_template_parser(tokenizer, schemas))
-        if self.format == "brackets":
-            return _after_thought(lambda text: _bracket_calls(text, self.function, self.argument))
-        readers = {"hermes": hermes_calls, "llama": llama_calls, "pythonic": pythonic_calls}
-        return _after_thought(readers[self.format])
-
-
-def parse_calls(text: str, format: FormatName) -> tuple[str, tuple[Call, ...]]:
-    return CallFormat(format=format).build()(text)
+    return parse
 
 
 def format_of(chat_template: str) -> FormatName | None:
@@ -440,7 +432,7 @@ def format_shown(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> FormatNa
         turn = text.removeprefix(begun).replace(str(tokenizer.backend.eos_token), END_MARK)
         turn = turn.partition(END_MARK)[0]
         for name in ("hermes", "llama", "pythonic"):
-            if parse_calls(turn, name)[1] == (call,):
+            if call_parser(name)(turn)[1] == (call,):
                 return name
     template = variables.get("chat_template") or tokenizer.backend.chat_template
     if (name := format_of(str(template))) is not None:
@@ -448,50 +440,25 @@ def format_shown(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> FormatNa
     return "tokenizer" if getattr(tokenizer.backend, "response_template", None) else None
 
 
-def _after_thought(read: CallParser) -> CallParser:
-    """A parser that leaves a thought at the beginning unread."""
-
-    def parse(text: str) -> tuple[str, tuple[Call, ...]]:
-        thought, mark, said = text.partition(_THOUGHT_END)
-        if mark and not text.lstrip().startswith(_THOUGHT):  # a prompt may have begun the thought
-            content, calls = read(text)
-            if mark not in content and all(isinstance(call, ToolCall) for call in calls):
-                return content, calls  # it stands in an argument
-        if mark:
-            content, calls = read(said)
-            return f"{thought}{mark}{said if not calls else content}".strip(), calls
-        if text.lstrip().startswith(_THOUGHT):  # it was cut off while it thought
-            return text.strip(), ()
-        return read(text)
-
-    return parse
+def bracket_calls(text: str) -> tuple[str, tuple[Call, ...]]:
+    """`[name text]` anywhere in a turn."""
+    return _scanned(text, "[", _bracketed)
 
 
-def _bracket_calls(text: str, function: str | None, argument: str) -> tuple[str, tuple[Call, ...]]:
-    """`[name text]`, or `[text]` if the function is given, anywhere in a turn."""
-
-    def read(text: str, start: int) -> tuple[Call, int]:
-        found = _BRACKETS.match(text, start)
-        if found is None:
-            again = text.find("[", start + 1)
-            why = "there is no ] at its end" if again < 0 else "a call stands within a call"
-            end = len(text) if again < 0 else again
-            return bad_call(text[start:end], why), end
-        inner = found[1].strip()
-        if function is not None:
-            return call_of(found[0], function, {argument: inner}), found.end()
-        named = _NAMED.fullmatch(inner)
-        if named is None:
-            why = "a call begins with the name of a tool"
-            return bad_call(found[0], why), found.end()
-        return call_of(found[0], named[1], {argument: named[2] or ""}), found.end()
-
-    return _scanned(text, "[", read)
+def _bracketed(text: str, start: int) -> tuple[Call, int]:
+    found = _BRACKETS.match(text, start)
+    if found is None:
+        again = text.find("[", start + 1)
+        why = "there is no ] at its end" if again < 0 else "a call stands within a call"
+        end = len(text) if again < 0 else again
+        return bad_call(text[start:end], why), end
+    named = _NAMED.fullmatch(found[1].strip())
+    if named is None:
+        return bad_call(found[0], "a call begins with the name of a tool"), found.end()
+    return call_of(found[0], named[1], {"text": named[2] or ""}), found.end()
 
 
-def _template_parser(
-    tokenizer: Tokenizer | None, schemas: Sequence[Mapping[str, Any]]
-) -> CallParser:
+def _template_parser(tokenizer: Tokenizer | None) -> CallParser:
     template = None if tokenizer is None else getattr(tokenizer.backend, "response_template", None)
     if tokenizer is None or template is None:
         raise ConfigError(
@@ -499,14 +466,13 @@ def _template_parser(
             f"    use one of {', '.join(FORMATS[:-1])}"
         )
     backend: Any = tokenizer.backend
-    tools = [dict(schema) for schema in schemas]
 
     def parse(text: str) -> tuple[str, tuple[Call, ...]]:
         if len(text) > _MOST_TEMPLATE_CHARS:
             return "", (bad_call(text, f"longer than {_MOST_TEMPLATE_CHARS} characters"),)
         try:
             # The prompt is left out: what it begins of a turn, such as a thought, is not ours.
-            message: Any = backend.parse_response(text, prefix="", tools=tools or None)
+            message: Any = backend.parse_response(text, prefix="", tools=None)
             said = message.get("content") or ""
             made = [call["function"] for call in message.get("tool_calls") or ()]
             calls = tuple(call_of(text, call["name"], call["arguments"]) for call in made)

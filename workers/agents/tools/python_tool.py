@@ -17,6 +17,7 @@ import logging
 import signal
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
@@ -71,7 +72,7 @@ class PythonTool(Tool):
 
     def __init__(self, options: PythonTools, kind: SandboxKind) -> None:
         self.deterministic = options.deterministic
-        self._options, self._kind = options, kind
+        self.options, self.kind = options, kind
         self.turns = LoopSemaphore(options.num_processes)
         self._sessions: weakref.WeakSet[_Session] = weakref.WeakSet()
         self.function = TextFunction(options.name, _DESCRIPTION, "code", "The code.")
@@ -80,7 +81,7 @@ class PythonTool(Tool):
     @override
     def open(self, seed: int) -> ToolSession:
         """Begin a conversation; its interpreter starts with the first call."""
-        session = _Session(self, self._options, self._kind, seed)
+        session = _Session(self, seed)
         self._sessions.add(session)
         return session
 
@@ -91,12 +92,8 @@ class PythonTool(Tool):
 
 
 class _Session(ToolSession):
-    """The interpreter of one conversation."""
-
-    def __init__(
-        self, tool: PythonTool, options: PythonTools, kind: SandboxKind, seed: int
-    ) -> None:
-        self._tool, self._options, self._kind, self._seed = tool, options, kind, seed
+    def __init__(self, tool: PythonTool, seed: int) -> None:
+        self._tool, self._options, self._seed = tool, tool.options, seed
         self._running: Interpreter | None = None
         self._finalizer: Any = None
         self._done: list[tuple[str, ToolText]] = []
@@ -128,13 +125,14 @@ class _Session(ToolSession):
     async def _start(self) -> Interpreter:
         options = self._options
         limits = Limits(time_s=options.cpu_limit_s, memory_mb=options.memory_mb)
-        interpreter = Interpreter(self._kind, self._seed, limits, options.max_bytes)
+        start = partial(Interpreter, self._tool.kind, self._seed, limits, options.max_bytes)
+        interpreter = start()
         try:
             await interpreter.confined()
         except Unconfined:
             if not interpreter.process.was_killed:
                 raise
-            interpreter = Interpreter(self._kind, self._seed, limits, options.max_bytes)
+            interpreter = start()
             await interpreter.confined()
         self._running = interpreter
         # Also at garbage collection and at exit.

@@ -11,7 +11,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from typing_extensions import override
@@ -25,16 +24,7 @@ from .tool import TextFunction, Tool, ToolSession, ToolText
 _WORD = re.compile(r"\w+")
 
 
-@dataclass(frozen=True)
-class SearchHit:
-    """The index of a text that fits, and how well it does, above 0."""
-
-    place: int
-    score: float
-
-
 def words_of(text: str) -> list[str]:
-    """Split a text into words."""
     return _WORD.findall(text.casefold())
 
 
@@ -63,8 +53,8 @@ class Bm25:
                 self._weights.setdefault(word, []).append((place, count / (count + norm)))
         self._num_texts = len(texts)
 
-    def find(self, query: str, most: int) -> list[SearchHit]:
-        """Return the texts that fit best, the best first; none without a word of the query."""
+    def find(self, query: str, most: int) -> list[tuple[int, float]]:
+        """Return indices and scores of the texts that fit best, the best first; all above 0."""
         scores: dict[int, float] = {}
         for word in dict.fromkeys(words_of(query)):
             having = self._weights.get(word, ())
@@ -72,12 +62,10 @@ class Bm25:
             idf = math.log(1 + (rest + 0.5) / (len(having) + 0.5))
             for place, weight in having:
                 scores[place] = scores.get(place, 0.0) + idf * weight
-        best = heapq.nsmallest(most, scores.items(), key=lambda one: (-one[1], one[0]))
-        return [SearchHit(place, score) for place, score in best]
+        return heapq.nsmallest(most, scores.items(), key=lambda one: (-one[1], one[0]))
 
 
-NOTHING = "nothing was found"
-"""The result of a search that finds nothing."""
+NOTHING = "nothing was found"  # the result of a search that finds nothing
 
 _LONGEST_QUERY = 1000  # characters; who asks for more has not understood what a query is
 _DESCRIPTION = "Search a collection of texts and read those that fit the query best."
@@ -141,7 +129,7 @@ class SearchTool(Tool, ToolSession):
 
     def search(self, query: str) -> str:
         found = self._index.find(query, self._options.num_results)
-        most, texts = self._options.max_chars, [self._texts[one.place] for one in found]
+        most, texts = self._options.max_chars, [self._texts[place] for place, _ in found]
         shown = [text if len(text) <= most else f"{text[:most]}..." for text in texts]
         return "\n".join(shown) or NOTHING
 

@@ -33,17 +33,11 @@ _CLOSE_S = 30.0  # seconds that a tool may take to end a conversation
 
 @dataclass(frozen=True)
 class ToolText:
-    """The result of a call, as the model reads it.
+    """The result of a call, as the model reads it."""
 
-    Attributes:
-        text: The result, or what went wrong.
-        error: Whether it went wrong, in the tool or because the call could not be made.
-        timed_out: Whether it took too long.
-    """
-
-    text: str
-    error: bool = False
-    timed_out: bool = False
+    text: str  # the result, or what went wrong
+    error: bool = False  # whether it went wrong, in the tool or because the call could not be made
+    timed_out: bool = False  # whether it took too long
 
 
 class ToolSession:
@@ -79,29 +73,24 @@ class Tool:
         """End what all conversations share."""
 
 
+def schema_of(name: str, description: str, parameters: Any) -> Mapping[str, Any]:
+    """A schema in the form of `Tool.schemas`."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
 @dataclass(frozen=True)
 class TextFunction:
-    """A function of one text.
-
-    Attributes:
-        name: As the model calls it.
-        description: What it does, as the model is told.
-        argument: Its argument's name.
-        meaning: What the argument is.
-    """
-
-    name: str
-    description: str
-    argument: str
-    meaning: str
+    name: str  # as the model calls it
+    description: str  # what it does, as the model is told
+    argument: str  # its argument's name
+    meaning: str  # what the argument is
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """Schemas in the form of `Tool.schemas`."""
         properties = {self.argument: {"type": "string", "description": self.meaning}}
         parameters = {"type": "object", "properties": properties, "required": [self.argument]}
-        function = {"name": self.name, "description": self.description, "parameters": parameters}
-        return ({"type": "function", "function": function},)
+        return (schema_of(self.name, self.description, parameters),)
 
     def text(self, name: str, arguments: Mapping[str, Any]) -> str | ToolText:
         """Return the text that a call gives, or what is wrong with the call."""

@@ -127,26 +127,18 @@ def _script(letter: str) -> str:
 
 @instruction("keywords:existence")
 def keywords_exist(response: str, *, keywords: Sequence[str], compat: bool = False) -> bool:
-    """All keywords occur."""
     return all(count_keyword(response, keyword, compat=compat) for keyword in keywords)
 
 
 @instruction("keywords:frequency")
 def keyword_frequency(
-    response: str,
-    *,
-    keyword: str,
-    frequency: int,
-    relation: str = "at least",
-    compat: bool = False,
+    response: str, *, keyword: str, frequency: int, relation: str = "at least", compat: bool = False
 ) -> bool:
-    """A keyword occurs at least, or less than, so often."""
     return compare(count_keyword(response, keyword, compat=compat), relation, frequency)
 
 
 @instruction("keywords:forbidden_words")
 def no_forbidden_words(response: str, *, forbidden_words: Sequence[str]) -> bool:
-    """None of the words occurs as a whole word."""
     return not any(count_keyword(response, word) for word in forbidden_words)
 
 
@@ -154,19 +146,16 @@ def no_forbidden_words(response: str, *, forbidden_words: Sequence[str]) -> bool
 def letter_frequency(
     response: str, *, letter: str, let_frequency: int, let_relation: str = "at least"
 ) -> bool:
-    """A letter occurs at least, or less than, so often, in any case."""
     return compare(response.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 @instruction("language:response_language")
 def response_language(response: str, *, language: str) -> bool:
-    """The response is in a language, given as an ISO 639-1 code."""
     return may_be(response, language)
 
 
 @instruction("length_constraints:number_sentences")
 def number_sentences(response: str, *, num_sentences: int, relation: str) -> bool:
-    """At least, or less than, so many sentences."""
     return compare(count_sentences(response), relation, num_sentences)
 
 
@@ -179,7 +168,6 @@ def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
 
 @instruction("length_constraints:number_words")
 def number_words(response: str, *, num_words: int, relation: str) -> bool:
-    """At least, or less than, so many words."""
     return compare(count_words(response), relation, num_words)
 
 
@@ -197,13 +185,7 @@ def nth_paragraph_first_word(
 
 @instruction("detectable_content:number_placeholders")
 def number_placeholders(response: str, *, num_placeholders: int) -> bool:
-    """At least so many placeholders in square brackets, such as [address]."""
-    return count_placeholders(response) >= num_placeholders
-
-
-def count_placeholders(text: str) -> int:
-    """Count the `[...]` of a text."""
-    return len(re.findall(r"\[.*?\]", text))
+    return len(re.findall(r"\[.*?\]", response)) >= num_placeholders
 
 
 @instruction("detectable_content:postscript")
@@ -217,15 +199,10 @@ def postscript(response: str, *, postscript_marker: str) -> bool:
 
 @instruction("detectable_format:number_bullet_lists")
 def number_bullets(response: str, *, num_bullets: int) -> bool:
-    """Exactly so many bullet points."""
-    return count_bullets(response) == num_bullets
-
-
-def count_bullets(text: str) -> int:
-    """Lines that start with one star, or with a hyphen; "** bold" is no bullet."""
-    return len(re.findall(r"^\s*\*[^*].*$", text, flags=re.MULTILINE)) + len(
-        re.findall(r"^\s*-.*$", text, flags=re.MULTILINE)
-    )
+    # Lines that start with one star, or with a hyphen; "** bold" is no bullet.
+    stars = re.findall(r"^\s*\*[^*].*$", response, flags=re.MULTILINE)
+    hyphens = re.findall(r"^\s*-.*$", response, flags=re.MULTILINE)
+    return len(stars) + len(hyphens) == num_bullets
 
 
 _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -239,7 +216,6 @@ def constrained_response(response: str) -> bool:
 
 @instruction("detectable_format:number_highlighted_sections")
 def number_highlights(response: str, *, num_highlights: int) -> bool:
-    """At least so many highlighted sections."""
     return count_highlights(response) >= num_highlights
 
 
@@ -284,7 +260,6 @@ def two_responses(response: str) -> bool:
 
 @instruction("combination:repeat_prompt")
 def repeat_prompt(response: str, *, prompt_to_repeat: str) -> bool:
-    """The response starts with the prompt, in any case."""
     return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
@@ -296,31 +271,26 @@ def ends_with(response: str, *, end_phrase: str) -> bool:
 
 @instruction("startend:quotation")
 def quotation(response: str) -> bool:
-    """The response stands in double quotation marks."""
     text = response.strip()
     return len(text) > 1 and text.startswith('"') and text.endswith('"')
 
 
 @instruction("change_case:capital_word_frequency")
 def capital_words(response: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """At least, or less than, so many words in capitals."""
     found = [word for word in tokens(response) if bare(word).isupper()]
     return compare(len(found), capital_relation, capital_frequency)
 
 
 @instruction("change_case:english_capital")
 def english_capital(response: str) -> bool:
-    """English, in capital letters only."""
     return response.isupper() and may_be(response, "en")
 
 
 @instruction("change_case:english_lowercase")
 def english_lowercase(response: str) -> bool:
-    """English, in small letters only."""
     return response.islower() and may_be(response, "en")
 
 
 @instruction("punctuation:no_comma")
 def no_comma(response: str) -> bool:
-    """No comma."""
     return "," not in response

@@ -9,15 +9,7 @@ from __future__ import annotations
 
 import re
 
-from .text import (
-    compare,
-    count_keyword,
-    instruction,
-    no_punctuation,
-    paragraphs,
-    sentences,
-    tokens,
-)
+from .text import compare, count_keyword, instruction, no_punctuation, paragraphs, sentences, tokens
 
 
 @instruction("copy:repeat_phrase")
@@ -39,7 +31,6 @@ def _one_differs(given: list[str], wanted: list[str]) -> bool:
 
 @instruction("copy:copy", "copy:copying_simple")
 def copies(response: str, *, prompt_to_repeat: str) -> bool:
-    """The response is the text, in any case."""
     return response.strip().lower() == prompt_to_repeat.strip().lower()
 
 
@@ -75,14 +66,12 @@ def no_adjacent_letters(response: str) -> bool:
 
 @instruction("detectable_format:square_brackets")
 def square_brackets(response: str) -> bool:
-    """Every word stands in square brackets."""
     found = response.split()
     return bool(found) and all(word.startswith("[") and word.endswith("]") for word in found)
 
 
 @instruction("keywords:word_once")
 def word_once(response: str, *, keyword: str, compat: bool = False) -> bool:
-    """The keyword occurs once, in any case."""
     return count_keyword(response, keyword, compat=compat) == 1
 
 
@@ -90,7 +79,6 @@ def word_once(response: str, *, keyword: str, compat: bool = False) -> bool:
 def word_count(
     response: str, *, keyword: str, frequency: int, relation: str, compat: bool = False
 ) -> bool:
-    """The keyword occurs at least, or less than, so often."""
     return compare(count_keyword(response, keyword, compat=compat), relation, frequency)
 
 
@@ -116,14 +104,12 @@ def two_paragraphs_blank_line(response: str) -> bool:
 
 @instruction("first_word:first_word_sent")
 def first_word_of_sentences(response: str, *, first_word: str) -> bool:
-    """Every sentence starts with the word, in any case."""
     found = [sentence.split()[0] for sentence in sentences(response)]
     return bool(found) and all(word.lower() == first_word.strip().lower() for word in found)
 
 
 @instruction("first_word:first_word_answer")
 def first_word_of_answer(response: str, *, first_word: str) -> bool:
-    """The response starts with the word, in any case."""
     found = response.split()
     return bool(found) and found[0].lower() == first_word.strip().lower()
 
@@ -155,30 +141,21 @@ def bigrams_wrapped(response: str) -> bool:
 
 @instruction("punctuation:punctuation_dot")
 def no_full_stop(response: str) -> bool:
-    """No full stop."""
     return "." not in response
 
 
 @instruction("punctuation:punctuation_exclamation")
 def no_exclamation_mark(response: str) -> bool:
-    """No exclamation mark."""
     return "!" not in response
 
 
 @instruction("count:lowercase_counting")
 def few_lowercase_words(response: str, *, N: int) -> bool:
-    """At most N words in small letters."""
-    return count_lowercase(response) <= N
-
-
-def count_lowercase(text: str) -> int:
-    """Words of small letters a to z only."""
-    return len(re.findall(r"\b[a-z]+\b", text))
+    return len(re.findall(r"\b[a-z]+\b", response)) <= N
 
 
 @instruction("letters:letter_counting")
 def letter_counting(response: str, *, N: int, relation: str) -> bool:
-    """At least, or less than, N letters."""
     return compare(len(re.findall(r"[a-zA-Z]", response)), relation, N)
 
 
@@ -197,7 +174,6 @@ def counting_composition(response: str, *, n_sent: int, n_words: int) -> bool:
 
 @instruction("count:count_unique")
 def only_unique_tokens(response: str) -> bool:
-    """No token occurs twice; punctuation marks are tokens too."""
     found = tokens(response)
     return len(found) == len(set(found))
 

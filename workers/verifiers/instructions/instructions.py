@@ -1,7 +1,7 @@
 """Verifiable instructions: which of them a response keeps, and what that is worth.
 
-The checks are in `ifeval`, `iftrain`, `ifbench` and
-`formats`; here they are looked up by id, called strictly or loosely, and added up.
+The checks are in `ifeval`, `iftrain` and `ifbench`; here they are looked up by id, called strictly
+or loosely, and added up.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ....dataflow.errors import nearest
-from . import formats, ifbench, ifeval, iftrain
+from . import ifbench, ifeval, iftrain
 from .text import CHECKS, COMPAT
 
 # Importing these registered what they hold.
-_SOURCES = (ifeval, iftrain, ifbench, formats)
+_SOURCES = (ifeval, iftrain, ifbench)
 
 Mode = Literal["strict", "loose"]
 """`loose` also tries the response without its first line, last line, both, and without stars."""
@@ -25,16 +25,11 @@ Mode = Literal["strict", "loose"]
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One instruction of a prompt."""
-
-    name: str
-    """Its id: `keywords:existence`."""
+    name: str  # its id: `keywords:existence`
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What the data set says of it: `{"keywords": ["tea"]}`."""
-    weight: float = 1.0
-    """What keeping it is worth."""
-    multiplier: float = 1.0
-    """A factor on that."""
+    weight: float = 1.0  # what keeping it is worth
+    multiplier: float = 1.0  # a factor on that
 
 
 def known_instructions() -> tuple[str, ...]:
@@ -109,7 +104,6 @@ def instruction_reward(
 
 
 def instructions_of(answer: str | Mapping[str, Any] | Sequence[Any]) -> list[Instruction]:
-    """Read a problem's instructions."""
     read: Any = json.loads(answer) if isinstance(answer, str) else answer
     if isinstance(read, list) and len(read) == 1 and "instruction_id_list" in read[0]:
         read = read[0]

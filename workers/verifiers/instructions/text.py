@@ -14,11 +14,9 @@ from typing import Any
 Check = Callable[..., bool]
 """`check(response, **options)`; whether the response keeps the instruction."""
 
-CHECKS: dict[str, Check] = {}
-"""Every known instruction by its id, such as `keywords:existence`."""
+CHECKS: dict[str, Check] = {}  # every known instruction by its id, such as `keywords:existence`
 
-COMPAT = "compat"
-"""Name of the option that checks take which differ from how they were published."""
+COMPAT = "compat"  # name of the option that checks take which differ from how they were published
 
 punctuation = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
@@ -55,7 +53,6 @@ def words(text: str) -> list[str]:
 
 
 def count_words(text: str) -> int:
-    """Count the `words` of a text."""
     return len(words(text))
 
 
@@ -95,7 +92,6 @@ def _abbreviates(before: str) -> bool:
 
 
 def count_sentences(text: str) -> int:
-    """Count the `sentences` of a text."""
     return len(sentences(text))
 
 
@@ -128,8 +124,7 @@ def _set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-CONJUNCTIONS: frozenset[str] = _set("and but for nor or so yet")
-"""The coordinating ones."""
+CONJUNCTIONS: frozenset[str] = _set("and but for nor or so yet")  # the coordinating ones
 
 PRONOUNS: frozenset[str] = _set(
     "i me we us you he him she her it they them my mine our ours your yours his hers its their "

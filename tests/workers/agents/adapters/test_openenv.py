@@ -142,14 +142,15 @@ def test_a_server_that_goes_wrong_ends_the_conversation(
     task = spec(url, step_limit_s=2.0).build()
     with caplog.at_level(logging.WARNING):
         (result,) = converse(task, 0, said)
-    assert result == TurnResult(done=True, counts={"env_errors": 1.0})
+    assert result == TurnResult(reward=None, done=True, counts={"env_errors": 1.0})
     assert "failed in step" in caplog.text
 
 
 def test_a_server_that_is_gone_ends_the_conversation(url: str) -> None:
     task = spec(url).build()
     object.__setattr__(task, "spec", spec("http://127.0.0.1:1", step_limit_s=2.0))
-    assert converse(task, 0, "x") == [TurnResult(done=True, counts={"env_errors": 1.0})]
+    failed = TurnResult(reward=None, done=True, counts={"env_errors": 1.0})
+    assert converse(task, 0, "x") == [failed]
 
 
 def test_no_server_is_one_message() -> None:

@@ -16,7 +16,7 @@ from penstock.algorithms.roles.language import Turn, TurnRequest
 from penstock.workers.agents.conversation import Conversation, Exchange, as_table
 from penstock.workers.agents.environment import Reply
 from penstock.workers.agents.programs.chat_api import Refused, read_request
-from penstock.workers.agents.programs.sequences import ProgramSequences
+from penstock.workers.agents.programs.endpoint import ProgramSequences
 from penstock.workers.agents.rendering import TurnRenderer
 from penstock.workers.data.chat import TURNS
 from penstock.workers.models.tokenizer import PRINTABLE, Tokenizer, TokenizerSpec

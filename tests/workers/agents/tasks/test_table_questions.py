@@ -77,7 +77,7 @@ def test_a_turn_that_begins_with_the_mark_is_a_call() -> None:
 
 
 def test_the_rehearsal_runs_no_code() -> None:
-    played = play(TASK.begin(0), 0, [">>> 1+1", TASK.answer(TASK.problem(0))])
+    played = play(TASK.begin(0), 0, [">>> 1+1", TASK.problem(0).answer])
     assert played.messages[1]["content"] == "Error: this code is not run\n"
     assert played.reward == 1.0
 
@@ -88,7 +88,7 @@ def test_the_rehearsal_runs_no_code() -> None:
 )
 def test_answers(said: str, right: bool) -> None:
     problem = TASK.problem(3)
-    assert TASK.is_right(problem, said.format(problem.value)) == right
+    assert TASK.is_right(problem, said.format(problem.answer)) == right
     assert not TASK.is_right(problem, "9" * 5000)
 
 

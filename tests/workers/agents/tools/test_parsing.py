@@ -12,14 +12,20 @@ from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import BadCall, ToolCall
 from penstock.workers.agents.tools.parsing import (
     FORMATS,
-    CallFormat,
+    Call,
     FormatName,
+    call_parser,
     format_of,
-    parse_calls,
 )
 from penstock.workers.models.tokenizer import TokenizerSpec
 
 OURS: tuple[FormatName, ...] = FORMATS[:-1]
+
+
+def parse_calls(text: str, format: FormatName) -> tuple[str, tuple[Call, ...]]:
+    return call_parser(format)(text)
+
+
 _NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(
     lambda name: (
         name
@@ -257,12 +263,6 @@ def test_of_nested_calls_the_inner_one_counts() -> None:
     assert calls[1:] == (ToolCall("f"),)
 
 
-def test_every_bracket_may_call_one_function() -> None:
-    parse = CallFormat(format="brackets", function="calculate", argument="expression").build()
-
-    assert parse("12*7=[12*7]") == ("12*7=", (ToolCall("calculate", {"expression": "12*7"}),))
-
-
 @pytest.mark.parametrize(
     ("template", "format"),
     [
@@ -279,15 +279,9 @@ def test_a_template_tells_its_format(template: str, format: str | None) -> None:
     assert format_of(template) == format
 
 
-def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ConfigError, match="format 'hermse' of calls is not known") as caught:
-        CallFormat(format="hermse")  # pyright: ignore[reportArgumentType]
-    assert "hermes" in str(caught.value)
-
-
 def test_a_tokenizer_without_a_response_template_is_refused() -> None:
     with pytest.raises(ConfigError, match="need a tokenizer with a response_template"):
-        CallFormat(format="tokenizer").build(TokenizerSpec(kind="byte").build())
+        call_parser("tokenizer", TokenizerSpec(kind="byte").build())
 
 
 def test_a_tokenizer_may_say_how_to_read_calls() -> None:
@@ -305,7 +299,7 @@ def test_a_tokenizer_may_say_how_to_read_calls() -> None:
             },
         },
     }
-    parse = CallFormat(format="tokenizer").build(tokenizer)
+    parse = call_parser("tokenizer", tokenizer)
 
     assert parse(f"so {_rendered([ToolCall('f', {'a': 1}), ToolCall('g')], 'hermes')}") == (
         "so",

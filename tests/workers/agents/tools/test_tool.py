@@ -10,7 +10,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import BadCall, Environment, Reply, ToolCall, TurnResult
 from penstock.workers.agents.tools.functions import FunctionTool
-from penstock.workers.agents.tools.parsing import parse_calls
+from penstock.workers.agents.tools.parsing import call_parser
 from penstock.workers.agents.tools.tool import (
     Tool,
     ToolEnvironment,
@@ -73,7 +73,7 @@ def test_a_conversation_calls_tools_until_it_answers() -> None:
     environment: Environment = ToolEnvironment([FunctionTool([add])], _length)
     assert isinstance(environment, ToolEnvironment)
     said = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    content, calls = parse_calls(said, "hermes")
+    content, calls = call_parser("hermes")(said)
 
     first, second = _talk(
         environment,

@@ -86,7 +86,7 @@ def _killed(bench: Bench) -> Figure:
         file = Path(scratch) / "kills.json"
         words = ["--kills", str(KILLS), "--json", str(file), "engine.options.deterministic=true"]
         words.append(f"executor.device={_device(bench)}")
-        failed, took_s = _command([str(KILL_RESUME), *words], bench.limit_s)
+        failed, took_s = _command([str(KILL_RESUME), *words], bench.left_s)
         if not file.exists():
             return Figure(name=name, open=failed)
         found = json.loads(file.read_text())
@@ -115,8 +115,8 @@ def plan(bench: Bench) -> Iterator[Figure]:
     widths = ",".join(str(width) for width in sizes.widths or (64,))
     words = ["profile", f"device={device}", "dispatch=in_process", "num_ranks=1",
              f"widths=[{widths}]", f"seconds={0.3 if sizes.is_cuda else 0.02}",
-             f"deadline_s={bench.limit_s}", f"output={calibration}"]  # fmt: skip
-    failed, took_s = _command(["-m", "penstock.launch.main", *words], bench.limit_s)
+             f"deadline_s={bench.left_s}", f"output={calibration}"]  # fmt: skip
+    failed, took_s = _command(["-m", "penstock.launch.main", *words], bench.left_s)
     if failed:
         yield Figure(name="penstock profile", open=failed)
         return
@@ -128,7 +128,7 @@ def plan(bench: Bench) -> Iterator[Figure]:
     own = PLANNED if sizes.is_cuda else (*PLANNED, *TINY_MODEL)
     words = ["plan", *own, "cluster=measured", f"plan.calibration={calibration}", f"output={file}",
              "workload.prompt=null", f"workload.response={RESPONSES}"]  # fmt: skip
-    failed, took_s = _command(["-m", "penstock.launch.main", *words], bench.limit_s)
+    failed, took_s = _command(["-m", "penstock.launch.main", *words], bench.left_s)
     if failed:
         yield Figure(name="penstock plan", open=failed)
         return
@@ -144,7 +144,7 @@ def _ran(bench: Bench, name: str, words: Sequence[str]) -> Figure:
         *("-m", "penstock.launch.main", "run", "tracker=none", f"runs={folder}"),
         *(f"executor.device={_device(bench)}", *words),
     ]
-    failed, took_s = _command(command, bench.limit_s)
+    failed, took_s = _command(command, bench.left_s)
     what = f"a step: {name}"
     summaries = sorted(folder.glob("*/summary.json"))
     if failed or not summaries:
@@ -175,8 +175,9 @@ def _command(words: Sequence[str], limit_s: float) -> tuple[str, float]:
             timeout=limit_s,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return f"it took more than {limit_s:.0f} s", limit_s
+    except subprocess.TimeoutExpired as error:
+        last = (error.stdout or b"").decode(errors="replace")[-1000:]
+        return f"it took more than {limit_s:.0f} s; it said last: {last}", limit_s
     took_s = time.perf_counter() - began_s
     print(f"-- {took_s:.1f} s:", *words, done.stdout[-1500:], sep="\n   ", flush=True)
     return (done.stdout + done.stderr)[-1500:] if done.returncode else "", took_s

@@ -43,8 +43,6 @@ from torch import Tensor
 STEP_ERROR = 0.15
 WARM_UP = 1
 SMOLLM2_STEPS = 34
-LEFT_S = 20.0
-"""Seconds of a stage to import, and to read the results that an ended run left."""
 MICRO_BATCH_TOKENS = 16_384
 HERE = Path(__file__).resolve().parent
 CPU_CURVE = HERE / "results" / "instructions_cpu_2026-11-22.json"
@@ -219,7 +217,7 @@ def smollm2(bench: Bench) -> Iterator[Figure]:
         known = set(runs.glob("*/"))
         begin_s = time.perf_counter()
         command = [sys.executable, "-m", "penstock.launch.main", "run", *words]
-        ended = _ended(command, max(bench.limit_s - LEFT_S, LEFT_S))
+        ended = _ended(command, bench.left_s)
         took_s = time.perf_counter() - begin_s
         (run,) = set(runs.glob("*/")) - known or {runs}
         rewards = _rewards(run)

@@ -195,6 +195,16 @@ def test_a_run_that_fails_is_an_open_figure_with_its_last_words(
     assert len(ran.details["steps_s"]) == 3
 
 
+def test_a_command_that_takes_too_long_is_open_with_its_last_words(script: Any) -> None:
+    commands, case = (importlib.import_module(name) for name in ("gpu_commands", "gpu_case"))
+    words = ["-c", "import time; print('half', flush=True); time.sleep(60)"]
+    failed, took_s = commands._command(words, 1.5)
+    assert failed == "it took more than 2 s; it said last: half\n"
+    assert took_s == 1.5
+    spent = case.Bench(case.scale(tiny=True), limit_s=case.LEFT_S)
+    assert spent.left_s == 1.0
+
+
 @pytest.mark.nightly
 def test_every_stage_runs_on_a_cpu(script: Any, tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"

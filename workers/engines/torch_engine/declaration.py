@@ -24,7 +24,7 @@ Shapes: N packed tokens, U positions that are read, M rows decoded at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from random import Random
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from ...training.flat_parameters import ADDED_AT_ONCE
 from ...training.token_logprob import most_logits
 from ..engine import EngineKind, why_not_as_usual
 from .attention import MOST_SCORES
-from .packing import joins_next, padded_tokens, padded_width
+from .packing import by_length, padded_tokens, padded_width
 
 ALIGN = 16
 """Decoded rows and cache positions come in multiples of it."""
@@ -131,33 +131,13 @@ def _packed(rows: Sequence[_Row]) -> PackSizes:
     return _pack(tokens, len(prompts) + sum(own), causal, after)
 
 
-def _rectangles(lengths: Iterable[int], unit: int) -> list[_Rectangle]:
+def _rectangles(lengths: Sequence[int], unit: int) -> list[_Rectangle]:
     """The rectangles that sequences of these lengths attend to themselves in."""
-    ordered = sorted(length for length in lengths if length)
-    ends = [
-        end
-        for end in range(1, len(ordered) + 1)
-        if end == len(ordered) or _rounded(ordered[end], unit) != _rounded(ordered[end - 1], unit)
-    ]
     made: list[_Rectangle] = []
-    begin = 0
-    for end, after in zip(ends, [*ends, 0][1:], strict=True):
-        longest = ordered[end - 1]
-        if after and not unit and joins_next(end - begin, longest, ordered[after - 1]):
-            continue
-        widest = padded_width(longest, unit)
-        made.append((end - begin, widest, widest))
-        begin = end
+    for rows in by_length(lengths, unit):
+        width = padded_width(lengths[rows[-1]], unit)
+        made.append((len(rows), width, width))
     return made
-
-
-def _rounded(length: int, unit: int) -> int:
-    """Up to a multiple of `unit`; without one to 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
-    if unit:
-        return -(-length // unit) * unit
-    power = 1 << max(length - 1, 0).bit_length()
-    middle = power * 3 // 4
-    return middle if length <= middle and power > 2 else power
 
 
 def _pack(

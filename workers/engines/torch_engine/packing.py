@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby, zip_longest
 
 import torch
 from torch import Tensor
@@ -124,13 +125,14 @@ def rectangles(sequences: Sequences) -> tuple[Block, ...]:
 
     if not prompts:
         return tuple(
-            _causal(start[rows], lengths[rows], dummy, unit) for rows in _by_length(lengths, unit)
+            _causal(start[rows], lengths[rows], dummy, unit)
+            for rows in by_length(lengths.tolist(), unit)
         )
     # The spare tokens are a sequence of their own, attended to like one more prompt.
     alone = torch.cat([torch.arange(prompts), torch.tensor([len(lengths) - 1])])
     blocks = [
         _causal(start[alone[rows]], lengths[alone[rows]], dummy, 0)
-        for rows in _by_length(lengths[alone], 0)
+        for rows in by_length(lengths[alone].tolist(), 0)
     ]
     own_start, own_length = start[prompts:-1], lengths[prompts:-1]
     blocks += [
@@ -139,34 +141,31 @@ def rectangles(sequences: Sequences) -> tuple[Block, ...]:
             _span(s.prompt_start[rows], s.prompt[rows], dummy),
             s.prompt[rows],
         )
-        for rows in _by_length(own_length, 0)
+        for rows in by_length(own_length.tolist(), 0)
     ]
     return tuple(blocks)
 
 
-def _by_length(lengths: Tensor, unit: int) -> list[Tensor]:
-    """Row indices of the non-empty sequences, in groups of similar length.
+def by_length(lengths: Sequence[int], unit: int) -> list[list[int]]:
+    """Indices of the non-empty sequences, in groups of similar length, ascending by length.
 
     Sizes grow by about a third from one to the next, so that at most a quarter of a rectangle's
-    side is padding unless the group is small; see `joins_next`.
+    side is padding unless the group is small; see `_joins_next`.
     """
-    order = torch.argsort(lengths, stable=True)
-    ordered = lengths[order]
-    size = -(-ordered // unit) if unit else _rounded(ordered)
-    groups: list[Tensor] = []
-    begin = int((ordered == 0).sum())
-    ends = (torch.nonzero(size[1:] != size[:-1])[:, 0] + 1).tolist() + [len(order)]
-    for end, after in zip(ends, [*ends[1:], 0], strict=True):
-        if end <= begin:
-            continue
-        joins = after and not unit
-        if not joins or not joins_next(end - begin, int(ordered[end - 1]), int(ordered[after - 1])):
-            groups.append(order[begin:end])
-            begin = end
+    order = sorted((at for at, length in enumerate(lengths) if length), key=lengths.__getitem__)
+    sizes = [[*some] for _, some in groupby(order, key=lambda at: _rounded(lengths[at], unit))]
+    groups: list[list[int]] = []
+    group: list[int] = []
+    for some, wider in zip_longest(sizes, sizes[1:]):
+        group += some
+        joins = wider and not unit
+        if not joins or not _joins_next(len(group), lengths[group[-1]], lengths[wider[-1]]):
+            groups.append(group)
+            group = []
     return groups
 
 
-def joins_next(count: int, longest: int, wider: int) -> bool:
+def _joins_next(count: int, longest: int, wider: int) -> bool:
     """Whether sequences of one size join those of the next larger one in their rectangle.
 
     They do if they are few and it pads them little: fewer than 8, and by 8,192 pairs of tokens.
@@ -180,11 +179,13 @@ def padded_width(width: int, unit: int = 0) -> int:
     return -(-width // unit) * unit
 
 
-def _rounded(lengths: Tensor) -> Tensor:
-    """Lengths rounded up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: powers of two and midpoints."""
-    power = torch.exp2(torch.ceil(torch.log2(lengths.clamp(min=1).double()))).long()
+def _rounded(length: int, unit: int) -> int:
+    """Up to a multiple of `unit`; without one to 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
+    if unit:
+        return -(-length // unit) * unit
+    power = 1 << (length - 1).bit_length()
     middle = power * 3 // 4
-    return torch.where((lengths <= middle) & (power > 2), middle, power)
+    return middle if length <= middle and power > 2 else power
 
 
 def _span(start: Tensor, length: Tensor, dummy: int, unit: int = 0) -> Tensor:

@@ -13,18 +13,16 @@ from ..dataflow.registry import on_demand
 
 if TYPE_CHECKING:
     from .losses.preference import BradleyTerryLoss
-    from .losses.token_formulas import (
-        bradley_terry_loss,
-        clipped_policy_loss,
-        clipped_value_loss,
-        cross_entropy,
-        probability_ratio,
-    )
     from .losses.tokens import (
         ClippedPolicyLoss,
         ClippedValueLoss,
         CrossEntropyLoss,
         ReferenceKLPolicyLoss,
+        bradley_terry_loss,
+        clipped_policy_loss,
+        clipped_value_loss,
+        cross_entropy,
+        probability_ratio,
     )
     from .ops.advantages import broadcast_over_tokens, group_advantage, leave_one_out, whiten
     from .ops.kl import adaptive_kl_coef, kl_estimate, kl_shaped_reward
@@ -33,11 +31,9 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "losses.preference": ("BradleyTerryLoss",),
-    "losses.token_formulas": (
+    "losses.tokens": (
         *("bradley_terry_loss", "clipped_policy_loss", "clipped_value_loss"),
         *("cross_entropy", "probability_ratio"),
-    ),
-    "losses.tokens": (
         *("ClippedPolicyLoss", "ClippedValueLoss", "CrossEntropyLoss", "ReferenceKLPolicyLoss"),
     ),
     "ops.advantages": ("broadcast_over_tokens", "group_advantage", "leave_one_out", "whiten"),

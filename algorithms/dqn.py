@@ -16,8 +16,7 @@ from torch import Tensor
 from ..dataflow.graph.role import Loss, LossSum
 from ..dataflow.graph.tracer import op
 from ..dataflow.options import Fraction, PositiveFraction, PositiveInt, option_class
-from .losses.token_formulas import clipped_value_loss
-from .losses.tokens import TokenAggregation, token_metric
+from .losses.tokens import TokenAggregation, clipped_value_loss, token_metric
 from .ops.reductions import aggregation_totals, zero_where_masked_out
 from .roles import PerStep, StepMask, TrainMetrics, ValueOutput
 from .roles.environment import Env, EnvRows, QBatch, QNetwork, Replay

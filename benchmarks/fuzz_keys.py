@@ -17,8 +17,7 @@ from typing import Any
 import penstock.configs
 from fuzz_case import Case
 from hypothesis import strategies as st
-from penstock.configs.plan_schema import PlanOptions, ProfileConfig, WorkloadConfig
-from penstock.configs.schema import RoleConfig
+from penstock.configs.schema import PlanOptions, ProfileConfig, RoleConfig, WorkloadConfig
 from penstock.configs.validate import fields_of
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.compose import dumped, resolve, run_config

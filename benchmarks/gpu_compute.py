@@ -15,9 +15,8 @@ import transformers
 from gpu_case import SAMPLES, Bench, Figure, batch_of, computed_flops, packs_seen, train_flops
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.dataflow.runtime.call_context import call_scope
-from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.inputs.calls import Call, CallKind, Lengths
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.inputs.workload import Lengths
 from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
 from penstock.workers.engines.megatron_engine.specs import MegatronPolicySpec
 from penstock.workers.engines.roles import PolicyWorker

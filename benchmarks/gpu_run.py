@@ -17,8 +17,8 @@ import torch
 from gpu_case import SAMPLES, Bench, Figure, prompts_of
 from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.roles import Prompts, Reward, Sampling
-from penstock.configs.plan_schema import ClusterConfig
 from penstock.configs.references import option_file
+from penstock.configs.schema import ClusterConfig
 from penstock.configs.validate import validated
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
@@ -31,8 +31,8 @@ from penstock.launch.run_dir.samples import read_samples
 from penstock.launch.stages.stage_result import node_seconds
 from penstock.planner.cost.calibration import CPU_DEFAULTS, GPU_DEFAULTS, Calibration, Constants
 from penstock.planner.cost.engine_model import RoleEngines
+from penstock.planner.inputs.calls import Lengths, Workload
 from penstock.planner.inputs.cluster import ClusterSpec
-from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.plan.plan import Prediction
 from penstock.planner.plan.planner import plan_step
 from penstock.workers.engines.registry import DEFAULT

@@ -29,7 +29,7 @@ from parity_draws import (
     with_gradient,
 )
 from penstock.algorithms import losses
-from penstock.algorithms.losses import token_formulas
+from penstock.algorithms.losses import tokens
 from penstock.algorithms.losses.tokens import TokenPolicyLoss
 from penstock.algorithms.ops import advantages as ours
 from penstock.algorithms.ops import kl, reductions, returns, rewards, rollout_correction
@@ -245,7 +245,7 @@ def _(d: Draw) -> tuple[Any, Any]:
         )[0]
 
     def mine(logprob: Tensor) -> Tensor:
-        per_token = token_formulas.clipped_policy_loss(
+        per_token = tokens.clipped_policy_loss(
             logprob=logprob,
             behavior_logprob=d.behavior_logprob,
             advantage=d.advantage,
@@ -263,7 +263,7 @@ def _(d: Draw) -> tuple[Any, Any]:
     module = openrlhf_loss.PolicyLoss(dual_clip=3.0)
 
     def mine(logprob: Tensor) -> Tensor:
-        per_token = token_formulas.clipped_policy_loss(
+        per_token = tokens.clipped_policy_loss(
             logprob=logprob,
             behavior_logprob=d.behavior_logprob,
             advantage=d.advantage,
@@ -300,7 +300,7 @@ def _(d: Draw) -> tuple[Any, Any]:
 
 
 def _value_loss(value: Tensor, d: Draw) -> Tensor:
-    per_token = token_formulas.clipped_value_loss(
+    per_token = tokens.clipped_value_loss(
         value=value, old_value=d.old_value, value_target=d.value_target
     )
     return reductions.aggregate(per_token, d.mask)
@@ -311,7 +311,7 @@ def _(d: Draw) -> tuple[Any, Any]:
     margin, rejected = d.normal(d.rows).abs(), d.normal(d.rows)
 
     def mine(score: Tensor) -> Tensor:
-        return token_formulas.bradley_terry_loss(
+        return tokens.bradley_terry_loss(
             chosen_score=score, rejected_score=rejected, margin=margin
         ).mean()
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from bench import parser, report, table
-from penstock.configs.plan_schema import ProfileConfig
+from penstock.configs.schema import ProfileConfig
 from penstock.dataflow.runtime.engine import Engine
 from penstock.launch.profile.profile import profile
 from penstock.launch.profile.rank import calls_of_width

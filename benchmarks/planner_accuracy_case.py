@@ -18,8 +18,8 @@ from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.algorithms.roles import Prompts, Sampling
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
+from penstock.planner.inputs.calls import Lengths, Workload
 from penstock.planner.inputs.model_shape import ModelShape, shape_of
-from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.search.pins import Pins
 from penstock.workers.engines.torch_engine.specs import (
     TorchPolicySpec,

@@ -17,11 +17,10 @@ from typing import Any
 
 from penstock.planner.cost.calibration import Constants
 from penstock.planner.cost.time_model import TimeModel, offload_time
-from penstock.planner.inputs.calls import Call
+from penstock.planner.inputs.calls import Call, Lengths, Workload
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.inputs.workload import Lengths, Workload
 
 ROWS = Path(__file__).resolve().parent / "data" / "real_ppo_seconds_per_iteration.json"
 NODE_SIZE = 8

@@ -22,9 +22,8 @@ import torch
 from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss
 from penstock.algorithms.roles import PolicyBatch, Sampling, ValueBatch
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.inputs.calls import Call, CallKind, Lengths
 from penstock.planner.inputs.model_shape import Head, adapter_params, shape_of
-from penstock.planner.inputs.workload import Lengths
 from penstock.workers.engines.torch_engine.declaration import (
     torch_resident_parts,
     torch_transient_parts,

@@ -25,10 +25,9 @@ from bench import parser, report, table
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.dataflow.graph.tracer import build
 from penstock.planner.cost.calibration import PUBLISHED_H100
-from penstock.planner.inputs.calls import calls_of
+from penstock.planner.inputs.calls import Lengths, Workload, calls_of
 from penstock.planner.inputs.cluster import ClusterSpec
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.search.option_table import ModelTable, call_nodes
 from penstock.planner.search.options import CallNode, OptionTable, SearchResult
 from penstock.planner.search.search import search

@@ -46,12 +46,12 @@ from bench import parser, report, table
 from penstock.dataflow.errors import InfeasibleError, PlanError
 from penstock.planner.cost.calibration import GPU_DEFAULTS
 from penstock.planner.cost.engine_model import ANY, EngineModel, RoleEngines
-from penstock.planner.cost.time_model import CallTime, TimeModel
-from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.cost.time_model import TimeModel
+from penstock.planner.cost.time_parts import CallTime
+from penstock.planner.inputs.calls import Call, CallKind, Lengths
 from penstock.planner.inputs.cluster import ClusterSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.inputs.workload import Lengths
 from penstock.planner.search.option_table import ModelTable, call_nodes
 from penstock.planner.search.options import Assignment, SearchResult
 from penstock.planner.search.pins import Pins

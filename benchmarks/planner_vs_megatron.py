@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 
 from bench import parser, report, table
 from penstock.planner.cost.calibration import GPU_DEFAULTS
-from penstock.planner.cost.time_model import call_time
-from penstock.planner.inputs.calls import Call
+from penstock.planner.cost.time_model import TimeModel
+from penstock.planner.inputs.calls import Call, Lengths
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.inputs.workload import Lengths
 
 __all__ = ["A100", "share_of_width"]
 
@@ -94,7 +93,7 @@ def seconds(row: Row, share: float) -> float:
     mesh = Mesh(_cluster(row.stages), (8 * row.stages,))
     # In a node the links are as NCCL measures them, see `planner_vs_hybridflow.py`.
     constants = GPU_DEFAULTS.replaced(matmul_efficiency=share, network_efficiency=1.0, call_s=0.0)
-    time = call_time(call, layout, mesh, constants)
+    time = TimeModel(constants).call_time(call, layout, mesh)
     # Interleaved stages wait for a part of one (Narayanan et al., 2021, section 2.2); attention's
     # scores and sums are computed a fourth time.
     return time.total_s - time.bubble_s * (1 - 1 / row.chunks) + time.attention_s / 3

@@ -33,7 +33,7 @@ _MERGED = {"codpo": "cgpo", "crraft": "cgpo", "cost_modelling": "safe_rlhf"}
 
 _IN_ONE = {
     "controllers": ("kl_controller", "multiplier"),
-    "losses": ("base", "cross_entropy", "policy", "value"),
+    "losses": ("base", "cross_entropy", "policy", "token_formulas", "value"),
     "options": ("env_updates", "pair_updates", "policy_updates", "reference_kl"),
     "roles": ("agents", "games", "replay", "teams"),
 }

@@ -240,6 +240,5 @@ def _rebuilt(kind: type[PenstockError], text: str, fields: dict[str, Any]) -> Pe
 
 
 def _with_story(message: str, story: tuple[str, ...]) -> str:
-    if not story:
-        return message
-    return "\n".join([message, "what happened before:", *(f"    {line}" for line in story)])
+    told = ["what happened before:", *(f"    {line}" for line in story)] if story else []
+    return "\n".join([message, *told])

@@ -140,7 +140,6 @@ def _validator(kind: type) -> Any:
 
 
 def _with_tuples(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with tuples in place of lists where a field holds a tuple."""
     return {
         name: tuple(cast("list[Any]", value))
         if isinstance(value, list) and name in _tuples(kind)
@@ -151,7 +150,6 @@ def _with_tuples(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _tuples(kind: type) -> frozenset[str]:
-    """Names of fields that hold tuples."""
     hints = get_type_hints(kind)
     return frozenset(
         name
@@ -189,7 +187,6 @@ def check_early(kind: Any, given: Mapping[str, Any], later: Iterable[str]) -> No
 
 @cache
 def _fields_alone(kind: Any) -> type:
-    """Make a class with the same fields, all optional, and without the class's own checks."""
     hints = get_type_hints(kind, include_extras=True)
     names = [one.name for one in fields(kind) if one.init]
     alone: Any = type(kind.__name__, (), dict.fromkeys(names))
@@ -228,7 +225,6 @@ def out_of_range(kind: type, name: str, value: Any) -> str:
 
 
 def _bounds(kind: type, name: str) -> dict[type, float] | None:
-    """Bounds of a field by their kind; None if it is no number or its values are not checked."""
     marks = [*_marks(get_type_hints(kind, include_extras=True).get(name))]
     found = {type(mark): mark for mark in marks if type(mark) in _BOUNDS}
     values = {mark: getattr(found[mark], mark.__name__.lower()) for mark in found}
@@ -236,7 +232,6 @@ def _bounds(kind: type, name: str) -> dict[type, float] | None:
 
 
 def _marks(annotation: Any) -> Iterator[Any]:
-    """Yield what `Annotated` adds, at any depth of an annotation."""
     if get_origin(annotation) is Annotated:
         yield from annotation.__metadata__
     for argument in get_args(annotation):

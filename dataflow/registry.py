@@ -38,7 +38,6 @@ class Registry(Mapping[str, Part]):
 
 
 def imported(path: str) -> Any:
-    """Import what "module:name" names."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 

@@ -43,7 +43,6 @@ def bytes_text(size: float, *, like: float | None = None, unit: bool = True) -> 
 
 
 def percent_text(share: float) -> str:
-    """A share of 1: "3.2 %", "57 %"."""
     percent = 100 * share
     return f"{percent:.0f} %" if percent >= 9.95 or percent < 0.05 else f"{percent:.1f} %"
 

@@ -36,8 +36,16 @@ if TYPE_CHECKING:
     from .distillation import DistillationLoss, complete_distribution, jensen_shannon_divergence
     from .preference import BradleyTerryLoss, DPOLoss, KTOLoss, dpo_loss, kto_kl, kto_loss
     from .sequence import RebelLoss, rebel_loss, sequence_sum
-    from .token_formulas import (
+    from .tokens import (
+        CappedWeightLoss,
+        ClippedPolicyLoss,
+        ClippedValueLoss,
+        CrossEntropyLoss,
+        KLGradient,
         RatioLevel,
+        ReferenceKLPolicyLoss,
+        ReinforceLoss,
+        TokenAggregation,
         bradley_terry_loss,
         capped_weight_loss,
         clipped_policy_loss,
@@ -46,28 +54,16 @@ if TYPE_CHECKING:
         probability_ratio,
         reinforce_loss,
     )
-    from .tokens import (
-        CappedWeightLoss,
-        ClippedPolicyLoss,
-        ClippedValueLoss,
-        CrossEntropyLoss,
-        KLGradient,
-        ReferenceKLPolicyLoss,
-        ReinforceLoss,
-        TokenAggregation,
-    )
 
 _MODULES = {
     "distillation": ("DistillationLoss", "complete_distribution", "jensen_shannon_divergence"),
     "preference": ("BradleyTerryLoss", "DPOLoss", "KTOLoss", "dpo_loss", "kto_kl", "kto_loss"),
     "sequence": ("RebelLoss", "rebel_loss", "sequence_sum"),
-    "token_formulas": (
-        *("RatioLevel", "bradley_terry_loss", "capped_weight_loss", "clipped_policy_loss"),
-        *("clipped_value_loss", "cross_entropy", "probability_ratio", "reinforce_loss"),
-    ),
     "tokens": (
         *("CappedWeightLoss", "ClippedPolicyLoss", "ClippedValueLoss", "CrossEntropyLoss"),
         *("KLGradient", "ReferenceKLPolicyLoss", "ReinforceLoss", "TokenAggregation"),
+        *("RatioLevel", "bradley_terry_loss", "capped_weight_loss", "clipped_policy_loss"),
+        *("clipped_value_loss", "cross_entropy", "probability_ratio", "reinforce_loss"),
     ),
 }
 

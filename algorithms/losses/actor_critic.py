@@ -31,7 +31,6 @@ class ActorLoss(Loss[ActorCriticBatch, PolicyOutput]):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the forward pass must also compute entropies."""
         return self.policy.needs_entropy
 
     def totals(self, batch: ActorCriticBatch) -> Tensor:
@@ -45,7 +44,6 @@ class ActorLoss(Loss[ActorCriticBatch, PolicyOutput]):
         return None if self.normalize_advantages else self.policy.divisor(totals)
 
     def __call__(self, output: PolicyOutput, batch: ActorCriticBatch, totals: Tensor) -> LossSum:
-        """These rows' share of the minibatch's loss."""
         if self.normalize_advantages:
             batch = replace(batch, advantage=_normalized(batch.advantage, totals))
         return self.policy(output, batch, totals[:3])
@@ -61,11 +59,9 @@ class CriticLoss(Loss[ActorCriticBatch, ValueOutput]):
     """Half a squared error times its `coef`."""
 
     def totals(self, batch: ActorCriticBatch) -> Tensor:
-        """f64[7], see `ClippedValueLoss`."""
         return self.value.totals(batch)
 
     def __call__(self, output: ValueOutput, batch: ActorCriticBatch, totals: Tensor) -> LossSum:
-        """These rows' share of the minibatch's loss."""
         return self.value(output, batch, totals)
 
 
@@ -89,7 +85,6 @@ class ActorCriticLoss(Loss[ActorCriticBatch, ActorCriticOutput]):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the forward pass must also compute entropies."""
         return self.policy.needs_entropy
 
     def totals(self, batch: ActorCriticBatch) -> Tensor:

@@ -110,11 +110,9 @@ class DistillationLoss(TokenAggregation, Loss[DistillationBatch, PolicyOutput]):
     """What becomes of all other words: they count as one more, or are left out."""
 
     def totals(self, batch: DistillationBatch) -> Tensor:
-        """f64[3], see `aggregation_totals`."""
         return aggregation_totals(batch.mask)
 
     def __call__(self, output: PolicyOutput, batch: DistillationBatch, totals: Tensor) -> LossSum:
-        """These rows' share of the minibatch's loss."""
         if output.word_logprob is None:
             raise ValueError(
                 "the forward pass gave no log-probabilities of the batch's words; a worker must "

@@ -37,8 +37,7 @@ from ..roles.language_tables import (
     ReferencePairBatch,
     ScoreOutput,
 )
-from .token_formulas import bradley_terry_loss
-from .tokens import CountedMean
+from .tokens import CountedMean, bradley_terry_loss
 
 DPOLossType = Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust"]
 """What a pair's loss is as a function of h, chosen less rejected log-ratio; see `dpo_loss`."""
@@ -278,11 +277,9 @@ class KTOLoss(CountedMean, Loss[FeedbackBatch, PolicyOutput]):
     """Weight of the others."""
 
     def totals(self, batch: FeedbackBatch) -> Tensor:
-        """f64[1]: responses."""
         return torch.full((1,), len(batch.mask), dtype=torch.float64, device=batch.mask.device)
 
     def __call__(self, output: PolicyOutput, batch: FeedbackBatch, totals: Tensor) -> LossSum:
-        """These responses' share of the minibatch's loss."""
         logprob = zero_where_masked_out(output.logprob, batch.mask).sum(dim=1)
         log_ratio = logprob - zero_where_masked_out(batch.ref_logprob, batch.mask).sum(dim=1)
         per_row = kto_loss(
@@ -317,7 +314,6 @@ class BradleyTerryLoss(CountedMean, Loss[PairBatch, ScoreOutput]):
     """Weight of the term that keeps scores around 0; 0.01 is usual."""
 
     def totals(self, batch: PairBatch) -> Tensor:
-        """f64[1]: pairs."""
         return batch.chosen.sum().double()[None]
 
     def __call__(self, output: ScoreOutput, batch: PairBatch, totals: Tensor) -> LossSum:

@@ -117,11 +117,9 @@ class SequenceLoss(Loss[PolicyBatch, PolicyOutput]):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the forward pass must also compute entropies."""
         return self.report_entropy
 
     def totals(self, batch: PolicyBatch) -> Tensor:
-        """f64[3], see `aggregation_totals`."""
         return aggregation_totals(batch.mask)
 
     def divisor(self, totals: Tensor) -> Tensor:
@@ -129,7 +127,6 @@ class SequenceLoss(Loss[PolicyBatch, PolicyOutput]):
         return totals[1].clamp(min=1)
 
     def __call__(self, output: PolicyOutput, batch: PolicyBatch, totals: Tensor) -> LossSum:
-        """These rows' share of the minibatch's mean over responses."""
         loss = self.row_loss(output, batch).sum()
         metrics = {
             "policy_loss": (loss.detach(), aggregation_totals(batch.mask)[1]),
@@ -158,11 +155,9 @@ class PairLoss(CountedMean, Loss[ComparedPairBatch, PolicyOutput]):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the forward pass must also compute entropies."""
         return self.report_entropy
 
     def totals(self, batch: ComparedPairBatch) -> Tensor:
-        """f64[1]: pairs."""
         return torch.tensor([len(_scored_pairs(batch))], dtype=torch.float64)
 
     def __call__(self, output: PolicyOutput, batch: ComparedPairBatch, totals: Tensor) -> LossSum:
@@ -219,7 +214,6 @@ class RebelLoss(PairLoss):
     """The paper's loss, or the authors' code's, which is `eta^2` times that."""
 
     def pair_loss(self, logprob: Tensor, behavior_logprob: Tensor, score: Tensor) -> Tensor:
-        """See `rebel_loss`."""
         return rebel_loss(
             sequence_logprob=logprob,
             behavior_sequence_logprob=behavior_logprob,

@@ -55,7 +55,6 @@ class DType(Enum):
 
     @property
     def torch(self) -> torch.dtype:
-        """The torch dtype of a column's tensor."""
         return {"f32": torch.float32, "i64": torch.int64, "bool": torch.bool}[self.value]
 
     @property
@@ -99,7 +98,6 @@ class Spec:
 
     @property
     def row_axis(self) -> Axis | None:
-        """The axis that counts rows, or None for a scalar."""
         return self.axes[0] if self.axes else None
 
     @property

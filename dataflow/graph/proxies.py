@@ -26,6 +26,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"known: {', '.join(names)}" if names else "there are none"
 
 
+def _refused(what: str, fix: str) -> Callable[..., Any]:
+    def refuse(self: Column, *_: object, **__: object) -> NoReturn:
+        self._refuse(what, fix)  # pyright: ignore[reportPrivateUsage] - the class is made of these
+
+    return refuse
+
+
 class Column:
     """Stands for a column while a step is recorded."""
 
@@ -55,27 +62,22 @@ class Column:
             "a column has no values while the step is recorded; compute in an @op function",
         )
 
-    def __bool__(self) -> bool:
-        return self._refuse(
-            "an 'if', 'while', 'and', 'or' or 'not' looked at",
-            "a step is recorded once and cannot branch on data; decide inside an @op function",
-        )
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._refuse(
-            "a loop or unpacking went over", "loop over rows inside an @op function"
-        )
-
-    def __len__(self) -> int:
-        return self._refuse("len() was asked of", "lengths are known inside an @op function only")
-
-    def __getitem__(self, item: object) -> Any:
-        return self._refuse("an index was taken of", "index inside an @op function")
-
-    def __setitem__(self, item: object, value: object) -> None:
-        self._refuse(
-            "an item was set in", "columns do not change; make a new one in an @op function"
-        )
+    __bool__ = _refused(
+        "an 'if', 'while', 'and', 'or' or 'not' looked at",
+        "a step is recorded once and cannot branch on data; decide inside an @op function",
+    )
+    __iter__ = _refused("a loop or unpacking went over", "loop over rows inside an @op function")
+    __len__ = _refused("len() was asked of", "lengths are known inside an @op function only")
+    __getitem__ = _refused("an index was taken of", "index inside an @op function")
+    __setitem__ = _refused(
+        "an item was set in", "columns do not change; make a new one in an @op function"
+    )
+    __contains__ = _refused("'in' looked into", "look inside an @op function")
+    __index__ = _refused("something was indexed with", "index inside an @op function")
+    __float__ = _refused("float() was asked of", "compute in an @op function")
+    __int__ = _refused("int() was asked of", "compute in an @op function")
+    __call__ = _refused("a call was made of", "a column is data; drop the parentheses")
+    __array__ = _refused("numpy was given", "call numpy inside an @op function")
 
     def __format__(self, format_spec: str) -> str:
         if not format_spec:
@@ -84,49 +86,25 @@ class Column:
             f"the format '{format_spec}' was asked of", "print inside an @op function"
         )
 
-    def __contains__(self, item: object) -> bool:
-        return self._refuse("'in' looked into", "look inside an @op function")
-
-    def __index__(self) -> int:
-        return self._refuse("something was indexed with", "index inside an @op function")
-
-    def __float__(self) -> float:
-        return self._refuse("float() was asked of", "compute in an @op function")
-
-    def __int__(self) -> int:
-        return self._refuse("int() was asked of", "compute in an @op function")
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Refuse `column()`."""
-        return self._refuse("a call was made of", "a column is data; drop the parentheses")
-
-    def __array__(self, *args: object, **kwargs: object) -> Any:
-        return self._refuse("numpy was given", "call numpy inside an @op function")
-
     def __array_ufunc__(self, ufunc: Any, *args: object, **kwargs: object) -> Any:
-        """Refuse `numpy.exp(column)` and `numpy_array + column`."""
         return self._refuse(
             f"numpy.{ufunc.__name__} was given", "call numpy inside an @op function"
         )
 
     def __array_function__(self, func: Any, *args: object, **kwargs: object) -> Any:
-        """Refuse `numpy.mean(column)`."""
         return self._refuse(f"numpy.{func.__name__} was given", "call numpy inside an @op function")
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse `torch.something(column)`."""
         column = next(a for a in _flat((*args, *(kwargs or {}).values())) if isinstance(a, Column))
         name = getattr(func, "__name__", str(func))
         return column._refuse(f"torch.{name} was given", "call torch inside an @op function")
 
-    def _arithmetic(self, *_: object) -> Any:
-        return self._refuse(
-            "arithmetic or comparison was done on", "move it into an @op function and call that"
-        )
-
+    _arithmetic = _refused(
+        "arithmetic or comparison was done on", "move it into an @op function and call that"
+    )
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _arithmetic
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _arithmetic
     __mod__ = __rmod__ = __pow__ = __rpow__ = __divmod__ = __rdivmod__ = _arithmetic
@@ -208,7 +186,6 @@ class RoleStandIn:
         return MethodStandIn(self.standin_name, function, spec, self._record)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Refuse `actor(...)`."""
         raise FlowError(
             f"the role '{self.standin_name}' was called as if it were a function",
             fix=f"call one of its methods: {', '.join(_call_names(self._contract))}",
@@ -233,7 +210,6 @@ class MethodStandIn:
         return f"<uncalled method '{self._role}.{self._function.__name__}'>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Append the node of this call."""
         return self._record(self._role, self._function, self._spec, args, kwargs)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from ..errors import WorkerError
 from ..files import WrittenFile
+from ..kinds import NodeKind
 
 Scope = Literal["row", "group", "batch"]
 """The rows that a node must see at once: single ones, all of a group, or the whole batch."""
@@ -29,23 +29,11 @@ B = TypeVar("B", contravariant=True)
 O = TypeVar("O", contravariant=True)  # noqa: E741 - O for output, as in Loss[B, O]
 
 
-class CallKind(Enum):
-    """The kind of a role method, which is all the engine knows about it.
-
-    ROLLOUT makes new rows and may read weights up to `Schedule.max_lag` versions old; FORWARD reads
-    the version current at its line; TRAIN makes the next version.
-    """
-
-    ROLLOUT = "rollout"
-    FORWARD = "forward"
-    TRAIN = "train"
-
-
 @dataclass(frozen=True)
 class CallSpec:
     """Kind and scope of a role method, as declared with `@call`."""
 
-    kind: CallKind
+    kind: NodeKind
     scope: Scope
 
 
@@ -56,12 +44,14 @@ def call(kind: Literal["rollout", "forward", "train"], scope: Scope = "row") -> 
     """Declare a method of a role contract as callable from a step. The method itself is unchanged.
 
     Args:
-        kind: See `CallKind`.
+        kind: All that the engine knows of it: a rollout makes new rows and may read weights up to
+            `Schedule.max_lag` versions old, a forward call reads the version current at its line, a
+            train call makes the next version.
         scope: What one call must see at once; a train call always sees the batch.
     """
 
     def mark(method: F) -> F:
-        spec = CallSpec(CallKind(kind), "batch" if kind == "train" else scope)
+        spec = CallSpec(NodeKind(kind), "batch" if kind == "train" else scope)
         setattr(method, _CALL_ATTRIBUTE, spec)
         return method
 
@@ -82,19 +72,12 @@ Its second argument tells it that the state is not wanted any more.
 
 @dataclass(frozen=True)
 class Streamed:
-    """The answer to one of several calls that are served together.
+    """The answer to one of several calls that are served together."""
 
-    Attributes:
-        call: The call's index.
-        returned: The method's return value.
-        size: Length of its longest row.
-        unfinished: A `Worker.unfinished` table of the rows that go on in a later step.
-    """
-
-    call: int
-    returned: Any
-    size: int
-    unfinished: Any = None
+    call: int  # The call's index
+    returned: Any  # The method's return value
+    size: int  # Length of its longest row
+    unfinished: Any = None  # A `Worker.unfinished` table of the rows that go on in a later step
 
 
 class Worker:
@@ -427,7 +410,6 @@ class Loss(Generic[B, O]):
 
     @property
     def needs_entropy(self) -> bool:
-        """True if the forward pass must also compute entropies."""
         return False
 
     def totals(self, batch: B) -> Tensor:

@@ -39,7 +39,7 @@ from .proxies import (
     table_standin,
     table_type,
 )
-from .role import CallKind, CallSpec, Role, Scope
+from .role import CallSpec, Role, Scope
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -148,8 +148,6 @@ def is_recording() -> bool:
 
 
 class Recorder:
-    """The graph under construction."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.nodes: list[Node] = []
@@ -159,7 +157,6 @@ class Recorder:
         self._trains: dict[str, int] = {}
 
     def add_role(self, name: str, contract: type[Role]) -> RoleStandIn:
-        """Declare a role of the step."""
         self.roles[name] = contract
         return RoleStandIn(name, contract, self.record_call)
 
@@ -180,7 +177,6 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Append a node for an op."""
         name, ordinal = self._unique(function.__name__)
         given = self._arguments(name, function, args, kwargs, method=False)
         if not makes_rows:
@@ -212,21 +208,18 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Append a node for a call of a role's method."""
         name, ordinal = self._unique(f"{role}.{function.__name__}")
-        kind: CallKind = spec.kind
-        if kind is CallKind.TRAIN:
+        is_train, rollout = spec.kind is NodeKind.TRAIN, spec.kind is NodeKind.ROLLOUT
+        if is_train:
             bound = _bind(name, function, (None, *args), kwargs).arguments
-            if (
-                "loss" in inspect.signature(function).parameters
-            ):  # else it learns by a rule of its own
+            # Without a loss it learns by a rule of its own.
+            if "loss" in inspect.signature(function).parameters:
                 check_batch(name, bound.get("loss"), bound.get("batch"))
                 check_output(name, bound.get("loss"), function)
         given = self._arguments(name, function, args, kwargs, method=True)
         check_rows(name, given.columns)
-        rollout = kind is CallKind.ROLLOUT
         table, outputs = None, ()
-        if kind is not CallKind.TRAIN:
+        if not is_train:
             table, outputs = self._returns(name, function, given, makes_rows=rollout)
         reads = [
             WeightRead(one, self._version(one), rollout)
@@ -234,7 +227,7 @@ class Recorder:
         ]
         node = Node(
             name,
-            NodeKind(kind.value),
+            spec.kind,
             spec.scope,
             ordinal,
             caller(),
@@ -245,7 +238,7 @@ class Recorder:
             output_table=table,
             reads=tuple(reads),
         )
-        if kind is CallKind.TRAIN:
+        if is_train:
             self._trains[role] = self._version(role) + 1
         return self._append(node)
 
@@ -368,8 +361,6 @@ class Recorder:
 
 @dataclass
 class _Given:
-    """Arguments of a call, columns and roles among them, and what its free axes stand for."""
-
     arguments: list[tuple[str, Argument]] = field(default_factory=list[tuple[str, Argument]])
     columns: list[tuple[str, Column]] = field(default_factory=list[tuple[str, Column]])
     roles: list[str] = field(default_factory=list[str])

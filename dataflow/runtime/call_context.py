@@ -48,8 +48,8 @@ class _Scope:
     counts: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
 
 
-_SCOPE: ContextVar[_Scope | None] = ContextVar("penstock_step", default=None)
 _UNSCOPED = _Scope(step=0)
+_SCOPE: ContextVar[_Scope] = ContextVar("penstock_step", default=_UNSCOPED)
 
 
 @contextmanager
@@ -87,8 +87,7 @@ def call_piece() -> Piece:
     returns no metrics; the last adds its own, takes the optimizer's step and returns those of all.
     Of none there is nothing to learn: only schedules go on.
     """
-    scope = _SCOPE.get()
-    return "whole" if scope is None else scope.piece
+    return _SCOPE.get().piece
 
 
 def call_staleness() -> int | None:
@@ -96,8 +95,7 @@ def call_staleness() -> int | None:
 
     None if nothing was sampled for it from the role's own weights, or nobody knows.
     """
-    scope = _SCOPE.get()
-    return None if scope is None else scope.staleness
+    return _SCOPE.get().staleness
 
 
 def call_version() -> int:
@@ -106,14 +104,12 @@ def call_version() -> int:
     The first of a run is 0, and every train call makes the next; 0 outside of any step. It grows
     while a call is served in flight.
     """
-    scope = _SCOPE.get()
-    return 0 if scope is None else scope.version
+    return _SCOPE.get().version
 
 
 def call_lag() -> int:
     """Versions by which these weights are older than those current at the call's own step."""
-    scope = _SCOPE.get()
-    return 0 if scope is None else scope.lag
+    return _SCOPE.get().lag
 
 
 def call_in_flight() -> bool:
@@ -121,8 +117,7 @@ def call_in_flight() -> bool:
 
     What samples for it then gives control back after every entry that it adds to its rows.
     """
-    scope = _SCOPE.get()
-    return False if scope is None else scope.in_flight
+    return _SCOPE.get().in_flight
 
 
 def current_step() -> int:
@@ -139,8 +134,7 @@ def current_step() -> int:
             "step would get the same number",
             fix="call it inside an op, a worker or a loss, which run in every step",
         )
-    scope = _SCOPE.get()
-    return 0 if scope is None else scope.step
+    return _SCOPE.get().step
 
 
 def call_key(role: str, method: str) -> CallKey:
@@ -149,7 +143,7 @@ def call_key(role: str, method: str) -> CallKey:
     Outside any scope, calls count up over the life of the process, so that calls repeated by
     hand do not repeat their random numbers.
     """
-    scope = _SCOPE.get() or _UNSCOPED
+    scope = _SCOPE.get()
     if scope.ordinal is not None:
         return CallKey(scope.step, scope.ordinal)
     ordinal = scope.counts.get((role, method), 0)

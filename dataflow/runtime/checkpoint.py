@@ -74,8 +74,6 @@ class CheckpointFolder(Protocol):
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The state of a run that is being saved."""
-
     graph: Graph
     seed: int
     instruction: SaveCheckpoint
@@ -90,8 +88,6 @@ class SavedRun:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The point from which a resumed run goes on."""
-
     folder: Path
     state: ResumeState
     parts: tuple[tuple[Output, Path], ...]
@@ -134,7 +130,6 @@ def graph_sha256(graph: Graph) -> str:
 
 
 def write_run_state(folder: Path, saved: SavedRun) -> None:
-    """Write the run's place into the checkpoint folder."""
     resume = saved.instruction.resume
     state = {
         "graph": saved.graph.name,
@@ -258,7 +253,6 @@ class StateInWorkers:
             self._now(home, self._on_all(home, load))
 
     def load_outputs(self, point: ResumePoint, num_chunks: int) -> dict[Output, Handle]:
-        """Have the live outputs of a checkpoint stored again."""
         chunks = sorted(o.chunk for o, _ in point.parts if is_unfinished(o))
         if chunks and chunks != list(range(num_chunks)):
             raise ConfigError(
@@ -292,8 +286,6 @@ Take = Callable[[Path], str]
 
 @dataclass
 class _Pending:
-    """The checkpoint that is being written."""
-
     step: int
     store: CheckpointFolder  # Where it is being written
     failed: str = ""  # The disk's error; "" without one
@@ -305,8 +297,6 @@ class _Pending:
 
 
 class Saving:
-    """The checkpoints of one run of a program."""
-
     def __init__(
         self,
         store: CheckpointFolder,
@@ -455,8 +445,7 @@ class Saving:
             pending.failed = "processes have died"
             for group in self._ranks:  # those that live are to end before they begin the next
                 self._dispatcher.submit(None, self._program, group, self._works(group, 0.0))
-            self._pending = None
-            pending.store.abandon(pending.step)
+            self._abandon(pending)
         elif not self.settle(self._deadline.limit_s):
             raise WorkerError(
                 f"the checkpoint of step {pending.step} is not sealed after {self._deadline}"
@@ -485,8 +474,7 @@ class Saving:
     def _hear(self, pending: _Pending, answers: list[Submission]) -> None:
         for one in answers:
             if one.failed is not None:
-                self._pending = None
-                pending.store.abandon(pending.step)
+                self._abandon(pending)
                 raise self._dispatcher.failure(one.failed) from one.failed.error
         reports = [report for one in answers for report in one.answers]
         files: dict[str, WrittenFile] = {}
@@ -499,14 +487,17 @@ class Saving:
         if is_writing:
             return
         if pending.failed:
-            self._pending = None
-            pending.store.abandon(pending.step)
+            self._abandon(pending)
             self._note_failure(pending, pending.failed)
         else:
             if pending.store is not self.store:
                 self._mirrored_bytes += sum(file.size_bytes for file in files.values())
             seal = partial(pending.store.seal, pending.step, files)
             pending.sealing = Background(seal, f"seal step {pending.step}")
+
+    def _abandon(self, pending: _Pending) -> None:
+        self._pending = None
+        pending.store.abandon(pending.step)
 
     def _try_end(self, sealing: Background[str], wait_s: float) -> None:
         pending = self._pending

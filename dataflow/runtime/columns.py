@@ -43,7 +43,6 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the wire."""
         lengths = 0 if self.lengths is None else self.lengths.nbytes
         return self.values.nbytes + lengths
 
@@ -202,7 +201,6 @@ class CallColumns:
         raise KeyError(ref)
 
     def packed(self, ref: Ref) -> Packed:
-        """All chunks of a column as one."""
         if ref not in self._packed:
             index, output = self._output(ref)
             pieces = [part[index] for part in self._parts[ref.node]]
@@ -211,7 +209,6 @@ class CallColumns:
         return self._packed[ref]
 
     def dense(self, ref: Ref) -> Tensor:
-        """The column as a padded tensor."""
         if ref not in self._dense:
             _, output = self._output(ref)
             self._dense[ref] = unpack(self.packed(ref), output.spec.dtype)
@@ -257,7 +254,6 @@ def empty_part(node: Node) -> Part:
 
 
 def returned_columns(node: Node, returned: Any) -> list[Tensor]:
-    """The columns that a call of `node` returned."""
     expected = node.output_table.__name__ if node.output_table else "a tensor"
     if node.output_table is not None and not isinstance(returned, node.output_table):
         raise WorkerError(
@@ -354,7 +350,6 @@ def pack_table(table: Any) -> Part:
 
 
 def unpack_table(kind: type[T], part: Part) -> T:
-    """Return the table that `pack_table` packed."""
     columns = zip(_specs(kind), part, strict=True)
     return kind(**{name: unpack(packed, spec.dtype) for (name, spec), packed in columns})
 
@@ -369,7 +364,6 @@ def _specs(kind: type) -> Iterator[tuple[str, Spec]]:
 
 
 def save_part(part: Part, file: Path) -> None:
-    """Write a part to a safetensors file."""
     # Cloned, because columns of one table share their lengths and safetensors refuses to write
     # memory that is shared.
     tensors: dict[str, Tensor] = {}
@@ -382,7 +376,6 @@ def save_part(part: Part, file: Path) -> None:
 
 
 def load_part(file: Path) -> Part:
-    """Read what `save_part` wrote."""
     with safe_open(file, "pt") as stored:  # pyright: ignore[reportUnknownVariableType]
         names = set(stored.keys())
         count = json.loads(stored.metadata()["columns"])

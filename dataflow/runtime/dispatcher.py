@@ -23,8 +23,6 @@ _IDLE_S = 0.02  # Pause where nothing is out
 
 @dataclass
 class Submission:
-    """Work out on one or more ranks of a group."""
-
     task: Task | None  # The task of the run that is open, or None for work between or beside steps
     group: str  # The group that does it
     waiting: set[int]  # Ranks that have not answered
@@ -108,7 +106,6 @@ class Dispatcher:
     def submit(
         self, task: Task | None, program: str, group: str, works: Mapping[int, RankWork]
     ) -> Submission:
-        """Hand one piece of work to each of the given ranks."""
         self._check_open()
         self._last_ticket += 1
         submission = Submission(task, group, set(works))

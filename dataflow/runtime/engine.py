@@ -8,52 +8,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ..errors import ConfigError, WorkerError
 from ..graph.check import check_lag
-from ..graph.graph import Graph
+from ..graph.graph import Graph, check_segments
 from ..graph.role import Role
-from ..graph.streaming import check_segments
 from ..kinds import NodeKind
 from ..scheduler.events import Load, NodeTask, Publish
-from ..scheduler.flow import Flow
-from ..scheduler.schedule import Deadline, Schedule
+from ..scheduler.schedule import Deadline, Flow, Schedule
 from .checkpoint import CheckpointFolder, Pauses, Saving, StateInWorkers, Suspended
 from .columns import Source
 from .dispatcher import Dispatcher
 from .executor import Executor, Program, Recoveries, Recovery, Told, WorkerLost, check_workers
-from .going_back import GoingBack
 from .host import Host
 from .in_process import InProcess
 from .ledger import Ledger
 from .messages import StepResult, work
 from .placement import Placement, check_in_flight, flow_of
-from .resizing import Resizing, Scale
-from .run import EngineRun, Trained
+from .recovery import GoingBack, Resizing, Scale
+from .run import Asked, EngineRun, Trained
 from .watch import WATCH, KeptColumns, Watch
 from .worker_protocol import WorkerSpec
 
 __all__ = ["Engine", "Source", "StepResult"]
 
 _SETTLE_S = 60.0  # For a checkpoint to be written when a run ends with an error
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """Arguments of `Engine.run`."""
-
-    program: str
-    sources: Mapping[str, Source]
-    num_steps: int
-    checkpoint_every: int | None
-    stop: Callable[[], bool] | None
-    pauses: Pauses
-    keep: Sequence[str]
-    ledger: Ledger | None
-    scale: Scale | None
 
 
 class Engine:
@@ -270,7 +252,7 @@ class Engine:
                 )
         KeptColumns(graph, keep)  # refused here, and not with the first step
         return self._steps(
-            _Asked(
+            Asked(
                 program,
                 sources,
                 num_steps,
@@ -286,7 +268,7 @@ class Engine:
         )
 
     def _steps(
-        self, asked: _Asked, checkpoints: CheckpointFolder | None, mirror: CheckpointFolder | None
+        self, asked: Asked, checkpoints: CheckpointFolder | None, mirror: CheckpointFolder | None
     ) -> Generator[StepResult]:
         self.start()
         homes = self._changed_by(asked.program)
@@ -319,7 +301,7 @@ class Engine:
         return {role: group for role, group in homes.items() if role in changed}
 
     def _going_on(
-        self, asked: _Asked, saving: Saving | None, going: GoingBack
+        self, asked: Asked, saving: Saving | None, going: GoingBack
     ) -> Generator[StepResult, None, int]:
         suspended: Suspended | None = None
         ahead, handed_out = asked.pauses.steps, 0
@@ -346,7 +328,7 @@ class Engine:
 
     def _new_run(
         self,
-        asked: _Asked,
+        asked: Asked,
         saving: Saving | None,
         going: GoingBack,
         ahead: frozenset[int],
@@ -357,25 +339,19 @@ class Engine:
             schedule = replace(schedule, streaming=0, segment_tokens=0, in_flight=False)
         return EngineRun(
             self._as_sized(asked.program),
-            asked.program,
-            asked.sources,
+            asked,
             schedule,
             self.executor,
             self._dispatcher,
             self._trained,
             seed=self.seed,
-            num_steps=asked.num_steps,
-            checkpoint_every=asked.checkpoint_every,
             saving=saving,
-            stop=asked.stop,
             watch=self._watch if is_main else None,
-            keep=asked.keep,
             longest=self.longest,
             pauses=ahead,
             suspended=suspended,
             known=going.known,
             begun=going.begun,
-            ledger=asked.ledger,
             resizing=self._resizing(asked.scale),
         )
 
@@ -453,14 +429,13 @@ class Engine:
         """
         self.start()
         graph, placement = self.programs[program].graph, self._as_sized(program).placement
-        hosts = [g for g in placement.groups if role in placement.hosted_roles(graph, g.name)]
+        hosts = placement.hosts(graph, role)
         if not hosts:
             raise ConfigError(
                 f"no group of program '{program}' hosts a role '{role}'; it has "
                 f"{', '.join(graph.roles) or 'none'}"
             )
-        home = placement.home(graph, role)
-        group = placement.group(home) if home else hosts[0]
+        group = placement.group(placement.home(graph, role) or hosts[0])
         call = work(Host.call_method, role, method, arguments)
         works = dict.fromkeys(range(group.num_ranks), call)
         done = self._dispatcher.perform_now(program, group.name, works, self.longest)

@@ -52,7 +52,6 @@ class Recovery:
     longest_pause_s: float = 60.0  # And how long they become at most
 
     def wait_s(self, in_a_row: int) -> float:
-        """Seconds to wait before starting again after so many times in a row."""
         if not in_a_row:
             return 0.0
         return min(self.pause_s * 2.0 ** (in_a_row - 1), self.longest_pause_s)
@@ -85,8 +84,6 @@ class Recovered:
 
 
 class Recoveries:
-    """The times that one run has gone back."""
-
     def __init__(self, recovery: Recovery) -> None:
         self.recovery = recovery
         self.number = 0
@@ -94,7 +91,6 @@ class Recoveries:
         self._furthest = -1
 
     def pause_s(self, lost: WorkerLost, completed: int) -> float:
-        """Seconds to wait before the run goes back once more."""
         limits = self.recovery
         if completed > self._furthest:
             self._furthest, self._in_a_row = completed, 0
@@ -124,50 +120,31 @@ Told = Callable[[Recovered | Restart], None]
 
 
 Lost = Literal["", "process", "stored", "for good"]
-"""The part of a process's death in a failure; see `Completion.lost`."""
+"""The part of a process's death in a failure: one died, or what others had made is gone, or one
+dies however often it is started again, of which nothing is tried any more; "" if it has none."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A graph, where its nodes run, and how long the longest of its calls may take.
-
-    Attributes:
-        graph: The graph.
-        placement: Where its nodes run.
-        longest_s: Deadline of its longest call, if that is longer than what holds for anything.
-    """
+    """A graph, where its nodes run, and how long the longest of its calls may take."""
 
     graph: Graph
     placement: Placement
-    longest_s: float = 0.0
+    longest_s: float = 0.0  # If that is longer than what holds for anything
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One rank finished one piece of work.
+    """One rank finished one piece of work."""
 
-    Attributes:
-        ticket: The number it was submitted under.
-        rank: The rank that did it.
-        report: What it says, or None if it failed.
-        parts: Handles of the stored output chunks.
-        weights: Handle of a stored snapshot.
-        error: What was raised, if it failed.
-        trace: The traceback as text, if the failure was in another process.
-        answers: `Report.answer` of all processes of the rank, if it has several.
-        lost: Whether it failed because a process died ("process"), or because what others had made
-            is gone ("stored"), or one dies however often it is started again ("for good", of which
-            nothing is tried any more); "" if it did not, or as far as is known.
-    """
-
-    ticket: int
+    ticket: int  # The number it was submitted under
     rank: int
-    report: Report | None
-    parts: tuple[Handle, ...] = ()
-    weights: Handle | None = None
-    error: BaseException | None = None
-    trace: str = ""
-    answers: tuple[Any, ...] = ()
+    report: Report | None  # None if it failed
+    parts: tuple[Handle, ...] = ()  # The stored output chunks
+    weights: Handle | None = None  # A stored snapshot
+    error: BaseException | None = None  # What was raised, if it failed
+    trace: str = ""  # The traceback as text, if the failure was in another process
+    answers: tuple[Any, ...] = ()  # `Report.answer` of the rank's processes, if it has several
     lost: Lost = ""
 
 
@@ -291,7 +268,6 @@ class Executor(ABC):
 
 
 def groups_of(programs: Mapping[str, Program]) -> list[DeviceGroup]:
-    """Every group named by any program, once."""
     groups: dict[str, DeviceGroup] = {}
     for program in programs.values():
         for group in program.placement.groups:
@@ -310,7 +286,6 @@ def longest_s(programs: Mapping[str, Program], deadline_s: float) -> float:
 
 
 def methods_of(programs: Mapping[str, Program], group: str, role: str) -> frozenset[str]:
-    """The methods that all programs together ask of a role in a group."""
     found = (one.placement.methods(one.graph, group, role) for one in programs.values())
     return frozenset[str]().union(*found)
 
@@ -337,7 +312,6 @@ def routes_of(programs: Mapping[str, Program]) -> Iterator[tuple[DeviceGroup, De
 
 
 def build_role(name: str, worker: WorkerSpec | Role, context: WorkerContext) -> Role:
-    """The worker of a role, built if it was given as a spec."""
     if context.device.startswith("cuda"):
         # cuDNN's attention makes a plan for each shape that it has not met, which takes about a
         # second; batches of ragged rows bring new ones for many steps.
@@ -353,7 +327,6 @@ def build_role(name: str, worker: WorkerSpec | Role, context: WorkerContext) -> 
 
 
 def check_workers(graph: Graph, workers: Mapping[str, WorkerSpec | Role]) -> None:
-    """Every role of the graph must be provided, and nothing else."""
     missing = [role for role in graph.roles if role not in workers]
     if missing:
         role = missing[0]

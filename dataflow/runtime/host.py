@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -176,7 +176,6 @@ class Saves:
         self._begun: dict[str, Background[_Written]] = {}
 
     def begin(self, worker: Worker, folder: Path) -> str:
-        """Write a worker's state into a folder of the checkpoint, later if the worker can."""
         # One that was given up may be tried again in a folder of the same name.
         if folder.parent != self._folder or self._unwanted.is_set():
             self.close()
@@ -204,7 +203,6 @@ class Saves:
         return SaveReport(writing=False, files={} if failed else files, failed=failed)
 
     def close(self) -> None:
-        """Have what is being written end; it will not be asked for."""
         self._unwanted.set()
         until_s = time.monotonic() + CLOSE_S
         for name, one in self._begun.items():
@@ -214,12 +212,6 @@ class Saves:
                     "hangs\n    see to the disk, or choose another folder"
                 )
         self._begun = {}
-
-
-T = TypeVar("T")
-
-
-Fetch = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -237,25 +229,16 @@ class HostOutcome:
 
 
 class Host:
-    """Performs work on one rank of one group: each method is what the engine may ask of it.
-
-    Args:
-        graph: The recorded step.
-        roles: The workers built here, by role name.
-        num_chunks: Pieces into which whole-batch outputs are cut.
-        fetch: Resolves a handle to the `Part` or `Weights` it stands for.
-        served: The roles that others serve here.
-        served_weights: What is served from here; told which weights there are.
-    """
+    """Performs work on one rank of one group: each method is what the engine may ask of it."""
 
     def __init__(
         self,
         graph: Graph,
-        roles: Mapping[str, Role],
-        num_chunks: int,
-        fetch: Fetch,
-        served: Mapping[str, ServedRole] | None = None,
-        served_weights: ServedWeights | None = None,
+        roles: Mapping[str, Role],  # the workers built here
+        num_chunks: int,  # pieces into which whole-batch outputs are cut
+        fetch: Callable[[Any], Any],  # resolves a handle to what it stands for
+        served: Mapping[str, ServedRole] | None = None,  # the roles that others serve here
+        served_weights: ServedWeights | None = None,  # what is served from here
     ) -> None:
         self.graph = graph
         self.roles = roles
@@ -311,18 +294,15 @@ class Host:
         """Refuse a call that must see weights of a version which is not here."""
 
     def close(self) -> None:
-        """Have what is still being written end."""
         self._saves.close()
 
     # --- weights
 
     def export_weights(self, role: str) -> HostOutcome:
-        """Snapshot a role's weights."""
         return HostOutcome(weights=self.roles[role].export_weights())
 
     @sets("weights")
     def import_weights(self, role: str, weights: Handle, version: int = 0) -> None:
-        """Replace a role's weights by a snapshot of some version."""
         with self.served_weights.changing(role, version):
             self.roles[role].load_weights(self._fetch(weights))
 
@@ -340,10 +320,7 @@ class Host:
     def export_slices(self, role: str, receivers: Mapping[str, Any], version: int) -> HostOutcome:
         """Snapshot what other groups lack of a role's weights, apart for each of their processes.
 
-        Args:
-            role: The role whose weights they are.
-            receivers: Group -> how it is to hold the weights, from `layout`.
-            version: Version of the weights.
+        `receivers` says how each group is to hold the weights, from `layout`.
         """
         raise StateError("this executor moves no slices of weights")
 
@@ -351,14 +328,7 @@ class Host:
     def import_slices(
         self, role: str, source: Any, slices: tuple[Handle, ...], version: int
     ) -> None:
-        """Replace a role's weights by slices that others exported.
-
-        Args:
-            role: The role whose weights they are.
-            source: How the exporting group holds the weights.
-            slices: The snapshots of its processes.
-            version: That is expected.
-        """
+        """Replace a role's weights by slices that a group exported which holds them as `source`."""
         raise StateError("this executor moves no slices of weights")
 
     # --- states and parts in files
@@ -366,13 +336,11 @@ class Host:
     def save_state(self, role: str, folder: str) -> str:
         """Take a role's training state, and write it into a folder: at once, or from then on.
 
-        Returns:
-            What kept it from being written at once; "" if nothing did.
+        Says what kept it from being written at once; "" if nothing did.
         """
         return self._saves.begin(self.roles[role], Path(folder))
 
     def load_state(self, role: str, folder: str) -> None:
-        """Restore a role's training state from a folder."""
         self.roles[role].load_state(Path(folder))
 
     @without_workers
@@ -383,33 +351,23 @@ class Host:
 
     @without_workers
     def load_part(self, file: str) -> HostOutcome:
-        """Read a part from a safetensors file back into the store."""
         return HostOutcome((load_part(Path(file)),))
 
     @anywhere
     def save_report(self, wait_s: float = 0.0, *, unwanted: bool = False) -> SaveReport:
-        """Say how far the writing of states has come.
+        """Say how far the writing of states has come, once it has ended or after `wait_s`.
 
-        Args:
-            wait_s: How long to wait for its end.
-            unwanted: Whether it is to end because the checkpoint will not come about.
+        What is unwanted ends: the checkpoint will not come about.
         """
         return self._saves.report(wait_s, unwanted=unwanted)
 
     def call_method(self, role: str, method: str, arguments: tuple[Any, ...] = ()) -> Any:
-        """Call a worker's own method outside any step: to hash its weights, to export a folder.
-
-        Args:
-            role: The role whose worker is called.
-            method: Name of a public method.
-            arguments: Small picklable arguments, by position.
-        """
+        """Call a worker's own method outside any step: to hash its weights, to export a folder."""
         return getattr(self.roles[role], method)(*arguments)
 
     # --- calls of a step
 
     def call(self, work: NodeCall) -> HostOutcome:
-        """Run a node of any kind but a source."""
         for role, version in work.versions:
             self.check_version(role, version)
         parts, metrics = self._call(work)
@@ -472,14 +430,10 @@ class Host:
         segment: int | None = None,
         begun: tuple[Handle | None, ...] = (),
     ) -> None:
-        """Begin calls of one node in one step that are served together; see `answer`.
+        """Begin calls of one node in one step, one for each chunk, that are served together.
 
-        The worker begins with the first answer.
-
-        Args:
-            calls: One for each chunk, in the order of the chunks.
-            segment: How far each row may grow; None if calls are served to their end.
-            begun: What is unfinished of each chunk since the step before; None if nothing is.
+        The worker begins with the first `answer`. `segment` is how far each row may grow, and
+        `begun` what is unfinished of each chunk since the step before.
         """
         node = self.graph[calls[0].node]
 

@@ -59,7 +59,6 @@ class InProcess(Executor):
         seed: int,
         deadline_s: float,
     ) -> None:
-        """Build the roles of every group here. See `Executor.start`."""
         self._deadline_s = longest_s(programs, deadline_s)
         roles: dict[tuple[str, str], Role] = {}
         for program in programs.values():
@@ -131,7 +130,6 @@ class InProcess(Executor):
         self._queue.append((ticket, program, group, work))
 
     def wait(self, timeout_s: float) -> Sequence[Completion | Restart]:
-        """Perform the oldest queued work. See `Executor.wait`."""
         if not self._queue:
             return []
         ticket, program, group, work = self._queue.popleft()

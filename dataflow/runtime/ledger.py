@@ -40,8 +40,6 @@ class LedgerError(StateError):
 
 @dataclass(frozen=True)
 class Line:
-    """One complete step."""
-
     step: int
     read: Mapping[str, int]  # Source -> its rows
     sha256: Mapping[str, str]  # Source -> of their values
@@ -114,7 +112,6 @@ class Ledger:
     # --- entries
 
     def read(self, step: int, source: str, parts: Sequence[Part]) -> None:
-        """A source brought the rows of a step, in these pieces."""
         entries, rows = self._at(step).read, sum(_num_rows(part) for part in parts)
         sha256, before = _sha256(parts), self.lines.get(step)
         if source in entries and entries[source][0] == self._returns:
@@ -132,7 +129,6 @@ class Ledger:
             self._at(step).made[source, chunk] = (self._returns, _num_rows(parts[chunk]), digest)
 
     def done(self, task: NodeTask, report: Report) -> None:
-        """A rank has done its share of a task."""
         one = self._at(task.step)
         if self._is_train(task.node):
             since, taken = one.trained.get(task.node, (self._returns, []))
@@ -155,7 +151,6 @@ class Ledger:
     # --- complete steps
 
     def complete(self, step: int) -> None:
-        """A step is complete."""
         one, before = self._open.pop(step, _Open()), self.lines.get(step)
         made: dict[str, int] = {}
         for (node, _), (_, rows, _) in one.made.items():
@@ -201,28 +196,6 @@ class Ledger:
                 _refuse(step, node, producer, given, there)
             rows.append(sum(n * times for (n, _), times in given.items()))
         return max(rows, default=0)
-
-
-class NoLedger(Ledger):
-    """One that is not kept: nothing is hashed in the controller, and nothing compared."""
-
-    def __init__(self, graph: Graph) -> None:
-        super().__init__(graph, lambda _: None)
-
-    def went_back(self, folder: Path | None = None) -> None:
-        """Nothing was noted."""
-
-    def save(self, folder: Path) -> None:
-        """Nothing was noted."""
-
-    def read(self, step: int, source: str, parts: Sequence[Part]) -> None:
-        """Note nothing."""
-
-    def done(self, task: NodeTask, report: Report) -> None:
-        """Note nothing."""
-
-    def complete(self, step: int) -> None:
-        """Note nothing."""
 
 
 def check(lines: Sequence[Line], num_steps: int) -> None:
@@ -285,7 +258,6 @@ def feeding(graph: Graph) -> frozenset[str]:
 
 
 def pieces_of(parts: Iterable[Part]) -> tuple[int, ...]:
-    """The digest of each piece."""
     return tuple(digest_of(part) for part in parts)
 
 
@@ -320,12 +292,10 @@ def _num_rows(part: Part) -> int:
 
 
 def as_json(line: Line) -> dict[str, Any]:
-    """The line as JSON has it."""
     return asdict(line)
 
 
 def from_json(content: Mapping[str, Any]) -> Line:
-    """The line that `as_json` made so."""
     line = Line(**content)
     return replace(line, unseen=tuple(line.unseen))
 

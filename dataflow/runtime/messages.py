@@ -98,7 +98,6 @@ class RankWork:
 
     @property
     def name(self) -> str:
-        """The method's name."""
         return self.method.__name__
 
     @property
@@ -162,8 +161,6 @@ class Report:
 
 @dataclass(frozen=True)
 class Result:
-    """Work done: the report, and what the executor is to store."""
-
     report: Report  # See `Report`
     # Output chunks: one for a chunked call, all of them for a whole-batch call.
     parts: tuple[Part, ...] = ()
@@ -172,29 +169,17 @@ class Result:
 
 @dataclass(frozen=True)
 class TaskSpan:
-    """One task on one rank, from start to end.
+    """One task on one rank, from start to end."""
 
-    Attributes:
-        node: Name of the node in the graph: "actor.generate".
-        step: The step it belongs to, which need not be the step then being consumed.
-        chunk: Which part of the step's rows, or None for the whole batch.
-        group: Name of the worker group it ran on.
-        rank: Which rank of that group.
-        start_s: When it started, in seconds since the epoch: the one clock that processes share.
-        end_s: When it ended, on the same clock.
-        versions: `(role, version)` of every set of weights it read, sorted by role.
-        peak_bytes: See `Report.peak_bytes`.
-    """
-
-    node: str
-    step: int
-    chunk: int | None
+    node: str  # Name of the node in the graph: "actor.generate"
+    step: int  # The step it belongs to, which need not be the step then being consumed
+    chunk: int | None  # Which part of the step's rows, or None for the whole batch
     group: str
     rank: int
-    start_s: float
+    start_s: float  # In seconds since the epoch: the one clock that processes share
     end_s: float
-    versions: tuple[tuple[str, int], ...] = ()
-    peak_bytes: int = 0
+    versions: Versions = ()  # Of every set of weights it read
+    peak_bytes: int = 0  # See `Report.peak_bytes`
 
 
 @dataclass(frozen=True)
@@ -246,7 +231,6 @@ def step_result(
     weights_s: Sequence[tuple[float, float]] = (),
     mirrored_bytes: int = 0,
 ) -> StepResult:
-    """Put together what ranks report of the tasks of a step."""
     rows: dict[str, int] = {}
     for one in done:
         made = one.report.num_rows if one.report.chunk is None else one.report.num_rows[:1]
@@ -254,7 +238,7 @@ def step_result(
     return StepResult(
         completed.step,
         {name: metric.value for name, metric in sorted(_merged(graph, done).items())},
-        tuple(_span(placement, one) for one in done),
+        tuple(_span(placement.nodes, one.task, one) for one in done),
         completed.lag,
         rows,
         controller_bytes,
@@ -274,16 +258,7 @@ def _merged(graph: Graph, done: Sequence[Done]) -> dict[str, Metric]:
     return merged
 
 
-def _span(placement: Placement, done: Done) -> TaskSpan:
-    task, report = done.task, done.report
-    return TaskSpan(
-        task.node,
-        task.step,
-        task.chunk,
-        placement.nodes[task.node],
-        done.rank,
-        report.start_s,
-        report.end_s,
-        done.versions,
-        report.peak_bytes,
-    )
+def _span(group_of: Mapping[str, str], task: NodeTask, one: Done) -> TaskSpan:
+    told = one.report
+    at = (group_of[task.node], one.rank, told.start_s, told.end_s)
+    return TaskSpan(task.node, task.step, task.chunk, *at, one.versions, told.peak_bytes)

@@ -11,12 +11,10 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 
 from ..errors import PlanError
-from ..graph.graph import Graph, Node
+from ..graph.graph import Graph, Node, Streaming, streaming
 from ..graph.proxies import nearest
-from ..graph.streaming import Streaming, streaming
 from ..kinds import NodeKind, WeightRead
-from ..scheduler.flow import Flow, FlowNode
-from ..scheduler.schedule import Schedule
+from ..scheduler.schedule import Flow, FlowNode, Schedule
 from .remote_inference import remote_methods
 
 
@@ -72,7 +70,6 @@ class DeviceGroup:
 
     @property
     def num_processes(self) -> int:
-        """All of them."""
         return self.num_ranks * self.tensor_parallel * self.pipeline_parallel
 
     def processes(self, rank: int) -> tuple[int, ...]:
@@ -91,7 +88,6 @@ class DeviceGroup:
         return (lead, *(process for process in found if process != lead))
 
     def rank_of(self, process: int) -> int:
-        """The data-parallel rank that a process belongs to."""
         return process // self.tensor_parallel % self.num_ranks
 
     def with_ranks(self, num_ranks: int) -> DeviceGroup:
@@ -134,7 +130,6 @@ class Placement:
         return replace(self, num_chunks=-(-num_parts // ranks) * ranks)
 
     def group(self, name: str) -> DeviceGroup:
-        """The group of that name."""
         return next(group for group in self.groups if group.name == name)
 
     def hosts(self, graph: Graph, role: str) -> list[str]:
@@ -169,12 +164,10 @@ class Placement:
         }
 
     def serving(self, graph: Graph) -> tuple[tuple[str, str], ...]:
-        """Every role that is served, with the group that serves it."""
         found = (self.served_roles(graph, group.name).items() for group in self.groups)
         return tuple(dict.fromkeys(pair for pairs in found for pair in pairs))
 
     def methods(self, graph: Graph, group: str, role: str) -> frozenset[str]:
-        """The methods that the nodes of a group ask of a role."""
         return frozenset(
             node.method
             for node in graph.nodes
@@ -193,17 +186,16 @@ class Placement:
     def state_homes(self, graph: Graph) -> dict[str, str]:
         """Role that keeps state -> the group that hosts it."""
         return {
-            role: group.name
+            role: group
             for role, contract in graph.roles.items()
             if contract.keeps_state
-            for group in self.groups
-            if role in self.hosted_roles(graph, group.name)
+            for group in self.hosts(graph, role)
         }
 
 
 def _check_state(graph: Graph, placement: Placement) -> None:
     for role, contract in graph.roles.items():
-        hosts = [g.name for g in placement.groups if role in placement.hosted_roles(graph, g.name)]
+        hosts = placement.hosts(graph, role)
         if contract.keeps_state and len(hosts) > 1:
             raise PlanError(
                 f"role '{role}' keeps state, but is asked on groups {sorted(hosts)}; its state has "
@@ -285,11 +277,9 @@ def follow(graph: Graph, main: Graph, placement: Placement) -> Placement:
         same = asked.get((node.role or "", node.method))
         if same is not None:
             return same
-        home = placement.home(main, node.role) if node.role else None
-        hosts = [
-            g.name for g in placement.groups if node.role in placement.hosted_roles(main, g.name)
-        ]
-        return home or (hosts[0] if hosts else placement.groups[0].name)
+        role = node.role or ""
+        hosts = placement.hosts(main, role)
+        return placement.home(main, role) or (hosts[0] if hosts else placement.groups[0].name)
 
     nodes = {node.name: group_of(node) for node in graph.nodes if node.kind is not NodeKind.SOURCE}
     return Placement(placement.groups, nodes, placement.num_chunks)
@@ -415,8 +405,6 @@ def check_in_flight(graph: Graph, placement: Placement) -> None:
 
 @dataclass(frozen=True)
 class HandOff:
-    """The groups that give up devices, and the one that takes them."""
-
     sleep: tuple[str, ...] = ()  # Groups to put to sleep, first
     wake: str | None = None  # The group to wake then; None if it is awake
 
@@ -432,7 +420,6 @@ class DeviceSharing:
         return group in self._sharing
 
     def others(self, group: str) -> frozenset[str]:
-        """The groups that have some of its devices."""
         return self._sharing.get(group, frozenset())
 
     def hand_off(self, group: str) -> HandOff:

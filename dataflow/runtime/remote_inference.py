@@ -30,8 +30,6 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class InferenceRequest:
-    """One call of a method of a served role."""
-
     role: str  # The role that is asked
     method: str  # A method of the role's contract
     version: int  # Version of the weights that must answer
@@ -152,8 +150,6 @@ def _answer_one(worker: Role, request: InferenceRequest) -> Any:
 
 
 class ServedRole:
-    """A role that another group serves."""
-
     def __init__(self, role: str, contract: type[Role], send: SendRequest) -> None:
         methods = {
             name: _requesting(name, inspect.signature(getattr(contract, name)), returns)
@@ -167,8 +163,6 @@ class ServedRole:
 
 
 class _StandIn:
-    """Base of all stand-ins."""
-
     def __init__(self, role: str, version: int, send: SendRequest) -> None:
         self._served, self._version, self._send = role, version, send
 

@@ -44,12 +44,12 @@ from ..scheduler.events import (
     Tick,
     Versions,
 )
-from ..scheduler.flow import Flow
-from ..scheduler.schedule import Deadline, Schedule
+from ..scheduler.schedule import Deadline, Flow, Schedule
 from ..scheduler.scheduler import Scheduler
 from .call_context import Piece
 from .checkpoint import (
     Interval,
+    Pauses,
     ResumePoint,
     SavedRun,
     Saving,
@@ -61,9 +61,8 @@ from .checkpoint import (
 from .columns import Source, rank_shares, read_source
 from .dispatcher import POLL_S, Dispatcher, Submission, describe
 from .executor import Executor, Program, Restart, WorkerLost
-from .going_back import Known, made_by
 from .host import Host
-from .ledger import Ledger, NoLedger
+from .ledger import Ledger
 from .messages import (
     Done,
     Handle,
@@ -76,14 +75,12 @@ from .messages import (
     work,
 )
 from .placement import flow_of
-from .resizing import Resizing
+from .recovery import Known, Resizing, Scale, made_by
 from .watch import WATCH, Hold, KeptColumns, Watch
 
 
 @dataclass
 class OpenStream:
-    """The tasks of one `RunStream`, and their answers."""
-
     instruction: RunStream
     group: str  # Where it runs
     in_flight: bool  # Whether it takes newer weights meanwhile
@@ -107,8 +104,6 @@ class OpenStream:
 
 
 class OpenStreams:
-    """All streams that some rank serves."""
-
     def __init__(self, *, in_flight: bool) -> None:
         self._in_flight = in_flight
         self._by_task: dict[NodeTask, OpenStream] = {}
@@ -117,7 +112,6 @@ class OpenStreams:
         return task in self._by_task
 
     def begin(self, instruction: RunStream, group: str) -> OpenStream:
-        """Note a stream that is begun."""
         stream = OpenStream(instruction, group, self._in_flight, dict(instruction.versions))
         self._by_task.update(dict.fromkeys(instruction.tasks, stream))
         return stream
@@ -200,7 +194,6 @@ class Publication:
         self._receivers[role] = tuple(receivers)
 
     def export(self, role: str, version: int) -> RankWork:
-        """The work of the home's rank 0."""
         if role not in self._receivers:
             return work(Host.export_weights, role)
         receivers = {group: self._known(role, group).receives for group in self._receivers[role]}
@@ -244,51 +237,60 @@ Trained = dict[str, tuple[str, str]]
 """Role -> (program, group) where it was trained last: its newest weights."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Arguments of `Engine.run`."""
+
+    program: str
+    sources: Mapping[str, Source]
+    num_steps: int
+    checkpoint_every: int | None
+    stop: Callable[[], bool] | None
+    pauses: Pauses
+    keep: Sequence[str]
+    ledger: Ledger | None
+    scale: Scale | None
+
+
 class EngineRun:
-    """The state between instructions and answers; see `Engine.run` for the other arguments."""
+    """The state between instructions and answers, from where a run begins or goes on."""
 
     def __init__(
         self,
         program: Program,
-        name: str,
-        sources: Mapping[str, Source],
+        asked: Asked,
         schedule: Schedule,
         executor: Executor,
         dispatcher: Dispatcher,
         trained: Trained,
         *,
         seed: int,
-        num_steps: int,
-        checkpoint_every: int | None,
         saving: Saving | None,
-        stop: Callable[[], bool] | None = None,
-        watch: Watch | None = None,
-        keep: Sequence[str] = (),
+        watch: Watch | None,
         longest: Deadline,
-        pauses: Collection[int] = (),
-        suspended: Suspended | None = None,
-        known: Known | None = None,
+        pauses: Collection[int],
+        suspended: Suspended | None,
+        known: Known,
         begun: Callable[[int], None],
-        ledger: Ledger | None = None,
-        resizing: Callable[[Flow], Resizing] | None = None,
+        resizing: Callable[[Flow], Resizing] | None,
     ) -> None:
         self.place: SaveCheckpoint | None = None  # Where it has paused; None if it has not
-        self.known, self._begun = known or Known(), begun
+        self.known, self._begun = known, begun
         self._heard: list[Submission | Restart] = []
         self._already: list[Event] = []
         self._lost: WorkerLost | None = None
-        self._ledger = ledger or NoLedger(program.graph)
+        self._ledger = asked.ledger
         self._graph, self._placement = program.graph, program.placement
         self._segment = schedule.segment_tokens or None
         self._mixes_versions = bool(schedule.segment_tokens or schedule.in_flight)
         self._flow = flow_of(program.graph, program.placement, schedule)
         self._resizing = resizing(self._flow) if resizing else None
-        self._state = StateInWorkers(dispatcher, name, program, longest)
-        self._name, self._sources, self._wait_s = name, sources, schedule.wait_s
+        self._state = StateInWorkers(dispatcher, asked.program, program, longest)
+        self._name, self._sources, self._wait_s = asked.program, asked.sources, schedule.wait_s
         self._executor, self._dispatcher, self._trained = executor, dispatcher, trained
-        self._seed, self._saving, self._longest, self._stop = seed, saving, longest, stop
-        self._watch, self._kept = watch, KeptColumns(program.graph, keep)
-        self._checkpoint_every = checkpoint_every
+        self._seed, self._saving, self._longest, self._stop = seed, saving, longest, asked.stop
+        self._watch, self._kept = watch, KeptColumns(program.graph, asked.keep)
+        self._checkpoint_every = asked.checkpoint_every
         held = Hold(watch.nodes if watch else ()), Hold(self._kept.nodes)
         self._looked, self._handed = suspended.holds if suspended else held
         self._store: dict[Output, Handle] = dict(suspended.outputs) if suspended else {}
@@ -303,9 +305,9 @@ class EngineRun:
         self._point: ResumePoint | None = None
         if saving and not suspended:
             self._point = saving.newest_point(self._graph, seed)
-        if not suspended:
+        if self._ledger is not None and not suspended:
             self._ledger.went_back(self._point.folder if self._point else None)
-        self.scheduler = self._new_scheduler(schedule, num_steps, pauses, suspended)
+        self.scheduler = self._new_scheduler(schedule, asked.num_steps, pauses, suspended)
 
     def _new_scheduler(
         self,
@@ -439,7 +441,8 @@ class EngineRun:
                 raise
             except Exception as error:  # noqa: BLE001 - a source may raise anything; it is passed on
                 return self._source_failed(NodeTask(name, step), error)
-            self._ledger.read(step, name, parts)
+            if self._ledger is not None:
+                self._ledger.read(step, name, parts)
             for chunk, part in enumerate(parts):
                 self._store[Output(name, step, chunk)] = self._executor.put(part)
             num_rows = tuple(part[0].num_rows for part in parts)
@@ -585,7 +588,8 @@ class EngineRun:
         for completion in submission.completions:
             if completion.report:
                 done.append(Done(task, completion.rank, completion.report, versions))
-                self._ledger.done(task, completion.report)
+                if self._ledger is not None:
+                    self._ledger.done(task, completion.report)
             parts = completion.parts
             if completion.report and completion.report.chunk is not None:
                 parts = self._keep_unfinished(task, parts)
@@ -602,7 +606,8 @@ class EngineRun:
     def _result(self, completed: StepCompleted) -> StepResult:
         self.known.forget(completed.step)
         done = self._done_by_step.pop(completed.step, [])
-        self._ledger.complete(completed.step)
+        if self._ledger is not None:
+            self._ledger.complete(completed.step)
         kept = self._hand_out(completed.step)
         passed = self._executor.controller_bytes - self._bytes_before
         self._bytes_before += passed
@@ -638,8 +643,9 @@ class EngineRun:
         for made in (found := self.known.take(tasks, versions)):
             self._store.update(made.outputs)
             self._done_by_step.setdefault(made.task.step, []).extend(made.done)
-            for one in made.done:
-                self._ledger.done(made.task, one.report)
+            if self._ledger is not None:
+                for one in made.done:
+                    self._ledger.done(made.task, one.report)
             self._already.append(TaskDone(made.task, self._waited_s, made.num_rows, made.size))
         if found or isinstance(instruction, RunStream):
             return bool(found)

@@ -47,15 +47,12 @@ class Hold:
 
 
 class KeptColumns:
-    """Columns that are handed out with each step."""
-
     def __init__(self, graph: Graph, names: Sequence[str]) -> None:
         self._graph = graph
         self._asked = {name: _asked(graph, name) for name in names}
 
     @property
     def nodes(self) -> frozenset[str]:
-        """The nodes whose outputs are handed out."""
         return frozenset(ref.node for refs in self._asked.values() for ref in refs)
 
     def tables(self, parts: Mapping[str, list[Part]]) -> dict[str, Any]:
@@ -109,20 +106,17 @@ class Watch:
 
     @property
     def group(self) -> str:
-        """The group whose first rank looks."""
         (group,) = set(self.program.placement.nodes.values())
         return group
 
     @property
     def nodes(self) -> frozenset[str]:
-        """The nodes of the main graph whose outputs are looked at."""
         graph = self.program.graph
         return frozenset(node.name for node in graph.nodes if node.kind is NodeKind.SOURCE)
 
     def work(
         self, step: int, inputs: Mapping[str, tuple[Handle, ...]], staleness: int | None
     ) -> RankWork:
-        """The message that has the worker look."""
         node = self.program.graph.nodes[-1]
         return work(Host.call, NodeCall(node.name, step, None, inputs, (), staleness))
 

@@ -69,7 +69,6 @@ class WorkerContext:
 
     @property
     def num_processes(self) -> int:
-        """Processes of the group."""
         return self.num_ranks * self.tensor_parallel * self.pipeline_parallel
 
     @property
@@ -124,7 +123,6 @@ def drain_metrics(worker: object) -> dict[str, Metric]:
 
 
 def sleep_workers(workers: Iterable[Worker]) -> None:
-    """Put workers to sleep."""
     for worker in workers:
         worker.sleep()
 

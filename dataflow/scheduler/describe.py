@@ -1,4 +1,4 @@
-"""Looking at a scheduler without changing it: words for people, invariants for tests."""
+"""What a scheduler is doing, in words, and what of it takes too long."""
 
 from __future__ import annotations
 
@@ -92,7 +92,6 @@ def _instance_lines(scheduler: SchedulerState) -> tuple[str, ...]:
 
 
 def describe(scheduler: SchedulerState) -> str:
-    """The present state of a run, for reports and debuggers."""
     lines = [
         f"flow '{scheduler.flow.name}': {scheduler.completed} of {scheduler.num_steps} steps "
         f"complete, {len(scheduler.steps)} in flight, {len(scheduler.running)} task(s) running"

@@ -14,8 +14,6 @@ from .schedule import Deadline
 
 @dataclass(frozen=True)
 class FailureReport:
-    """A task failed."""
-
     what: str  # The task in words: "actor.train step 3"
     where: str  # The rank: "train[0]"
     error: str  # The error's text as the worker gave it, traceback included
@@ -28,8 +26,6 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class HungTask:
-    """A task that has run for too long."""
-
     node: str  # The node's name, or "publish actor@3" and the like
     step: int | None  # Its step; None for publications and loads
     roles: tuple[str, ...]  # Roles whose weights it reads, with versions: "actor@2"
@@ -39,7 +35,6 @@ class HungTask:
     missing: str  # Inputs of the node's step that are not there yet: "chunks 1, 3 of 4 (64 rows)"
 
     def lines(self) -> list[str]:
-        """The task in words, a head line and indented details."""
         step = "" if self.step is None else f" of step {self.step}"
         lines = [f"{self.node}{step} has run for {self.running_s:.1f} s"]
         lines.append(f"    on {', '.join(self.ranks)}")
@@ -327,7 +322,6 @@ class RunTrain:
     step: int
     ranks: tuple[int, ...]
     versions: Versions  # Read by it
-    makes_version: int  # Version of the role's weights once the node is done in this step
     # Which of its parts, of a node that takes chunks as they come; None for all at once.
     part: int | None = None
     chunks: tuple[int, ...] = ()  # One for each rank then

@@ -17,7 +17,6 @@ _TOLD = 50  # Transitions told with an invariant that does not hold
 
 
 def validate(scheduler: SchedulerState) -> None:
-    """Check every invariant."""
     checks = (
         _ranks_exclusive,
         _devices_exclusive,

@@ -46,8 +46,6 @@ class _Group:
 
 
 class RankPool:
-    """All ranks of all groups."""
-
     def __init__(
         self,
         groups: Mapping[str, int],

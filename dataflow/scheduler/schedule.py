@@ -1,10 +1,21 @@
-"""The schedule declaration: how far generation may run ahead of training."""
+"""What a scheduler is given: a step as it sees it, and how far generation may run ahead.
+
+A `Flow` is what remains of a graph and a placement once tensors, devices and user code are taken
+away. It is plain data; the engine builds it from what it has checked, the scheduler runs it.
+
+A step's rows are split into `num_chunks` chunks, and every node's output is stored as that many
+parts. Weights are single assignment: the version of a trainable role counts its train calls, n per
+step, so "offset o at step s" names version `s * n + o`.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from ..kinds import WeightRead
 
 MOST_LAG = 1000
 """Steps that generation may run ahead: what is sampled in them is kept, and the scheduler looks
@@ -18,15 +29,10 @@ _TIMES_PREDICTED = 5.0
 
 @dataclass(frozen=True)
 class Deadline:
-    """A deadline, and where it comes from.
-
-    Attributes:
-        limit_s: How long.
-        source: Who says so, for people: "Schedule.deadline_s".
-    """
+    """A deadline, and where it comes from."""
 
     limit_s: float
-    source: str = "Schedule.deadline_s"
+    source: str = "Schedule.deadline_s"  # Who says so, for people
 
     def __str__(self) -> str:
         return f"{self.limit_s:g} s ({self.source})"
@@ -126,3 +132,48 @@ class Schedule:
         if self.in_flight:
             reasons.append("in_flight: when weights come while rows are sampled depends on timing")
         return "; ".join(reasons)
+
+
+FlowKind = Literal["source", "op", "rollout", "forward", "train"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlowNode:
+    name: str  # Unique in the flow: "actor.generate"
+    kind: FlowKind  # "source" nodes are filled by the shell and run on no rank
+    # True if the node runs once per chunk (row or group scope), on rank `chunk % num_ranks`; False
+    # if it is a barrier that needs every chunk of every input and runs on rank 0. A train node is
+    # never chunked and runs on all ranks of its group.
+    chunked: bool = True
+    group: str = ""  # The group it runs on; "" for a source
+    inputs: tuple[str, ...] = ()  # Names of the nodes whose outputs it takes
+    # Weights it reads. A train node's read of its own role is implied.
+    reads: tuple[WeightRead, ...] = ()
+    trains: str | None = None  # The role whose next version it makes; only for kind "train"
+    # True for a rollout that streams: a rank samples all its chunks of a step together, and answers
+    # each when it is ready, by (size, chunk).
+    streams: bool = False
+    # The streaming rollout in whose answers' order a train node takes the chunks, one per rank at a
+    # time; "" if it takes them all at once.
+    order_of: str = ""
+    # Seconds that a plan expects all of its tasks of a step to take; None without a plan.
+    predicted_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Flow:
+    name: str  # The step function's name, for reports
+    nodes: tuple[FlowNode, ...]  # In program order, which must be a topological order
+    groups: Mapping[str, int]  # Number of ranks of each group; no rank is in two groups
+    homes: Mapping[str, str]  # For each trainable role the group where all its train nodes run
+    trains_per_step: Mapping[str, int]  # Train nodes of each trainable role
+    num_chunks: int = 1  # Parts in which a step's rows are handled
+    # Group -> groups that have some of its devices, and so never work at the same time.
+    sharing: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+
+    def __post_init__(self) -> None:
+        for group, num_ranks in self.groups.items():
+            if num_ranks < 1:
+                raise ValueError(f"group '{group}' must have at least 1 rank, got {num_ranks}")
+        if not any(node.kind == "source" for node in self.nodes):
+            raise ValueError(f"flow '{self.name}' has no source node: its rows come from nowhere")

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from ..errors import StateError
-from .describe import describe, hang_report, state_of
+from .describe import hang_report, state_of
 from .events import (
     Abort,
     AdmitStep,
@@ -59,9 +59,8 @@ from .events import (
     Tick,
     Versions,
 )
-from .flow import Flow
 from .rank_queues import Priority, Running
-from .schedule import Schedule
+from .schedule import Flow, Schedule
 from .state import SchedulerState, chain_sha256
 from .steps import StepState
 
@@ -152,9 +151,6 @@ class Scheduler(SchedulerState):
             case Tick():
                 self._tick()
 
-    def story(self, node: str | None = None, step: int | None = None) -> tuple[str, ...]:
-        return self.log.story(node, step)
-
     def schedule_sha256(self) -> str:
         """Hash of which task read which versions so far, whatever the order and the times.
 
@@ -171,10 +167,6 @@ class Scheduler(SchedulerState):
         if role not in self.flow.homes:
             return 0
         return self.weights.home(role).holds
-
-    def describe(self) -> str:
-        """The present state in words, for reports and debuggers."""
-        return describe(self)
 
     # --- events
 
@@ -240,7 +232,7 @@ class Scheduler(SchedulerState):
         if event.rank is not None:
             where = f"{where}[{event.rank}]"
         node = task.node if isinstance(task, NodeTask) else None
-        self._abort(FailureReport(str(task), where, event.error, self.story(node, step)))
+        self._abort(FailureReport(str(task), where, event.error, self.log.story(node, step)))
 
     def _checkpoint_saved(self, event: CheckpointSaved) -> None:
         if self.awaited.pop(Awaited("checkpoint", event.step), None) is None:
@@ -431,12 +423,11 @@ class Scheduler(SchedulerState):
             return RunStream(task.node, task.step, chunks, ranks[0], versions)
         if node.trains is None:
             return RunCall(task.node, task.step, task.chunk, ranks[0], versions)
-        makes = dict(versions)[node.trains] + 1
         if not node.order_of:
-            return RunTrain(task.node, task.step, ranks, versions, makes)
+            return RunTrain(task.node, task.step, ranks, versions)
         chunks = tuple(self.steps[task.step].chunks_of(i, task))
         last = self.index.is_last(i, task)
-        return RunTrain(task.node, task.step, ranks, versions, makes, task.chunk, chunks, last)
+        return RunTrain(task.node, task.step, ranks, versions, task.chunk, chunks, last)
 
     def _release(self, outputs: Iterable[Output]) -> None:
         released = tuple(outputs)
@@ -475,8 +466,8 @@ class Scheduler(SchedulerState):
 
     def _impossible(self, message: str, task: Task | None = None) -> StateError:
         if isinstance(task, NodeTask):
-            return StateError(message, self.story(task.node, task.step))
-        return StateError(message, self.story()[-_TOLD:])
+            return StateError(message, self.log.story(task.node, task.step))
+        return StateError(message, self.log.story()[-_TOLD:])
 
     def _note(
         self, what: str, subject: Task | str, run: Running | None = None, *, step: int | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..errors import StateError
+from .describe import describe
 from .events import (
     Abort,
     AdmitStep,
@@ -43,8 +44,6 @@ _Work: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One task on its ranks, from start to end, with the versions it read."""
-
     task: Task
     start_s: float
     end_s: float
@@ -53,8 +52,6 @@ class Span:
 
 @dataclass
 class FlowSimulation:
-    """The course of a simulated run."""
-
     # Everything the scheduler asked for, in order.
     instructions: list[Instruction] = field(default_factory=list[Instruction])
     spans: list[Span] = field(default_factory=list[Span])  # Tasks in the order they ended
@@ -62,12 +59,10 @@ class FlowSimulation:
 
     @property
     def reads(self) -> dict[NodeTask, Versions]:
-        """Versions read by every node task that ended."""
         return {s.task: s.versions for s in self.spans if isinstance(s.task, NodeTask)}
 
     @property
     def checkpoints(self) -> list[SaveCheckpoint]:
-        """The checkpoints taken."""
         return [i for i in self.instructions if isinstance(i, SaveCheckpoint)]
 
 
@@ -98,7 +93,7 @@ def dry_run(
         if any(isinstance(i, Finished | Pause | Abort) for i in instructions):
             return simulation
         if not pending:
-            raise StateError(f"nothing is pending\n{scheduler.describe()}", scheduler.story())
+            raise StateError(f"nothing is pending\n{describe(scheduler)}", scheduler.log.story())
         events, until_s = list[Event](), pending[0][0] + within_s
         while pending and (not events or (within_s and pending[0][0] <= until_s)):
             end_s, _, work, start_s = heapq.heappop(pending)

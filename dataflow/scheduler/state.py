@@ -20,17 +20,14 @@ from typing import TypeAlias
 
 from ..errors import StateError
 from .events import Awaited, NodeTask, ResumeState, Task, Versions
-from .flow import Flow
 from .rank_queues import RankPool, Running
-from .schedule import Schedule
+from .schedule import Flow, Schedule
 from .steps import FlowIndex, StepState, restored_steps
 from .weight_versions import Weights
 
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One transition."""
-
     at_s: float  # The shell's clock
     what: str  # "ready", "start", "done", "admit",
     subject: Task | str  # The task concerned, or words if it is not about a task
@@ -70,14 +67,12 @@ class SchedulerLog:
         return len(self._noted)
 
     def resize(self, group: str, num_ranks: int) -> None:
-        """A group has so many ranks from now on."""
         last = self._last_of_rank[group]
         self._last_of_rank[group] = [*last, *[None] * num_ranks][:num_ranks]
 
     def add(
         self, at_s: float, what: str, subject: Task | str, step: int | None, run: Running | None
     ) -> None:
-        """Append a transition; see `LogEntry`."""
         noted = (at_s, what, subject, step, run)
         self._noted.append(noted)
         if run is not None:
@@ -96,7 +91,6 @@ class SchedulerLog:
         return tuple(str(entry) for entry in self if _concerns(entry, node, step))
 
     def rank_lines(self) -> tuple[str, ...]:
-        """The last event of every rank, one line each."""
         return tuple(
             f"{group}[{rank}]  {_entry(noted) if noted else 'nothing yet'}"
             for group, last in self._last_of_rank.items()
@@ -134,8 +128,6 @@ _NEVER = 1 << 62
 
 
 class Checkpoints:
-    """The next checkpoint of a run."""
-
     def __init__(
         self,
         index: FlowIndex,
@@ -206,7 +198,6 @@ class Checkpoints:
         self.draining = completed == self.boundary
 
     def saved(self) -> None:
-        """The checkpoint is written, or the run has paused."""
         self.draining, self.stopped = False, self.stopping or self.pauses
         if not self.stopped:
             self.boundary = self._next(self.boundary)

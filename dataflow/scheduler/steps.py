@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..errors import StateError
 from .events import NodeTask, Output, ResumeState, Versions
-from .flow import Flow
+from .schedule import Flow
 from .weight_versions import ReadRule
 
 _Key = tuple[int, int]
@@ -27,7 +27,6 @@ class Consumption:
         self.spread(num_ranks)
 
     def answered(self, chunk: int, size: int) -> None:
-        """Note that a chunk has been sampled."""
         if self.by_arrival:
             self.sizes[chunk] = size
             self.order.append(chunk)
@@ -111,7 +110,6 @@ class FlowIndex:
         return self.order_of[index] is None or task.chunk == self.num_tasks[index] - 1
 
     def tasks(self, index: int, step: int) -> list[NodeTask]:
-        """All tasks of a node in a step."""
         name = self.flow.nodes[index].name
         if not self.by_chunk[index]:
             return [NodeTask(name, step, None)]
@@ -185,7 +183,6 @@ class StepState:
         return bool(self._done[self._index.index[task.node]][task.chunk or 0])
 
     def done(self) -> Iterator[NodeTask]:
-        """The tasks done, by node."""
         for i, slots in enumerate(self._done):
             if any(slots):
                 tasks = self._index.tasks(i, self.step)
@@ -263,7 +260,6 @@ class StepState:
         return freed
 
     def restore(self, done: Iterable[NodeTask], sizes: Mapping[NodeTask, int]) -> None:
-        """Mark tasks done that a checkpoint says are done."""
         index = self._index
         for task in done:
             if not index.knows(task):
@@ -300,7 +296,6 @@ class StepState:
         ]
 
     def sizes(self) -> list[tuple[NodeTask, int]]:
-        """Every task that has a size, with it."""
         nodes = self._index.flow.nodes
         return [
             (NodeTask(nodes[i].name, self.step, chunk), size)
@@ -309,7 +304,6 @@ class StepState:
         ]
 
     def num_rows(self) -> list[tuple[Output, int]]:
-        """Every output of which it is known, with its rows."""
         nodes = self._index.flow.nodes
         return [(Output(nodes[i].name, self.step, chunk), n) for (i, chunk), n in self.rows.items()]
 
@@ -357,7 +351,6 @@ def restored_steps(
     resume: ResumeState,
     num_steps: int,
 ) -> dict[int, StepState]:
-    """The steps in flight at a checkpoint."""
     by_step: dict[int, list[NodeTask]] = {}
     for task in resume.done:
         by_step.setdefault(task.step, []).append(task)

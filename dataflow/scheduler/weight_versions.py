@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..kinds import WeightRead
 from .events import DropSnapshot, Load, NodeTask, Publish, Task, Versions
-from .flow import Flow
-from .schedule import Schedule
+from .schedule import Flow, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,14 @@ def read_rules(flow: Flow, schedule: Schedule) -> tuple[tuple[ReadRule, ...], ..
 
 def _node_rules(flow: Flow, schedule: Schedule, i: int, ahead: bool) -> tuple[ReadRule, ...]:
     node, rules = flow.nodes[i], list[ReadRule]()
-    for read in node.reads:
-        if read.role not in flow.homes or read.role == node.trains:
-            continue
+    reads = [read for read in node.reads if read.role in flow.homes and read.role != node.trains]
+    if node.trains is not None:
+        before = sum(other.trains == node.trains for other in flow.nodes[:i])
+        reads.append(WeightRead(node.trains, before))
+    for read in reads:
         lag = schedule.max_lag if read.lagged and ahead else 0
         # A copy elsewhere does not stay as it is merely because the node's own ranks are busy.
         by_timing = schedule.order == "arrival" or (schedule.in_flight and node.streams)
-        is_loose = by_timing and lag > 0 and not read.at
         rules.append(
             ReadRule(
                 node=i,
@@ -81,21 +82,8 @@ def _node_rules(flow: Flow, schedule: Schedule, i: int, ahead: bool) -> tuple[Re
                 per_step=flow.trains_per_step[read.role],
                 offset=read.offset,
                 lag=lag,
-                loose=is_loose,
+                loose=by_timing and lag > 0 and not read.at,
                 lagged=read.lagged,
-            )
-        )
-    if node.trains is not None:
-        rules.append(
-            ReadRule(
-                node=i,
-                role=node.trains,
-                group=node.group,
-                per_step=flow.trains_per_step[node.trains],
-                offset=sum(other.trains == node.trains for other in flow.nodes[:i]),
-                lag=0,
-                loose=False,
-                lagged=False,
             )
         )
     return tuple(sorted(rules, key=lambda rule: rule.role))
@@ -155,7 +143,7 @@ class Weights:
             for rule in rules:
                 self._register(rule, first_step)
         for instance in self.instances.values():
-            self._raise_ceiling(instance)
+            instance.ceiling = self.ceiling(instance)
 
     def _register(self, rule: ReadRule, first_step: int) -> None:
         key = (rule.role, rule.group)
@@ -166,11 +154,9 @@ class Weights:
             self.instances[key].rules.append(rule)
 
     def replicas(self, role: str) -> list[Instance]:
-        """The instances of `role` that are not its home."""
         return [i for i in self.instances.values() if i.role == role and not i.is_home]
 
     def home(self, role: str) -> Instance:
-        """The instance where `role` is trained."""
         return self.instances[role, self._flow.homes[role]]
 
     def gate(self, index: int, task: NodeTask, *, overwrites: bool) -> bool:
@@ -200,7 +186,7 @@ class Weights:
         for rule in self.rules_of[index]:
             instance = self.instances[rule.role, rule.group]
             before = instance.ceiling
-            self._raise_ceiling(instance)
+            instance.ceiling = self.ceiling(instance)
             if instance.ceiling != before:
                 ready += self._retry_trains(instance) if instance.is_home else self._load(instance)
         return ready
@@ -256,9 +242,6 @@ class Weights:
             ),
             default=NO_CEILING,
         )
-
-    def _raise_ceiling(self, instance: Instance) -> None:
-        instance.ceiling = self.ceiling(instance)
 
     def _may_train(self, home: Instance) -> bool:
         return home.ceiling > home.holds and home.role not in self.publishing

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from ...configs.plan_schema import ClusterConfig
+from ...configs.schema import ClusterConfig
 from ...configs.validate import validated
 from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, WorkerError, no_exit
 from ...dataflow.render.svg import to_svg

@@ -361,8 +361,7 @@ def _check_only(command: str, composed: Mapping[str, Any]) -> None:
 
         plan_request(config)
     elif command in ("profile", "export"):
-        from ...configs.plan_schema import ProfileConfig
-        from ...configs.schema import ExportConfig
+        from ...configs.schema import ExportConfig, ProfileConfig
         from ...configs.validate import validated
 
         validated(ProfileConfig if command == "profile" else ExportConfig, config)

@@ -18,8 +18,15 @@ from ...algorithms.ppo import PPO
 from ...algorithms.reference_grpo import ReferenceGRPO
 from ...algorithms.reward_modelling import RewardModelling
 from ...algorithms.sft import SFT
-from ...configs.plan_schema import ClusterConfig, PlanOptions, ProfileConfig, WorkloadConfig
-from ...configs.schema import EvalConfig, ExportConfig, RunConfig
+from ...configs.schema import (
+    ClusterConfig,
+    EvalConfig,
+    ExportConfig,
+    PlanOptions,
+    ProfileConfig,
+    RunConfig,
+    WorkloadConfig,
+)
 from ...configs.validate import fields_of, key_docs
 from ...workers.envs.actors.perceptron import PerceptronSpec
 from ..inputs.data import TASKS

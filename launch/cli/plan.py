@@ -14,11 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...configs.plan_schema import ProfileConfig
+from ...configs.schema import ProfileConfig
 from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, InfeasibleError
-from ...dataflow.graph.graph import Graph
-from ...dataflow.graph.streaming import streaming
+from ...dataflow.graph.graph import Graph, streaming
 from ...dataflow.kinds import NodeKind
 from ...dataflow.render.mermaid import to_mermaid
 from ...dataflow.render.svg import to_svg

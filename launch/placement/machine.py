@@ -18,9 +18,8 @@ from typing import Any
 
 import psutil
 
-from ...configs.plan_schema import ClusterConfig
 from ...configs.references import option_file, options_of
-from ...configs.schema import ExecutorConfig
+from ...configs.schema import ClusterConfig, ExecutorConfig
 from ...configs.validate import nearest_key, validated
 from ...dataflow.errors import ConfigError, PlanError
 from ...planner.cost.calibration import Calibration, Constants, default_constants

@@ -12,8 +12,7 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...configs.plan_schema import WorkloadConfig
-from ...configs.schema import ExecutorConfig, RoleConfig
+from ...configs.schema import ExecutorConfig, RoleConfig, WorkloadConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, PlanError
 from ...dataflow.graph.graph import Graph, Node
@@ -21,11 +20,10 @@ from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.executor import Executor
 from ...dataflow.runtime.placement import DeviceGroup, Placement, check_placement, follow
 from ...planner.formatting import bytes_text, seconds_text
-from ...planner.inputs.calls import CALL_KINDS, calls_of
+from ...planner.inputs.calls import CALL_KINDS, Workload, calls_of
 from ...planner.inputs.cluster import ClusterSpec, halvings, part
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.model_shape import ModelShape
-from ...planner.inputs.workload import Workload
 from ...planner.plan.plan import GroupPlan, Plan, one_group_plan
 from ...planner.report.plan_texts import cluster_text, placement_text
 from ...workers.engines.registry import ENGINES, trainers

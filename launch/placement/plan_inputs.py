@@ -15,15 +15,14 @@ from typing import Any, Literal
 
 from ...algorithms.roles.language import Reward, RewardModel
 from ...algorithms.roles.language_tables import PreferencePairs, Sampling
-from ...configs.plan_schema import WorkloadConfig
 from ...configs.references import option_file, options_of
-from ...configs.schema import ModelConfig, RoleConfig
+from ...configs.schema import ModelConfig, RoleConfig, WorkloadConfig
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import read_json
 from ...dataflow.graph.graph import Graph
+from ...planner.inputs.calls import Lengths, Workload
 from ...planner.inputs.model_shape import ModelShape, adapter_params, shape_of
-from ...planner.inputs.workload import Lengths, Workload
 from ...workers.data.row_report import BadRow
 from ..inputs.data import Data, load_data
 from ..inputs.own_workers import asked_for, is_own

@@ -13,23 +13,21 @@ from typing import Any, cast
 
 import yaml
 
-from ...configs.plan_schema import PinsConfig, PlanConfig, PlanOptions
 from ...configs.references import load_yaml
+from ...configs.schema import PinsConfig, PlanConfig, PlanOptions
 from ...configs.validate import nearest_key, validated
 from ...dataflow.errors import ConfigError, FlowError, InfeasibleError, PlanError
 from ...dataflow.graph.check import check_lag
-from ...dataflow.graph.graph import Graph
-from ...dataflow.graph.streaming import check_segments
+from ...dataflow.graph.graph import Graph, check_segments
 from ...dataflow.runtime.messages import TaskSpan
 from ...dataflow.scheduler.schedule import Schedule
 from ...planner.cost.calibration import Calibration, Constants, default_constants
 from ...planner.cost.engine_model import RoleEngines
 from ...planner.formatting import change_text, ranges_text, seconds_text
-from ...planner.inputs.calls import Call, calls_of
+from ...planner.inputs.calls import Call, Workload, calls_of
 from ...planner.inputs.cluster import ClusterSpec, improved, smaller
 from ...planner.inputs.layout import Layout, check_layout, pinned_layout
 from ...planner.inputs.model_shape import ModelShape
-from ...planner.inputs.workload import Workload
 from ...planner.plan.plan import NodePrediction, OtherSchedule, Plan, Prediction
 from ...planner.plan.planner import plan_step
 from ...planner.plan.simulate import Simulation, idle_of

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from ...algorithms.roles.language_tables import Prompts, PromptTokenIds
-from ...configs.plan_schema import ProfileConfig
 from ...configs.references import option_file, options_of
+from ...configs.schema import ProfileConfig
 from ...dataflow.errors import ConfigError, PenstockError, WorkerError
 from ...dataflow.graph.tracer import build, op
 from ...dataflow.runtime.engine import Engine

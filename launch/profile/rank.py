@@ -38,10 +38,9 @@ from ...dataflow.runtime.call_context import call_scope
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.cost.calibration import Constants
 from ...planner.cost.calibration_fit import Timed
-from ...planner.inputs.calls import Call, CallKind
+from ...planner.inputs.calls import Call, CallKind, Lengths
 from ...planner.inputs.cluster import LinkSpec
 from ...planner.inputs.model_shape import shape_of
-from ...planner.inputs.workload import Lengths
 from ...workers.engines.registry import DEFAULT
 from ...workers.engines.roles import PolicyWorker
 from ...workers.executors.process_backend import ProcessHome

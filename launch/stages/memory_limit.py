@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...configs.plan_schema import WorkloadConfig
+from ...configs.schema import WorkloadConfig
 from ...dataflow.errors import ConfigError, PlanError
 from ...dataflow.graph.graph import Node
 from ...planner.cost.memory import GroupLedger, Parts
 from ...planner.formatting import bytes_of, bytes_text, part_text
-from ...planner.inputs.calls import Call, calls_of
+from ...planner.inputs.calls import Call, Lengths, calls_of
 from ...planner.inputs.layout import Layout
-from ...planner.inputs.workload import Lengths
 from ...workers.engines.engine import EngineKind, MemorySaving
 from ..inputs.run import Run, executor_kind
 from ..inputs.suites import Suite

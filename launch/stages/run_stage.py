@@ -20,7 +20,7 @@ from ...dataflow.runtime.engine import Engine
 from ...dataflow.runtime.executor import groups_of
 from ...dataflow.runtime.ledger import check, text_of
 from ...dataflow.runtime.placement import follow
-from ...dataflow.runtime.resizing import Scale, why_not_elastic
+from ...dataflow.runtime.recovery import Scale, why_not_elastic
 from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.scheduler import Scheduler
 from ..inputs.record import Stage

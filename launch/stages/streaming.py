@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.graph import Graph
-from ...dataflow.graph.streaming import Streaming, check_segments, streaming
+from ...dataflow.graph.graph import Graph, Streaming, check_segments, streaming
 from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.placement import Placement, check_in_flight, flow_of, in_flight, sharing
-from ...dataflow.scheduler.flow import Flow
-from ...dataflow.scheduler.schedule import Schedule
+from ...dataflow.scheduler.schedule import Flow, Schedule
 from ..inputs.record import Stage
 
 _KEY = "schedule.streaming"

@@ -34,8 +34,6 @@ _ROUNDS = 400  # and after so many rounds at the latest
 
 @dataclass(frozen=True)
 class Timed:
-    """A call on one device, and how long it took."""
-
     call: Call  # what was called
     micro_batch: int  # sequences that were computed at once in forward and train calls
     measured_s: float  # seconds
@@ -47,8 +45,6 @@ class Timed:
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found."""
-
     found: DtypeConstants  # the constants
     predicted_s: tuple[float, ...]  # what each call takes with them, in the order given
 
@@ -56,7 +52,6 @@ class Fit:
 def fit_constants(
     timed: Sequence[Timed], cluster: ClusterSpec, start: Constants, engine: EngineModel = ANY
 ) -> Fit:
-    """Find the constants of one device's computation."""
     widths = sorted({one.width for one in timed})
     model = _Model(timed, widths, Mesh(cluster, _one_device(cluster)), start, engine)
     point = _descended(model)

@@ -77,8 +77,6 @@ def _runs_everything(layout: Layout, kind: CallKind, shape: ModelShape | None) -
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineModel:
-    """An engine as the planner sees it."""
-
     name: str  # what messages call it
     why_not: WhyNot = _runs_everything  # why it cannot run a layout, if it cannot
     memory: EngineMemory = ShardedMemory()  # what it holds

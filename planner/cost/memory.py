@@ -312,8 +312,6 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupLedger:
-    """Memory of each device of one group."""
-
     name: str  # the group
     num_devices: int  # how many devices hold this much each
     resident: Mapping[str, Parts]  # what is always held: call group -> parts
@@ -342,8 +340,6 @@ class GroupLedger:
 
 @dataclass(frozen=True)
 class MemoryLedger:
-    """All groups of a plan."""
-
     groups: tuple[GroupLedger, ...]
 
     def peak_bytes(self) -> dict[str, int]:
@@ -369,7 +365,6 @@ def _rows(group: GroupLedger) -> list[tuple[str, str, Parts]]:
 
 
 def check(ledger: MemoryLedger, capacity: Mapping[str, int], *, change: str = "") -> None:
-    """Refuse a plan that does not fit."""
     lacking = {
         group.name: group.peak[1].total - capacity[group.name]
         for group in ledger.groups

@@ -47,7 +47,6 @@ def rows_at_once(call: Call, layout: Layout, kv_bytes: float) -> int:
 
 
 def kv_bytes_per_row(work: Work, layout: Layout) -> float:
-    """Keys and values of one row at its mean final length, on one device."""
     return kv_bytes_per_token(work, layout) * work.tokens
 
 
@@ -59,7 +58,6 @@ def _rows_at_once(work: Work, layout: Layout, kv_bytes: float) -> int:
 def generate_time(
     work: Work, layout: Layout, machine: MachineRates, kv_bytes: float | None = None
 ) -> CallTime:
-    """A generation call."""
     rows = -(-work.rows // layout.dp)
     waves = 1
     if kv_bytes is not None:
@@ -158,24 +156,6 @@ def _head(work: Work, layout: Layout, machine: MachineRates, rows: float) -> tup
     return matmul, 0.0, launch, tp_comm, 0.0, 0.0, 0.0, 0.0
 
 
-__all__ = ["CallTime", "TimeModel", "call_time", "move_time", "offload_time"]
-
-
-def call_time(
-    call: Call,
-    layout: Layout,
-    mesh: Mesh,
-    constants: Constants,
-    *,
-    kv_bytes: float | None = None,
-) -> CallTime:
-    """Predict one call. For many calls on few meshes, `TimeModel` is faster."""
-    work, machine = Work.of(call), MachineRates.of(mesh, constants, call.model.dtype)
-    found = _without_states(work, layout, machine, kv_bytes)
-    found = train_time(work, layout, machine, found) if work.kind == "train" else found
-    return _corrected(found, constants.corrections.get(work.kind, 1.0))
-
-
 def _corrected(time: CallTime, factor: float) -> CallTime:
     return time if factor == 1.0 else CallTime(*[factor * part for part in time])
 
@@ -190,7 +170,7 @@ def _without_states(
 
 
 class TimeModel:
-    """`call_time` for many layouts: keeps the numbers of each call and each mesh it has seen.
+    """Predicts calls; keeps the numbers of each call and each mesh it has seen.
 
     Calls and meshes are told apart by identity, so build each once and pass the same object. Ask
     for everything on a mesh before another one: what layouts have in common is kept for one mesh.

@@ -235,7 +235,6 @@ class Links(NamedTuple):
 
 
 def links_of(mesh: Mesh, constants: Constants) -> Links:
-    """The links of a mesh, with what a program reaches of them."""
     within, between = mesh.within, mesh.between
     return Links(
         mesh.node_size,

@@ -59,7 +59,6 @@ _TRAIN_AGAIN = _Passes(compute=2, collectives=3, keys=3, hand_overs=2)
 def layer_time(
     work: Work, layout: Layout, machine: MachineRates, tokens: float, squares: float
 ) -> LayerTime:
-    """One layer's forward pass over one micro-batch."""
     tp, cp, ep, links = layout.tp, layout.cp, layout.ep, machine.links
     read = (work.dense_layer_params + work.expert_layer_params / ep) * work.dtype_bytes / tp
     matmul = machine.product_s(tokens * work.layer_flops / tp, read)
@@ -79,7 +78,6 @@ def layer_time(
 
 
 def head_matmul_s(work: Work, layout: Layout, machine: MachineRates, tokens: float) -> float:
-    """The head's forward pass over some tokens."""
     weights = work.head_columns * work.hidden_size / layout.tp
     return machine.product_s(2.0 * tokens * weights, weights * work.dtype_bytes)
 
@@ -105,7 +103,6 @@ def pipeline_time(work: Work, layout: Layout, machine: MachineRates) -> CallTime
 
 
 def forward_time(work: Work, layout: Layout, machine: MachineRates, pipeline: CallTime) -> CallTime:
-    """A forward call: log-probabilities, values or scores of all rows."""
     gather = 0.0
     if layout.zero >= 2:  # with stage 2 what is gathered is kept until the call ends
         times = 1 if layout.zero == 2 else _num_micro_batches(_rows(work, layout), layout)

@@ -105,7 +105,6 @@ class NodeGroup(_Spec):
 
     @property
     def num_devices(self) -> int:
-        """In all nodes together."""
         return self.num_nodes * self.devices_per_node
 
 
@@ -159,11 +158,9 @@ class ClusterSpec(_Spec):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all nodes are equal."""
         return len(self.node_groups) == 1
 
     def first_device(self, node_group: int) -> int:
-        """Id of the first device of a node group."""
         return sum(group.num_devices for group in self.node_groups[:node_group])
 
     def node_of(self, device: int) -> int:
@@ -184,7 +181,6 @@ class ClusterSpec(_Spec):
         )
 
     def spec_of(self, device: int) -> DeviceSpec:
-        """What a device is."""
         return self._group_of(device).device
 
     def labels_of(self, device: int) -> Mapping[str, str]:

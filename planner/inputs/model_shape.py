@@ -185,8 +185,6 @@ Place = Literal["layer", "first", "last", "ends"]
 
 @dataclass(frozen=True, slots=True)
 class LogicalParam:
-    """One weight."""
-
     name: str  # the module's name for it
     shape: tuple[int, ...]  # as in the module: a projection is [outputs, inputs]
     # the dimension that tensor parallelism cuts; None if every rank has all of it

@@ -22,9 +22,9 @@ from ...dataflow.kinds import NodeKind
 from ...dataflow.registry import imported
 from ...dataflow.runtime.placement import ClusterNode, DeviceGroup, Placement, check_placement
 from ..cost.calibration import Constants
+from ..inputs.calls import Workload
 from ..inputs.cluster import MOST_DEVICES, ClusterSpec
 from ..inputs.layout import Layout
-from ..inputs.workload import Workload
 
 Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]
@@ -35,8 +35,6 @@ class _Data(BaseModel):
 
 
 class NodePrediction(_Data):
-    """One call of a step."""
-
     # from its start to its end on its group, moving weights into its layout included
     duration_s: Seconds
     # what the duration is made of: "compute", "tensor_parallel", ..
@@ -73,8 +71,6 @@ class GroupMemory(_Data):
 
 
 class RunnerUp(_Data):
-    """The best plan of another placement."""
-
     description: str  # who shares how many devices
     step_time_s: Seconds  # what it would take
     why: str  # why it lost, in one sentence
@@ -88,8 +84,6 @@ class StreamedStep(_Data):
 
 
 class OtherSchedule(_Data):
-    """The best plan under another schedule."""
-
     max_lag: int = Field(ge=0)  # how many steps generation may run ahead
     # how far a response grows in one step; 0: to its end
     segment_tokens: int = Field(default=0, ge=0)
@@ -97,8 +91,6 @@ class OtherSchedule(_Data):
 
 
 class Prediction(_Data):
-    """What the planner expects of a plan."""
-
     # whether every device holds what it must; a plan that does not is refused, not returned
     feasible: bool = True
     step_time_s: Annotated[float, Field(gt=0)]  # seconds per step, steps following each other
@@ -368,7 +360,6 @@ def _check_groups(plan: Plan) -> None:
 
 
 def one_group_plan(num_ranks: int = 1, device: str = "cpu") -> Plan:
-    """Everything on one group."""
     return Plan(groups=(GroupPlan(name="all", num_ranks=num_ranks, device=device),))
 
 

@@ -19,11 +19,10 @@ from ..cost.memory import GroupLedger, MemoryLedger, Parts, check
 from ..cost.time_model import TimeModel
 from ..cost.time_parts import CallTime
 from ..formatting import bytes_text, seconds_text
-from ..inputs.calls import Call, calls_of
+from ..inputs.calls import Call, Lengths, Workload, calls_of
 from ..inputs.cluster import ClusterSpec, Mesh
 from ..inputs.layout import Layout, check_layout, pinned_layout
 from ..inputs.model_shape import ModelShape, adapter_params
-from ..inputs.workload import Lengths, Workload
 from ..search.option_table import CallPlan, ModelTable, call_nodes
 from ..search.options import Assignment, CallNode, GroupAssignment, SearchResult
 from ..search.pins import Pins

@@ -32,8 +32,6 @@ _SAME = 1e-9
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a plan does once its steps repeat."""
-
     step_time_s: float  # seconds from the end of one step to the end of the next, in steady state
     cycle_steps: int  # after how many steps the same timing comes again; usually 1
     start_s: float  # beginning of the cycle looked at: the end of a step
@@ -91,7 +89,6 @@ def simulate(
     parts_s: Mapping[str, Sequence[float]] | None = None,
     num_steps: int = 24,
 ) -> Simulation:
-    """Play some steps through the scheduler."""
     unknown = sorted(durations_s.keys() - nodes.keys())
     if unknown:
         raise PlanError(f"there is a duration for '{unknown[0]}', which is no node of the step")
@@ -232,8 +229,6 @@ WaitedFor = Literal["input", "weights", "devices", "schedule"]
 
 @dataclass(frozen=True)
 class PathItem:
-    """A call on the critical path."""
-
     node: str  # name of the node
     step: int  # which step it belongs to; 0 is the first step of the path
     group: str  # the group it runs on

@@ -25,8 +25,6 @@ _MOST_CALLS = 6  # of those that differ
 
 @dataclass(frozen=True)
 class Alternative:
-    """One row."""
-
     name: str  # what is special about it
     plan: Plan | None  # the best plan under that, with a prediction; None if none fits
     why: str = ""  # why none does
@@ -41,8 +39,6 @@ class Alternative:
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """The plans that answer one question."""
-
     key: str  # of the configuration, that asked it: "compare"
     title: str  # of the table
     base: Alternative  # the plan with which the others are compared
@@ -74,7 +70,6 @@ def comparison_text(graph: Graph, comparison: PlanComparison) -> str:
 
 
 def rows_of(graph: Graph, comparison: PlanComparison) -> list[list[str]]:
-    """The cells of the table, under `HEADS`."""
     return [_row(graph, comparison.base, one) for one in comparison.rows]
 
 

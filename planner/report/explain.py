@@ -31,7 +31,6 @@ _COLUMNS = 72  # characters of a timeline
 
 
 def explain(graph: Graph, plan: Plan, simulation: Simulation | None = None) -> str:
-    """The text that `penstock plan` prints."""
     if plan.prediction is None:
         plan.placement(graph)
         return "\n".join([_title(graph, plan), "", *_placement(graph, plan)])

@@ -134,7 +134,6 @@ _CHARACTER = 7.4  # pixels of a character of a bar's label, more or less
 
 
 def role_colors(graph: Graph) -> dict[str, str]:
-    """Role -> CSS color."""
     return {role: f"var(--c{i % NUM_COLORS})" for i, role in enumerate(graph.roles)}
 
 

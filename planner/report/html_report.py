@@ -35,7 +35,6 @@ _PLOT = WIDTH - _LEFT - _RIGHT
 
 
 def part_color(part: str) -> str:
-    """Return the CSS color of a part of memory."""
     return f"var(--{part if part in PART_COLORS else 'other'})"
 
 
@@ -70,7 +69,6 @@ def memory_bars(plan: Plan) -> str:
 
 
 def memory_legend(plan: Plan) -> str:
-    """Return a legend with each part that some device holds."""
     memory = plan.prediction.memory if plan.prediction else {}
     used = dict.fromkeys(
         part

@@ -7,8 +7,8 @@ from html import escape
 from ...dataflow.graph.graph import Graph
 from ...dataflow.kinds import NodeKind
 from ..formatting import hours_text, percent_text, ranges_text, seconds_text
+from ..inputs.calls import Lengths, Workload, begun_before
 from ..inputs.cluster import ClusterSpec
-from ..inputs.workload import Lengths, Workload, begun_before
 from ..plan.plan import GroupPlan, Plan
 
 
@@ -20,7 +20,6 @@ def lengths_text(lengths: Lengths) -> str:
 
 
 def workload_text(workload: Workload) -> str:
-    """Rows and tokens of a step in one line."""
     samples = workload.samples_per_prompt
     rows = f"{workload.num_prompts:,} prompts"
     rows += "" if samples is None else f" x {samples} response{'s' if samples > 1 else ''}"

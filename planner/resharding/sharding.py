@@ -71,8 +71,6 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A box of a parameter on one device."""
-
     device: int  # the device that holds it
     box: Box  # indices into the logical parameter
     # where the box begins in the engine's tensor on that device, in that tensor's own order of
@@ -85,8 +83,6 @@ Pattern = tuple[Slice, ...]  # how one parameter is spread. All layers of a stag
 
 @dataclass(frozen=True, slots=True)
 class StoredParam:
-    """A logical parameter in an engine."""
-
     name: str  # in the checkpoint
     shape: tuple[int, ...]  # in the checkpoint
     pattern: int  # index into `Sharding.patterns`
@@ -98,8 +94,6 @@ class StoredParam:
 
 @dataclass(frozen=True)
 class Sharding:
-    """All parameters of a model on a set of devices."""
-
     devices: tuple[int, ...]  # cluster device of each rank, in rank order
     params: tuple[StoredParam, ...]  # what is held, in the order of the checkpoint
     patterns: tuple[Pattern, ...]  # how parameters are held; they refer to these
@@ -178,8 +172,6 @@ def _check_pattern(
 
 
 class Rank(NamedTuple):
-    """Coordinates of a rank in a layout."""
-
     tp: int
     cp: int
     dp: int

@@ -28,8 +28,6 @@ Index: TypeAlias = tuple[int, ...]  # per pool, a position in its `sizes`
 
 @dataclass(frozen=True)
 class Pool:
-    """All nodes of one kind."""
-
     node_groups: tuple[int, ...]  # the cluster's node groups of this kind
     node_size: int  # devices of a node
     nodes: tuple[int, ...]  # first device of every node, ascending
@@ -48,8 +46,6 @@ class Pool:
 
 
 class Space:
-    """All allocations of a cluster's devices to groups."""
-
     def __init__(self, cluster: ClusterSpec) -> None:
         self.cluster = cluster
         self.pools = _pools(cluster)
@@ -263,8 +259,6 @@ Corners: TypeAlias = tuple[Ints, Ints]
 
 @dataclass(frozen=True)
 class Boxes:
-    """Some boxes with what is known of them."""
-
     low: Ints  # boxes x groups x pools, the first position
     high: Ints  # the last
     bound: Floats  # boxes; nothing inside has a lower value
@@ -294,8 +288,6 @@ class Boxes:
 
 
 class AllocationGrid:
-    """The boxes of a number of groups in a space."""
-
     def __init__(self, space: Space, fixed: Sequence[Sequence[int]]) -> None:
         self._space, self._fixed = space, fixed
         self._sizes = [np.array(pool.sizes) for pool in space.pools]

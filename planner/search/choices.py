@@ -28,8 +28,6 @@ MOST_COMBINED = 20_000
 
 @dataclass(frozen=True, slots=True)
 class CallGroupOption:
-    """An option, reduced to what the search compares."""
-
     durations_s: tuple[float, ...]  # seconds of the call group's calls, in program order
     resident_bytes: int  # per device, always
     transient_bytes: int  # per device, in the hungriest call
@@ -44,7 +42,6 @@ class CallGroupOption:
 
 
 def work_s(options: Sequence[CallGroupOption]) -> float:
-    """Seconds of all calls, one after another."""
     return sum(sum(option.durations_s) for option in options)
 
 
@@ -158,16 +155,12 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One option for each call group of a group."""
-
     durations_s: tuple[float, ...]  # seconds of the group's calls, in program order
     options: tuple[Option, ...]  # options of the group's call groups, in the group's order
 
 
 @dataclass(frozen=True)
 class Front:
-    """What a group can choose from on a mesh."""
-
     choices: tuple[Choice, ...]  # none of them is beaten in every duration
     complete: bool = True  # whether they are all; otherwise there were too many to look at
 
@@ -190,8 +183,6 @@ def sources_of(calls: Sequence[CallNode]) -> dict[str, str]:
 
 
 class Choices:
-    """Asks the table, once per call group and mesh."""
-
     def __init__(
         self,
         calls: Sequence[CallNode],

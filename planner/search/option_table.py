@@ -19,7 +19,8 @@ from ...dataflow.errors import PlanError
 from ..cost.calibration import Constants
 from ..cost.engine_model import EngineModel, RoleEngines
 from ..cost.memory import Parts, rows_at_once
-from ..cost.time_model import CallTime, TimeModel, move_time, offload_time
+from ..cost.time_model import TimeModel, move_time, offload_time
+from ..cost.time_parts import CallTime
 from ..inputs.calls import Call
 from ..inputs.cluster import Mesh
 from ..inputs.layout import Layout, legal_layouts
@@ -45,7 +46,6 @@ class CallPlan(NamedTuple):
 
 
 def call_nodes(calls: Sequence[Call]) -> tuple[CallNode, ...]:
-    """The calls as the search sees them."""
     return tuple(
         CallNode(
             name=call.name,
@@ -60,8 +60,6 @@ def call_nodes(calls: Sequence[Call]) -> tuple[CallNode, ...]:
 
 
 class ModelTable:
-    """An `OptionTable` for a step's calls."""
-
     def __init__(
         self,
         calls: Sequence[Call],

@@ -17,8 +17,6 @@ from ..inputs.layout import Layout
 
 @dataclass(frozen=True)
 class CallNode:
-    """A call as the search sees it."""
-
     name: str  # the node's name
     call_group: str  # what it is placed with; all calls of a call group share a group
     after: tuple[str, ...]  # calls of the same step that must have ended
@@ -31,8 +29,6 @@ class CallNode:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a call group on a mesh."""
-
     # call name -> seconds, weight movement into the call's layout included
     durations_s: Mapping[str, float]
     resident_bytes: int  # per device, always held
@@ -101,8 +97,6 @@ def partitions(
 
 @dataclass(frozen=True)
 class GroupAssignment:
-    """Call groups that share devices."""
-
     call_groups: tuple[str, ...]  # the call groups, in program order
     mesh: Mesh  # the devices, as the models of time and memory saw them
     devices: tuple[int, ...]  # their ids, ascending

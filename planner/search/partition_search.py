@@ -24,8 +24,6 @@ _AT_ONCE = 1024  # choices of options whose bounds are computed at once
 
 @dataclass(frozen=True)
 class Found:
-    """A complete assignment."""
-
     step_time_s: float  # seconds per step
     partition: Partition  # call groups of every group
     allocation: tuple[Index, ...]  # index of every group
@@ -33,8 +31,6 @@ class Found:
 
 
 class Branch:
-    """A partition of the call groups under one schedule."""
-
     def __init__(self, choices: Choices, partition: Partition, max_lag: int) -> None:
         self.partition, self.space = partition, choices.space
         self.fixed = choices.pins.fixed(partition)

@@ -166,7 +166,6 @@ class _Run:
         return 2.0 * self.known[0].step_time_s if self.known else inf
 
     def result(self, seeds: Sequence[Found]) -> SearchResult:
-        """Search until nothing is open or the time is up."""
         late = False
         try:
             self._begin(seeds)
@@ -203,7 +202,6 @@ class _Run:
         return found
 
     def _begin(self, seeds: Sequence[Found]) -> None:
-        """Bound every partition, and make plans to begin with."""
         self._branches = [Branch(self._choices, p, self._max_lag) for p in self._partitions()]
         for branch in self._branches:
             for seed in seeds:

@@ -24,8 +24,6 @@ _Least: TypeAlias = tuple[float, tuple[str, ...], Index]
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A group that does not fit where it would fit best."""
-
     call_groups: tuple[str, ...]  # its call groups
     num_devices: int  # devices of its mesh
     device: str  # what they are

@@ -23,7 +23,7 @@ Every call runs its steps in order, so counting how often each call has ended de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -68,7 +68,6 @@ def reads_of(calls: Sequence[CallNode], max_lag: int) -> tuple[Read | None, ...]
 
 
 def waits(calls: Sequence[CallNode], groups: Sequence[int], max_lag: int) -> tuple[Wait, ...]:
-    """All waits of a step."""
     index = {call.name: i for i, call in enumerate(calls)}
     found: list[Wait] = []
     for i, call in enumerate(calls):
@@ -113,17 +112,6 @@ def _waits_of_role(
 MAX_STEPS = 400
 
 _SAME = 1e-9  # two states are equal if no remaining time differs by more than this share of a step
-
-
-def period(
-    calls: Sequence[CallNode],
-    group_of: Mapping[str, int],
-    durations_s: Mapping[str, float],
-    max_lag: int,
-) -> float:
-    """Seconds per step in the long run."""
-    timer = StepTimer(calls, [group_of[call.call_group] for call in calls], max_lag)
-    return timer.seconds([durations_s[call.name] for call in calls])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 from penstock.dataflow.registry import Registry
 from penstock.launch.inputs.data import TASKS
@@ -54,3 +56,9 @@ def test_a_registry_is_a_mapping_that_imports_what_is_looked_up() -> None:
 
 def test_networks_are_the_workers_with_weights() -> None:
     assert {name for name, spec in ENV_SPECS.items() if hasattr(spec, "network")} == NETWORKS
+
+
+@pytest.mark.parametrize("package", ["dataflow", "algorithms", "algorithms.losses"])
+def test_every_public_name_of_a_package_is_there(package: str) -> None:
+    module = import_module(f"penstock.{package}")
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
+from penstock.planner.inputs.calls import Lengths, Workload
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.plan.plan import (
     GroupMemory,
     GroupPlan,

@@ -15,7 +15,7 @@ from penstock.planner.formatting import (
     ranges_text,
     seconds_text,
 )
-from penstock.planner.inputs.workload import Lengths, Workload
+from penstock.planner.inputs.calls import Lengths, Workload
 from penstock.planner.report.plan_texts import (
     cluster_text,
     lengths_text,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from penstock.planner.inputs.layout import Layout, legal_layouts
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.resharding.plan import Move, TransferPlan, window
+from penstock.planner.resharding.plan_transfer import Move, TransferPlan, window
 from penstock.planner.resharding.sharding import (
     Box,
     Sharding,

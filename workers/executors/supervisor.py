@@ -39,7 +39,7 @@ from ...dataflow.runtime.executor import (
 from ...dataflow.runtime.host import Host
 from ...dataflow.runtime.messages import Handle, RankWork, work
 from ...dataflow.runtime.placement import DeviceSharing
-from ...dataflow.runtime.resizing import replica_groups, restartable_groups
+from ...dataflow.runtime.recovery import replica_groups, restartable_groups
 from ...dataflow.runtime.worker_protocol import WorkerSpec, is_spec
 from ..weight_sync.channel import DEFAULT_TRANSPORT, Offer, Transport, check_transport
 from .jobs import LOOK, Books, Joining, Offers, RankJob, Returning, Started

@@ -29,8 +29,13 @@ from ...dataflow.errors import WorkerError
 from ...dataflow.graph.role import Worker
 from ...dataflow.runtime.messages import HeldLayout
 from ...planner.inputs.model_shape import DTYPE_BYTES
-from ...planner.resharding.plan import Move, MovedParam, TransferPlan, window
-from ...planner.resharding.plan_transfer import plan_transfer
+from ...planner.resharding.plan_transfer import (
+    Move,
+    MovedParam,
+    TransferPlan,
+    plan_transfer,
+    window,
+)
 from ...planner.resharding.sharding import Box, Sharding, intersection, volume, whole
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.algorithms.losses.token_formulas import (
+from penstock.algorithms.losses.tokens import (
     bradley_terry_loss,
     clipped_policy_loss,
     clipped_value_loss,

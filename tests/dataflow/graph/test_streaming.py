@@ -10,7 +10,7 @@ from penstock.algorithms.papers.remax import ReMax, remax_step
 from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.dataflow.errors import FlowError
 from penstock.dataflow.graph.check import check_lag
-from penstock.dataflow.graph.streaming import Streaming, check_segments, streaming
+from penstock.dataflow.graph.graph import Streaming, check_segments, streaming
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.kinds import NodeKind
 from penstock.launch.inputs.compose import resolve

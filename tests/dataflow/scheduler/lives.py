@@ -28,8 +28,7 @@ from penstock.dataflow.scheduler.events import (
     TaskDone,
     Versions,
 )
-from penstock.dataflow.scheduler.flow import Flow
-from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.dataflow.scheduler.schedule import Flow, Schedule
 from penstock.dataflow.scheduler.simulate import dry_run
 
 from .acted_out import Recorded, Shell

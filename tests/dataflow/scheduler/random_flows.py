@@ -11,8 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.scheduler.events import NodeTask, Versions
-from penstock.dataflow.scheduler.flow import Flow, FlowKind, FlowNode
-from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.dataflow.scheduler.schedule import Flow, FlowKind, FlowNode, Schedule
 
 TIMES = int(os.environ.get("PENSTOCK_HISTORIES", "1"))
 """How many times as many histories are drawn: `make test-all` draws over 45,000."""

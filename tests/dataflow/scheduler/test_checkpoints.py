@@ -27,9 +27,8 @@ from penstock.dataflow.scheduler.events import (
     TaskDone,
     Versions,
 )
-from penstock.dataflow.scheduler.flow import Flow, FlowNode
 from penstock.dataflow.scheduler.invariants import validate
-from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.dataflow.scheduler.schedule import Flow, FlowNode, Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run
 
@@ -79,7 +78,7 @@ def test_one_step_ahead_the_checkpoint_holds_the_older_rollouts() -> None:
     assert s.handle(done("generate", 0))[1:] == [RunCall("score", 0, 0, 0)]
     assert s.handle(done("score", 0)) == [
         RunCall("score", 1, 0, 0),
-        RunTrain("train", 0, (0,), (("actor", 0),), 1),
+        RunTrain("train", 0, (0,), (("actor", 0),)),
     ]
     # Step 0 completes and step 2 is not admitted: the run drains. Weights go on moving.
     assert s.handle(done("train", 0, None)) == [
@@ -98,7 +97,7 @@ def test_one_step_ahead_the_checkpoint_holds_the_older_rollouts() -> None:
     assert save.resume == ResumeState(1, frozenset(tasks), save.resume.history_sha256)
     assert s.handle(CheckpointSaved(1, 2.0)) == [
         AdmitStep(2),
-        RunTrain("train", 1, (0,), (("actor", 1),), 2),
+        RunTrain("train", 1, (0,), (("actor", 1),)),
     ]
     validate(s)
 
@@ -131,7 +130,7 @@ def test_a_resumed_run_goes_on_with_what_is_left() -> None:
     assert s.handle(SourceReady(2, 101.0)) == []
     assert s.handle(done("score", 1)) == [
         RunCall("generate", 2, 0, 0, (("actor", 1),)),
-        RunTrain("train", 1, (0,), (("actor", 1),), 2),
+        RunTrain("train", 1, (0,), (("actor", 1),)),
     ]
     validate(s)
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.runtime.executor import Recovery
 from penstock.dataflow.scheduler.events import NodeTask, ResumeState, RunTrain
-from penstock.dataflow.scheduler.flow import Flow
-from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.dataflow.scheduler.schedule import Flow, Schedule
 from penstock.dataflow.scheduler.simulate import dry_run
 
 from .acted_out import Recorded, run

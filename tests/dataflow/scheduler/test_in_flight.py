@@ -18,8 +18,7 @@ from penstock.dataflow.scheduler.events import (
     TaskDone,
     Versions,
 )
-from penstock.dataflow.scheduler.flow import Flow, FlowNode
-from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.dataflow.scheduler.schedule import Flow, FlowNode, Schedule
 from penstock.dataflow.scheduler.simulate import dry_run
 
 from .acted_out import Recorded, Shell, run

@@ -23,8 +23,7 @@ from penstock.dataflow.scheduler.events import (
     TaskFailed,
     Tick,
 )
-from penstock.dataflow.scheduler.flow import Flow, FlowNode
-from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.dataflow.scheduler.schedule import Flow, FlowNode, Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run
 

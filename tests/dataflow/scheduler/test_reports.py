@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.dataflow.kinds import WeightRead
+from penstock.dataflow.scheduler.describe import describe
 from penstock.dataflow.scheduler.events import (
     Abort,
     CheckpointSaved,
@@ -16,9 +17,8 @@ from penstock.dataflow.scheduler.events import (
     TaskFailed,
     Tick,
 )
-from penstock.dataflow.scheduler.flow import Flow, FlowNode
 from penstock.dataflow.scheduler.invariants import validate
-from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.dataflow.scheduler.schedule import Flow, FlowNode, Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 
 FLOW = Flow(
@@ -167,7 +167,7 @@ def test_what_waits_for_weights_says_so() -> None:
     for chunk in range(4):
         if chunk % 2:
             scheduler.handle(TaskDone(NodeTask("actor.generate", 0, chunk), 10.0))
-    text = scheduler.describe()
+    text = describe(scheduler)
     assert text.splitlines()[0] == (
         "flow 'grpo_step': 0 of 5 steps complete, 2 in flight, 2 task(s) running"
     )
@@ -246,7 +246,7 @@ def streamed() -> Scheduler:
 
 
 def test_what_streams_is_described_chunk_by_chunk() -> None:
-    assert streamed().describe() == (
+    assert describe(streamed()) == (
         "flow 'grpo_step': 0 of 5 steps complete, 1 in flight, 2 task(s) running\n"
         "    running actor.generate step 0 chunk 0 on rollout[0]\n"
         "    running actor.generate step 0 chunk 1 on rollout[1]\n"

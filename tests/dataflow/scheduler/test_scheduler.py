@@ -28,9 +28,8 @@ from penstock.dataflow.scheduler.events import (
     TaskDone,
     Tick,
 )
-from penstock.dataflow.scheduler.flow import Flow, FlowNode
 from penstock.dataflow.scheduler.invariants import validate
-from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.dataflow.scheduler.schedule import Flow, FlowNode, Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run
 
@@ -96,7 +95,7 @@ def call(node: str, step: int, chunk: int | None, rank: int = 0, **versions: int
 
 
 def train(step: int, version: int, ranks: tuple[int, ...] = (0,)) -> RunTrain:
-    return RunTrain("train", step, ranks, (("actor", version),), version + 1)
+    return RunTrain("train", step, ranks, (("actor", version),))
 
 
 def test_grpo_synchronous_on_one_group(drivers: list[Driver]) -> None:
@@ -245,8 +244,8 @@ def test_ppo_runs_independent_nodes_on_disjoint_groups_at_once(drivers: list[Dri
     assert d.done("ref", 0, 0) == [call("gae", 0, None)]
     assert d.done("gae", 0) == [
         Release(tuple(out(name, 0) for name in ("value", "ref", "score", "logprob"))),
-        RunTrain("train", 0, (0, 1), (("actor", 0),), 1),
-        RunTrain("fit", 0, (0,), (("critic", 0),), 1),
+        RunTrain("train", 0, (0, 1), (("actor", 0),)),
+        RunTrain("fit", 0, (0,), (("critic", 0),)),
     ]
     d.done("fit", 0)
     assert d.done("train", 0) == [
@@ -313,7 +312,7 @@ def test_two_trainings_of_a_role_in_one_step(drivers: list[Driver]) -> None:
         DropSnapshot("actor", 1),
         call("logprob", 0, 0, actor=1),
     ]
-    again = RunTrain("again", 0, (0,), (("actor", 1),), 2)
+    again = RunTrain("again", 0, (0,), (("actor", 1),))
     assert d.done("logprob", 0, 0) == [Release((out("prompts", 0),)), again]
     # Nobody reads version 2 on the other group, so it is not published.
     assert d.done("again", 0) == [
@@ -428,7 +427,7 @@ def test_the_error_carries_the_story_of_the_node() -> None:
         "1.0 s  start generate step 0 chunk 0 on gpu[0] with actor@0",
         "2.5 s  done generate step 0 chunk 0 on gpu[0] with actor@0",
     )
-    assert scheduler.story(node="score") == (
+    assert scheduler.log.story(node="score") == (
         "2.5 s  ready score step 0 chunk 0",
         "2.5 s  start score step 0 chunk 0 on gpu[0]",
     )

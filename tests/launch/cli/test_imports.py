@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-MOST = 295
+MOST = 226
 """What such a run imports, and a few; packages count. 220 is where it is to go."""
 
 CODE = """
@@ -28,6 +28,8 @@ WORDS = (
 )
 
 LEFT_OUT = (
+    "penstock.algorithms.papers",
+    "penstock.dataflow.scheduler.invariants",
     "penstock.planner.search",
     "penstock.workers.agents.worker",
     "penstock.workers.envs.spec",

@@ -11,8 +11,8 @@ from penstock.dataflow import build
 from penstock.dataflow.errors import PlanError
 from penstock.launch.placement.machine import read_calibration
 from penstock.planner.cost.calibration import CPU_DEFAULTS, Calibration
+from penstock.planner.inputs.calls import Lengths, Workload
 from penstock.planner.inputs.model_shape import shape_of
-from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.plan.plan import Plan, one_group_plan
 from penstock.planner.plan.planner import plan_step
 

@@ -22,11 +22,10 @@ from penstock.launch.placement.place import check_layouts, choose, divide_groups
 from penstock.launch.stages.roles import build_stages
 from penstock.launch.stages.worker_specs import check_options
 from penstock.planner.cost.calibration import GPU_DEFAULTS
-from penstock.planner.inputs.calls import CALL_KINDS
+from penstock.planner.inputs.calls import CALL_KINDS, Lengths, Workload
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape, shape_of
-from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.plan.plan import GroupPlan, Plan
 from penstock.planner.plan.planner import plan_step
 from penstock.planner.search.pins import Pins

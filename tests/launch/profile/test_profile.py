@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.configs.plan_schema import ProfileConfig
+from penstock.configs.schema import ProfileConfig
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.worker_protocol import drain_metrics

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.inputs.calls import Call, CallKind, Lengths
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.inputs.workload import Lengths
 
 LLAMA_7B = ModelShape(
     name="llama-2-7b", hidden_size=4096, num_layers=32, num_heads=32, num_key_heads=32,

@@ -18,14 +18,12 @@ from penstock.planner.cost.calibration import (
     default_constants,
 )
 from penstock.planner.cost.calibration_fit import Fit, Timed, fit_constants
-from penstock.planner.cost.time_model import call_time
-from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.inputs.calls import Call, CallKind, Lengths
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.inputs.workload import Lengths
 
-from .time_cases import mesh
+from .time_cases import call_time, mesh
 
 FIELDS = (
     "matmul_efficiency, attention_efficiency, memory_efficiency, read_efficiency, "

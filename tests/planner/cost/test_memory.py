@@ -21,10 +21,9 @@ from penstock.planner.cost.memory import (
     transient_parts,
     weight_bytes,
 )
-from penstock.planner.inputs.calls import Call
+from penstock.planner.inputs.calls import Call, Lengths
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.inputs.workload import Lengths
 
 from .memory_cases import LLAMA_7B, LLAMA_70B, MIXTURE, TINY, make_call
 

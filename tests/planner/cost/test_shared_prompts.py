@@ -8,9 +8,8 @@ import pytest
 from penstock.planner.cost.engine_model import EngineModel
 from penstock.planner.cost.time_model import TimeModel
 from penstock.planner.cost.time_parts import Work
-from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.inputs.calls import Call, CallKind, Lengths
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.inputs.workload import Lengths
 
 from .test_calibration import call
 from .time_cases import IDEAL, mesh

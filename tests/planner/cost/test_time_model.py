@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from penstock.dataflow.errors import PlanError
 from penstock.planner.cost.calibration import GPU_DEFAULTS, PUBLISHED_H100
-from penstock.planner.cost.time_model import call_time, kv_bytes_per_token, rows_at_once
+from penstock.planner.cost.time_model import kv_bytes_per_token, rows_at_once
 from penstock.planner.cost.time_parts import Work
+from penstock.planner.inputs.calls import Lengths
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape, shape_of
-from penstock.planner.inputs.workload import Lengths
 
-from .time_cases import IDEAL, MIXTURE, TINY, call, mesh, timed
+from .time_cases import IDEAL, MIXTURE, TINY, call, call_time, mesh, timed
 
 READING = mesh(flops=1e15, memory=1e6)
 """A device that waits for its memory, one byte a microsecond."""

@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import PlanError
 from penstock.planner.cost.calibration import GPU_DEFAULTS
-from penstock.planner.cost.time_model import TimeModel, call_time, move_time, offload_time
-from penstock.planner.inputs.calls import CallKind
+from penstock.planner.cost.time_model import TimeModel, move_time, offload_time
+from penstock.planner.inputs.calls import CallKind, Lengths
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.inputs.workload import Lengths
 
-from .time_cases import IDEAL, MIXTURE, TINY, call, mesh, timed
+from .time_cases import IDEAL, MIXTURE, TINY, call, call_time, mesh, timed
 
 NANO = 1e-9  # one operation or byte of the round machine
 

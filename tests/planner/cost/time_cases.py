@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.planner.cost.calibration import Constants
-from penstock.planner.cost.time_model import CallTime, call_time
-from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.cost.time_model import TimeModel
+from penstock.planner.cost.time_parts import CallTime
+from penstock.planner.inputs.calls import Call, CallKind, Lengths
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.inputs.workload import Lengths
 
 IDEAL = Constants(
     matmul_efficiency=1.0,
@@ -95,3 +95,10 @@ def timed(
     """Its time in a layout, by default without any split and in one micro-batch."""
     sizes = Layout.model_validate({"micro_batch": what.num_sequences, **layout})
     return call_time(what, sizes, on or mesh(sizes.num_devices), constants, kv_bytes=kv_bytes)
+
+
+def call_time(
+    what: Call, layout: Layout, on: Mesh, constants: Constants, *, kv_bytes: float | None = None
+) -> CallTime:
+    """What a fresh model of time predicts."""
+    return TimeModel(constants).call_time(what, layout, on, kv_bytes=kv_bytes)

@@ -16,11 +16,10 @@ from penstock.dataflow.kinds import NodeKind
 from penstock.planner.cost.calibration import GPU_DEFAULTS
 from penstock.planner.cost.engine_model import RoleEngines
 from penstock.planner.cost.memory import weight_bytes
-from penstock.planner.inputs.calls import calls_of
+from penstock.planner.inputs.calls import Lengths, Workload, calls_of
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.plan.plan import Plan
 from penstock.planner.plan.planner import place_ops, plan_step
 from penstock.planner.plan.simulate import simulate, simulate_plan

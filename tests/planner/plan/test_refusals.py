@@ -10,8 +10,8 @@ from penstock.configs.references import option_file
 from penstock.dataflow import PlanError, build
 from penstock.planner.cost.calibration import GPU_DEFAULTS
 from penstock.planner.cost.engine_model import RoleEngines
+from penstock.planner.inputs.calls import Lengths, Workload
 from penstock.planner.inputs.model_shape import ModelShape, adapter_params, shape_of
-from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.plan.plan import Plan
 from penstock.planner.plan.planner import plan_step
 from penstock.planner.search.pins import Pins

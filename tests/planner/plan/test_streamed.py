@@ -11,9 +11,8 @@ from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.kinds import NodeKind
 from penstock.planner.cost.time_parts import CallTime
-from penstock.planner.inputs.calls import Call, calls_of
+from penstock.planner.inputs.calls import Call, Lengths, Workload, calls_of
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.plan.planner import part_lengths, part_times
 from penstock.planner.plan.simulate import Simulation, simulate
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from penstock.dataflow.errors import PlanError
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.resharding.plan import TransferPlan
-from penstock.planner.resharding.plan_transfer import plan_transfer
+from penstock.planner.resharding.plan_transfer import TransferPlan, plan_transfer
 from penstock.planner.resharding.sharding import Box, Sharding, Slice, StoredParam, shard, volume
 
 from ..transfers import (

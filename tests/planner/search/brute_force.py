@@ -8,9 +8,8 @@ from itertools import product
 
 from penstock.planner.inputs.cluster import ClusterSpec, Mesh
 from penstock.planner.search.options import CallNode, Option, OptionTable
-from penstock.planner.search.step_time import period
 
-from .tables import kinds_of
+from .tables import kinds_of, period
 
 Kinds = tuple[tuple[str, int, int], ...]
 Key = frozenset[tuple[frozenset[str], Kinds]]

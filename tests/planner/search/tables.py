@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.search.options import CallNode, Option
+from penstock.planner.search.step_time import StepTimer
 
 
 def device(name: str, memory_bytes: int) -> DeviceSpec:
@@ -86,3 +87,14 @@ class RandomTable:
             )
             for k in range(rng.randint(1, self.max_options))
         ]  # fmt: skip
+
+
+def period(
+    calls: Sequence[CallNode],
+    group_of: Mapping[str, int],
+    durations_s: Mapping[str, float],
+    max_lag: int,
+) -> float:
+    """Seconds per step in the long run."""
+    timer = StepTimer(calls, [group_of[call.call_group] for call in calls], max_lag)
+    return timer.seconds([durations_s[call.name] for call in calls])

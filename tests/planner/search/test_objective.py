@@ -10,15 +10,14 @@ from penstock.algorithms.reference_grpo import ReferenceGRPO, reference_grpo_ste
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.kinds import NodeKind
-from penstock.planner.inputs.calls import Call, calls_of
+from penstock.planner.inputs.calls import Call, Lengths, Workload, calls_of
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.inputs.workload import Lengths, Workload
 from penstock.planner.plan.planner import place_ops
 from penstock.planner.plan.simulate import simulate
 from penstock.planner.search.option_table import call_nodes
-from penstock.planner.search.step_time import period
 
 from ..hand_made import ppo
+from .tables import period
 
 GRAPHS = (
     ppo(),

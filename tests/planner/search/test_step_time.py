@@ -10,14 +10,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.scheduler.events import RunCall, RunTrain
-from penstock.dataflow.scheduler.flow import Flow, FlowNode
-from penstock.dataflow.scheduler.schedule import Schedule
+from penstock.dataflow.scheduler.schedule import Flow, FlowNode, Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run
 from penstock.planner.search.options import CallNode
-from penstock.planner.search.step_time import StepTimer, period
+from penstock.planner.search.step_time import StepTimer
 
 from .graphs import steps, units_of
+from .tables import period
 
 
 def flow_of(calls: tuple[CallNode, ...], group_of: Mapping[str, int]) -> Flow:

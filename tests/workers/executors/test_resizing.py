@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.dataflow.runtime import resizing
+from penstock.dataflow.runtime import recovery
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.executor import Recovered, Recovery, Restart
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
-from penstock.dataflow.runtime.resizing import Scale
+from penstock.dataflow.runtime.recovery import Scale
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 from penstock.workers.executors.supervisor import Supervisor
@@ -58,7 +58,7 @@ def check_sizes(
     checkpoints: CheckpointStore | None = None,
     **workers: Any,
 ) -> list[Recovered]:
-    monkeypatch.setattr(resizing, "_LOOK_S", 0.0)
+    monkeypatch.setattr(recovery, "_LOOK_S", 0.0)
     run = runs.make("grpo")
     here = replace(one_group(run.graph), num_chunks=NUM_CHUNKS)
     names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]

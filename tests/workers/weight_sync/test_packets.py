@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.resharding.plan import TransferPlan
-from penstock.planner.resharding.plan_transfer import plan_transfer
+from penstock.planner.resharding.plan_transfer import TransferPlan, plan_transfer
 from penstock.planner.resharding.sharding import Box, Sharding, shard, volume
 from penstock.planner.resharding.storage import concatenate, transpose
 from penstock.workers.weight_sync.packets import (

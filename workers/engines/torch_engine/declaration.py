@@ -31,10 +31,9 @@ from typing import Any, NamedTuple
 
 from ....planner.cost.engine_model import EngineModel
 from ....planner.cost.memory import Parts
-from ....planner.inputs.calls import Call, CallKind
+from ....planner.inputs.calls import Call, CallKind, Lengths
 from ....planner.inputs.layout import Layout
 from ....planner.inputs.model_shape import ModelShape
-from ....planner.inputs.workload import Lengths
 from ...training.flat_parameters import ADDED_AT_ONCE
 from ...training.token_logprob import most_logits
 from ..engine import EngineKind, why_not_as_usual

@@ -10,10 +10,9 @@ import transformers
 from penstock.configs.references import option_file
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.planner.inputs.calls import Call
+from penstock.planner.inputs.calls import Call, Lengths
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape, shape_of
-from penstock.planner.inputs.workload import Lengths
 from penstock.workers.engines.fsdp_engine.declaration import FSDP
 from penstock.workers.engines.fsdp_engine.mesh import check_division
 from torch import Tensor

@@ -29,10 +29,9 @@ from megatron_models import (
 )
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.planner.cost.memory import resident_parts
-from penstock.planner.inputs.calls import Call
+from penstock.planner.inputs.calls import Call, Lengths
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import shape_of
-from penstock.planner.inputs.workload import Lengths
 from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.planner.resharding.sharding import Sharding, unsharded
 from penstock.workers.engines.roles import PolicyWorker

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.planner.cost.memory import Parts
-from penstock.planner.inputs.calls import Call, CallKind
+from penstock.planner.inputs.calls import Call, CallKind, Lengths
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
-from penstock.planner.inputs.workload import Lengths
 from penstock.workers.engines.torch_engine.declaration import (
     TorchMemory,
     torch_resident_parts,

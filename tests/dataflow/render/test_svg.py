@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.dataflow.render.layout import DrawingLayout, Item, lay_out
+from penstock.dataflow.render.svg import DrawingLayout, Item, lay_out
 
 KINDS = ("stream", "barrier", "weights")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.planner.inputs.workload import Lengths, begun_before, stretches
+from penstock.planner.inputs.calls import Lengths, begun_before, stretches
 
 ROWS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from penstock.dataflow.errors import PlanError
-from penstock.dataflow.runtime import resizing
+from penstock.dataflow.runtime import recovery
 from penstock.dataflow.runtime.executor import Program
 from penstock.dataflow.runtime.placement import flow_of
-from penstock.dataflow.runtime.resizing import Resizing, Scale
+from penstock.dataflow.runtime.recovery import Resizing, Scale
 from penstock.dataflow.scheduler.events import Resize, ResizeGroup
 
 from ..counter import COUNT, apart
@@ -52,7 +52,7 @@ def wishes() -> Wishes:
 
 @pytest.fixture
 def made(wishes: Wishes, monkeypatch: pytest.MonkeyPatch) -> tuple[Resizing, Elastic]:
-    monkeypatch.setattr(resizing, "_LOOK_S", 0.0)
+    monkeypatch.setattr(recovery, "_LOOK_S", 0.0)
     placement = apart(COUNT, num_chunks=4, model__sample="rollout")
     elastic: Any = Elastic()
     scale = Scale(lambda: {"rollout": wishes.size}, wishes.told.append, lambda: wishes.version)

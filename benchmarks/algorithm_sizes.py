@@ -23,8 +23,8 @@ import penstock.configs
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.kinds import NodeKind
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import run_config
 from penstock.launch.inputs.record import load_step, record, step_cfg
+from penstock.launch.inputs.run import run_config
 
 __all__ = ["NAMES", "RELATIVES", "Algorithm", "Difference", "algorithm", "difference"]
 

@@ -55,7 +55,7 @@ SETTINGS = (
 HEAVY = (
     "hydra",
     "penstock.launch.cli.carry_out",
-    "penstock.launch.inputs.compose",
+    "penstock.launch.inputs.run",
     "penstock.launch.stages.prepare",
     "penstock.launch.stages.report",
     "penstock.launch.stages.run_stage",

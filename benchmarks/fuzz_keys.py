@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from penstock.configs.schema import PlanOptions, ProfileConfig, RoleConfig, WorkloadConfig
 from penstock.configs.validate import fields_of
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import dumped, resolve, run_config
+from penstock.launch.inputs.run import dumped, resolve, run_config
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchValueSpec
 from penstock.workers.rewards.rule_reward import CodeRewardSpec, RuleRewardSpec
 

@@ -21,8 +21,7 @@ from llm_case import (
     Prompt,
 )
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
-from penstock.launch.inputs.run import Run
+from penstock.launch.inputs.run import Run, resolved
 from penstock.launch.stages.prepare import prepare
 from penstock.workers.models.hub import packaged_folder
 from vs_trl import trl_python

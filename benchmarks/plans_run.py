@@ -20,7 +20,7 @@ from bench import parser, report, table
 from penstock.configs.references import option_file
 from penstock.dataflow.errors import InfeasibleError, PlanError
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
+from penstock.launch.inputs.run import resolved
 from penstock.launch.placement.plan_request import SECTIONS, PlanRequest, plan_request
 from penstock.planner.inputs.calls import Call, calls_of
 from penstock.planner.inputs.layout import Layout, pinned_layout

@@ -108,11 +108,14 @@ class Node:
         return tuple(_references(self.arguments))
 
     @property
+    def constants(self) -> dict[str, Any]:
+        """Parameter name -> value, of the arguments that are constants."""
+        return {name: one.value for name, one in self.arguments if isinstance(one, Constant)}
+
+    @property
     def learns(self) -> bool:
-        return self.kind is NodeKind.TRAIN and any(
-            isinstance(argument, Constant) and isinstance(argument.value, Loss)
-            for _, argument in self.arguments
-        )
+        losses = [value for value in self.constants.values() if isinstance(value, Loss)]
+        return self.kind is NodeKind.TRAIN and bool(losses)
 
     @property
     def leader(self) -> str | None:

@@ -23,16 +23,15 @@ from ...configs.schema import ClusterConfig
 from ...configs.validate import validated
 from ...dataflow.errors import NOT_STARTED, ConfigError, PenstockError, WorkerError, no_exit
 from ...dataflow.render.svg import to_svg
-from ...planner.formatting import aligned, bytes_text
 from ...planner.inputs.cluster import ClusterSpec
 from ...planner.plan.plan import Plan
 from ...planner.report.plan_texts import cluster_text
 from ...workers.executors.process_setup import threads_within
-from ..inputs.compose import AUTO, dumped, resolve, run_config
 from ..inputs.failures import in_our_words, left_debugger
-from ..inputs.run import Run, executor_kind
+from ..inputs.run import AUTO, Run, dumped, executor_kind, resolve, run_config
+from ..inputs.sizes import streaming_lines
 from ..placement.machine import cluster_spec, machine_name, named_devices, with_cluster
-from ..placement.place import check_fits, seats
+from ..placement.place import check_fits, process_lines
 from ..run_dir.progress import RunProgress
 from ..run_dir.provenance import (
     CodeVersion,
@@ -53,18 +52,17 @@ from ..run_dir.step_logs import count_kinds
 from ..run_dir.stop import Terminated, say, tell
 from ..run_dir.trackers import TRACKERS, RunInfo, Tracker, Trackers
 from ..stages.observers import stage_plans
-from ..stages.prepare import (
+from ..stages.prepare import model_folders, prepare
+from ..stages.report import (
     about_model,
     first_notes,
-    model_folders,
     not_reproducible,
-    prepare,
     statistics,
+    summary_of,
+    write_report,
 )
-from ..stages.report import summary_of, write_report
 from ..stages.run_stage import MODELS, check_stage_models, run_stage, steps_taken
 from ..stages.stage_result import StageResult
-from ..stages.streaming import streaming_lines
 from .hydra_app import refuse_resume
 
 
@@ -292,30 +290,14 @@ def dry_run(composed: dict[str, Any]) -> None:
     else:
         run = with_cluster(run)
     run = prepare(run, dry=True)
-    plan, placement = run.placed, run.main.placement
+    plan = run.placed
     if cluster is None and isinstance(plan.cluster, ClusterSpec):
         cluster = plan.cluster
-    nodes = {} if cluster is None else check_fits(plan, placement, cluster)
+    nodes = {} if cluster is None else check_fits(plan, run.main.placement, cluster)
     lines = [f"{run.main.graph.name} can start; this was a dry run, and nothing was started"]
     lines += [f"cluster  {cluster_text(cluster)}"] if cluster is not None else []
     lines += [*first_notes(run, tries=True), *statistics(run)]
     in_processes = executor_kind(run.executor.kind).has_processes
     for stage in run.stages:
-        lines += streaming_lines(
-            stage, stage.placement, run.config.schedule, in_processes=in_processes
-        )
-    rows = [["group", "process", "rank", "node", "device", "memory", "roles"]]
-    for seat in seats(run.main.graph, placement, nodes):
-        needed = None if seat.device is None else plan.memory_bytes_per_device.get(seat.device)
-        rows.append(
-            [
-                seat.group,
-                str(seat.process),
-                str(seat.rank),
-                seat.node.removeprefix("node ") or "any",
-                "any" if seat.device is None else str(seat.device),
-                "-" if needed is None else bytes_text(needed),
-                ", ".join(seat.roles) or "-",
-            ]
-        )
-    print("\n".join([*lines, *aligned(rows)]))
+        lines += streaming_lines(stage, run.config.schedule, in_processes=in_processes)
+    print("\n".join([*lines, *process_lines(run, nodes)]))

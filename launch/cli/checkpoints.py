@@ -28,21 +28,26 @@ from ...workers.engines.roles import ADAPTER
 from ...workers.models.hub import hub_folder
 from ...workers.models.spec import HEAD_FILE
 from ...workers.models.tokenizer import Tokenizer
-from ..inputs.compose import check_model, on_a_device, run_config
 from ..inputs.data import load_data
+from ..inputs.run import check_model, on_a_device, run_config
 from ..inputs.suites import suites_of
 from ..placement.machine import has_fast_bfloat16
 from ..placement.models import local_model, with_dtype
 from ..run_dir.evaluations import WHOLE, Change, Evaluations, Measured, example_text
 from ..run_dir.resume import copy_value
 from ..run_dir.stop import visible
-from ..stages.evaluation import evaluate, held_out_losses, options_of_agent, rule_of
-from ..stages.export import export_roles
-from ..stages.kept_run import KeptCheckpoint, KeptRun, kept_run
-from ..stages.model_card import write_card, write_generation_config
-from ..stages.prepare import check_suite_lengths
+from ..stages.evaluation import evaluate, held_out_losses
+from ..stages.export import (
+    KeptCheckpoint,
+    KeptRun,
+    export_roles,
+    kept_run,
+    write_card,
+    write_generation_config,
+)
+from ..stages.prepare import check_agents, check_suite_lengths
 from ..stages.report import measured_text
-from ..stages.worker_specs import check_agents, first_model
+from ..stages.worker_specs import first_model
 from .hydra_app import given_overrides, refuse_resume
 from .plan import output_file, write_output
 
@@ -97,14 +102,8 @@ def _of_run(
     found: dict[str, Measured] = {}
     with kept.reading(point):
         if run.suites:
-            found = evaluate(
-                policy,
-                run.suites,
-                run.config.evaluation.num_examples,
-                rule=rule_of(stage),
-                agent_options=options_of_agent(stage),
-                **at,
-            )
+            num_examples = run.config.evaluation.num_examples
+            found = evaluate(policy, run.suites, num_examples, stage, **at)
         if rows is not None:
             losses = held_out_losses(rows, {**kept.specs(), rows.train.role or "": policy}, **at)
             found[WHOLE] = replace(found.get(WHOLE, Measured({})), losses=losses)

@@ -366,7 +366,7 @@ def _check_only(command: str, composed: Mapping[str, Any]) -> None:
 
         validated(ProfileConfig if command == "profile" else ExportConfig, config)
     else:
-        from ..inputs.compose import run_config
+        from ..inputs.run import run_config
 
         run_config(config)
 

@@ -30,7 +30,7 @@ from ...configs.schema import (
 from ...configs.validate import fields_of, key_docs
 from ...workers.envs.actors.perceptron import PerceptronSpec
 from ..inputs.data import TASKS
-from ..inputs.env_specs import ENV_SPECS, FILLED_IN
+from ..inputs.engines import ENV_SPECS, FILLED_IN
 
 _FOR = """For everybody who sets a key: all keys of the commands, with defaults and meanings.
 They are generated from the types that declare them. [Configuration](configuration.md) explains how

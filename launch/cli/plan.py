@@ -27,7 +27,7 @@ from ...planner.report.comparison import PlanComparison, comparison_text
 from ...planner.report.explain import explain
 from ...planner.report.html_report import to_html
 from ...planner.report.json_report import infeasible, to_json, to_trace
-from ..inputs.compose import resolved
+from ..inputs.run import resolved
 from ..placement.plan_request import PlanRequest, plan_and_tables, plan_request
 from ..run_dir.files import write_text
 from .hydra_app import chosen, refuse_resume

@@ -308,8 +308,8 @@ def _check_metric(sweep: Sweep) -> None:
             )
         return
     # Imported here: torch and all that follows it take seconds.
-    from ..inputs.compose import run_config
     from ..inputs.record import recorded
+    from ..inputs.run import run_config
 
     first = [f"{key.name}={_typed(key.first)}" for key in sweep.keys]
     made = composed("run", [*sweep.fixed, *first])

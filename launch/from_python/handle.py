@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from ...dataflow.errors import ConfigError, nearest
 from ...dataflow.graph.graph import Graph
 from ...planner.plan.plan import Plan
-from ..inputs.compose import run_config
 from ..inputs.record import recorded
+from ..inputs.run import run_config
 from ..run_dir.curve import draw_curve
 from ..run_dir.progress import format_values
 from ..run_dir.resume import stored_config
@@ -30,7 +30,7 @@ from ..run_dir.samples import Sample, read_samples
 from ..run_dir.step_logs import read_metrics
 from ..run_dir.trackers import RunInfo
 from ..runs.values import History, Over, value_text
-from ..stages.headline import CURVE_ENDS, Headline
+from ..stages.stage_result import CURVE_ENDS, Headline
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -1,4 +1,4 @@
-"""The data of a run: its task and its tokenizer.
+"""The data of a run: its task, its tokenizer, and a source for each table that a step reads.
 
 The kinds of task are listed here, one line each. Your own is `task=own task.kind=module:Class`
 with a dataclass that is a `TaskSpec`; its fields are the keys of the section.
@@ -10,20 +10,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from ...algorithms.roles.environment import ActorCritic, EnvRows, GameRows
+from ...algorithms.roles.language_tables import (
+    Demonstrations,
+    PreferencePairs,
+    Prompts,
+    ScoredPairs,
+)
 from ...configs.references import entry_or_own, option_file, options_of
 from ...configs.schema import ModelConfig, TaskConfig
 from ...configs.validate import check_finite, fields_of, nearest_key, validated
 from ...dataflow.errors import ConfigError, nearest, one_process
+from ...dataflow.graph.graph import Graph
 from ...dataflow.registry import Registry
+from ...dataflow.runtime.engine import Source
 from ...workers.data.chat import TURNS, ChatOptions, PromptEncoder
 from ...workers.data.orders import Order, contaminated
 from ...workers.data.row_report import DataReport
+from ...workers.data.sources import (
+    DemonstrationSource,
+    PairSource,
+    PromptSource,
+    ScoredPairSource,
+    TaskSource,
+)
 from ...workers.data.task import Task, TaskSpec, build_task, fingerprint, task_alphabet
 from ...workers.models.tokenizer import Tokenizer, TokenizerSpec, folder_end
 from ...workers.models.tokenizer_trial import check_tokenizer
-from .env_specs import acted_in
+from .record import Stage
+
+if TYPE_CHECKING:
+    from ...workers.envs.games.libraries import LibraryGameTaskSpec
+    from ...workers.envs.games.mnk_games import BoardTaskSpec
+    from ...workers.envs.task import EnvTaskSpec
+
+    GameTaskSpec = BoardTaskSpec | LibraryGameTaskSpec
 
 _DATA = "penstock.workers.data"
 _AGENTS = "penstock.workers.agents"
@@ -54,23 +77,52 @@ TASKS = Registry[Any](
 """Kind -> the dataclass of its options, which builds the task."""
 
 
+def env_task(spec: TaskSpec, reader: str) -> EnvTaskSpec:
+    if getattr(spec, "acts_in", None) == "environment":
+        return cast("EnvTaskSpec", spec)
+    raise ConfigError(
+        f"{reader} acts in environments, and the task is none\n"
+        "    choose one: task=cartpole, or task=gymnasium task.id=NAME"
+    )
+
+
+def acted_in(spec: TaskSpec) -> EnvTaskSpec | GameTaskSpec | None:
+    """Return the task if it is an environment or a game, which has no problems to solve."""
+    return cast("EnvTaskSpec | GameTaskSpec", spec) if hasattr(spec, "acts_in") else None
+
+
+def game_task(spec: TaskSpec, reader: str) -> GameTaskSpec:
+    if getattr(spec, "acts_in", None) == "game":
+        return cast("GameTaskSpec", spec)
+    raise ConfigError(
+        f"{reader} plays a game, and the task is none\n"
+        "    choose one: task=tic_tac_toe, task=connect_four, or task=envpool_game or "
+        "task=pettingzoo_game with task.id=NAME"
+    )
+
+
+def refuse_scaled_fitness(graph: Graph, spec: EnvTaskSpec | GameTaskSpec) -> None:
+    """Require rewards as they are of a step that compares what its actors have earned."""
+    compares = any(
+        node.role is not None
+        and issubclass(graph.roles[node.role], ActorCritic)
+        and node.method == ActorCritic.inherit.__name__
+        for node in graph.nodes
+    )
+    if compares and spec.acts_in == "environment" and spec.normalization.rewards:
+        raise ConfigError(
+            f"{graph.name} compares what its members have earned, and every group of environments "
+            "scales rewards by what it has seen itself\n    set task.normalization.rewards=false"
+        )
+
+
 @dataclass(frozen=True)
 class Data:
-    """A task and how its text becomes tokens.
-
-    Attributes:
-        section: What was configured of it: the lengths that are allowed.
-        spec: Its recipe.
-        task: Its problems.
-        tokenizer_spec: The tokenizer's recipe.
-        tokenizer: And the tokenizer.
-    """
-
-    section: TaskConfig
-    spec: TaskSpec
-    task: Task
-    tokenizer_spec: TokenizerSpec
-    tokenizer: Tokenizer
+    section: TaskConfig  # what was configured of it: the lengths that are allowed
+    spec: TaskSpec  # its recipe
+    task: Task  # its problems
+    tokenizer_spec: TokenizerSpec  # the tokenizer's recipe
+    tokenizer: Tokenizer  # and the tokenizer
 
     @property
     def has_text(self) -> bool:
@@ -80,19 +132,8 @@ class Data:
     @property
     def chat(self) -> ChatOptions:
         """Options of rendering conversations, and texts where another side answers."""
-        section = self.section
-        wrap = section.chat or self.task.converses
-        return ChatOptions(wrap=wrap, template_kwargs=section.chat_template_kwargs)
-
-    @property
-    def order(self) -> Order:
-        """The order in which problems are sampled."""
-        section = self.section
-        return Order(
-            kind=section.order,
-            curriculum_steps=section.curriculum_steps,
-            pass_rates=section.pass_rates,
-        )
+        wrap = self.section.chat or self.task.converses
+        return ChatOptions(wrap=wrap, template_kwargs=self.section.chat_template_kwargs)
 
     @cached_property
     def contaminated(self) -> tuple[frozenset[int], DataReport | None]:
@@ -103,7 +144,6 @@ class Data:
 
     @property
     def prompts(self) -> PromptEncoder:
-        """The prompts as messages and as tokens."""
         return PromptEncoder(self.task, self.tokenizer, self.chat)
 
     @cached_property
@@ -116,6 +156,15 @@ class Data:
             "so schemas are written into the first message; calls and results have Hermes' format"
         )
 
+    @property
+    def why_not_scored(self) -> str:
+        """Why the task cannot score answers to its problems; "" if it can."""
+        try:
+            _ = self.task.verifier
+        except ConfigError as error:
+            return str(error).splitlines()[0]
+        return ""
+
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the problems: for a reward elsewhere, and for a run that is resumed."""
@@ -123,12 +172,6 @@ class Data:
 
 
 def task_spec_of(section: TaskConfig) -> TaskSpec:
-    """The task's spec, its options validated.
-
-    Raises:
-        ConfigError: If the kind or an option is unknown, missing, of the wrong type or out of
-            range.
-    """
     kind = entry_or_own(section.kind, TASKS, "task.kind", "task kind")
     known = fields_of(kind)
     if known is None or not hasattr(kind, "build"):
@@ -156,7 +199,6 @@ def task_spec_of(section: TaskConfig) -> TaskSpec:
 
 
 def _part(at: str, given: Any) -> TaskSpec:
-    """Return the spec of a task within another, from its own section."""
     if isinstance(given, str):
         if given not in options_of("task"):
             raise ConfigError(
@@ -180,13 +222,15 @@ def _part(at: str, given: Any) -> TaskSpec:
 
 
 def load_data(section: TaskConfig, model: ModelConfig) -> Data:
-    """Read or generate the task's problems, and make the tokenizer that the model says.
-
-    Raises:
-        ConfigError: If a file is missing or bad, or the task or tokenizer cannot be made.
-    """
+    """Read or generate the task's problems, and make the tokenizer that the model says."""
     spec = task_spec_of(section)
-    _check_has_text(section, spec)
+    for key in ("chat", "order", "pass_rates", "decontaminate_words"):
+        default = TaskConfig.model_fields[key].default
+        if acted_in(spec) is not None and getattr(section, key) != default:
+            raise ConfigError(
+                f"'task.{key}' is for prompts, and an environment or a game has none\n"
+                "    leave it out, or choose a task with prompts"
+            )
     task, chosen = build_task(spec), model.tokenizer
     if chosen == "task":
         tokenizer_spec = TokenizerSpec(kind="char", alphabet=task_alphabet(task))
@@ -194,29 +238,115 @@ def load_data(section: TaskConfig, model: ModelConfig) -> Data:
         tokenizer_spec = TokenizerSpec(kind="folder", folder=model.folder)
     else:
         tokenizer_spec = chosen
+    template = section.chat_template_kwargs.get("chat_template")
     if tokenizer_spec.kind != "folder" and tokenizer_spec.chat_template is None:
-        template = section.chat_template_kwargs.get("chat_template")
         if template is None:
             template = task.chat_template or (TURNS if task.converses else None)
         tokenizer_spec = replace(tokenizer_spec, chat_template=template)
     if tokenizer_spec.kind == "folder" and tokenizer_spec.folder is not None:
-        given = section.chat_template_kwargs.get("chat_template")
-        check_tokenizer(Path(tokenizer_spec.folder), given)
+        check_tokenizer(Path(tokenizer_spec.folder), template)
     if model.folder is not None and model.folder != tokenizer_spec.folder:
         tokenizer_spec = tokenizer_spec.ending(folder_end(Path(model.folder)))
     return Data(section, spec, task, tokenizer_spec, tokenizer_spec.build())
 
 
-_OF_TEXTS = ("chat", "order", "pass_rates", "decontaminate_words")
-"""Keys of problems that are texts."""
+TEXTS: Mapping[type, Any] = {
+    Prompts: PromptSource,
+    Demonstrations: DemonstrationSource,
+    PreferencePairs: PairSource,
+    ScoredPairs: ScoredPairSource,
+}
+"""Table of texts that a step may read -> the source that a task gives for it."""
 
 
-def _check_has_text(section: TaskConfig, spec: TaskSpec) -> None:
-    if acted_in(spec) is None:
-        return
-    for key in _OF_TEXTS:
-        if getattr(section, key) != TaskConfig.model_fields[key].default:
+def check_tables(graph: Graph, at: str) -> None:
+    tables = (*TEXTS, EnvRows, GameRows)
+    for name, table in graph.sources.items():
+        if table not in tables:
             raise ConfigError(
-                f"'task.{key}' is for prompts, and an environment or a game has none\n"
-                "    leave it out, or choose a task with prompts"
+                f"'{at}.step': {graph.name} reads a table '{name}' ({table.__name__}) that no task "
+                f"gives\n    tasks give: {', '.join(kind.__name__ for kind in tables)}; for "
+                "another table, use Engine from Python with a source of your own"
             )
+
+
+def sources_of(stage: Stage, data: Data) -> tuple[dict[str, Source], list[DataReport]]:
+    """A source for every table of a stage, and what was left out while reading."""
+    for name in stage.config.num_groups:
+        if stage.graph.sources.get(name) not in (EnvRows, GameRows):
+            raise ConfigError(
+                f"'{stage.at}.num_groups.{name}': {stage.name} reads no environments or "
+                f"games called '{name}'\n    leave it out"
+            )
+    sources: dict[str, Source] = {}
+    for name in stage.graph.sources:
+        try:
+            sources[name] = _source(stage, name, data)
+        except ConfigError as error:
+            key = f"{stage.at}.per_step.{name}"
+            raise ConfigError(str(error).replace("batch_size", key)) from error
+    return sources, [source.report for source in sources.values() if isinstance(source, TaskSource)]
+
+
+def _source(stage: Stage, name: str, data: Data) -> Source:
+    graph, count = stage.graph, stage.config.per_step[name]
+    table = graph.sources[name]
+    if table not in TEXTS:
+        # Imported here: few runs act, and these import what environments need.
+        from ...workers.envs.task import EnvRowSource, GameRowSource
+
+        act = EnvRowSource if table is EnvRows else GameRowSource
+        return act(count, _group_size(stage, name, data.spec))
+    kind = TEXTS[table]
+    if not data.has_text:
+        raise ConfigError(
+            f"{graph.name} reads {table.__name__}, and an environment or a game has none\n"
+            "    choose a task with problems, such as task=chain_sum"
+        )
+    section = data.section
+    options: dict[str, Any] = {}
+    if kind is PromptSource:
+        options["order"] = Order(
+            kind=section.order,
+            curriculum_steps=section.curriculum_steps,
+            pass_rates=section.pass_rates,
+        )
+    else:
+        # What is imitated of a conversation is all that follows the prompt.
+        options["max_response_tokens"] = section.max_total_tokens or section.max_response_tokens
+    return kind(
+        data.task,
+        data.tokenizer,
+        batch_size=count,
+        seed=stage.seed,
+        max_prompt_tokens=section.max_prompt_tokens,
+        max_bad_fraction=section.max_bad_fraction,
+        chat=data.chat,
+        left_out=data.contaminated[0],
+        **options,
+    )
+
+
+def _group_size(stage: Stage, name: str, spec: TaskSpec) -> int:
+    """Return how many environments or games step together, with all agents of each."""
+    graph, whole = stage.graph, 1
+    if graph.sources[name] is EnvRows:
+        acted = env_task(spec, graph.name)
+        refuse_scaled_fitness(graph, acted)
+        whole = acted.num_agents
+    else:
+        acted = game_task(spec, graph.name)
+    count, least = stage.config.per_step[name], stage.config.num_groups.get(name, 1)
+    size = acted.group_size or count // least // whole * whole
+    if size == 0 or -(-count // size) < least:
+        raise ConfigError(
+            f"{graph.name} needs {least} groups of '{name}', and {count} rows in "
+            f"groups of {size or whole} are {-(-count // (size or whole))}\n"
+            f"    raise algorithm.per_step.{name}, or set task.group_size to "
+            f"{count // least} or less"
+        )
+    return size
+
+
+def longest_rows(sources: Mapping[str, Source]) -> dict[str, int]:
+    return {name: one.longest for name, one in sources.items() if isinstance(one, TaskSource)}

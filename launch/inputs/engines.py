@@ -1,25 +1,77 @@
-"""The engines that a run's configuration names, and which of them runs a node."""
+"""The engines that a run's configuration names, which of them runs a node, and own workers.
+
+`worker=module:factory` names a function or a class that returns a worker or its spec. Its options
+are its arguments; of the arguments in `GIVEN` the run fills in those that are not options, with
+what workers of ours get. A parameter that is annotated with another type is the factory's own.
+"""
 
 from __future__ import annotations
 
+import inspect
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...algorithms.roles.language import Policy
-from ...configs.references import entry_or_own
+from ...configs.references import entry_or_own, load_object
 from ...configs.schema import SAME, AlgorithmConfig, EngineConfig, RoleConfig, RolloutConfig
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph, Node
+from ...dataflow.graph.role import Role
 from ...dataflow.kinds import NodeKind
+from ...dataflow.registry import Registry
 from ...planner.cost.engine_model import RoleEngines
 from ...planner.inputs.calls import CallKind
 from ...planner.inputs.layout import Layout
 from ...planner.inputs.model_shape import ModelShape
+from ...workers.data.task import TaskSpec
 from ...workers.engines.engine import EngineKind
 from ...workers.engines.registry import DEFAULT, ENGINES, rollouts
-from .own_workers import is_own
+from ...workers.models.spec import ModelSpec
+from ...workers.models.tokenizer import TokenizerSpec
+from ...workers.training.logprob_mismatch import MismatchLimits
+from ...workers.training.optimizer import OptimizerSpec
 from .record import Stage
+
+ENV_CONTRACTS = Registry[type[Role]](
+    {
+        "env": "penstock.algorithms.roles.environment:Env",
+        "board": "penstock.algorithms.roles.environment:BoardGame",
+        "actor_critic": "penstock.algorithms.roles.environment:ActorCritic",
+        "team_critic": "penstock.algorithms.roles.environment:TeamCritic",
+        "q_network": "penstock.algorithms.roles.environment:QNetwork",
+        "replay": "penstock.algorithms.roles.environment:Replay",
+    }
+)
+"""The workers that can be named, and the contract of each."""
+
+ENV_SPECS = Registry[Any](
+    {
+        "env": "penstock.workers.envs.worker:EnvWorkerSpec",
+        "board": "penstock.workers.envs.games.mnk_games:BoardSpec",
+        "actor_critic": "penstock.workers.envs.actors.actor_critic:TorchActorCriticSpec",
+        "team_critic": "penstock.workers.envs.actors.value_networks:TeamCriticSpec",
+        "q_network": "penstock.workers.envs.actors.value_networks:QNetworkSpec",
+        "replay": "penstock.workers.envs.actors.replay:ReplaySpec",
+    }
+)
+"""The workers that can be named, and the spec of each."""
+
+NETWORKS = frozenset({"actor_critic", "team_critic", "q_network"})
+"""Those that have weights."""
+
+NETWORK_SPECS = Registry[Any](
+    {"perceptron": "penstock.workers.envs.actors.perceptron:PerceptronSpec"}
+)
+"""`model.architecture.model_type` -> the spec of networks that act in environments."""
+
+(MODEL_TYPE,) = NETWORK_SPECS
+
+FILLED_IN = frozenset(
+    ("env", "network", "start", "optimizer", "height", "width", "in_line", "gravity")
+)
+"""Fields of these specs that the run fills in; the others may be set as `options`."""
 
 
 def _why_not_own(layout: Layout, kind: CallKind, shape: ModelShape | None) -> str | None:
@@ -34,37 +86,26 @@ _OWN = RoleEngines(replace(DEFAULT.planned, why_not=_why_not_own))
 """A user's own worker as the planner sees it."""
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """The engine that trains a role, and the one that generates if it is another."""
-
+class _Pair(NamedTuple):
     train: EngineKind
-    rollout: EngineKind | None
+    rollout: EngineKind | None  # what generates, if that is another
+
+    def planned(self) -> RoleEngines:
+        return RoleEngines(self.train.planned, self.rollout and self.rollout.planned)
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines that train and generate.
-
-    Attributes:
-        train: What trains and evaluates.
-        rollout: What generates, if that is not what trains.
-        name: `engine.kind`, for messages.
-        options: Fields of the specs of the model workers that `train` has.
-        rollout_name: `rollout.kind`.
-        rollout_options: Fields of the spec of `rollout`.
-        own: Roles of the main algorithm that workers of the user's own play. These are taken to be
-            as the default engine's: each rank has the whole model, and does everything with it.
-        of_roles: Roles of the main algorithm that have engines of their own.
-    """
-
-    train: EngineKind
-    rollout: EngineKind | None
-    name: str
-    options: Mapping[str, Any]
-    rollout_name: str
-    rollout_options: Mapping[str, Any]
+    train: EngineKind  # what trains and evaluates
+    rollout: EngineKind | None  # what generates, if that is not what trains
+    name: str  # `engine.kind`, for messages
+    options: Mapping[str, Any]  # fields of the specs of the model workers that `train` has
+    rollout_name: str  # `rollout.kind`
+    rollout_options: Mapping[str, Any]  # fields of the spec of `rollout`
+    # roles of the main algorithm that workers of the user's own play. These are taken to be as the
+    # default engine's: each rank has the whole model, and does everything with it.
     own: frozenset[str] = frozenset()
+    # roles of the main algorithm that have engines of their own
     of_roles: Mapping[str, _Pair] = field(default_factory=dict[str, _Pair])
 
     @property
@@ -80,7 +121,6 @@ class Engines:
         return " ".join(words)
 
     def trainer(self, role: str) -> EngineKind:
-        """The engine that trains and evaluates a role."""
         return self._pair(role).train
 
     def generator(self, role: str) -> EngineKind | None:
@@ -99,7 +139,6 @@ class Engines:
         return self.rollout_options if self.generator(role) is self.rollout else {}
 
     def runs(self, graph: Graph, node: Node) -> EngineKind:
-        """The engine that runs a call."""
         role = node.role or ""
         if role in self.own:
             return DEFAULT
@@ -112,23 +151,17 @@ class Engines:
         return self.generator(node.role) is not None and issubclass(graph.roles[node.role], Policy)
 
     def planned(self) -> tuple[RoleEngines, dict[str, RoleEngines]]:
-        """The planner's engines: by default, and of roles that have others."""
-        others = {role: _planned(pair) for role, pair in self.of_roles.items()}
-        return _planned(_Pair(self.train, self.rollout)), others | dict.fromkeys(self.own, _OWN)
+        others = {role: pair.planned() for role, pair in self.of_roles.items()}
+        return _Pair(self.train, self.rollout).planned(), others | dict.fromkeys(self.own, _OWN)
 
     def check_generates(self, graph: Graph) -> None:
-        """Refuse a step that generates, on an engine that does not, without another that does.
-
-        Raises:
-            ConfigError: Naming the node.
-        """
+        """Refuse a step that generates, on an engine that does not, without another that does."""
         for node in graph.nodes:
             if node.kind is not NodeKind.ROLLOUT or node.role is None or node.role in self.own:
                 continue
             engine = self.runs(graph, node)
-            if not issubclass(graph.roles[node.role], Policy) or engine.generates:
-                continue
-            if not self.apart(graph, node):
+            generates = engine.generates or self.apart(graph, node)
+            if issubclass(graph.roles[node.role], Policy) and not generates:
                 others = " or ".join(f"rollout={name}" for name in rollouts())
                 raise ConfigError(
                     f"engine={engine.name} does not generate, and '{node.name}' must\n    add "
@@ -136,49 +169,45 @@ class Engines:
                 )
 
 
-def _planned(pair: _Pair) -> RoleEngines:
-    return RoleEngines(pair.train.planned, pair.rollout and pair.rollout.planned)
-
-
 def engines_of(
     engine: EngineConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig | None = None
 ) -> Engines:
-    """The engines that two sections name, and those of the roles of an algorithm.
-
-    Raises:
-        ConfigError: If one is of the user's own and cannot be loaded, or does not do what it is
-            for.
-    """
     other = _generator(rollout.kind, "rollout.kind")
     if other is None and rollout.options:
         raise ConfigError(
             f"'rollout.options' has keys ({', '.join(rollout.options)}), but what trains generates "
             "as well\n    set engine.options, or choose a rollout"
         )
-    both = _Pair(_trainer(engine.kind, "engine.kind"), other)
+    trainer = _trainer(engine.kind, "engine.kind")
     roles = {} if algorithm is None else algorithm.roles
+    of_roles: dict[str, _Pair] = {}
+    for role, given in roles.items():
+        if given.engine is None and given.rollout is None:
+            continue
+        at = f"algorithm.roles.{role}"
+        if is_own(given.worker):
+            raise ConfigError(
+                f"'{at}' has a worker of your own and an engine\n    leave out 'engine' and "
+                "'rollout': the worker computes by itself"
+            )
+        of_roles[role] = _Pair(
+            trainer if given.engine is None else _trainer(given.engine, f"{at}.engine"),
+            other if given.rollout is None else _generator(given.rollout, f"{at}.rollout"),
+        )
     return Engines(
-        train=both.train,
-        rollout=both.rollout,
+        train=trainer,
+        rollout=other,
         name=engine.kind,
         options=engine.options,
         rollout_name=rollout.kind,
         rollout_options=rollout.options,
         own=frozenset(role for role, given in roles.items() if is_own(given.worker)),
-        of_roles={
-            role: _of_role(given, both, f"algorithm.roles.{role}")
-            for role, given in roles.items()
-            if given.engine is not None or given.rollout is not None
-        },
+        of_roles=of_roles,
     )
 
 
 def refuse_engines(stage: Stage) -> None:
-    """An earlier stage's roles run where the main one's are.
-
-    Raises:
-        ConfigError: If one of them names an engine.
-    """
+    """An earlier stage's roles run where the main one's are."""
     for role, given in stage.config.roles.items():
         for key in ("engine", "rollout"):
             if getattr(given, key) is not None:
@@ -189,20 +218,7 @@ def refuse_engines(stage: Stage) -> None:
                 )
 
 
-def _of_role(given: RoleConfig, run: _Pair, at: str) -> _Pair:
-    if is_own(given.worker):
-        raise ConfigError(
-            f"'{at}' has a worker of your own and an engine\n    leave out 'engine' and 'rollout': "
-            "the worker computes by itself"
-        )
-    train = run.train if given.engine is None else _trainer(given.engine, f"{at}.engine")
-    if given.rollout is None:
-        return _Pair(train, run.rollout)
-    return _Pair(train, _generator(given.rollout, f"{at}.rollout"))
-
-
 def _generator(name: str, at: str) -> EngineKind | None:
-    """Return the engine that generates; None for the one that trains."""
     if name == SAME:
         return None
     engine: EngineKind = entry_or_own(name, ENGINES, at, "engine", EngineKind)
@@ -216,3 +232,95 @@ def _trainer(name: str, at: str) -> EngineKind:
     if not engine.trains:
         raise ConfigError(f"'{at}': engine '{engine.name}' declares no workers that train")
     return engine
+
+
+GIVEN: Mapping[str, Any] = {
+    "model": ModelSpec,
+    "optimizer": OptimizerSpec,
+    "tokenizer": TokenizerSpec,
+    "end_ids": tuple[int, ...],
+    "mismatch": MismatchLimits,
+    "task": TaskSpec,
+    "task_fingerprint": str,
+}
+"""Parameter of an own worker's factory -> its type."""
+
+_NEEDED_BY = {
+    "start": "model",
+    "start_mean": "model",
+    "init_offset": "model",
+    "optimizer": "optimizer",
+    "frozen": "optimizer",
+}
+"""Key of a role -> the parameter by which it reaches a worker."""
+
+
+def is_own(worker: str | None) -> bool:
+    return ":" in (worker or "")
+
+
+def asked_for(worker: str, given: RoleConfig, at: str) -> frozenset[str]:
+    """Names of `GIVEN` that a factory takes and the options of its role leave to the run."""
+    factory = load_object(worker, f"{at}.worker")
+    try:
+        taken = set(inspect.signature(factory).parameters) & GIVEN.keys() - given.options.keys()
+    except (TypeError, ValueError):  # something of C, or no function at all: calling it will tell
+        taken = set[str]()
+    try:
+        of = factory.__init__ if isinstance(factory, type) else factory
+        hints: dict[str, Any] = typing.get_type_hints(of)
+    except Exception:  # an annotation may be any expression, and name what cannot be found
+        hints = {}
+    return frozenset(name for name in taken if _is_for(hints.get(name, Any), GIVEN[name]))
+
+
+def _is_for(annotation: Any, kind: Any) -> bool:
+    """Return whether a parameter of that annotation is meant for something of a kind."""
+    if annotation is Any or kind is TaskSpec:  # whose members are many
+        return True
+    return kind in (annotation, *typing.get_args(annotation))
+
+
+def check_takes(worker: str, given: RoleConfig, asked: frozenset[str], at: str) -> None:
+    """Refuse a factory that cannot be called, and keys of a role that would not reach its worker.
+
+    This is before anything else of the run is done.
+    """
+    factory = load_object(worker, f"{at}.worker")
+    try:
+        inspect.signature(factory).bind(**dict.fromkeys((*asked, *given.options)))
+    except TypeError as error:
+        raise ConfigError(
+            f"'{at}.worker': '{worker}' cannot be called: {error}\n"
+            f"    its arguments are '{at}.options' and what the run gives: {', '.join(GIVEN)}"
+        ) from error
+    except ValueError:  # something of C without a signature: calling it will tell
+        pass
+    for key, needed in _NEEDED_BY.items():
+        if getattr(given, key) and needed not in asked:
+            kind = GIVEN[needed].__name__
+            raise ConfigError(
+                f"'{at}.{key}' is set, but '{worker}' does not ask for it\n"
+                f"    give it a parameter '{needed}' ({kind}), or leave the key out"
+            )
+
+
+def refuse_other_value_loss(graph: Graph, architecture: Mapping[str, Any]) -> None:
+    """Require of every actor's critic that its loss is the one for how it says values."""
+    weighs = architecture.get("value_bins") is not None
+    for node in graph.nodes:
+        for loss in node.constants.values():
+            two_hot = getattr(loss, "two_hot", None)
+            if two_hot is None or two_hot == weighs:
+                continue
+            if weighs:
+                raise ConfigError(
+                    f"the critic that '{node.name}' trains weighs values (model.architecture."
+                    "value_bins), and its loss is a squared error\n    leave value_bins out, or set"
+                    " two_hot of the loss: algorithm.cfg.loss.two_hot=true (env_ppo, a2c), "
+                    "algorithm.cfg.learning.loss.two_hot=true (self_play, population)"
+                )
+            raise ConfigError(
+                f"the loss of '{node.name}' is two_hot, and its critic says one value\n    set "
+                "model.architecture.value_bins=255, or leave two_hot out"
+            )

@@ -50,15 +50,7 @@ def may_go_on(error: PenstockError) -> bool:
 
 
 def in_our_words(error: BaseException, *, running: bool) -> PenstockError:
-    """An error of ours that says what happened, for one that is none.
-
-    Args:
-        error: What was raised.
-        running: Whether steps have been taken; if not, what was asked for cannot be run.
-
-    Returns:
-        A `WorkerError` if running, else a `ConfigError`; with `error` as its cause.
-    """
+    """An error of ours that says what happened, for one that is none."""
     kind = ConfigError
     if running:
         kind = Unforeseen if users_line(error) is None else WorkerError

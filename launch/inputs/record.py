@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...algorithms.roles.language import Policy
-from ...algorithms.roles.language_tables import Sampling
+from ...algorithms.roles.language import Policy, Sampling
 from ...configs.references import load_object
 from ...configs.schema import AlgorithmConfig, RoleConfig
 from ...configs.validate import check_finite, validated
@@ -25,41 +24,29 @@ from ...dataflow.errors import (
     one_process,
 )
 from ...dataflow.graph.check import hints_of
-from ...dataflow.graph.graph import Constant, Graph
+from ...dataflow.graph.graph import Graph, NodeKind
 from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
-from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.call_context import DeadlineExceeded, deadline
 from ...dataflow.runtime.placement import Placement
 
-_LATER: Any = None
-"""A field that is filled in when the stage is placed."""
+_RECORD_DEADLINE_S = 8.0  # longest recording of a step function; ours take milliseconds
+_LATER: Any = None  # a field that is filled in when the stage is placed
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One algorithm of a run.
-
-    Attributes:
-        name: "sft", or the main algorithm's own graph name.
-        at: The key under which it is configured.
-        config: Its section.
-        graph: Its recorded step.
-        seed: Of its data and random numbers.
-        roles: Role -> its section with `worker` and `start` filled in. `start` is "model", the name
-            of an earlier stage, a folder, or None for a worker without weights, or with random
-            ones of its own seed; it is the first of `start_mean` if there is one.
-        placement: Where its nodes run.
-        planned_options: Role -> fields of its worker's spec that the plan decides.
-    """
-
-    name: str
-    at: str
-    config: AlgorithmConfig
-    graph: Graph
-    seed: int
+    name: str  # "sft", or the main algorithm's own graph name
+    at: str  # the key under which it is configured
+    config: AlgorithmConfig  # its section
+    graph: Graph  # its recorded step
+    seed: int  # of its data and random numbers
+    # role -> its section with `worker` and `start` filled in. `start` is "model", the name of an
+    # earlier stage, a folder, or None for a worker without weights, or with random ones of its own
+    # seed; it is the first of `start_mean` if there is one.
     roles: Mapping[str, RoleConfig] = field(default_factory=dict[str, RoleConfig])
-    placement: Placement = _LATER
+    placement: Placement = _LATER  # where its nodes run
+    # role -> fields of its worker's spec that the plan decides
     planned_options: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict[str, Mapping[str, Any]]
     )
@@ -67,17 +54,12 @@ class Stage:
     @property
     def sampling(self) -> Sampling | None:
         """Sampling of the first node that samples responses; None if none does."""
-        given = [
-            argument.value
-            for node in self.graph.nodes
-            for _, argument in node.arguments
-            if node.kind is NodeKind.ROLLOUT and isinstance(argument, Constant)
-        ]
+        rollouts = (node for node in self.graph.nodes if node.kind is NodeKind.ROLLOUT)
+        given = (value for node in rollouts for value in node.constants.values())
         return next((value for value in given if isinstance(value, Sampling)), None)
 
     @property
     def policy(self) -> str | None:
-        """The policy that the stage trains."""
         return self.trained(Policy)
 
     def worker(self, role: str) -> str:
@@ -98,42 +80,22 @@ class Stage:
 
 
 def recorded(algorithm: AlgorithmConfig, seed: int) -> tuple[Stage, ...]:
-    """The section's algorithms, those that are trained before in order, the main one last.
-
-    Args:
-        algorithm: The run's section `algorithm`.
-        seed: The run's, of those that have none of their own.
-
-    Raises:
-        ConfigError: If a step or its cfg cannot be used, or stages are nested.
-        FlowError: If a step is no valid graph.
-    """
-    main = _recorded(algorithm, "algorithm", "", seed)
-    before: list[Stage] = []
-    for name, section in algorithm.before.items():
-        at = f"algorithm.before.{name}"
-        if section.before:
+    """The section's algorithms, those that are trained before in order, the main one last."""
+    stages: list[Stage] = []
+    for name, section in {"": algorithm, **algorithm.before}.items():
+        at = f"algorithm.before.{name}" if name else "algorithm"
+        if name and section.before:
             raise ConfigError(
                 f"'{at}.before' is set, but stages cannot be nested\n"
                 "    list all stages under algorithm.before, in order"
             )
-        before.append(_recorded(section, at, name, seed))
-    return (*before, main)
-
-
-def _recorded(section: AlgorithmConfig, at: str, name: str, seed: int) -> Stage:
-    graph = record(section, at)
-    own = seed if section.seed is None else section.seed
-    return Stage(name or graph.name, at, section, graph, own)
+        graph = record(section, at)
+        own = seed if section.seed is None else section.seed
+        stages.append(Stage(name or graph.name, at, section, graph, own))
+    return (*stages[1:], stages[0])
 
 
 def record(algorithm: AlgorithmConfig, at: str) -> Graph:
-    """Record the step of an algorithm into its graph.
-
-    Raises:
-        ConfigError: If the step or its cfg cannot be used.
-        FlowError: If the step is no valid graph, raises something, or takes too long.
-    """
     step = load_step(algorithm.step, f"{at}.step")
     constants = step_cfg(step, algorithm.cfg, f"{at}.cfg")
     name = step.__name__.removesuffix("_step") or step.__name__
@@ -158,36 +120,12 @@ def record(algorithm: AlgorithmConfig, at: str) -> Graph:
         ) from error
 
 
-_RECORD_DEADLINE_S = 8.0
-"""Longest recording of a step function; ours take milliseconds."""
-
-
-def averages(stage: Stage) -> bool:
-    """Return whether weights are averaged by shares that 16 bits cannot hold."""
-    return any(
-        isinstance(argument, Constant) and argument.value != 1.0
-        for node in stage.graph.nodes
-        if node.leader is not None
-        for name, argument in node.arguments
-        if name == "share"
-    )
-
-
 def check_followers(stage: Stage, dtype: str) -> None:
-    """Refuse calls that could not move one role's weights towards another's.
-
-    Args:
-        stage: The algorithm.
-        dtype: Of the run's model, which a language model's weights have.
-
-    Raises:
-        ConfigError: If a share or an interval is out of range, or weights are to be averaged that
-            cannot hold small changes.
-    """
+    """Refuse calls that could not move one role's weights towards another's."""
     for node in stage.graph.nodes:
         if node.leader is None:
             continue
-        given = {n: a.value for n, a in node.arguments if isinstance(a, Constant)}
+        given = node.constants
         share, every = given.get("share", 1.0), given.get("every", 1)
         at = f"{node.where}\nnode '{node.name}'"
         if not 0 < share <= 1:
@@ -203,15 +141,6 @@ def check_followers(stage: Stage, dtype: str) -> None:
 
 
 def load_step(reference: str, at: str) -> Callable[..., Any]:
-    """The step function that `module:function` names.
-
-    Args:
-        reference: What was configured.
-        at: Under which key.
-
-    Raises:
-        ConfigError: If there is no such module or function, or the module cannot be imported.
-    """
     step = load_object(reference, at)
     is_plain = not (inspect.iscoroutinefunction(step) or inspect.isgeneratorfunction(step))
     if not (inspect.isfunction(step) and is_plain):
@@ -224,16 +153,7 @@ def load_step(reference: str, at: str) -> Callable[..., Any]:
 
 
 def step_cfg(step: Callable[..., Any], data: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """The constants `build` needs: `{"cfg": ...}`, or nothing for a step without a `cfg`.
-
-    Args:
-        step: The step function.
-        data: The keys given under `at`.
-        at: "algorithm.cfg", for messages.
-
-    Raises:
-        ConfigError: If a key is unknown or a value does not fit.
-    """
+    """The constants `build` needs: `{"cfg": ...}`, or nothing for a step without a `cfg`."""
     if "cfg" not in inspect.signature(step).parameters:
         if data:
             raise ConfigError(

@@ -1,58 +1,94 @@
-"""Checks that a step's sizes divide and fit, from the graph alone.
+"""Checks that a step's sizes divide and fit, and what streams inside it, from the graph alone.
 
 Rows are followed through the graph: a table brings `per_step` items, a rollout makes
 `sampling.num_samples` rows of each prompt, other nodes keep their rows. Where an op makes rows of
 its own, their number is unknown before the run and nothing is said.
+
+`schedule.streaming` is the run's. A stage in which nothing can stream keeps its rows together; a
+run in which no stage can stream is refused, as are more parts than there are items to cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from ...algorithms.roles.language_tables import PreferencePairs, Sampling
+from ...algorithms.roles.language import Sampling
+from ...algorithms.roles.language_tables import PreferencePairs
 from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError
-from ...dataflow.graph.graph import Constant, Graph, Node
+from ...dataflow.graph.check import check_lag
+from ...dataflow.graph.graph import Graph, Node, NodeKind, Streaming, check_segments, streaming
 from ...dataflow.graph.role import Loss
-from ...dataflow.kinds import NodeKind
-from ...dataflow.runtime.placement import Placement
+from ...dataflow.runtime.placement import Placement, check_in_flight, flow_of, in_flight, sharing
+from ...dataflow.scheduler.schedule import Flow, Schedule
 from ...workers.rollout.generate_calls import check_turns
+from .record import Stage
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a node's output: `items` of the data, each of `each` rows, longer by `new_tokens`.
-
-    Of conversations `most_tokens` says instead how long they may be, prompt included.
-    """
+    """Rows of a node's output: `items` of the data, each of `each` rows, longer by `new_tokens`."""
 
     source: str
     items: int
     each: int
     why: str
     new_tokens: int = 0
-    most_tokens: int = 0
+    most_tokens: int = 0  # of conversations instead: how long they may be, prompt included
 
     def reach(self, prompt: int) -> int:
         """Tokens of the longest row, after a prompt of so many."""
         return self.most_tokens or prompt + self.new_tokens
 
 
+def _rows(graph: Graph, per_step: Mapping[str, int]) -> dict[str, _Rows]:
+    rows: dict[str, _Rows] = {}
+    for node in graph.nodes:
+        if node.kind is NodeKind.SOURCE:
+            each = 2 if graph.sources[node.name] is PreferencePairs else 1
+            rows[node.name] = _Rows(node.name, per_step[node.name], each, "rows of a pair")
+        elif node.kind is NodeKind.ROLLOUT:
+            read, sampling = _read(node, rows), _sampling(node)
+            if read is not None and sampling is not None:
+                rows[node.name] = replace(
+                    read,
+                    each=read.each * sampling.num_samples,
+                    why="samples",
+                    new_tokens=read.new_tokens + sampling.max_new_tokens,
+                    most_tokens=sampling.max_total_tokens if converses(node) else 0,
+                )
+        else:
+            kept = {output.rows for output in node.outputs} - {node.name}
+            if len(kept) == 1 and (made := kept.pop()) in rows:
+                rows[node.name] = rows[made]
+    return rows
+
+
+def _read(node: Node, rows: Mapping[str, _Rows]) -> _Rows | None:
+    return next((rows[ref.node] for _, ref in node.inputs if ref.node in rows), None)
+
+
+def _sampling(node: Node) -> Sampling | None:
+    return next((one for one in node.constants.values() if isinstance(one, Sampling)), None)
+
+
+def converses(node: Node) -> bool:
+    return node.method == "converse"
+
+
+def check_stage(stage: Stage, schedule: Schedule) -> None:
+    """Refuse a stage that cannot run where it is placed: by its schedule, or by its sizes."""
+    graph, placement, per_step = stage.graph, stage.placement, stage.config.per_step
+    stage_flow(graph, placement, schedule)
+    own = stage_schedule(graph, schedule)
+    check_lag(graph, own.max_lag, own.segment_tokens, in_flight=own.in_flight)
+    check_sizes(graph, placement, per_step, stage.at)
+    check_parts(graph, placement, per_step, schedule, stage.at)
+
+
 def check_sizes(graph: Graph, placement: Placement, per_step: Mapping[str, int], at: str) -> None:
-    """Check what one step takes of each table.
-
-    Args:
-        graph: The recorded step.
-        placement: Where it runs.
-        per_step: Items per step of each table.
-        at: The key of the algorithm's section, for messages.
-
-    Raises:
-        ConfigError: If a table has no size, an unknown table has one, or a size does not divide by
-            the minibatches or ranks that share it.
-    """
+    """Check what one step takes of each table: its size divides by minibatches and by ranks."""
     for name in per_step:
         if name not in graph.sources:
             typo = nearest_key(name, graph.sources)
@@ -69,8 +105,36 @@ def check_sizes(graph: Graph, placement: Placement, per_step: Mapping[str, int],
             )
     rows = _rows(graph, per_step)
     for node in graph.nodes:
-        if node.kind is NodeKind.TRAIN:
-            _check_train(node, rows, placement, at)
+        if node.kind is NodeKind.TRAIN and (made := _read(node, rows)) is not None:
+            _check_train(node, made, placement, at)
+
+
+def _check_train(node: Node, made: _Rows, placement: Placement, at: str) -> None:
+    num_minibatches = node.constants.get("num_minibatches", 1)
+    num_ranks = placement.group(placement.nodes[node.name]).num_ranks
+    losses = (one for one in node.constants.values() if isinstance(one, Loss))
+    grouped = any(loss.unit == "group" for loss in losses)
+    unit, total = ("groups", made.items) if grouped else ("rows", made.items * made.each)
+    count = f"{made.items} {made.source}"
+    if not grouped and made.each > 1:
+        count += f" x {made.each} {made.why} = {total} rows"
+    if not isinstance(num_minibatches, int) or num_minibatches < 1:
+        raise ConfigError(
+            f"'{node.name}' is to take {num_minibatches} minibatches per pass\n"
+            f"    num_minibatches must be at least 1 ({at}.cfg)"
+        )
+    if total % num_minibatches:
+        raise ConfigError(
+            f"'{node.name}' trains on {count} per step, which {num_minibatches} minibatches do not "
+            f"divide\n    choose {at}.per_step.{made.source} or num_minibatches so that the "
+            f"{unit} divide evenly"
+        )
+    if made.items % num_ranks:
+        raise ConfigError(
+            f"'{node.name}' trains on {count} per step, which the {num_ranks} ranks of group "
+            f"'{placement.nodes[node.name]}' do not divide\n"
+            f"    choose {at}.per_step.{made.source} as a multiple of {num_ranks}"
+        )
 
 
 def train_items(graph: Graph, per_step: Mapping[str, int]) -> dict[str, int]:
@@ -82,12 +146,11 @@ def train_items(graph: Graph, per_step: Mapping[str, int]) -> dict[str, int]:
     if graph.sources.keys() - per_step.keys():
         return {}
     rows = _rows(graph, per_step)
-    made = {
-        node.name: next((rows[ref.node] for _, ref in node.inputs if ref.node in rows), None)
+    return {
+        node.name: made.items
         for node in graph.nodes
-        if node.kind is NodeKind.TRAIN
+        if node.kind is NodeKind.TRAIN and (made := _read(node, rows)) is not None
     }
-    return {name: row.items for name, row in made.items() if row is not None}
 
 
 def check_lengths(
@@ -97,26 +160,26 @@ def check_lengths(
     positions: Mapping[str, int],
     shorten: str,
 ) -> None:
-    """Check that the longest rows fit the models that read them.
+    """Check that the longest rows of each table fit the models that read them, by role.
 
-    Args:
-        graph: The recorded step.
-        per_step: Items per step of each table.
-        longest: Tokens of the longest row of each table.
-        positions: Role -> longest sequence its model is made for, in tokens.
-        shorten: How responses are made shorter, for the message.
-
-    Raises:
-        ConfigError: Naming the node, the lengths and the model's limit.
+    `shorten` says in messages how responses are made shorter.
     """
     rows = _rows(graph, per_step)
     for node in graph.nodes:
-        if converses(node):
-            _check_turns(node)
-        names = [node.name, *(ref.node for _, ref in node.inputs)]
-        read = next((rows[name] for name in names if name in rows), None)
-        if node.kind is NodeKind.ROLLOUT and read is not None:
-            _check_room(node, read.source, longest.get(read.source, 0))
+        sampling, read = _sampling(node), rows.get(node.name) or _read(node, rows)
+        if converses(node) and sampling is not None:
+            given, branch = node.constants, bool(node.constants.get("branch", False))
+            check_turns(f"'{node.name}'", sampling, given.get("max_turns", 1), branch=branch)
+        if node.kind is NodeKind.ROLLOUT and sampling is not None and read is not None:
+            prompt = longest.get(read.source, 0)
+            if 0 < sampling.max_total_tokens <= prompt:
+                of = "task" if converses(node) else "cfg.sampling"
+                raise ConfigError(
+                    f"'{node.name}' has {read.source} of up to {prompt} tokens, and "
+                    f"max_total_tokens is {sampling.max_total_tokens}: none are left for a response"
+                    f"\n    raise {of}.max_total_tokens, or leave long prompts out: "
+                    "task.max_prompt_tokens"
+                )
         limit = positions.get(node.role or "")
         if limit is None or read is None or read.source not in longest:
             continue
@@ -140,106 +203,133 @@ def check_lengths(
 def longest_sampled(
     graph: Graph, per_step: Mapping[str, int], longest: Mapping[str, int]
 ) -> int | None:
-    """Tokens of the longest prompt with its response that a step samples; None if unknown.
-
-    Args:
-        graph: The recorded step.
-        per_step: Items per step of each table.
-        longest: Tokens of the longest row of each table.
-    """
-    rows, found = _rows(graph, per_step), [0]
+    """Tokens of the longest prompt with its response that a step samples; None if unknown."""
+    rows, found = _rows(graph, per_step), 0
     for node in graph.nodes:
         if node.kind is NodeKind.ROLLOUT:
             made = rows.get(node.name)
             if made is None or made.source not in longest:
                 return None
-            found.append(made.reach(longest[made.source]))
-    return max(found)
+            found = max(found, made.reach(longest[made.source]))
+    return found
 
 
-def _rows(graph: Graph, per_step: Mapping[str, int]) -> dict[str, _Rows]:
-    rows: dict[str, _Rows] = {}
-    for node in graph.nodes:
-        if node.kind is NodeKind.SOURCE:
-            each = 2 if graph.sources[node.name] is PreferencePairs else 1
-            rows[node.name] = _Rows(node.name, per_step[node.name], each, "rows of a pair")
-        elif node.kind is NodeKind.ROLLOUT:
-            inputs = [rows[ref.node] for _, ref in node.inputs if ref.node in rows]
-            sampling = _constant(node, Sampling)
-            if inputs and isinstance(sampling, Sampling):
-                rows[node.name] = replace(
-                    inputs[0],
-                    each=inputs[0].each * sampling.num_samples,
-                    why="samples",
-                    new_tokens=inputs[0].new_tokens + sampling.max_new_tokens,
-                    most_tokens=sampling.max_total_tokens if converses(node) else 0,
-                )
-        else:
-            kept = {output.rows for output in node.outputs} - {node.name}
-            if len(kept) == 1 and (made := kept.pop()) in rows:
-                rows[node.name] = rows[made]
-    return rows
+def stage_schedule(graph: Graph, schedule: Schedule) -> Schedule:
+    """The run's schedule as it is for one stage: without what concerns rollouts if it has none."""
+    if any(node.kind is NodeKind.ROLLOUT for node in graph.nodes):
+        parts = schedule.streaming if streaming(graph).rollouts else 0
+        in_flight = schedule.in_flight and bool(parts or schedule.segment_tokens)
+        return replace(schedule, streaming=parts, in_flight=in_flight)
+    return replace(schedule, streaming=0, segment_tokens=0, in_flight=False)
 
 
-def converses(node: Node) -> bool:
-    """Return whether a node holds conversations, sampled turn by turn."""
-    return node.method == "converse"
+def stage_flow(graph: Graph, placement: Placement, schedule: Schedule) -> Flow:
+    schedule = stage_schedule(graph, schedule)
+    if schedule.segment_tokens:
+        check_segments(graph)
+    if schedule.in_flight:
+        check_in_flight(graph, placement)
+    return flow_of(graph, placement.streamed(schedule.streaming), schedule)
 
 
-def _check_turns(node: Node) -> None:
-    """Check the turns of a node, as far as the graph knows them."""
-    values = {name: one.value for name, one in node.arguments if isinstance(one, Constant)}
-    sampling = _constant(node, Sampling)
-    if isinstance(sampling, Sampling):
-        branch = bool(values.get("branch", False))
-        check_turns(f"'{node.name}'", sampling, values.get("max_turns", 1), branch=branch)
-
-
-def _check_room(node: Node, source: str, prompt: int) -> None:
-    """Refuse prompts that fill `max_total_tokens` by themselves."""
-    sampling = _constant(node, Sampling)
-    if isinstance(sampling, Sampling) and 0 < sampling.max_total_tokens <= prompt:
-        key = "task.max_total_tokens" if converses(node) else "cfg.sampling.max_total_tokens"
+def check_streams(stages: Sequence[Stage], schedule: Schedule) -> None:
+    """Refuse to stream, or to go on in later steps, in a run where nothing can."""
+    kinds = {node.kind for stage in stages for node in stage.graph.nodes}
+    if schedule.segment_tokens and NodeKind.ROLLOUT not in kinds:
         raise ConfigError(
-            f"'{node.name}' has {source} of up to {prompt} tokens, and max_total_tokens is "
-            f"{sampling.max_total_tokens}: none are left for a response\n    raise {key}, or leave "
-            "long prompts out: task.max_prompt_tokens"
+            f"'schedule.segment_tokens' is {schedule.segment_tokens}, but this run samples nothing "
+            "that could go on in a later step\n    leave it out"
         )
-
-
-def _constant(node: Node, kind: type) -> Any:
-    values = [argument.value for _, argument in node.arguments if isinstance(argument, Constant)]
-    return next((value for value in values if isinstance(value, kind)), None)
-
-
-def _check_train(node: Node, rows: Mapping[str, _Rows], placement: Placement, at: str) -> None:
-    made = next((rows[ref.node] for _, ref in node.inputs if ref.node in rows), None)
-    if made is None:
+    if schedule.streaming == 0 or any(streaming(stage.graph).rollouts for stage in stages):
         return
-    arguments = dict(node.arguments)
-    minibatches = arguments.get("num_minibatches")
-    num_minibatches = minibatches.value if isinstance(minibatches, Constant) else 1
-    num_ranks = placement.group(placement.nodes[node.name]).num_ranks
-    loss = _constant(node, Loss)
-    grouped = loss is not None and loss.unit == "group"
-    unit, total = ("groups", made.items) if grouped else ("rows", made.items * made.each)
-    count = f"{made.items} {made.source}"
-    if not grouped and made.each > 1:
-        count += f" x {made.each} {made.why} = {total} rows"
-    if not isinstance(num_minibatches, int) or num_minibatches < 1:
+    lines: list[str] = []
+    for stage in stages:
+        reasons = [
+            f"{name} cannot stream: {reason}"
+            for name, reason in streaming(stage.graph).why_not.items()
+            if stage.graph[name].kind is NodeKind.ROLLOUT
+        ]
+        lines += [f"    {stage.name}: {why}" for why in reasons or ["it samples nothing"]]
+    raise ConfigError(
+        f"'schedule.streaming' is {schedule.streaming}, but nothing that this run samples can "
+        "stream\n" + "\n".join(lines) + "\n    leave it out"
+    )
+
+
+def check_parts(
+    graph: Graph, placement: Placement, per_step: Mapping[str, int], schedule: Schedule, at: str
+) -> None:
+    """Refuse to cut a step's rows into more parts than it takes items."""
+    parts = stage_schedule(graph, schedule).streaming
+    if not parts:
+        return
+    needed, multiple = placement.streamed(parts).num_chunks, placement.streamed(1).num_chunks
+    rounded = f" (a multiple of {multiple}, for the ranks)" if needed != parts else ""
+    # Only of these some node takes one part at a time.
+    cut = {ref.node for node in graph.nodes if node.scope != "batch" for _, ref in node.inputs}
+    for source in (name for name in graph.sources if name in cut):
+        items = per_step[source]
+        if items >= needed:
+            continue
+        most = items // multiple * multiple
+        lower = f"lower it to at most {most}, or " if most else ""
         raise ConfigError(
-            f"'{node.name}' is to take {num_minibatches} minibatches per pass\n"
-            f"    num_minibatches must be at least 1 ({at}.cfg)"
+            f"'schedule.streaming' is {parts}: a step's rows would go on in {needed} parts"
+            f"{rounded}, but {graph.name} takes {items} {source} per step\n"
+            f"    {lower}raise {at}.per_step.{source} to at least {needed}"
         )
-    if total % num_minibatches:
-        raise ConfigError(
-            f"'{node.name}' trains on {count} per step, which {num_minibatches} minibatches do not "
-            f"divide\n    choose {at}.per_step.{made.source} or num_minibatches so that the "
-            f"{unit} divide evenly"
+
+
+def streaming_lines(stage: Stage, schedule: Schedule, *, in_processes: bool) -> list[str]:
+    """Describe the rollouts of a stage that stream or go on in later steps."""
+    graph, placement = stage.graph, stage.placement
+    schedule = stage_schedule(graph, schedule)
+    lines: list[str] = []
+    if most := schedule.segment_tokens:
+        tokens = "1 token" if most == 1 else f"{most} tokens"
+        lines.append(
+            f"segments   {graph.name}: a response grows by at most {tokens} in a step, and goes on "
+            "in the next"
         )
-    if made.items % num_ranks:
-        raise ConfigError(
-            f"'{node.name}' trains on {count} per step, which the {num_ranks} ranks of group "
-            f"'{placement.nodes[node.name]}' do not divide\n"
-            f"    choose {at}.per_step.{made.source} as a multiple of {num_ranks}"
+    if parts := schedule.streaming:
+        able, needed = streaming(graph), placement.streamed(parts).num_chunks
+        asked = "" if needed == parts else f", for {parts} and the ranks of all groups"
+        notes = [_idle(graph, placement, able, rollout) for rollout in able.rollouts]
+        if not in_processes:
+            notes = ["this executor does one thing at a time, so nothing overlaps"]
+        elif not able.order_of:
+            notes.append("no train node streams: training begins when everything has been sampled")
+        lines.append(f"streaming  {graph.name}: a step's rows go on in {needed} parts{asked}")
+        lines += [f"  {line}" for line in str(able).splitlines()]
+        lines += [f"  note: {note}" for note in notes if note]
+    for name, reason in in_flight(graph, placement).items() if schedule.in_flight else ():
+        takes = "takes newer weights between two tokens, and parts go on as they come"
+        lines.append(
+            f"in flight  {name} {f'does not take newer weights: {reason}' if reason else takes}"
         )
+    return lines
+
+
+def _idle(graph: Graph, placement: Placement, able: Streaming, rollout: str) -> str:
+    """Which nodes cannot begin with a part of a rollout's rows, though they could; "" if none."""
+    group = placement.nodes[rollout]
+    same = {group, *sharing(placement.groups).get(group, ())}
+    early, late, blocked = {rollout}, set[str](), list[str]()
+    for node in graph.nodes:
+        inputs = {ref.node for _, ref in node.inputs}
+        if node.kind is NodeKind.SOURCE or not inputs & (early | late):
+            continue
+        takes = node.scope != "batch" or able.order_of.get(node.name) == rollout
+        if not takes or inputs & late:
+            late.add(node.name)
+        elif placement.nodes[node.name] in same:
+            late.add(node.name)
+            blocked.append(node.name)
+        else:
+            early.add(node.name)
+    if not blocked:
+        return "" if len(early) > 1 else f"nothing that follows {rollout} can begin with a part"
+    return (
+        f"{' and '.join(blocked)} could begin with a part, but must wait for the devices of "
+        f"{rollout} (group '{group}'); use another group"
+    )

@@ -29,52 +29,31 @@ from .data import Data, task_spec_of
 
 
 class HeldOut:
-    """Prompts of an evaluation as a source: the same in every step.
-
-    Args:
-        source: Of the task's prompts.
-        problems: Indices into the task.
-
-    Attributes:
-        longest: Tokens of the task's longest prompt.
-    """
+    """Prompts of an evaluation as a source: the same in every step."""
 
     def __init__(self, source: PromptSource, problems: Sequence[int]) -> None:
         self._prompts = source.asked(problems)
-        self.longest = source.longest
+        self.longest = source.longest  # tokens of the task's longest prompt
 
     @property
     def problems(self) -> list[int]:
-        """Indices of what is asked, in order."""
         return self._prompts.prompt_id.tolist()
 
     @property
     def num_prompts(self) -> int:
-        """How many problems are asked."""
         return len(self._prompts.prompt_id)
 
     def batch(self, step: int) -> Prompts:
-        """All of them."""
         return self._prompts
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Problems that are evaluated together.
-
-    Attributes:
-        name: "" for the held-out problems of a task that names no suites.
-        data: Their task, with the run's tokenizer.
-        prompts: The problems.
-        sampling: How they are answered.
-        is_own: Whether the task is the run's.
-    """
-
-    name: str
-    data: Data
-    prompts: HeldOut
-    sampling: Sampling
-    is_own: bool
+    name: str  # "" for the held-out problems of a task that names no suites
+    data: Data  # their task, with the run's tokenizer
+    prompts: HeldOut  # the problems
+    sampling: Sampling  # how they are answered
+    is_own: bool  # whether the task is the run's
 
     @property
     def tokenizer_spec(self) -> TokenizerSpec:
@@ -97,18 +76,7 @@ class Suite:
 def suites_of(
     config: EvaluationConfig, data: Data, trained: Sampling | None = None
 ) -> tuple[Suite, ...]:
-    """All suites: those of the run's task first, then those that are configured.
-
-    Args:
-        config: The section `evaluation`.
-        data: The run's.
-        trained: How responses are sampled that the policy is trained on: what ends those ends these
-            as well. By default what the model's generation_config.json says.
-
-    Raises:
-        ConfigError: If a suite's task cannot be made, or has fewer problems than its own
-            `num_prompts`, a field of sampling is wrong, or two suites have one name.
-    """
+    """All suites: those of the run's task first, then those that are configured."""
     strings = data.tokenizer.end.strings if trained is None else trained.stop
     ends = {"stop": strings, "stop_token_ids": trained.stop_token_ids if trained else ()}
     own = list(_own(config, data, ends)) if config.num_prompts else []
@@ -207,17 +175,12 @@ HELD_OUT_LOSS = "held_out_loss"
 
 @dataclass(frozen=True)
 class HeldOutRows:
-    """A step's tables of held-out rows, and how their loss is computed.
+    """A step's tables of held-out rows, and how their loss is computed."""
 
-    Attributes:
-        graph: Computes the loss's inputs: all that the train call reads, and its role's outputs.
-        train: The train call.
-        tables: Table -> held-out rows.
-    """
-
+    # computes the loss's inputs: all that the train call reads, and its role's outputs
     graph: Graph
-    train: Node
-    tables: Mapping[str, Any]
+    train: Node  # the train call
+    tables: Mapping[str, Any]  # table -> held-out rows
 
     @classmethod
     def of(cls, graph: Graph, sources: Mapping[str, Source]) -> HeldOutRows | None:

@@ -30,17 +30,18 @@ from ...planner.inputs.model_shape import ModelShape
 from ...planner.plan.plan import Plan
 from ...workers.executors.assignment import Machine
 from ...workers.executors.registry import PARALLEL_EXECUTOR
-from ..inputs.compose import check_calibration
-from ..inputs.run import Run, executor_kind
+from ..inputs.run import Run, check_calibration, executor_kind
 from ..run_dir.files import optional_field, parse_object, parsed
 from ..run_dir.run_folder import RunFolder
 
+# More ranks than this are not started unless they are asked for; each takes memory of its own.
 _MOST_RANKS = 8
-"""More ranks than this are not started unless they are asked for; each takes memory of its own."""
+MEASURED = "measured"  # the cluster that a calibration file describes
+CALIBRATION = "calibration.json"  # below the folder of runs: looked for if none is named
+ALIKE = 1.1  # how much more memory a node may have than another that is taken for its equal
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -78,7 +79,6 @@ def threads_of(num_ranks: int) -> int:
 
 
 def machine_name(device: str = "cpu") -> str:
-    """Name the processor or the CUDA device."""
     if device == "cuda":
         import torch
 
@@ -112,12 +112,7 @@ def analytic_cpus() -> ClusterSpec:
     return preset.model_copy(update={"name": "this machine", "node_groups": (own,)})
 
 
-MEASURED = "measured"
-"""The cluster that a calibration file describes."""
-
-
 def named_devices(section: Any) -> Any:
-    """The composed section `cluster` with devices in place of their names."""
     if not isinstance(section, Mapping):
         return section
     data = _named(section, "cluster")
@@ -148,7 +143,6 @@ def _named(section: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def _preset_files() -> dict[str, dict[str, Any]]:
-    """Option of `cluster=` -> its keys, of those with one kind of device."""
     return {
         option: section
         for option in options_of("cluster")
@@ -157,7 +151,6 @@ def _preset_files() -> dict[str, dict[str, Any]]:
 
 
 def presets() -> dict[str, ClusterSpec]:
-    """Option of `cluster=` -> the cluster that it describes, of those with one kind of device."""
     return {
         option: cluster_spec(validated(ClusterConfig, section, "cluster"))
         for option, section in _preset_files().items()
@@ -165,7 +158,6 @@ def presets() -> dict[str, ClusterSpec]:
 
 
 def cluster_spec(config: ClusterConfig, measured: ClusterSpec | None = None) -> ClusterSpec:
-    """The cluster that a validated section describes."""
     if config == ClusterConfig(name=MEASURED):
         if measured is None:
             raise ConfigError(
@@ -206,10 +198,6 @@ def cluster_spec(config: ClusterConfig, measured: ClusterSpec | None = None) -> 
     return ClusterSpec(name=config.name, node_groups=groups, between=between)
 
 
-ALIKE = 1.1
-"""How much more memory a node may have than another that is taken for its equal."""
-
-
 def with_cluster(run: Run) -> Run:
     """The run with the cluster that its executor has joined, if it has and a device is known."""
     if run.cluster is not None:
@@ -236,7 +224,13 @@ def reported_cluster(machines: Sequence[Machine], device: str) -> ClusterSpec | 
         if name is None:
             return None
         preset = known[name]
-        node = _node(preset.node_groups[0], machine, number, device)
+        node = preset.node_groups[0]
+        if device == "cpu":
+            memory = int(machine.total.get("memory", 0)) or node.device.memory_bytes
+            node = cpu_node(node, number, memory)
+        else:
+            own = {"num_nodes": 1, "devices_per_node": number, "labels": labels_of(machine)}
+            node = node.model_copy(update=own)
         links.append(preset.between)
         if nodes and (one := _smaller(nodes[-1], node)) is not None:
             nodes[-1] = one.model_copy(update={"num_nodes": nodes[-1].num_nodes + 1})
@@ -253,24 +247,12 @@ def _smaller(one: NodeGroup, other: NodeGroup) -> NodeGroup | None:
     if high > ALIKE * low:
         return None
     least, most = (
-        node.model_copy(
-            update={
-                "num_nodes": 1,
-                "device": node.device.model_copy(update={"memory_bytes": low}),
-            }
+        n.model_copy(
+            update={"num_nodes": 1, "device": n.device.model_copy(update={"memory_bytes": low})}
         )
-        for node in (one, other)
+        for n in (one, other)
     )
     return least if least == most else None
-
-
-def _node(preset: NodeGroup, machine: Machine, number: int, device: str) -> NodeGroup:
-    if device == "cpu":
-        memory = int(machine.total.get("memory", 0)) or preset.device.memory_bytes
-        return cpu_node(preset, number, memory)
-    return preset.model_copy(
-        update={"num_nodes": 1, "devices_per_node": number, "labels": labels_of(machine)}
-    )
 
 
 def option_of(machine: Machine, options: Collection[str]) -> str | None:
@@ -280,7 +262,6 @@ def option_of(machine: Machine, options: Collection[str]) -> str | None:
 
 
 def labels_of(machine: Machine) -> Mapping[str, str]:
-    """The labels of a machine that name its GPUs."""
     return {key: value for key, value in machine.labels.items() if value in machine.devices}
 
 
@@ -294,29 +275,28 @@ def read_calibration(path: Path) -> Calibration:
     prediction, cluster = plan.prediction, plan.cluster
     if prediction is None or prediction.constants is None or not isinstance(cluster, ClusterSpec):
         raise _unusable(path, "its plan predicts nothing", "take a run that the planner has placed")
-    constants = prediction.constants
-    factors = _factors(prediction.durations_s, _measured(folder))
-    if not factors:
+    measured = parsed(folder.summary, _seconds)
+    if measured is None:
+        raise _unusable(path, "the run has not ended", "wait for it, or take another")
+    constants, logs = prediction.constants, dict[CallKind, list[float]]()
+    for name, seconds in measured.items():
+        if predicted := prediction.durations_s.get(name):
+            method = name.rpartition(".")[2].partition("#")[0]  # `actor.train#2` trains
+            kind: CallKind = method if method == "train" or method == "generate" else "forward"
+            logs.setdefault(kind, []).append(math.log(seconds / predicted))
+    if not logs:
         raise _unusable(path, "no predicted call was measured", "take a run that made a step")
-    known = constants.corrections
-    corrections = dict(known) | {kind: known.get(kind, 1.0) * f for kind, f in factors.items()}
-    learned = constants.replaced(corrections=corrections, source=f"learned from {path.name}")
-    first = cluster.node_groups[0]
+    corrections = dict(constants.corrections)
+    for kind, found in logs.items():  # the geometric mean of measured over predicted
+        corrections[kind] = corrections.get(kind, 1.0) * math.exp(sum(found) / len(found))
     return Calibration(
         cluster=cluster,
-        constants=learned,
-        num_threads=threads_of(first.devices_per_node),
+        constants=constants.replaced(corrections=corrections, source=f"learned from {path.name}"),
+        num_threads=threads_of(cluster.node_groups[0].devices_per_node),
         executor=PARALLEL_EXECUTOR,
         machine=machine_name(cluster.device_type),
         date=datetime.fromtimestamp(folder.summary.stat().st_mtime, UTC).date().isoformat(),
     )
-
-
-def _measured(folder: RunFolder) -> Mapping[str, float]:
-    found = parsed(folder.summary, _seconds)
-    if found is None:
-        raise _unusable(folder.path, "the run has not ended", "wait for it, or take another")
-    return found
 
 
 def _seconds(summary: bytes) -> dict[str, float]:
@@ -325,44 +305,18 @@ def _seconds(summary: bytes) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds and seconds > 0}
 
 
-def _factors(
-    predicted: Mapping[str, float], measured: Mapping[str, float]
-) -> dict[CallKind, float]:
-    """Kind of call -> geometric mean of measured over predicted."""
-    logs: dict[CallKind, list[float]] = {}
-    for name, seconds in measured.items():
-        if predicted.get(name):
-            logs.setdefault(_kind(name), []).append(math.log(seconds / predicted[name]))
-    return {kind: math.exp(sum(found) / len(found)) for kind, found in logs.items()}
-
-
-def _kind(node: str) -> CallKind:
-    """By the method of the role: `actor.train#2` trains."""
-    method = node.rpartition(".")[2].partition("#")[0]
-    if method == "train":
-        return "train"
-    return "generate" if method == "generate" else "forward"
-
-
 def _unusable(path: Path, why: str, fix: str) -> PlanError:
     return PlanError(f"calibration {path}: {why}\n    {fix}")
 
 
+# Words of a device's name that its preset does not depend on.
 _FORM = frozenset(["nvidia", "geforce", "sxm", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e"])
-"""Words of a device's name that its preset does not depend on."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device as it reports itself.
-
-    Attributes:
-        name: As its driver calls it: "NVIDIA H100 80GB HBM3".
-        memory_bytes: All of its memory.
-    """
-
-    name: str
-    memory_bytes: int
+    name: str  # as its driver calls it: "NVIDIA H100 80GB HBM3"
+    memory_bytes: int  # all of its memory
 
 
 def gpus_here() -> list[Gpu]:
@@ -429,26 +383,14 @@ def said_of(gpus: Iterable[Gpu]) -> str:
     return " and ".join(f"{number} x {text}" for text, number in counted.items())
 
 
-CALIBRATION = "calibration.json"
-"""Below the folder of runs: where a calibration is looked for if none is named."""
-
-
 @dataclass(frozen=True)
 class PlannedMachine:
-    """The machine that a plan is for.
-
-    Attributes:
-        cluster: Its devices.
-        calibration: What was measured of them; None if nothing was.
-        note: What they are taken for, where that was not configured; "" if there is no more to say.
-    """
-
-    cluster: ClusterSpec
-    calibration: Calibration | None
+    cluster: ClusterSpec  # its devices
+    calibration: Calibration | None  # what was measured of them; None if nothing was
+    # what they are taken for, where that was not configured; "" if there is no more to say
     note: str = ""
 
     def constants(self, models: Mapping[str, ModelShape | None]) -> Constants:
-        """Return the constants of the model of time."""
         if self.calibration is None:
             return default_constants(self.cluster)
         return self.calibration.constants_for(models.values())
@@ -456,8 +398,7 @@ class PlannedMachine:
 
 def planned_machine(run: Run) -> PlannedMachine | str:
     """The machine as measured, or as it is by default; or why nothing can be planned for it."""
-    kind = run.executor.device.partition(":")[0]
-    given = run.config.calibration
+    kind, given = run.executor.device.partition(":")[0], run.config.calibration
     if run.cluster is not None and given is None:
         return PlannedMachine(run.cluster, None)
     file = Path(given or run.folder / CALIBRATION)
@@ -475,7 +416,6 @@ def planned_machine(run: Run) -> PlannedMachine | str:
 
 
 def _gpus(section: ExecutorConfig) -> PlannedMachine | str:
-    """Return GPUs that were not measured: those of joined nodes, or of this machine."""
     nodes = [n for n in executor_kind(section.kind).machines() if _num_gpus(n)]
     gpus = [] if nodes else gpus_here()
     cluster = as_cluster(gpus) if gpus else None

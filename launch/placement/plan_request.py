@@ -6,8 +6,8 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph, check_segments
 from ...dataflow.runtime.messages import TaskSpan
 from ...dataflow.scheduler.schedule import Schedule
-from ...planner.cost.calibration import Calibration, Constants, default_constants
+from ...planner.cost.calibration import Constants, default_constants
 from ...planner.cost.engine_model import RoleEngines
 from ...planner.formatting import change_text, ranges_text, seconds_text
 from ...planner.inputs.calls import Call, Workload, calls_of
@@ -33,12 +33,11 @@ from ...planner.plan.planner import plan_step
 from ...planner.plan.simulate import Simulation, idle_of
 from ...planner.report.comparison import Alternative, PlanComparison
 from ...planner.search.pins import Pins
-from ..inputs.compose import resolved
+from ..inputs.run import resolved
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.step_logs import read_trace
 from .machine import cluster_spec, named_devices, read_calibration
-from .models import local_model, with_dtype
-from .plan_inputs import PlanInputs
+from .models import PlanInputs, local_model, with_dtype
 
 
 def measured_run(name: str, graph: Graph, workload: Workload) -> Alternative:
@@ -63,7 +62,11 @@ def measured_run(name: str, graph: Graph, workload: Workload) -> Alternative:
             "workload.response=..., algorithm.per_step..."
         )
     spans = _spans(read_trace(folder.trace), graph)
-    ends = _ends(spans)
+    last: dict[int, float] = {}
+    for span in spans:
+        last[span.step] = max(last.get(span.step, 0.0), span.end_s)
+    # When each step, and all before it, were done.
+    ends = list(accumulate((end_s for _, end_s in sorted(last.items())), max))
     if len(ends) < 2:
         raise ConfigError(f"{at} has made no two steps yet\n    wait for it, or take another run")
     lengths = sorted((end_s - start_s, start_s, end_s) for start_s, end_s in pairwise(ends))
@@ -93,7 +96,6 @@ def _sizes_text(work: Workload) -> str:
 
 
 def _spans(events: Sequence[Mapping[str, Any]], graph: Graph) -> tuple[TaskSpan, ...]:
-    """Return a span for each call of each step, in seconds from the first, ordered by end."""
     groups = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     calls = {node.name for node in graph.nodes if node.role}
     tasks = [e for e in events if e.get("cat") == "task" and e["name"] in calls]
@@ -111,84 +113,60 @@ def _spans(events: Sequence[Mapping[str, Any]], graph: Graph) -> tuple[TaskSpan,
     return tuple(sorted(spans, key=lambda span: span.end_s))
 
 
-def _ends(spans: Sequence[TaskSpan]) -> list[float]:
-    """Return when each step, and all before it, were done."""
-    last: dict[int, float] = {}
-    for span in spans:
-        last[span.step] = max(last.get(span.step, 0.0), span.end_s)
-    ends: list[float] = []
-    for _, end_s in sorted(last.items()):
-        ends.append(max(end_s, ends[-1]) if ends else end_s)
-    return ends
-
-
-SECTIONS = ("cluster", "workload", "plan")
-"""Keys that a plan has and a run has not."""
+SECTIONS = ("cluster", "workload", "plan")  # keys that a plan has and a run has not
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A request to the planner.
-
-    Attributes:
-        graph: The recorded step.
-        models: Role -> shape, or None for a role without a model.
-        cluster: Where it is to run.
-        workload: How much one step computes.
-        lags: How far generation may run ahead: what to compare.
-        segments: How far a response may grow in a step, 0 for to its end: what to compare.
-        refused: Key and value of a schedule -> why the step cannot have it, of those that were to
-            be compared.
-        notes: What to say of roles that are not planned for, of rates that are not known, and
-            of what a run would do that is not predicted.
-        constants: Of the model of time.
-        engines: What runs the calls.
-        others: Role -> what runs its calls instead.
-        words: The same as keys of the configuration.
-        pins: Parts that are fixed.
-        deadline_s: When to stop.
-        num_steps: Steps of the run, for what it costs.
-        compared: File -> pins with which the step is to be planned as well, or a run.
-        target_s: Plan for the fewest nodes on which a step takes no longer.
-        sensitivity: Whether to plan for better hardware as well.
-        tp_across_nodes: Allow tensor parallelism over the network.
-        max_cp: Most ranks that share a sequence.
-        streaming: Parts in which a step's rows go on.
-    """
-
-    graph: Graph
-    models: Mapping[str, ModelShape | None]
-    cluster: ClusterSpec
-    workload: Workload
-    lags: tuple[int, ...]
+    graph: Graph  # the recorded step
+    models: Mapping[str, ModelShape | None]  # role -> shape, or None for a role without a model
+    cluster: ClusterSpec  # where it is to run
+    workload: Workload  # how much one step computes
+    lags: tuple[int, ...]  # how far generation may run ahead: what to compare
+    # how far a response may grow in a step, 0 for to its end: what to compare
     segments: tuple[int, ...]
+    # key and value of a schedule -> why the step cannot have it, of those that were to be compared
     refused: Mapping[str, str]
+    # what to say of roles that are not planned for, of rates that are not known, and of what a run
+    # would do that is not predicted
     notes: tuple[str, ...]
-    constants: Constants
-    engines: RoleEngines
-    others: Mapping[str, RoleEngines]
-    words: str
-    pins: Pins
-    deadline_s: float | None
-    num_steps: int | None = None
-    compared: Mapping[str, Pins | Alternative] = field(
-        default_factory=dict[str, "Pins | Alternative"]
-    )
-    target_s: float | None = None
-    sensitivity: bool = False
-    tp_across_nodes: bool = False
-    max_cp: int = 1
-    streaming: int = 0
+    constants: Constants  # of the model of time
+    engines: RoleEngines  # what runs the calls
+    others: Mapping[str, RoleEngines]  # role -> what runs its calls instead
+    words: str  # the same as keys of the configuration
+    pins: Pins  # parts that are fixed
+    # file -> pins with which the step is to be planned as well, or a run
+    compared: Mapping[str, Pins | Alternative]
+    options: PlanOptions  # the section `plan`
+    num_steps: int  # of the run, for what it costs
+    streaming: int  # parts in which a step's rows go on
 
     def plan(self) -> Plan:
-        """Search, in turn under each length of a segment."""
+        """Search, in turn under each length of a segment: how far a response grows in a step."""
         found: list[Plan] = []
         unfit: dict[int, InfeasibleError] = {}
+        longest_s = self.options.deadline_s
         for segment in self.segments:
             try:
-                found.append(self._plan(segment))
+                made = plan_step(
+                    self.graph,
+                    self.models,
+                    self.cluster,
+                    self.workload.model_copy(update={"segment_tokens": segment or None}),
+                    max_lag=self.lags,
+                    constants=self.constants,
+                    engines=self.engines,
+                    others=self.others,
+                    pins=self.pins,
+                    deadline_s=longest_s and longest_s / len(self.segments),
+                    tp_across_nodes=self.options.tp_across_nodes,
+                    max_cp=self.options.max_cp,
+                    streaming=self.streaming,
+                )
             except InfeasibleError as error:
                 unfit[segment] = error
+            else:
+                found.append(made)
         if not found:
             raise next(iter(unfit.values()))
         return _fastest(found, unfit).model_copy(update={"num_steps": self.num_steps})
@@ -197,64 +175,30 @@ class PlanRequest:
         """The plan with what tells a run whether it was made for it: graph and engines."""
         return plan.model_copy(update={"graph": self.graph.fingerprint, "engines": self.words})
 
-    def _plan(self, segment_tokens: int) -> Plan:
-        """The best plan with responses that grow by so much in a step."""
-        deadline_s = self.deadline_s
-        return plan_step(
-            self.graph,
-            self.models,
-            self.cluster,
-            self.workload.model_copy(update={"segment_tokens": segment_tokens or None}),
-            max_lag=self.lags,
-            constants=self.constants,
-            engines=self.engines,
-            others=self.others,
-            pins=self.pins,
-            deadline_s=None if deadline_s is None else deadline_s / len(self.segments),
-            tp_across_nodes=self.tp_across_nodes,
-            max_cp=self.max_cp,
-            streaming=self.streaming,
-        )
-
 
 def _fastest(plans: Sequence[Plan], unfit: Iterable[int]) -> Plan:
     """Return the fastest of plans under several schedules, with what the others would take."""
-    best = min(plans, key=_step_time_s)
-    others = [_as_other(plan) for plan in plans if plan is not best]
-    others += [one for plan in plans if plan.prediction for one in plan.prediction.other_schedules]
+    searched = [(plan, plan.prediction) for plan in plans if plan.prediction is not None]
+    best, prediction = min(searched, key=lambda one: one[1].step_time_s)
+    others = [
+        OtherSchedule(
+            max_lag=plan.max_lag or 0,
+            segment_tokens=one.segment_tokens,
+            step_time_s=one.step_time_s,
+        )
+        for plan, one in searched
+        if plan is not best
+    ]
+    others += [other for _, one in searched for other in one.other_schedules]
     others.sort(key=lambda one: one.step_time_s or math.inf)
     for segment in unfit:
         others.append(OtherSchedule(max_lag=0, segment_tokens=segment, step_time_s=None))
-    assert best.prediction is not None, "it was searched for"
-    prediction = best.prediction.model_copy(update={"other_schedules": tuple(others)})
-    return best.model_copy(update={"prediction": prediction})
-
-
-def _as_other(plan: Plan) -> OtherSchedule:
-    assert plan.prediction is not None, "it was searched for"
-    return OtherSchedule(
-        max_lag=plan.max_lag or 0,
-        segment_tokens=plan.prediction.segment_tokens,
-        step_time_s=plan.prediction.step_time_s,
-    )
-
-
-def _step_time_s(plan: Plan) -> float:
-    return plan.prediction.step_time_s if plan.prediction is not None else math.inf
+    known = prediction.model_copy(update={"other_schedules": tuple(others)})
+    return best.model_copy(update={"prediction": known})
 
 
 def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanRequest:
-    """The request that a composition of `configs/plan.yaml` asks, less its outputs.
-
-    Args:
-        composed: As Hydra composed it.
-        model_name: What tables call the run's model.
-
-    Raises:
-        ConfigError: For whatever is unknown, missing or out of range.
-        FlowError: If the step is no valid graph, or its loss cannot correct for the lag.
-        PlanError: If a model's shape or a pin is none that can be planned for.
-    """
+    """The request that a composition of `configs/plan.yaml` asks, less its outputs."""
     run, own = _split(composed)
     found = resolved(run)
     asked = validated(PlanConfig, own)
@@ -264,27 +208,35 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     cluster = cluster_spec(asked.cluster, calibration and calibration.cluster)
     model = with_dtype(local_model(found.model), lambda: cluster.computes_faster("bfloat16"))
     inputs = PlanInputs(found.having(model=model), model.hub or model_name)
-    models = inputs.models(options.models)
-    _check_models(inputs.graph, models)
+    graph, models = inputs.graph, inputs.models(options.models)
+    if not any(models.values()):
+        raise ConfigError(
+            f"'{graph.name}' has no role with a language model, and the planner knows the memory "
+            "and time of no other\n    place its nodes by hand: placement=PLAN.json, or "
+            "executor.groups and executor.nodes; or say what a role computes: plan.models.ROLE"
+        )
     _check_dtypes(models, options.models, cluster)
-    workload = inputs.workload(asked.workload)
-    lags, segments, refused = _schedules(inputs.graph, found.config.schedule, options, composed)
-    found.engines.check_generates(inputs.graph)
+    workload, schedule = inputs.workload(asked.workload), found.config.schedule
+    lags, segments, refused = _schedules(graph, schedule, options, composed)
+    found.engines.check_generates(graph)
     engines, others = found.engines.planned()
-    calls = calls_of(inputs.graph, workload, models)
+    calls = calls_of(graph, workload, models)
+    shapes = [model for model in models.values() if model is not None]
+    notes = [*inputs.left_out(models), *cluster.notes(shape.dtype for shape in shapes)]
+    notes += [] if calibration is None else calibration.notes_for(shapes)
+    if schedule.streaming and any(segments):
+        notes.append("schedule.streaming is not predicted of responses that go on in later steps")
+    if schedule.in_flight:
+        notes.append("schedule.in_flight is not predicted; weights come between two steps")
     return PlanRequest(
-        graph=inputs.graph,
+        graph=graph,
         models=models,
         cluster=cluster,
         workload=workload,
         lags=lags,
         segments=segments,
         refused=refused,
-        notes=(
-            *inputs.left_out(models),
-            *_notes(cluster, calibration, models),
-            *_not_predicted(found.config.schedule, segments),
-        ),
+        notes=tuple(notes),
         constants=default_constants(cluster)
         if calibration is None
         else calibration.constants_for(models.values()),
@@ -293,56 +245,23 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         words=found.engines.words,
         pins=pins_of(options.pins, calls, cluster),
         compared={
-            name: measured_run(name, inputs.graph, workload)
+            name: measured_run(name, graph, workload)
             if Path(name).is_dir()
             else pins_of_file(name, calls, cluster)
             for name in options.compare
         },
-        target_s=options.target_s,
-        sensitivity=options.sensitivity,
-        deadline_s=options.deadline_s,
+        options=options,
         num_steps=found.main.config.num_steps,
-        tp_across_nodes=options.tp_across_nodes,
-        max_cp=options.max_cp,
-        streaming=found.config.schedule.streaming,
+        streaming=schedule.streaming,
     )
-
-
-def _notes(
-    cluster: ClusterSpec,
-    calibration: Calibration | None,
-    models: Mapping[str, ModelShape | None],
-) -> list[str]:
-    shapes = [model for model in models.values() if model is not None]
-    notes = list(cluster.notes(model.dtype for model in shapes))
-    return notes + list(calibration.notes_for(shapes) if calibration is not None else ())
-
-
-def _not_predicted(schedule: Schedule, segments: Sequence[int]) -> list[str]:
-    notes: list[str] = []
-    if schedule.streaming and any(segments):
-        notes.append("schedule.streaming is not predicted of responses that go on in later steps")
-    if schedule.in_flight:
-        notes.append("schedule.in_flight is not predicted; weights come between two steps")
-    return notes
-
-
-def _check_models(graph: Graph, models: Mapping[str, ModelShape | None]) -> None:
-    if not any(models.values()):
-        raise ConfigError(
-            f"'{graph.name}' has no role with a language model, and the planner knows the memory "
-            "and time of no other\n    place its nodes by hand: placement=PLAN.json, or "
-            "executor.groups and executor.nodes; or say what a role computes: plan.models.ROLE"
-        )
 
 
 def _check_dtypes(
     models: Mapping[str, ModelShape | None], named: Mapping[str, str | None], cluster: ClusterSpec
 ) -> None:
-    """Refuse a model in a dtype for which a device has no rate, before the search meets it."""
     devices = [group.device for group in cluster.node_groups]
     for role, model in models.items():
-        for device in devices if model is not None else ():
+        for device in devices:
             if model is None or model.dtype in device.flops_per_s or device.stands_in(model.dtype):
                 continue
             known = ", ".join(device.flops_per_s)
@@ -359,7 +278,6 @@ def _check_dtypes(
 
 
 def _split(composed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys of a run, and those of the plan alone with names and dots taken care of."""
     run = {key: value for key, value in composed.items() if key not in SECTIONS}
     own = {key: value for key, value in composed.items() if key in SECTIONS}
     if _is_auto(run):
@@ -384,30 +302,24 @@ def _is_auto(composed: Mapping[str, Any]) -> bool:
 def _schedules(
     graph: Graph, configured: Schedule, options: PlanOptions, composed: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, str]]:
-    """Return the lags and segments to plan for, configured or to compare, and why not others."""
     segment = configured.segment_tokens
     if not _is_auto(composed):
         _check_schedule(graph, configured.max_lag, segment)
         return (configured.max_lag,), (segment,), {}
     refused: dict[str, str] = {}
-    lags: list[int] = []
-    segments: list[int] = []
-    for lag in dict.fromkeys(options.lags):
-        if _allowed(graph, lag, 0, f"max_lag={lag}", refused):
-            lags.append(lag)
-    for length in dict.fromkeys(options.segments):
-        if _allowed(graph, 0, length, f"segment_tokens={length}", refused):
-            segments.append(length)
-    return tuple(lags) or (0,), tuple(segments) or (0,), refused
 
+    def allowed(key: str, value: int) -> bool:
+        try:
+            _check_schedule(graph, **{"max_lag": 0, "segment_tokens": 0, key: value})
+        except FlowError as error:
+            refused[f"{key}={value}"] = error.what
+            return False
+        return True
 
-def _allowed(graph: Graph, lag: int, segment: int, name: str, refused: dict[str, str]) -> bool:
-    try:
-        _check_schedule(graph, lag, segment)
-    except FlowError as error:
-        refused[name] = error.what
-        return False
-    return True
+    lags = tuple(lag for lag in dict.fromkeys(options.lags) if allowed("max_lag", lag))
+    lengths = dict.fromkeys(options.segments)
+    segments = tuple(length for length in lengths if allowed("segment_tokens", length))
+    return lags or (0,), segments or (0,), refused
 
 
 def _check_schedule(graph: Graph, max_lag: int, segment_tokens: int) -> None:
@@ -443,16 +355,12 @@ def flat_layouts(section: Any) -> Any:
 
 
 def pins_of(config: PinsConfig, calls: Sequence[Call], cluster: ClusterSpec) -> Pins:
-    """The pins, typed."""
     at = "plan.pins"
     call_groups = list(dict.fromkeys(call.call_group for call in calls))
-    for key in ("together", "apart"):
+    for key in ("together", "apart", "num_devices", "devices"):
         for entry in getattr(config, key):
-            for call_group in entry:
+            for call_group in [entry] if isinstance(entry, str) else entry:
                 _known(call_group, call_groups, f"{at}.{key}", "call group")
-    for key in ("num_devices", "devices"):
-        for call_group in getattr(config, key):
-            _known(call_group, call_groups, f"{at}.{key}", "call group")
     devices = {
         call_group: _ids(ids, f"{at}.devices.{call_group}", cluster)
         for call_group, ids in config.devices.items()
@@ -561,8 +469,12 @@ def _layout(
 def _check_used(
     pins: Pins, call_groups: Sequence[str], sizes: Mapping[str, int], cluster: ClusterSpec, at: str
 ) -> None:
-    """Refuse pins that leave devices to nobody, however the other call groups are grouped."""
-    groups = _groups(pins, call_groups)
+    # Call groups that are pinned to share a group, joined; the others alone.
+    groups = [{call_group} for call_group in call_groups]
+    for entry in pins.all_together():
+        joined = [group for group in groups if group & set(entry)]
+        groups = [group for group in groups if not group & set(entry)]
+        groups.append(set[str]().union(*joined))
     counts = [max(sizes.get(call_group, 0) for call_group in group) for group in groups]
     free = cluster.num_devices - sum(counts)
     if free <= 0 or not all(counts):
@@ -577,16 +489,6 @@ def _check_used(
     )
 
 
-def _groups(pins: Pins, call_groups: Sequence[str]) -> list[set[str]]:
-    """Call groups that are pinned to share a group, joined; the others alone."""
-    groups = [{call_group} for call_group in call_groups]
-    for entry in pins.all_together():
-        joined = [group for group in groups if group & set(entry)]
-        groups = [group for group in groups if not group & set(entry)]
-        groups.append(set[str]().union(*joined))
-    return groups
-
-
 def plan_and_tables(request: PlanRequest) -> tuple[Plan, tuple[PlanComparison, ...]]:
     """The plan, and the tables that were asked for.
 
@@ -594,67 +496,60 @@ def plan_and_tables(request: PlanRequest) -> tuple[Plan, tuple[PlanComparison, .
     the number of nodes that is fastest; what else is asked is asked of those nodes.
     """
     tables: list[PlanComparison] = []
-    if request.target_s is None:
+    if request.options.target_s is None:
         plan = request.plan()
     else:
-        plan, table = _sized(request, request.target_s)
+        plan, table = _sized(request, request.options.target_s)
         tables.append(table)
         assert isinstance(plan.cluster, ClusterSpec), "the planner says what it planned for"
         request = replace(request, cluster=plan.cluster)
-    this = Alternative("this plan", plan)
-    if request.compared:
-        others = tuple(_under(request, file, pins) for file, pins in request.compared.items())
-        tables.append(PlanComparison("compare", "what if", this, others, by_call=True))
-    if request.sensitivity:
-        tables.append(_improved(request, this))
+    this, others = Alternative("this plan", plan), list[Alternative]()
+    for file, pins in request.compared.items():
+        try:
+            others.append(
+                pins
+                if isinstance(pins, Alternative)
+                else Alternative(file, replace(request, pins=pins).plan())
+            )
+        except PlanError as error:
+            raise type(error)(f"'plan.compare': '{file}':\n{error}") from None
+    if others:
+        tables.append(PlanComparison("compare", "what if", this, tuple(others), by_call=True))
+    if request.options.sensitivity:
+        better = _planned(request, improved(request.cluster))
+        best = min(better, key=lambda one: one.step_s)
+        change = change_text(best.step_s / this.step_s - 1)
+        answer = f"most is gained by {best.name}: {seconds_text(best.step_s)}, {change}"
+        if best.step_s > this.step_s * 0.9995:
+            answer = "none of these makes a step faster"
+        title = "what better hardware gives"
+        tables.append(PlanComparison("sensitivity", title, this, better, answer))
     return plan, tuple(tables)
 
 
-def _under(request: PlanRequest, file: str, pins: Pins | Alternative) -> Alternative:
-    if isinstance(pins, Alternative):
-        return pins
-    try:
-        return Alternative(file, replace(request, pins=pins).plan())
-    except PlanError as error:
-        raise type(error)(f"'plan.compare': '{file}':\n{error}") from None
-
-
 def _sized(request: PlanRequest, target_s: float) -> tuple[Plan, PlanComparison]:
-    """Return the plan of the fewest nodes that are fast enough; the fastest if none is."""
     sizes = _planned(request, smaller(request.cluster))
     fits = [one for one in sizes if one.plan is not None]
     if not fits:
         raise InfeasibleError(sizes[-1].why)
     best = min(fits, key=lambda one: one.step_s)
-    enough = next((one for one in fits if one.step_s <= target_s), None)
-    chosen = enough or best
+    chosen = next((one for one in fits if one.step_s <= target_s), best)
     assert chosen.plan is not None
-    if enough is None:
+    if chosen.step_s > target_s:
         answer = (
             f"none makes a step in {seconds_text(target_s)}: the fastest, {best.name}, takes "
             f"{seconds_text(best.step_s)}"
         )
     else:
         answer = (
-            f"{enough.name} ({chosen.plan.num_devices:,} devices) is the least of these that makes "
+            f"{chosen.name} ({chosen.plan.num_devices:,} devices) is the least of these that makes "
             f"a step in {seconds_text(target_s)}"
         )
     title = f"nodes for a step in {seconds_text(target_s)}"
     return chosen.plan, PlanComparison("target_s", title, chosen, sizes, answer)
 
 
-def _improved(request: PlanRequest, this: Alternative) -> PlanComparison:
-    others = _planned(request, improved(request.cluster))
-    best = min(others, key=lambda one: one.step_s)
-    change = change_text(best.step_s / this.step_s - 1)
-    answer = f"most is gained by {best.name}: {seconds_text(best.step_s)}, {change}"
-    if best.step_s > this.step_s * 0.9995:
-        answer = "none of these makes a step faster"
-    return PlanComparison("sensitivity", "what better hardware gives", this, others, answer)
-
-
 def _planned(request: PlanRequest, clusters: Mapping[str, ClusterSpec]) -> tuple[Alternative, ...]:
-    """A row for each cluster: its best plan, or why it has none."""
     rows: list[Alternative] = []
     for name, cluster in clusters.items():
         try:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -44,7 +42,7 @@ from ...workers.data.sample_log import ExampleFileSpec
 from ...workers.data.task import TaskSpec
 from ...workers.rewards.registry import RULES
 from ...workers.rewards.rule_reward import RuleRewardSpec
-from ..inputs.env_specs import env_task
+from ..inputs.data import env_task
 from ..inputs.record import Stage
 from ..inputs.suites import HELD_OUT_LOSS, HeldOutRows, Suite
 from ..run_dir.checkpoint import CheckpointStore
@@ -69,22 +67,10 @@ def evaluation_graph(sampling: Sampling, *, max_turns: int = 0) -> Graph:
 class Evaluator:
     """Evaluates a policy on suites of problems.
 
-    Answers to problems of the run's own task are scored by `rule`; those of other tasks as the
-    task says.
-
-    Args:
-        suites: The problems, at least one suite.
-        num_examples: Responses of each suite that are kept.
-        folder: Where examples are passed through a file.
-        actor: The policy's role.
-        taken: Names of roles that are others'.
-        rule: Makes the spec of what scores answers.
-        agent_options: Fields of the spec of what the policy talks with.
-        placed: Where the nodes of such a graph run.
-
-    Attributes:
-        programs: Programs that the engine must run.
-        workers: Role -> who plays it; all but the policy's.
+    Answers to problems of the run's own task are scored as the stage's own rule scores them, with
+    its time limit and other options; those of other tasks as the task says. By default it is the
+    stage's policy on the workers that train it; on a device of its own it is a policy outside any
+    run. Examples are passed through a file of the folder.
     """
 
     def __init__(
@@ -92,34 +78,37 @@ class Evaluator:
         suites: Sequence[Suite],
         num_examples: int,
         folder: Path,
-        *,
-        actor: str = _ACTOR,
-        taken: Collection[str] = (),
-        rule: Callable[..., RuleRewardSpec] = RuleRewardSpec,
-        agent_options: Mapping[str, Any] | None = None,
-        placed: Callable[[Graph], Placement] = one_group,
+        stage: Stage | None,
+        device: str | None = None,
     ) -> None:
         self._suites = suites
         self._examples = folder / "examples.json"
-        self.programs: dict[str, Program] = {}
-        self.workers: dict[str, WorkerSpec | Role] = {}
+        self.programs: dict[str, Program] = {}  # programs that the engine must run
+        self.workers: dict[str, WorkerSpec | Role] = {}  # of all roles but the policy's
         self._thresholds: list[float] = []
+        within = stage if device is None else None
+        actor = within.policy if within is not None and within.policy else _ACTOR
+        taken = within.graph.roles if within is not None else ()
         tasks: dict[int, int] = {}
         for number, suite in enumerate(suites):
             data = suite.data
             of_task = tasks.setdefault(id(data), len(tasks))
             verifier, observer = (_role(r, taken, of_task) for r in (_VERIFIER, _OBSERVER))
             if data.task.converses:
-                options = {**(agent_options or {}), "unscored": math.nan}
+                options = {**_first_options(stage, TASK_AGENTS)[1], "unscored": math.nan}
                 judge = agent_spec(_AGENT, data, suite.tokenizer_spec, options)
                 threshold = None
             else:
-                judge, threshold = _judge(rule if suite.is_own else RuleRewardSpec, suite)
+                judge, threshold = _judge(stage if suite.is_own else None, suite)
             self.workers[verifier] = judge
             self._thresholds.append(data.task.correct_score if threshold is None else threshold)
             names = {_ACTOR: actor, _VERIFIER: verifier, _AGENT: verifier, _OBSERVER: observer}
             graph = renamed(evaluation_graph(suite.sampling, max_turns=suite.max_turns), names)
-            self.programs[_program(number)] = Program(graph, placed(graph))
+            if within is not None:
+                placement = follow(graph, within.graph, within.placement)
+            else:
+                placement = one_group(graph, device=device or "cpu")
+            self.programs[_program(number)] = Program(graph, placement)
             shown = [
                 problem
                 for other in suites
@@ -171,12 +160,25 @@ class Evaluator:
         )
 
 
-def _judge(makes: Callable[..., RuleRewardSpec], suite: Suite) -> tuple[RuleRewardSpec, float]:
-    data, tokenizer = suite.data, suite.tokenizer_spec
-    spec = makes(task=data.spec, tokenizer=tokenizer, task_fingerprint=data.fingerprint)
+def _judge(stage: Stage | None, suite: Suite) -> tuple[RuleRewardSpec, float]:
+    """The stage's first role that is a rule, with its options; the task's own verifier else."""
+    worker, options = _first_options(stage, RULES)
+    spec = (RULES[worker] if worker else RuleRewardSpec)(
+        task=suite.data.spec,
+        tokenizer=suite.tokenizer_spec,
+        task_fingerprint=suite.data.fingerprint,
+        **options,
+    )
     # `factor` and `unscored` only change what is learned from.
     measures = replace(spec, scale=1.0, unscored=math.nan)
-    return measures, 1.0 if spec.verifier else data.task.correct_score
+    return measures, 1.0 if spec.verifier else suite.data.task.correct_score
+
+
+def _first_options(stage: Stage | None, kinds: Container[str]) -> tuple[str, Mapping[str, Any]]:
+    """Worker and options of a stage's first role that is of these kinds; none if there is none."""
+    sections = stage.roles.values() if stage is not None else ()
+    found = ((one.worker, one.options) for one in sections if one.worker and one.worker in kinds)
+    return next(found, ("", {}))
 
 
 def _program(number: int) -> str:
@@ -188,61 +190,23 @@ def _role(name: str, taken: Collection[str], number: int) -> str:
     return f"{own}_{number}" if number else own
 
 
-def stage_evaluator(
-    stage: Stage, suites: Sequence[Suite], num_examples: int, folder: Path
-) -> Evaluator:
-    """Evaluates the policy of a stage, on the workers that train it.
-
-    Answers are scored as the stage's own rule scores them, with its time limit and other options.
-    """
-    return Evaluator(
-        suites,
-        num_examples,
-        folder,
-        actor=stage.policy or _ACTOR,
-        taken=stage.graph.roles,
-        rule=rule_of(stage),
-        agent_options=options_of_agent(stage),
-        placed=lambda graph: follow(graph, stage.graph, stage.placement),
-    )
-
-
 def evaluate(
     policy: WorkerSpec,
     suites: Sequence[Suite],
     num_examples: int,
+    stage: Stage | None = None,
     *,
-    rule: Callable[..., RuleRewardSpec] = RuleRewardSpec,
-    agent_options: Mapping[str, Any] | None = None,
     device: str = "cpu",
     seed: int = 0,
     deadline_s: float | None = None,
 ) -> dict[str, Measured]:
     """Evaluate one policy in this process, outside any run.
 
-    Args:
-        policy: Who answers.
-        suites: The problems, at least one suite.
-        num_examples: Responses of each suite that are kept.
-        rule: Makes the spec of what scores answers to the run's own problems.
-        agent_options: Fields of the spec of what the policy talks with.
-        device: Where the policy is.
-        seed: Of what is sampled.
-        deadline_s: Longest wait for the answers to one suite; None as in `Schedule`.
-
-    Raises:
-        ConfigError: If the policy cannot be built.
-        WorkerError: If it, or a verifier, fails.
+    Its answers are scored as a stage's, if there is one. The deadline is of the answers to one
+    suite.
     """
     with tempfile.TemporaryDirectory() as folder:
-        evaluator = Evaluator(
-            suites,
-            num_examples,
-            Path(folder),
-            rule=rule,
-            agent_options=agent_options,
-            placed=lambda graph: one_group(graph, device=device),
-        )
+        evaluator = Evaluator(suites, num_examples, Path(folder), stage, device)
         main = evaluator.programs[_program(0)]
         with Engine(
             main.graph,
@@ -253,22 +217,6 @@ def evaluate(
             also=evaluator.programs,
         ) as engine:
             return evaluator.measure(engine)
-
-
-def rule_of(stage: Stage) -> Callable[..., RuleRewardSpec]:
-    """The stage's first role that is a rule, with its options; the task's own verifier else."""
-    rules = (role for role in stage.roles if stage.worker(role) in RULES)
-    role = next(rules, None)
-    if role is None:
-        return RuleRewardSpec
-    return partial(RULES[stage.worker(role)], **stage.roles[role].options)
-
-
-def options_of_agent(stage: Stage) -> Mapping[str, Any]:
-    """Options of the stage's first role that answers a policy in conversation."""
-    agents = (section for section in stage.roles.values() if section.worker in TASK_AGENTS)
-    section = next(agents, None)
-    return section.options if section else {}
 
 
 def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
@@ -310,14 +258,7 @@ def env_actors(stage: Stage) -> dict[str, str]:
 
 
 class EnvEvaluator:
-    """Lets every actor of a stage play held-out episodes, on the workers that train it.
-
-    Args:
-        stage: The stage.
-        config: How many episodes.
-        sources: The stage's tables; that of environments says which groups there are.
-        task: The run's task.
-    """
+    """Lets every actor of a stage play held-out episodes, on the workers that train it."""
 
     def __init__(
         self,
@@ -356,11 +297,6 @@ class EnvEvaluator:
         return {WHOLE: found}
 
 
-def _always(table: Any) -> Any:
-    """Return a source that gives this table in every step."""
-    return SimpleNamespace(batch=lambda _: table)  # pyright: ignore[reportUnknownLambdaType]
-
-
 def measured_losses(rows: HeldOutRows, engine: Engine, program: str) -> dict[str, float]:
     """Return the loss with the current weights and, for pairs, the share that is told apart."""
     given = dict(rows.train.arguments)
@@ -368,12 +304,12 @@ def measured_losses(rows: HeldOutRows, engine: Engine, program: str) -> dict[str
     made = rows.graph.nodes[-1]
     refs = {name: ref for name, ref in batch.fields if isinstance(ref, Ref)}
     keep = [str(Ref(made.name, "out")), *map(str, refs.values())]
-    sources = {name: _always(table) for name, table in rows.tables.items()}
+    sources = {name: _SameRows(table) for name, table in rows.tables.items()}
     (result,) = engine.run(sources, 1, program=program, keep=keep)
     columns = {name: result.kept[str(ref)] for name, ref in refs.items()}
     constants = {n: value.value for n, value in batch.fields if isinstance(value, Constant)}
     table, out = batch.table(**columns, **constants), result.kept[keep[0]].double()
-    loss: Any = getattr(given["loss"], "value", None)
+    loss: Any = rows.train.constants.get("loss")
     of_words = made.method == "logprob"
     output = PolicyOutput(logprob=out) if of_words else ScoreOutput(score=out)
     with torch.no_grad():
@@ -383,24 +319,21 @@ def measured_losses(rows: HeldOutRows, engine: Engine, program: str) -> dict[str
     return {LOSS: float(found.total), **losses}
 
 
+class _SameRows(NamedTuple):
+    """A source that gives the same table in every step."""
+
+    table: Any
+
+    def batch(self, step: int) -> Any:
+        return self.table
+
+
 class HeldOutLoss:
-    """Measures the loss on held-out rows, besides what another evaluator measures.
+    """Measures the loss on held-out rows, besides what another evaluator measures."""
 
-    Args:
-        rows: The rows.
-        inner: The other evaluator, if there is one.
-        placed: Where the nodes of a graph run.
-
-    Attributes:
-        programs: Programs that the engine must run.
-        workers: Role -> its worker, for the other evaluator alone.
-    """
-
-    def __init__(
-        self, rows: HeldOutRows, inner: Evaluates | None, placed: Callable[[Graph], Placement]
-    ) -> None:
+    def __init__(self, rows: HeldOutRows, inner: Evaluates | None, placement: Placement) -> None:
         self._rows, self._inner = rows, inner
-        own = {HELD_OUT_LOSS: Program(rows.graph, placed(rows.graph))}
+        own = {HELD_OUT_LOSS: Program(rows.graph, placement)}
         self.programs = {**(inner.programs if inner else {}), **own}
         self.workers: dict[str, WorkerSpec | Role] = inner.workers if inner else {}
 
@@ -433,15 +366,8 @@ def held_out_losses(
 class Evaluates(Protocol):
     """Measures the weights of a stage."""
 
-    @property
-    def programs(self) -> dict[str, Program]:
-        """Programs that the engine must carry besides the stage's own."""
-        ...
-
-    @property
-    def workers(self) -> dict[str, WorkerSpec | Role]:
-        """The workers of roles that only these programs have."""
-        ...
+    programs: dict[str, Program]  # that the engine must carry besides the stage's own
+    workers: dict[str, WorkerSpec | Role]  # of roles that only these programs have
 
     def measure(self, engine: Engine) -> dict[str, Measured]:
         """Suite -> what was found with the current weights; nothing else may be running."""
@@ -453,7 +379,6 @@ EvaluationReport = Callable[[int, Mapping[str, float], float | None], None]
 
 
 def logged(found: Mapping[str, Measured]) -> dict[str, float]:
-    """Flatten an evaluation to the names it is logged as."""
     return {
         f"evaluation/{logged_name(suite, name)}": value
         for suite, measured in found.items()
@@ -462,26 +387,7 @@ def logged(found: Mapping[str, Measured]) -> dict[str, float]:
 
 
 class Measuring:
-    """The evaluations of one stage.
-
-    Args:
-        evaluator: Who measures; None if nothing is measured.
-        config: How often, and what follows.
-        kept: Where what was found is kept.
-        first_step: The step that the run goes on from.
-        num_steps: The stage's.
-        store: Its checkpoints.
-        shown: Its console, which shows when an evaluation goes on.
-
-    Raises:
-        ConfigError: If what was found before a run was interrupted cannot be read.
-
-    Attributes:
-        before: What was found before the first step; empty if nothing was measured.
-        after: And after the last.
-        stopped: The step at which the run ends for want of improvement; None if it does not.
-        took_s: Seconds spent so far between steps.
-    """
+    """The evaluations of one stage."""
 
     def __init__(
         self,
@@ -501,10 +407,12 @@ class Measuring:
         for step in kept.steps() if evaluator else ():
             if step <= first_step:
                 kept.read(step)
+        # what was found before the first step; empty if nothing was measured
         self.before: dict[str, Measured] = {}
-        self.after: dict[str, Measured] = {}
+        self.after: dict[str, Measured] = {}  # and after the last
+        # the step at which the run ends for want of improvement; None if it does not
         self.stopped: int | None = None
-        self.took_s = 0.0
+        self.took_s = 0.0  # seconds spent so far between steps
 
     def begin(self, engine: Engine, report: EvaluationReport) -> None:
         """Measure what the stage begins with, unless the run did before it was interrupted."""
@@ -517,8 +425,7 @@ class Measuring:
         self.before = self._kept.read(0)
         if first_step in self._kept.steps():
             self._report(first_step, logged(self._kept.read(first_step)), self._latest_s)
-            self._judge(first_step)
-        self._keep_best()
+        self._judge(first_step if first_step in self._kept.steps() else 0)
 
     def pauses(self, engine: Engine) -> Pauses:
         """Where the run is to be interrupted, and how it is measured there."""
@@ -576,17 +483,13 @@ class Measuring:
         return found
 
     def _judge(self, step: int) -> bool:
-        """Draw the conclusions of an evaluation; returns whether it is the best so far."""
+        """Keep the best step's checkpoint, and see whether to stop; True if this is the best."""
         metric, patience = self._config.keep_best, self._config.stop_after
-        if metric is not None and patience is not None and step:
+        if metric is None:
+            return False
+        if patience is not None and step:
             worse = self._kept.without_improvement(metric) >= patience
             self.stopped = step if worse else None
-        return self._keep_best() == step
-
-    def _keep_best(self) -> int | None:
-        """Have the store keep the checkpoint of the best step so far; returns that step."""
-        if self._config.keep_best is None:
-            return None
-        best = self._kept.best(self._config.keep_best)
+        best = self._kept.best(metric)
         self._store.kept = frozenset({best} if best else ())
-        return best
+        return best == step

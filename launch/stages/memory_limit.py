@@ -20,23 +20,19 @@ from ...planner.inputs.calls import Call, Lengths, calls_of
 from ...planner.inputs.layout import Layout
 from ...workers.engines.engine import EngineKind, MemorySaving
 from ..inputs.run import Run, executor_kind
-from ..inputs.suites import Suite
-from ..placement.plan_inputs import PlanInputs
+from ..placement.models import PlanInputs
 
+# Bytes of a process without models: Python, torch, transformers and all that is not a tensor.
+# Measured as `peak_memory_bytes` of a run of `model=tiny`.
 _PROCESS_BYTES = 620 * 2**20
-"""Bytes of a process without models: Python, torch, transformers and all that is not a tensor.
-Measured as `peak_memory_bytes` of a run of `model=tiny`."""
-
+# Bytes that a process occupies for each byte of tensors, because the C library keeps freed blocks.
+# 1.05 to 1.15 was measured of a model of 36M weights in float32.
 _OCCUPIED = 1.08
-"""Bytes that a process occupies for each byte of tensors, because the C library keeps freed blocks.
-1.05 to 1.15 was measured of a model of 36M weights in float32."""
+# Bytes beside tensors at the least where the model is in 16 bits: such blocks, and what oneDNN
+# compiles for each size of product. With it no measured run of SmolLM2 needs more than is
+# predicted; `docs/configuration.md` compares them.
 _LIBRARY_BYTES = 520 * 2**20
-"""Bytes beside tensors at the least where the model is in 16 bits: such blocks, and what oneDNN
-compiles for each size of product. With it no measured run of SmolLM2 needs more than is predicted;
-`docs/configuration.md` compares them."""
-
-_LARGEST = 3
-"""Parts that a message names."""
+_LARGEST = 3  # parts that a message names
 
 _Options = Mapping[str, Any]
 
@@ -46,9 +42,10 @@ def check_memory(run: Run) -> None:
     text = run.executor.memory_limit
     if text is None:
         return
-    asked = _Asked(run, _works(run))
-    asked.refuse_offload()
-    limit = bytes_of(text)
+    asked, limit = _Asked(run, _works(run)), bytes_of(text)
+    for work in asked.works:
+        if asked.options(work, {}, {}).get("offload"):  # on a CPU, host memory is what is limited
+            raise _not_judged(f"'{work.call.role}' is offloaded to the memory that it limits")
     if asked.total({}, {}) <= limit:
         return
     changes = [(train, rollout, asked.total(train, rollout)) for train, rollout in asked.smaller()]
@@ -66,8 +63,6 @@ def check_memory(run: Run) -> None:
 
 @dataclass(frozen=True)
 class _Work:
-    """A call, a node of the graph that the same worker runs, and the saving of its engine."""
-
     call: Call
     node: Node
     saving: MemorySaving
@@ -75,7 +70,6 @@ class _Work:
 
 
 def _works(run: Run) -> list[_Work]:
-    """The calls of the main stage, and of its evaluation."""
     inputs, stage = PlanInputs(run), run.main
     device = run.executor.device
     if device != "cpu":
@@ -97,20 +91,19 @@ def _works(run: Run) -> list[_Work]:
             raise _not_judged(f"'{call.name}' runs on {where}, which is not predicted")
         works.append(_Work(_may_end_early(call), node, engine.saving, engine))
     policy = [work for work in works if work.call.role == stage.policy]
-    samples = (work for work in policy if work.call.kind == "generate")
-    work = next(samples, next(iter(policy), None))
-    return works if work is None else [*works, *(_evaluation(work, suite) for suite in run.suites)]
-
-
-def _evaluation(work: _Work, suite: Suite) -> _Work:
-    call = replace(
-        work.call, name=f"evaluation {suite.name}".rstrip(), kind="generate",
-        num_sequences=suite.prompts.num_prompts * suite.sampling.num_samples,
-        prompt=Lengths.constant(suite.prompts.longest),
-        response=Lengths.constant(suite.longest - suite.prompts.longest),
-        samples_per_prompt=suite.sampling.num_samples,
-    )  # fmt: skip
-    return replace(work, call=_may_end_early(call))
+    policy.sort(key=lambda work: work.call.kind != "generate")
+    for suite in run.suites if policy else ():
+        call = replace(
+            policy[0].call,
+            name=f"evaluation {suite.name}".rstrip(),
+            kind="generate",
+            num_sequences=suite.prompts.num_prompts * suite.sampling.num_samples,
+            prompt=Lengths.constant(suite.prompts.longest),
+            response=Lengths.constant(suite.longest - suite.prompts.longest),
+            samples_per_prompt=suite.sampling.num_samples,
+        )
+        works.append(replace(policy[0], call=_may_end_early(call)))
+    return works
 
 
 def _may_end_early(call: Call) -> Call:
@@ -132,24 +125,16 @@ class _Asked:
     run: Run
     works: Sequence[_Work]
 
-    def refuse_offload(self) -> None:
-        """On a CPU a model that waits in host memory waits in the memory that is limited."""
-        for work in self.works:
-            if self._options(work, {}, {}).get("offload"):
-                raise _not_judged(f"'{work.call.role}' is offloaded to the memory that it limits")
-
     def total(self, train: _Options, rollout: _Options) -> int:
         """Bytes of all processes together; arguments are changes, as of `smaller`."""
-        kind = executor_kind(self.run.executor.kind)
-        total = _PROCESS_BYTES if kind.has_processes else 0
+        total = _PROCESS_BYTES if executor_kind(self.run.executor.kind).has_processes else 0
         for ledger in self._ledgers(train, rollout):
-            total += ledger.num_devices * (_PROCESS_BYTES + self._occupied(ledger.peak[1].total))
+            tensors = ledger.peak[1].total
+            occupied = int(_OCCUPIED * tensors)
+            if self.run.model.precision != "float32":
+                occupied = max(occupied, tensors + _LIBRARY_BYTES)
+            total += ledger.num_devices * (_PROCESS_BYTES + occupied)
         return total
-
-    def _occupied(self, tensors: int) -> int:
-        if self.run.model.precision == "float32":
-            return int(_OCCUPIED * tensors)
-        return max(int(_OCCUPIED * tensors), tensors + _LIBRARY_BYTES)
 
     def smaller(self) -> Iterator[tuple[_Options, _Options]]:
         """Changes of options that train and of those that generate, the least costly first."""
@@ -160,17 +145,23 @@ class _Asked:
         generates = next(samples, None)
         yield from ((change, {}) for change in changes[1:])
         if generates is not None:
-            given = self._options(generates, {}, {})
+            given = self.options(generates, {}, {})
             for fewer in generates.saving.for_generating(given):
                 yield from ((change, fewer) for change in changes)
 
     def keys(self, train: _Options, rollout: _Options) -> list[str]:
-        found = [f"engine.options.{key}={_value(value)}" for key, value in train.items()]
-        places = dict.fromkeys(
-            self._place(work) for work in self.works if work.call.kind == "generate"
-        )
-        return found + [
-            f"{at}.{key}={_value(value)}" for at in places for key, value in rollout.items()
+        """The changes as words of the configuration."""
+        main, places = self.run.main, dict[str, None]()
+        for work in self.works:
+            if work.call.kind == "generate":
+                own = f"{main.at}.roles.{work.call.role}.options"
+                apart = self.run.engines.apart(main.graph, work.node)
+                places["rollout.options" if apart else own] = None
+        changes = [("engine.options", train), *((at, rollout) for at in places)]
+        return [
+            f"{at}.{key}={str(value).lower() if isinstance(value, bool) else value}"
+            for at, options in changes
+            for key, value in options.items()
         ]
 
     def excess(self, limit: int) -> str:
@@ -197,7 +188,7 @@ class _Asked:
                     held[work.call.role] = self._resident(work, starts)
             adds = {
                 work.call.name: work.saving.transient(
-                    work.call, group.num_ranks, self._options(work, train, rollout)
+                    work.call, group.num_ranks, self.options(work, train, rollout)
                 )
                 for work in here
             }
@@ -217,13 +208,7 @@ class _Asked:
         starts.add(start)
         return parts._replace(weights=parts.weights - shared)
 
-    def _place(self, work: _Work) -> str:
-        """Where the options that a generation reads are set."""
-        if self.run.engines.apart(self.run.main.graph, work.node):
-            return "rollout.options"
-        return f"{self.run.main.at}.roles.{work.call.role}.options"
-
-    def _options(self, work: _Work, train: _Options, rollout: _Options) -> _Options:
+    def options(self, work: _Work, train: _Options, rollout: _Options) -> _Options:
         """Fields of the spec of the worker that does something; a role's own win."""
         engines, role = self.run.engines, work.call.role
         if engines.apart(self.run.main.graph, work.node):
@@ -232,7 +217,3 @@ class _Asked:
         own = self.run.main.roles[role].options
         changed = rollout if work.call.kind == "generate" else {}
         return {**planned, **engines.options_of(role), **train, **own, **changed}
-
-
-def _value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,78 +1,45 @@
 """Observers of a stage: trackers, trace, console, health checks, samples.
 
 A stage tells them of its steps, of its evaluations, and of events: bad signs and process deaths.
+
+Which columns are kept as samples is found in the graph: no recipe says anything of it. Kept are the
+rows that a policy is trained on and that were sampled in the step: their tokens, and whatever else
+the graph says of each of them by one number, or by one per token as advantages are.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 from typing_extensions import override
 
-from ...algorithms.roles.language import Policy
-from ...dataflow.graph.graph import Graph, Node
-from ...dataflow.kinds import NodeKind
+from ...algorithms.roles.language import Conversations, Policy
+from ...configs.schema import SamplesConfig
+from ...dataflow.errors import ConfigError, one_process
+from ...dataflow.graph.graph import Graph, Node, NodeKind, Ref
+from ...dataflow.graph.role import Role
 from ...dataflow.runtime.engine import StepResult
+from ...dataflow.runtime.watch import Watch, watch_before
+from ...dataflow.runtime.worker_protocol import WorkerSpec
+from ...workers.data.sample_log import SampleLog, SampleLogSpec
+from ..inputs.data import Data
 from ..inputs.record import Stage
 from ..inputs.run import Run
 from ..run_dir.progress import StagePlan, StageProgress
 from ..run_dir.run_folder import RunFolder
+from ..run_dir.samples import SAMPLES, Sample, read_samples, sample_steps
+from ..run_dir.samples import shown as sample_text
 from ..run_dir.step_logs import EVENTS, EventLog, TraceLog, read_metrics
 from ..run_dir.trackers import Trackers
 from .evaluation import env_actors
-from .headline import Headline
-from .samples import SampleTables, newest_sample
 from .signs import Signs, facts_of
-from .stage_result import env_unit, num_env_steps, num_samples
-
-
-@dataclass(frozen=True)
-class ObservedStep:
-    """A step that is complete.
-
-    Attributes:
-        result: What the engine returned.
-        took_s: Seconds it took, without evaluations.
-        samples: Rows it made.
-        env_steps: Steps of environments, or moves of games, it took.
-        env_unit: What these are.
-        ended_s: When it was complete, in seconds since the epoch.
-        values: `node/name` -> number.
-        headline: The few of these that are worth showing, under short names.
-    """
-
-    result: StepResult
-    took_s: float
-    samples: int
-    env_steps: float
-    env_unit: str
-    ended_s: float
-    values: Mapping[str, float]
-    headline: Mapping[str, float]
-
-    @classmethod
-    def of(
-        cls, stage: Stage, result: StepResult, took_s: float, headline: Headline
-    ) -> ObservedStep:
-        """Add a step's own metrics to those of its nodes."""
-        samples, env_steps = num_samples(stage, result), num_env_steps(result)
-        values = {
-            **result.metrics,
-            "run/step_time_s": took_s,
-            "run/samples_per_s": samples / took_s if took_s else 0.0,
-            "run/controller_bytes": float(result.controller_bytes),
-            "run/lag_max": float(max((lag for lag, _ in result.lag), default=0)),
-        }
-        if env_steps:
-            values["run/env_steps_per_s"] = env_steps / took_s if took_s else 0.0
-        shown = headline.shown(values)
-        unit = env_unit(result.metrics)
-        return cls(result, took_s, samples, env_steps, unit, time.time(), values, shown)
+from .stage_result import ObservedStep
+from .worker_specs import stage_tokenizer
 
 
 class StageObserver:
@@ -95,12 +62,7 @@ class StageObserver:
 
 
 class Observers(StageObserver):
-    """The observers of one stage, told in order.
-
-    Args:
-        every: The observers.
-        check_there: Raises `WorkerError` if the run's folder was removed.
-    """
+    """The observers of one stage, told in order."""
 
     def __init__(self, every: Sequence[StageObserver], check_there: Callable[[], None]) -> None:
         self._every, self._check_there = every, check_there
@@ -133,14 +95,6 @@ class Observers(StageObserver):
 
 
 class TrackerObserver(StageObserver):
-    """Hands metrics to the run's trackers.
-
-    Args:
-        trackers: The trackers.
-        stage: The stage's name.
-        curves: Whether evaluations are steps of a curve.
-    """
-
     def __init__(self, trackers: Trackers, stage: str, *, curves: bool) -> None:
         self._trackers, self._stage, self._curves = trackers, stage, curves
 
@@ -157,11 +111,11 @@ class TrackerObserver(StageObserver):
         self._trackers.note(step, self._stage, found, recorded=self._curves)
 
 
-class TraceObserver(StageObserver):
-    """Writes the timeline."""
+class LogObserver(StageObserver):
+    """Writes the timeline, and `events.jsonl`."""
 
-    def __init__(self, trace: TraceLog) -> None:
-        self._trace = trace
+    def __init__(self, trace: TraceLog, events: EventLog) -> None:
+        self._trace, self._events = trace, events
 
     @override
     def on_step(self, step: ObservedStep) -> None:
@@ -170,20 +124,9 @@ class TraceObserver(StageObserver):
         waits = {name: value for name, value in step.values.items() if name.endswith("/waiting_s")}
         self._trace.write_counters(step.result.step, step.ended_s, {**step.headline, **waits})
 
-
-class EventObserver(StageObserver):
-    """Writes `events.jsonl`."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / EVENTS
-
-    @override
-    def on_stage(self, first_step: int) -> None:
-        self._log = EventLog(self._path, first_step=first_step)
-
     @override
     def on_event(self, kind: str, step: int, text: str, fields: Mapping[str, Any]) -> None:
-        self._log.write({"kind": kind, "step": step, **fields})
+        self._events.write({"kind": kind, "step": step, **fields})
 
 
 class ConsoleObserver(StageObserver):
@@ -232,39 +175,54 @@ class HealthObserver(StageObserver):
 
 
 class SampleObserver(StageObserver):
-    """Shows a response now and then, and gives responses to the trackers that have tables.
-
-    Args:
-        shown: Where one is shown.
-        home: The stage's folder.
-        num_steps: Of the stage.
-        show_every: `samples.show_every`.
-        tables: Of the trackers.
-    """
+    """Shows a response now and then, and gives responses to the trackers that have tables."""
 
     def __init__(
         self,
         shown: StageProgress,
+        trackers: Trackers,
         home: Path,
-        num_steps: int,
-        show_every: int | None,
-        tables: SampleTables,
+        stage: Stage,
+        config: SamplesConfig,
     ) -> None:
-        self._shown, self._home, self._num_steps = shown, home, num_steps
-        self._show_every, self._tables = show_every, tables
+        self._shown, self._trackers, self._home = shown, trackers, home
+        self._stage, self._config, self._next_step = stage, config, 0
+
+    @override
+    def on_stage(self, first_step: int) -> None:
+        self._next_step = first_step
 
     @override
     def on_step(self, step: ObservedStep) -> None:
-        number, live = step.result.step, self._shown.is_live
-        if is_shown(number, self._num_steps, self._show_every, live=live):
-            sample = newest_sample(self._home, number)
-            if sample is not None:
-                self._shown.show(sample)
-        self._tables.send(number)
+        number, num_steps = step.result.step, self._stage.config.num_steps
+        if is_shown(number, num_steps, self._config.show_every, live=self._shown.is_live):
+            found = read_samples(self._home, sample_steps(self._home)[-1:])
+            if found:  # of another prompt each time
+                self._shown.show(sample_text(found[number % len(found)]))
+        self._send(number)
 
     @override
     def on_end(self, num_steps: int) -> None:
-        self._tables.send(num_steps)
+        self._send(num_steps)
+
+    def _send(self, last: int) -> None:
+        every = self._config.track_every
+        if every is None:
+            return
+        for step in sample_steps(self._home):
+            if not self._next_step <= step <= last:
+                continue
+            self._next_step = step + 1
+            if not (step + 1) % every and (found := self._kept(step)):
+                self._trackers.log_samples(step, self._stage.name, found)
+
+    def _kept(self, step: int) -> list[Sample]:
+        try:
+            return read_samples(self._home, [step])
+        except ConfigError:
+            if step in sample_steps(self._home):
+                raise
+            return []  # dropped meanwhile, as `samples.keep_steps` says
 
 
 @contextmanager
@@ -276,21 +234,19 @@ def observing(
     trackers: Trackers,
     first_step: int,
 ) -> Generator[Observers]:
-    """The observers of a stage, while it goes on."""
     config = run.config
     tracker = TrackerObserver(trackers, stage.name, curves=config.evaluation.every is not None)
     tracker.on_stage(first_step)
     with ExitStack() as stack:
         check_there = stack.enter_context(home.watched())
         trace = stack.enter_context(TraceLog(home.trace, first_step=first_step))
-        events, console = EventObserver(home.path), ConsoleObserver(shown, stage.graph)
-        reported = Observers([events, console], check_there)
+        log = LogObserver(trace, EventLog(home.path / EVENTS, first_step=first_step))
+        console = ConsoleObserver(shown, stage.graph)
         signs = Signs(facts_of(stage, config.mismatch, config.schedule))
+        reported = Observers([log, console], check_there)
         health = HealthObserver(signs, home.metrics, reported.on_event)
-        num_steps, samples = stage.config.num_steps, config.samples
-        tables = SampleTables(stage.name, home.path, first_step, samples.track_every, trackers)
-        shows = SampleObserver(shown, home.path, num_steps, samples.show_every, tables)
-        others = [TraceObserver(trace), console, events, health, shows]
+        shows = SampleObserver(shown, trackers, home.path, stage, config.samples)
+        others = [log, console, health, shows]
         for one in others:
             one.on_stage(first_step)
         yield Observers([tracker, *others], check_there)
@@ -298,7 +254,6 @@ def observing(
 
 
 def is_shown(step: int, num_steps: int, every: int | None, *, live: bool) -> bool:
-    """Return whether a response of this step is shown on the console."""
     done = step + 1
     if every is None:
         return live and (done == num_steps or str(done).strip("0") == "1")
@@ -320,17 +275,8 @@ def stage_plans(run: Run) -> list[StagePlan]:
     return plans
 
 
-WEIGHTS = "weights"
-
-Spans = Sequence[tuple[float, float]]
-
-
 class Waits:
-    """Measures what the steps of one stage wait for.
-
-    Args:
-        graph: The stage's step.
-    """
+    """Measures what the steps of one stage wait for."""
 
     def __init__(self, graph: Graph) -> None:
         self._what = {node.name: _what(graph, node) for node in graph.nodes}
@@ -341,14 +287,14 @@ class Waits:
         for span in result.spans:
             spans.setdefault(self._what[span.node], []).append((span.start_s, span.end_s))
         if result.weights_s:
-            spans[WEIGHTS] = list(result.weights_s)
+            spans["weights"] = list(result.weights_s)
         every = [one for each in spans.values() for one in each]
         found = {what: union_s(its, begin_s, end_s) for what, its in spans.items()}
         found["other"] = max(0.0, end_s - begin_s - union_s(every, begin_s, end_s))
         return found
 
 
-def union_s(spans: Spans, begin_s: float, end_s: float) -> float:
+def union_s(spans: Sequence[tuple[float, float]], begin_s: float, end_s: float) -> float:
     """Return the seconds between two moments in which at least one span was going on."""
     total_s, reached_s = 0.0, begin_s
     for start_s, stop_s in sorted(spans):
@@ -370,3 +316,93 @@ def _what(graph: Graph, node: Node) -> str:
             return "reward" if node.method == "score" else "forward passes"
         case _:
             return "ops"
+
+
+def sample_watch(
+    stage: Stage, config: SamplesConfig, data: Data, home: Path
+) -> tuple[Watch | None, Mapping[str, WorkerSpec | Role]]:
+    """The watch on the stage's responses, and its worker; neither if nothing is kept."""
+    trained = sample_node(stage.graph)
+    if trained is None or not config.max_rows:
+        return None, {}
+    role = SAMPLES
+    while role in stage.graph.roles:
+        role += "_log"
+    with one_process():
+        # A program's prompt may differ from the problem's, so it is decoded from the tokens.
+        from_task = data.section.chat or (
+            not data.task.has_programs
+            and any(data.task.messages(i) for i in (*data.task.train, *data.task.held_out))
+        )
+    spec = SampleLogSpec(
+        folder=str((home / SAMPLES).resolve()),
+        tokenizer=stage_tokenizer(stage, data),
+        versions_per_step=stage.graph.trains_per_step[trained.role or ""],
+        max_rows=config.max_rows,
+        keep_steps=config.keep_steps,
+        max_bytes=config.max_mib << 20,
+        task=data.spec if from_task else None,
+        chat=data.chat,
+    )
+    columns = sample_columns(stage.graph, trained)
+    worker = (role, SampleLog, SampleLog.record.__name__)
+    return watch_before(trained, columns, worker, stage.graph, stage.placement), {role: spec}
+
+
+def sample_node(graph: Graph) -> Node | None:
+    """The train node whose rows are kept: the first with advantages, or else the first of all."""
+    found = [node for node in graph.nodes if _trains_on_samples(graph, node)]
+    with_advantage = [node for node in found if _input(node, "advantage")]
+    return next(iter((*with_advantage, *found)), None)
+
+
+def _trains_on_samples(graph: Graph, node: Node) -> bool:
+    if not node.learns or not _input(node, "tokens") or not _input(node, "mask"):
+        return False
+    makers = nx.ancestors(graph.dag, node.name)
+    return any(graph[maker].kind is NodeKind.ROLLOUT for maker in makers)
+
+
+def _input(node: Node, column: str) -> Ref | None:
+    return next((ref for path, ref in node.inputs if path.endswith(f".{column}")), None)
+
+
+def sample_columns(graph: Graph, trained: Node) -> dict[str, Ref]:
+    """Name in the file -> column, of the rows that `trained` is given.
+
+    A column is named after the node that makes it, such as "reward.score", and "reward" is the
+    last of those that a role gave, or a table calls "score".
+    """
+    tokens, mask = _input(trained, "tokens"), _input(trained, "mask")
+    assert tokens is not None, "looked at before"
+    assert mask is not None, "looked at before"
+    rows = graph[tokens.node].output(tokens.column).rows
+    if any(output.name == "mask" for output in graph[rows].outputs):
+        mask = Ref(rows, "mask")  # the trained mask may lack rows without a score
+    found = {"tokens": tokens, "mask": mask}
+    before = nx.ancestors(graph.dag, trained.name)
+    for node in graph.nodes:
+        if node.name not in before:
+            continue
+        for output in node.outputs:
+            ref, spec = Ref(node.name, output.name), output.spec
+            if output.rows != rows or spec.row_axis is None or spec.ragged_axis is not None:
+                continue
+            if node.name == rows and output.group_id:
+                found["prompt_id"] = ref
+            elif node.name == rows and output.name == "finished":
+                found["finished"] = ref
+            elif spec.dtype.value == "f32":
+                found[node.name if node.output_table is None else str(ref)] = ref
+                if node.kind is NodeKind.FORWARD or output.name == "score":
+                    found["reward"] = ref
+    if any(output.name == "version" for output in graph[rows].outputs):
+        found["version"] = Ref(rows, "version")
+    if graph[rows].output_table is Conversations:
+        found |= {"turn": Ref(rows, "turn"), "turn_reward": Ref(rows, "reward")}
+        found |= {"piece": Ref(rows, "piece")}
+    advantage = _input(trained, "advantage")
+    if advantage is not None and graph[advantage.node].output(advantage.column).rows == rows:
+        found = {name: ref for name, ref in found.items() if ref != advantage}
+        found["advantage"] = advantage
+    return found

@@ -1,239 +1,91 @@
-"""A run made ready: everything that can be refused is refused here, before any model is built."""
+"""A run made ready: everything that can be refused is refused here, before any model is built.
+
+A stage is one algorithm with its graph, its placement and, for each role, who plays it and where
+its weights come from. Stages named under `before` run first; one from which nothing starts is left
+out, so giving a model folder, or a rule for a reward, skips the warm-up that would have made it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import MISSING, fields, replace
 from math import lcm
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, get_type_hints
 
-from ...configs.schema import SAME, EvaluationConfig, ExecutorConfig, ModelConfig, model_spec
+from pydantic import TypeAdapter, ValidationError
+
+from ...algorithms.roles.language import RewardModel
+from ...configs.schema import SAME, ModelConfig, model_spec
+from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, nearest
-from ...dataflow.graph.graph import RoleRef
-from ...dataflow.kinds import NodeKind
+from ...dataflow.options import check_early
 from ...dataflow.runtime.engine import Source
-from ...dataflow.scheduler.schedule import Schedule
-from ...planner.plan.plan import Plan
-from ...workers.agents.environment import TASK_AGENTS, check_converses
+from ...dataflow.runtime.worker_protocol import WorkerContext
+from ...planner.plan.plan import Plan, one_group_plan
+from ...workers.agents.environment import AGENT, TASK_AGENTS, check_converses
 from ...workers.data.row_report import DataReport
-from ...workers.data.task import Task
 from ...workers.engines.registry import DEFAULT
 from ...workers.models.architecture import empty_model
+from ...workers.models.lora import check_lora
+from ...workers.models.spec import Head, HeadName, ModelSpec
+from ...workers.rewards.registry import TASK_REWARDS, check_verifiers
 from ...workers.rewards.rule_reward import RuleRewardSpec
-from ..inputs.data import Data, load_data
-from ..inputs.env_specs import MODEL_TYPE, acted_in
+from ..inputs.data import Data, check_tables, load_data, longest_rows, sources_of
+from ..inputs.engines import ENV_SPECS, FILLED_IN, MODEL_TYPE, NETWORKS, Engines, is_own
 from ..inputs.record import Stage
-from ..inputs.run import Run, executor_kind
-from ..inputs.sizes import check_lengths, longest_sampled
+from ..inputs.run import Run, check_model
+from ..inputs.sizes import check_lengths, check_stage, check_streams, longest_sampled
 from ..inputs.suites import HeldOutRows, Suite, suites_of
-from ..inputs.tables import longest_rows, sources_of, statistics_of
 from ..placement.machine import idle_gpus, with_cluster
 from ..placement.models import fetch_weights, with_models
 from ..placement.place import (
     check_devices,
     choose,
-    executor_of,
+    follow_main,
     make_executor,
+    placement_of,
+    planned_options,
     with_threads,
+    written_plan,
 )
 from ..run_dir.evaluations import LOSS, logged_name, names_of
 from .evaluation import env_actors, evaluation_graph
 from .memory_limit import check_memory
-from .roles import MODEL, build_stages, place_stages
 from .worker_specs import (
-    check_agents,
-    check_groups,
-    check_options,
-    high_rates,
-    model_positions,
-    rounded_adapters,
+    HEADS,
+    MODEL,
+    changed_roles,
+    contract_of,
+    env_worker,
+    optimizer_of,
+    perceptron_spec,
+    spec_class,
+    started_from,
+    with_roles,
+    worker_spec,
 )
 
-if TYPE_CHECKING:
-    from ...workers.envs.task import EnvTaskSpec
+_OURS = {
+    "model",
+    "end_ids",
+    "num_words",
+    "optimizer",
+    "mismatch",
+    "lora",
+    "shares_weights",
+    "task",
+    "tokenizer",
+    "task_fingerprint",
+    "longest_sequence",
+}
+"""Fields of a spec that the run fills in; the others may be set as `options`."""
 
-_NUM_STEPS = 16
-"""Steps that are taken to try an environment before its state is saved, and after."""
-
-
-def not_exact(
-    stages: Sequence[Stage], schedule: Schedule, task: Task, spec: Any, *, tries: bool = False
-) -> list[str]:
-    """Return a line for every group that cannot be restarted exactly; none if all can."""
-    found = (
-        (group, reason)
-        for stage in stages
-        for role, reason in _reasons(stage, schedule, task, spec, tries)
-        for group in _groups(stage, role)
-    )
-    lines = (f"group '{group}' cannot be restarted exactly: {reason}" for group, reason in found)
-    return list(dict.fromkeys(lines))
-
-
-def _reasons(
-    stage: Stage, schedule: Schedule, task: Task, spec: Any, tries: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield the roles that cannot be restarted exactly, each with why and what to change."""
-    for role in _sampling(stage):
-        if schedule.order == "arrival":
-            yield (
-                role,
-                "which weights its calls read depends on timing (schedule.order=arrival); to "
-                "change that: schedule.order=step",
-            )
-        if schedule.in_flight:
-            yield (
-                role,
-                "when new weights come while it samples depends on timing (schedule.in_flight); "
-                "to change that: schedule.in_flight=false",
-            )
-    for role, section in stage.roles.items():
-        worker = stage.worker(role)
-        talks = worker in TASK_AGENTS and task.converses
-        if talks and not task.deterministic:
-            yield (
-                role,
-                f"what answers in '{task.task_id}' may keep a state outside the run, or answer "
-                "otherwise when a conversation is begun anew; to change that: tools and "
-                "environments that follow from problem, seed and turns, and say `deterministic`",
-            )
-        if _asks_judge(worker, section.options):
-            yield (
-                role,
-                "a judge behind an address may score the same response otherwise; to change that: "
-                "a rule, or a reward model that the run computes itself",
-            )
-        if (
-            worker == "env"
-            and (acted := acted_in(spec)) is not None
-            and acted.acts_in == "environment"
-            and (why := _why_random(acted, tries))
-        ):
-            yield (
-                role,
-                f"{why}, so an episode that is replayed may show something else, which ends the "
-                "run; to change that: another version of the environment, whose episodes follow "
-                "from seed and actions",
-            )
-
-
-def _sampling(stage: Stage) -> set[str]:
-    nodes = stage.graph.nodes
-    return {node.role for node in nodes if node.kind is NodeKind.ROLLOUT and node.role is not None}
-
-
-def _groups(stage: Stage, role: str) -> list[str]:
-    nodes = [
-        node.name
-        for node in stage.graph.nodes
-        if node.kind is not NodeKind.TRAIN
-        and (
-            node.role == role
-            or any(isinstance(one, RoleRef) and one.role == role for _, one in node.arguments)
-        )
-    ]
-    return list(dict.fromkeys(stage.placement.nodes[node] for node in nodes))
-
-
-def _asks_judge(worker: str, options: Any) -> bool:
-    if worker == "judge":
-        return True
-    if worker != "mixture":
-        return False
-    return any(value == "judge" for value in _values(options))
-
-
-def _values(options: Any) -> Iterator[Any]:
-    if isinstance(options, Mapping):
-        for value in cast("Mapping[str, Any]", options).values():
-            yield from _values(value)
-    elif isinstance(options, list | tuple):
-        for value in cast("Sequence[Any]", options):
-            yield from _values(value)
-    else:
-        yield options
-
-
-def _why_random(spec: EnvTaskSpec, tries: bool) -> str:
-    """Return why seed and actions do not fix an environment's episodes, as declared or tried."""
-    if spec.backend == "gymnasium":
-        import gymnasium
-
-        if gymnasium.spec(spec.id.rpartition(":")[2]).nondeterministic:
-            return f"Gymnasium lists '{spec.id}' as nondeterministic"
-    if not tries:
-        return ""
-    from ...workers.envs.spec import why_not_exact
-
-    found = why_not_exact(spec.env, num_before=_NUM_STEPS, num_after=_NUM_STEPS)
-    return f"two environments '{spec.id}' that were tried {found}" if found else ""
-
-
-def not_reproducible(run: Run) -> str:
-    """Why what comes out does not follow from the seed alone, in words; "" if it does."""
-    reasons = [run.config.schedule.why_not_reproducible]
-    task = run.data.task
-    if task.converses and not task.deterministic:
-        why = f", as {task.why_not_deterministic}" if task.why_not_deterministic else ""
-        reasons.append(f"the other side of '{task.task_id}' may answer a turn in two ways{why}")
-    return "; ".join(filter(None, reasons))
-
-
-def about_model(run: Run) -> str:
-    """Which language model in which precision, where, and who computes it; "" if none."""
-    model = run.model
-    if model.architecture.get("model_type") == MODEL_TYPE:
-        return ""
-    config = model_spec(model).config
-    computes = run.engines.train.computes(empty_model(config))
-    commit = "" if model.revision is None else f" at {model.revision[:12]}"
-    name = model.hub or model.package or model.folder or "random weights"
-    return (
-        f"model: {name}{commit}, {model.dtype} on {run.executor.device}, computed {computes} "
-        f"({config.model_type})"
-    )
-
-
-def first_notes(run: Run, *, tries: bool = False) -> list[str]:
-    """Describe before the first step placement, models, evaluations and rows left out."""
-    lines = [run.note, run.data.about_tools]
-    why = not_reproducible(run)
-    lines.append(why and f"not reproducible: {why}")
-    lines += not_exact(run.stages, run.config.schedule, run.data.task, run.spec, tries=tries)
-    lines += [line for stage in run.stages for line in high_rates(stage, run.model)]
-    lines.append(rounded_adapters(run))
-    if run.held_out_rows and run.config.evaluation.num_prompts:
-        why = _why_not_scored(run.data)
-        lines.append(why and f"evaluations measure the loss alone, and no accuracy: {why}")
-    for report in run.reports:
-        lines += [str(report)] if report.num_bad else []
-        for note, count in report.notes.items():
-            lines.append(f"{note} ({count} rows)" if count else note)
-    return [line for line in lines if line]
-
-
-def statistics(run: Run) -> list[str]:
-    """How long the rows of every stage are, each line once."""
-    lines = [line for tables in run.sources.values() for line in statistics_of(tables)]
-    num_held_out, asked = len(run.data.task.held_out), run.held_out
-    if asked and asked.num_prompts < num_held_out:
-        lines.append(
-            f"evaluations ask {asked.num_prompts} of {num_held_out} held-out problems "
-            "(evaluation.num_prompts)"
-        )
-    return list(dict.fromkeys(lines))
-
-
-def model_folders(run: Run) -> set[str]:
-    """The folders of models and tokenizers that are there before any stage has run."""
-    starts = {start for stage in run.stages for role in stage.roles for start in stage.starts(role)}
-    starts -= {MODEL, *(stage.name for stage in run.stages)}
-    named = {*starts, run.model.folder, run.data.tokenizer_spec.folder}
-    return {folder for folder in named if folder}
+_OF_TASKS = {"task", "tokenizer", "task_fingerprint", "chat"}
+"""The same of what looks at the task; a judge's `model` is the user's to name."""
 
 
 def prepare(run: Run, plan: Plan | None = None, *, dry: bool = False) -> Run:
-    """Check a run through, place it and read its data: what can be refused is refused here.
+    """Check a run through, place it and read its data.
 
     Args:
         run: The run.
@@ -241,52 +93,102 @@ def prepare(run: Run, plan: Plan | None = None, *, dry: bool = False) -> Run:
             on where it ran.
         dry: Whether it is not to be carried out: devices need not be here, and no weights are
             downloaded.
-
-    Raises:
-        ConfigError: If a key, a role, a file or a size is wrong.
-        FlowError: If a step's loss cannot correct for the schedule's lag.
-        PlanError: If the placement does not fit.
     """
     run = with_models(run if dry else with_cluster(run))
     run = build_stages(run, plan)
     for stage in run.stages:
         check_options(stage, run)
-    if dry:
-        executor_of(run.executor, executor_kind(run.executor.kind))
-    else:
-        make_executor(run.executor)
+    make_executor(run.executor, dry=dry)
     run = _placed(run)
     if run.cluster is not None and (dry or run.cluster.device_type == "cuda"):
         check_devices(run.placed, run.cluster)  # what CPUs are said to have is a share of a machine
-    run = _with_data(run)
-    for options in _agents(run):
+    sections = [section for stage in run.stages for section in stage.roles.values()]
+    agents = [section.options for section in sections if section.worker in TASK_AGENTS]
+    run = _with_data(run, converses=bool(agents))
+    for options in agents:
         check_agents([run.data, *(suite.data for suite in run.suites)], options)
     check_memory(run)
     check_groups(run)
     if not dry:
         fetch_weights(run)
-    _check_lengths(run)
-    return replace(run, longest_sequence=_longest_sampled(run))
+    return _with_lengths(run)
+
+
+def build_stages(run: Run, plan: Plan | None = None) -> Run:
+    """The run with roles and placement of its stages, without stages from which nothing starts.
+
+    The main stage's nodes run as the plan says, or the configuration; what that leaves to the
+    planner is on one rank, and the run has no plan yet.
+    """
+    check_model(run.model)
+    plan = plan or written_plan(run)
+    stages: list[Stage] = []
+    for stage in run.stages:
+        stages.append(with_roles(stage, run.model, stages))
+    on_one_rank = one_group_plan(device=run.executor.device)
+    run = _with_placement(replace(run, stages=tuple(stages)), plan or on_one_rank)
+    # The main stage, and those from which it starts, directly or through others.
+    wanted: set[str] = {run.main.name}
+    for stage in reversed(run.stages):
+        if stage.name in wanted:
+            wanted |= {start for role in stage.roles for start in stage.starts(role)}
+    run = replace(run, stages=tuple(s for s in run.stages if s.name in wanted), plan=plan)
+    check_streams(run.stages, run.config.schedule)
+    return run
+
+
+def _with_placement(run: Run, plan: Plan) -> Run:
+    main, keep_ranks = run.main, bool(run.executor.groups)
+    placement = placement_of(main.graph, plan, run)
+    stages = [
+        replace(stage, placement=follow_main(stage, main.graph, placement, keep_ranks=keep_ranks))
+        for stage in run.stages[:-1]
+    ]
+    for stage in (*stages, replace(main, placement=placement)):
+        check_tables(stage.graph, stage.at)
+        check_stage(stage, run.config.schedule)
+    options = planned_options(plan, main, run.engines)
+    main = replace(main, placement=placement, planned_options=options)
+    return replace(run, stages=(*stages, main), plan=plan)
 
 
 def _placed(run: Run) -> Run:
-    """The run with the plan of its main stage, and the threads of its ranks."""
     if run.model.architecture.get("model_type") == MODEL_TYPE:
-        _refuse_engines(run)
-        run = run.having(executor=_on_one_thread(run.executor))
+        run = _of_perceptrons(run)
     threads = None
     if run.plan is not None:
         run = replace(run, note=idle_gpus(run.executor))
     else:
         choice = choose(run)
-        run, threads = place_stages(replace(run, note=choice.note), choice.plan), choice.num_threads
+        run, threads = _with_placement(run, choice.plan), choice.num_threads
+        run = replace(run, note=choice.note)
     return run.having(executor=with_threads(run.executor, run.placed, threads))
 
 
-def _with_data(run: Run) -> Run:
-    """The run with its task, the tables of its stages, and what it is evaluated on."""
+def _of_perceptrons(run: Run) -> Run:
+    """Networks of environments' actors: no engine computes them, and one thread does so fastest."""
+    engines, section = run.engines, run.executor
+    for key, value, default in (
+        ("engine.kind", engines.name, DEFAULT.name),
+        ("engine.options", engines.options, {}),
+        ("rollout.kind", engines.rollout_name, SAME),
+        ("model.dtype", run.model.dtype, "float32"),
+    ):
+        if value != default:
+            raise ConfigError(
+                f"'{key}' is {value!r}, but a {MODEL_TYPE} is computed by its own worker, which "
+                "does not read it\n    leave it out"
+            )
+    if section.num_threads is not None:
+        return run
+    # The order of a sum, and so its last bits, depends on how many threads share it: with one each,
+    # results do not depend on how many ranks share the machine's cores.
+    return run.having(executor=section.model_copy(update={"num_threads": 1}))
+
+
+def _with_data(run: Run, *, converses: bool) -> Run:
     data = load_data(run.config.task, run.model)
-    if _agents(run):
+    if converses:
         check_converses(data.task)
     run = replace(run, data=data).having(model=_with_vocabulary(run.model, run.main, data))
     reports: list[DataReport] = [data.task.report]
@@ -304,33 +206,6 @@ def _with_data(run: Run) -> Run:
     return replace(run, suites=_suites(run))
 
 
-def _refuse_engines(run: Run) -> None:
-    """Networks of environments' actors are computed by workers of their own; no engine is asked."""
-    engines = run.engines
-    for key, value, default in (
-        ("engine.kind", engines.name, DEFAULT.name),
-        ("engine.options", engines.options, {}),
-        ("rollout.kind", engines.rollout_name, SAME),
-        ("model.dtype", run.model.dtype, "float32"),
-    ):
-        if value != default:
-            raise ConfigError(
-                f"'{key}' is {value!r}, but a {MODEL_TYPE} is computed by its own worker, which "
-                "does not read it\n    leave it out"
-            )
-
-
-def _on_one_thread(section: ExecutorConfig) -> ExecutorConfig:
-    """For perceptrons, which one thread computes fastest.
-
-    The order of a sum, and so its last bits, depends on how many threads share it: with one each,
-    results do not depend on how many ranks share the machine's cores.
-    """
-    if section.num_threads is not None:
-        return section
-    return section.model_copy(update={"num_threads": 1})
-
-
 def _with_vocabulary(model: ModelConfig, main: Stage, data: Data) -> ModelConfig:
     """With the size of the model's vocabulary, which stays if the run goes on in another layout.
 
@@ -343,22 +218,56 @@ def _with_vocabulary(model: ModelConfig, main: Stage, data: Data) -> ModelConfig
     return model.model_copy(update={"architecture": {**model.architecture, "vocab_size": size}})
 
 
-def _check_lengths(run: Run) -> None:
-    """No row may be longer than the model that reads it can take."""
+def _suites(run: Run) -> tuple[Suite, ...]:
+    """Return the suites of the main stage's policy, besides the loss on held-out rows."""
+    config, measured = run.config.evaluation, [LOSS] if run.held_out_rows else []
+    suites: tuple[Suite, ...] = ()
+    if run.main.policy is not None:
+        if run.held_out_rows and run.data.why_not_scored:
+            config = config.model_copy(update={"num_prompts": 0})
+        suites = suites_of(config, run.data, run.main.sampling)
+        measured += metrics_of(suites)
+    elif config.suites:
+        raise ConfigError(
+            f"'evaluation.suites' is set, but {run.main.graph.name} trains no policy to answer "
+            "problems\n    leave it out"
+        )
+    elif config.num_episodes:
+        measured += [f"{actor}/return" for actor in env_actors(run.main)]
+    if config.keep_best is not None and config.keep_best not in measured:
+        raise ConfigError(
+            f"'evaluation.keep_best': '{config.keep_best}' is not measured"
+            f"{nearest(config.keep_best, measured)}\n    what is: "
+            f"{', '.join(measured) or 'nothing'}"
+        )
+    return suites
+
+
+def metrics_of(suites: Sequence[Suite]) -> list[str]:
+    return [
+        logged_name(suite.name, name)
+        for suite in suites
+        for name in names_of(suite.sampling.num_samples)
+    ]
+
+
+def _with_lengths(run: Run) -> Run:
     by_name = {stage.name: stage for stage in run.stages}
     num_tokens = run.data.tokenizer.vocab_size if run.data.has_text else 0
+    lengths: list[int | None] = []
     for stage in run.stages:
         positions = model_positions(stage, by_name, run.model, num_tokens)
-        check_lengths(
-            stage.graph,
-            stage.config.per_step,
-            longest_rows(run.sources[stage.name]),
-            positions,
-            f"lower max_new_tokens ({stage.at}.cfg)",
-        )
+        graph, per_step = stage.graph, stage.config.per_step
+        longest = longest_rows(run.sources[stage.name])
+        shorten = f"lower max_new_tokens ({stage.at}.cfg)"
+        check_lengths(graph, per_step, longest, positions, shorten)
+        lengths.append(longest_sampled(graph, per_step, longest))
         if stage is run.main and stage.policy in positions:
             for suite in run.suites:
                 check_suite_lengths(suite, positions[stage.policy])
+    lengths += [suite.longest for suite in run.suites]
+    known = [length for length in lengths if length is not None]
+    return replace(run, longest_sequence=max(known) if len(known) == len(lengths) else None)
 
 
 def check_suite_lengths(suite: Suite, num_positions: int) -> None:
@@ -375,65 +284,214 @@ def check_suite_lengths(suite: Suite, num_positions: int) -> None:
     )
 
 
-def _longest_sampled(run: Run) -> int | None:
-    """Tokens of the longest prompt with its response in any stage or suite; None if unknown."""
-    lengths = [
-        longest_sampled(stage.graph, stage.config.per_step, longest_rows(run.sources[stage.name]))
-        for stage in run.stages
-    ]
-    lengths += [suite.longest for suite in run.suites]
-    known = [length for length in lengths if length is not None]
-    return max(known) if len(known) == len(lengths) else None
+def model_folders(run: Run) -> set[str]:
+    """The folders of models and tokenizers that are there before any stage has run."""
+    starts = {start for stage in run.stages for role in stage.roles for start in stage.starts(role)}
+    starts -= {MODEL, *(stage.name for stage in run.stages)}
+    named = {*starts, run.model.folder, run.data.tokenizer_spec.folder}
+    return {folder for folder in named if folder}
 
 
-def _agents(run: Run) -> list[Mapping[str, Any]]:
-    """Return the options of the roles that answer a policy in conversation."""
-    sections = (section for stage in run.stages for section in stage.roles.values())
-    return [section.options for section in sections if section.worker in TASK_AGENTS]
+def check_options(stage: Stage, run: Run) -> None:
+    """Validate the options of a stage's workers without making one."""
+    engines = run.engines
+    engines.check_generates(stage.graph)
+    _check_apart(stage, engines)
+    if engines.rollout is not None:
+        kind = engines.rollout.rollout_spec
+        _check(kind, engines.rollout_options, "rollout.options", "rollout")
+    for role, section in stage.roles.items():
+        optimizer_of(stage, role)
+        at, worker = f"{stage.at}.roles.{role}.options", stage.worker(role)
+        if is_own(worker):
+            continue  # looked at when the stage was made
+        if worker in ENV_SPECS:
+            _check(ENV_SPECS[worker], section.options, at, worker, FILLED_IN)
+            if worker in NETWORKS:
+                perceptron_spec(run.model)
+                _check_start(stage, role, run)
+            continue
+        if worker in TASK_REWARDS or worker in TASK_AGENTS:
+            kind = TASK_REWARDS[worker] if worker in TASK_REWARDS else TASK_AGENTS[worker]
+            _check(kind, section.options, at, worker, _OF_TASKS)
+            if worker in TASK_REWARDS:
+                check_verifiers(worker, section.options)
+            continue
+        kind = spec_class(engines.trainer(role), worker)
+        _check(kind, section.options, at, worker)
+        _check(kind, engines.options_of(role), "engine.options", worker)
+    _check_adapters(stage, run)
 
 
-def _suites(run: Run) -> tuple[Suite, ...]:
-    """Return the suites of the main stage's policy, besides the loss on held-out rows."""
-    config, losses = run.config.evaluation, [LOSS] if run.held_out_rows else []
-    if run.main.policy is None:
-        if config.suites:
+def check_groups(run: Run) -> None:
+    """Refuse groups on which a language model could not be built, before any is trained."""
+    by_name = {stage.name: stage for stage in run.stages}
+    for stage in run.stages:
+        for role, section in stage.roles.items():
+            if section.worker not in HEADS:
+                continue
+            start = {"start": _first_start(stage, role, by_name), "start_mean": {}}
+            first = {**stage.roles, role: section.model_copy(update=start)}
+            spec = worker_spec(replace(stage, roles=first), role, run, {})
+            check: Callable[[WorkerContext], None] | None = getattr(spec, "check_group", None)
+            for group in stage.placement.groups:
+                if check and role in stage.placement.hosted_roles(stage.graph, group.name):
+                    context = WorkerContext(
+                        role,
+                        num_ranks=group.num_ranks,
+                        device=group.device,
+                        tensor_parallel=group.tensor_parallel,
+                        pipeline_parallel=group.pipeline_parallel,
+                        methods=stage.placement.methods(stage.graph, group.name, role),
+                    )
+                    check(context)
+
+
+def _first_start(stage: Stage, role: str, stages: Mapping[str, Stage]) -> str | None:
+    while (start := stage.roles[role].start) and start in stages:
+        earlier = stages[start]
+        role = started_from(earlier, contract_of(stage, role))
+        stage = earlier
+    return start
+
+
+def _check_start(stage: Stage, role: str, run: Run) -> None:
+    start = stage.roles[role].start
+    if not start or start in run.config.algorithm.before:
+        return
+    spec = env_worker(stage.worker(role), run, start)
+    try:
+        spec.build(WorkerContext(role))
+    except ConfigError as error:
+        raise ConfigError(f"'{stage.at}.roles.{role}.start': {error}") from error
+
+
+def _check(
+    kind: Any, options: Mapping[str, Any], at: str, worker: str, ours: Set[str] = _OURS
+) -> None:
+    hints = get_type_hints(kind)
+    free = [name for name in hints if name not in ours]
+    for key, value in options.items():
+        if key not in free:
             raise ConfigError(
-                f"'evaluation.suites' is set, but {run.main.graph.name} trains no policy to answer "
-                "problems\n    leave it out"
+                f"there is no key '{at}.{key}'{nearest_key(key, free, at)}\n"
+                f"    a '{worker}' worker has: {', '.join(free) or 'none'}"
             )
-        actors = env_actors(run.main) if config.num_episodes else ()
-        _check_metric(config, [*losses, *(f"{actor}/return" for actor in actors)])
-        return ()
-    if run.held_out_rows and _why_not_scored(run.data):
-        config = config.model_copy(update={"num_prompts": 0})
-    suites = suites_of(config, run.data, run.main.sampling)
-    _check_metric(config, [*losses, *metrics_of(suites)])
-    return suites
+        try:
+            TypeAdapter(hints[key]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ConfigError(f"'{at}.{key}': {error.errors()[0]['msg']}, got {value!r}") from None
+    required = (f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
+    try:
+        check_early(kind, options, [field.name for field in required if field.name in ours])
+    except ValueError as error:
+        raise ConfigError(f"'{at}': {error}") from None
 
 
-def metrics_of(suites: Sequence[Suite]) -> list[str]:
-    """The metrics of these suites, as logged below `evaluation/`."""
-    return [
-        logged_name(suite.name, name)
-        for suite in suites
-        for name in names_of(suite.sampling.num_samples)
-    ]
+def _check_apart(stage: Stage, engines: Engines) -> None:
+    for node in stage.graph.nodes:
+        ours = stage.roles[node.role].worker == "policy" if node.role else False
+        if not ours or not engines.apart(stage.graph, node):
+            continue
+        group = stage.placement.nodes[node.name]
+        asked = stage.placement.methods(stage.graph, group, node.role or "")
+        others = sorted(asked - {node.method})
+        if others:
+            rollout = engines.runs(stage.graph, node).name
+            raise ConfigError(
+                f"rollout={rollout}: '{node.name}' is on group '{group}', which "
+                f"is also asked for {node.role}.{others[0]}\n    give generation a group of its "
+                f"own: executor=ray_split, or executor.nodes.{node.name}=GROUP"
+            )
 
 
-def _check_metric(config: EvaluationConfig, measured: Sequence[str]) -> None:
-    """Refuse an `evaluation.keep_best` that no evaluation measures."""
-    if config.keep_best is not None and config.keep_best not in measured:
+def check_agents(datas: Sequence[Data], options: Mapping[str, Any]) -> None:
+    """Refuse problems whose conversations could not be rendered or read."""
+    for data in {id(data): data for data in datas if data.task.converses}.values():
+        spec = TASK_AGENTS[AGENT](
+            task=data.spec, tokenizer=data.tokenizer_spec, chat=data.chat, **options
+        )
+        spec.ways(data.task, data.tokenizer)
+
+
+def _check_adapters(stage: Stage, run: Run) -> None:
+    if not run.model.lora:
+        return
+    for node in stage.graph.nodes:
+        if node.role is None or stage.roles[node.role].worker not in HEADS:
+            continue
+        engine = run.engines.runs(stage.graph, node)
+        spec = engine.rollout_spec if run.engines.apart(stage.graph, node) else None
+        spec = spec or spec_class(engine, stage.worker(node.role))
+        if "lora" not in get_type_hints(spec):
+            raise ConfigError(
+                f"'model.lora.rank' is {run.model.lora.rank}, but '{node.name}' runs on the engine "
+                f"'{engine.name}', which has no adapters\n    train the weights themselves "
+                "(model.lora.rank=0), or take engine=torch or engine=fsdp"
+            )
+
+
+def model_positions(
+    stage: Stage, stages: Mapping[str, Stage], model: ModelConfig, num_tokens: int
+) -> dict[str, int]:
+    """Look at the models that roles start from, without their weights."""
+    found: dict[str, int] = {}
+    looked_at: set[tuple[str, str | None]] = set()
+    for role in stage.roles:
+        worker = stage.worker(role)
+        if worker in ENV_SPECS:
+            continue
+        head = HEADS.get(worker)
+        for start in stage.starts(role):
+            if start not in stages and (start, head) not in looked_at:
+                looked_at.add((start, head))
+                _check_model(f"{stage.at}.roles.{role}.start", start, head, model, num_tokens)
+            if head == "score" and role not in changed_roles(stage):
+                _check_has_score(f"{stage.at}.roles.{role}", start, stages.get(start), model)
+        first = _first_start(stage, role, stages)
+        if not first:
+            continue
+        positions = _started_model(first, model).num_positions
+        if positions is not None:
+            found[role] = positions
+    return found
+
+
+def _check_has_score(at: str, start: str, earlier: Stage | None, model: ModelConfig) -> None:
+    if earlier is None:
+        trained = Head("score").is_saved(_started_model(start, model).folder)
+    else:
+        trained = earlier.trained(RewardModel) is not None
+    if not trained:
         raise ConfigError(
-            f"'evaluation.keep_best': '{config.keep_best}' is not measured"
-            f"{nearest(config.keep_best, measured)}\n    what is: "
-            f"{', '.join(measured) or 'nothing'}"
+            f"'{at}' is a reward model that starts from '{start}', which has no head that scores: "
+            "all scores would be random\n    train one in a stage before (algorithm.before), give "
+            f"the folder of one ({at}.start=PATH), or set {at}.worker=rule"
         )
 
 
-def _why_not_scored(data: Data) -> str:
-    """Return why the task cannot score answers to its problems; "" if it can."""
+def _started_model(start: str, model: ModelConfig) -> ModelSpec:
+    return model_spec(model) if start == MODEL else ModelSpec(folder=start)
+
+
+def _check_model(
+    at: str, start: str, head: HeadName | None, model: ModelConfig, num_tokens: int
+) -> None:
+    spec = _started_model(start, model)
+    at = "model.folder" if start == MODEL else at
     try:
-        _ = data.task.verifier
+        vocab_size: int | None = getattr(spec.config, "vocab_size", None)
+        if head is not None:
+            Head(head).check(spec)
+            if model.lora:
+                check_lora(model.lora, empty_model(spec.config))
     except ConfigError as error:
-        return str(error).splitlines()[0]
-    return ""
+        # What is wrong with an architecture is said with its key.
+        raise ConfigError(str(error) if spec.folder is None else f"'{at}': {error}") from error
+    if vocab_size is not None and vocab_size < num_tokens:
+        key = "model.architecture.vocab_size" if spec.folder is None else at
+        raise ConfigError(
+            f"'{key}': the model knows {vocab_size} tokens, and the tokenizer has {num_tokens}\n"
+            "    give the model's own tokenizer, or an architecture without vocab_size, which then "
+            "is the tokenizer's"
+        )

@@ -1,18 +1,25 @@
-"""The report of a run: summary.json, a curve, and a few lines for a person."""
+"""What people are told of a run: notes before its first step, summary.json, a curve, some lines."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any, cast
 
 from ...algorithms.roles.language import Policy
-from ...dataflow.graph.graph import Graph
-from ...dataflow.kinds import NodeKind
+from ...configs.schema import ModelConfig, model_spec
+from ...dataflow.graph.graph import Graph, NodeKind, RoleRef
+from ...dataflow.scheduler.schedule import Schedule
 from ...planner.formatting import aligned, bytes_text, seconds_text
 from ...planner.plan.plan import Plan
+from ...workers.agents.environment import TASK_AGENTS
+from ...workers.data.sources import TaskSource
+from ...workers.data.task import Task
+from ...workers.models.architecture import empty_model
+from ..inputs.data import acted_in
+from ..inputs.engines import MODEL_TYPE
 from ..inputs.record import Stage
 from ..inputs.run import Run
 from ..placement.machine import num_cores
@@ -32,11 +39,211 @@ from ..run_dir.progress import RunProgress, format_duration
 from ..run_dir.provenance import CodeVersion, ProcessUsage
 from ..run_dir.run_folder import RunFolder, RunRecord
 from ..run_dir.step_logs import read_metrics
-from .headline import Headline
-from .stage_result import StageResult
+from .stage_result import Headline, StageResult
+from .worker_specs import HEADS, optimizer_of
+
+if TYPE_CHECKING:
+    from ...workers.envs.task import EnvTaskSpec
 
 _LONG = frozenset({"examples_before", "examples_after", "nodes", "suites"})
 """Fields of a summary that are too long for its last event."""
+
+_Nodes = Mapping[str, Mapping[str, float | None]]
+"""Node -> "predicted_s" and "measured_s", None where nothing is known; and on GPUs as bytes what a
+device held at most, "predicted_bytes" and "peak_bytes"."""
+
+_NUM_STEPS = 16  # taken to try an environment before its state is saved, and after
+_LARGE = 20_000_000
+"""Parameters from which on the rates of the algorithms' YAML, made for a million, are too high."""
+_RATES = {"lora": 2e-4, "sampling": 1e-5, "reference": 5e-6, "data": 5e-5}
+"""Usual learning rates of large pretrained models: of adapters, of all weights where a policy
+learns from what it samples, in comparison with a reference, and from data alone."""
+
+
+def first_notes(run: Run, *, tries: bool = False) -> list[str]:
+    """Describe before the first step placement, models, evaluations and rows left out."""
+    lines = [run.note, run.data.about_tools]
+    why = not_reproducible(run)
+    lines.append(why and f"not reproducible: {why}")
+    lines += not_exact(run.stages, run.config.schedule, run.data.task, run.spec, tries=tries)
+    lines += [line for stage in run.stages for line in high_rates(stage, run.model)]
+    lines.append(rounded_adapters(run))
+    if run.held_out_rows and run.config.evaluation.num_prompts:
+        why = run.data.why_not_scored
+        lines.append(why and f"evaluations measure the loss alone, and no accuracy: {why}")
+    for report in run.reports:
+        lines += [str(report)] if report.num_bad else []
+        for note, count in report.notes.items():
+            lines.append(f"{note} ({count} rows)" if count else note)
+    return [line for line in lines if line]
+
+
+def statistics(run: Run) -> list[str]:
+    """How long the rows of every stage are, each line once."""
+    tables = (source for of_stage in run.sources.values() for source in of_stage.values())
+    lines = [source.statistics for source in tables if isinstance(source, TaskSource)]
+    num_held_out, asked = len(run.data.task.held_out), run.held_out
+    if asked and asked.num_prompts < num_held_out:
+        lines.append(
+            f"evaluations ask {asked.num_prompts} of {num_held_out} held-out problems "
+            "(evaluation.num_prompts)"
+        )
+    return list(dict.fromkeys(lines))
+
+
+def about_model(run: Run) -> str:
+    """Which language model in which precision, where, and who computes it; "" if none."""
+    model = run.model
+    if model.architecture.get("model_type") == MODEL_TYPE:
+        return ""
+    config = model_spec(model).config
+    computes = run.engines.train.computes(empty_model(config))
+    commit = "" if model.revision is None else f" at {model.revision[:12]}"
+    name = model.hub or model.package or model.folder or "random weights"
+    return (
+        f"model: {name}{commit}, {model.dtype} on {run.executor.device}, computed {computes} "
+        f"({config.model_type})"
+    )
+
+
+def not_reproducible(run: Run) -> str:
+    """Why what comes out does not follow from the seed alone, in words; "" if it does."""
+    reasons = [run.config.schedule.why_not_reproducible]
+    task = run.data.task
+    if task.converses and not task.deterministic:
+        why = f", as {task.why_not_deterministic}" if task.why_not_deterministic else ""
+        reasons.append(f"the other side of '{task.task_id}' may answer a turn in two ways{why}")
+    return "; ".join(filter(None, reasons))
+
+
+def not_exact(
+    stages: Sequence[Stage], schedule: Schedule, task: Task, spec: Any, *, tries: bool = False
+) -> list[str]:
+    """Return a line for every group that cannot be restarted exactly; none if all can."""
+    lines: dict[str, None] = {}
+    for stage in stages:
+        for role, reason in _reasons(stage, schedule, task, spec, tries):
+            for node in stage.graph.nodes:
+                arguments = (one for _, one in node.arguments if isinstance(one, RoleRef))
+                named = node.role == role or any(one.role == role for one in arguments)
+                if named and node.kind is not NodeKind.TRAIN:
+                    group = stage.placement.nodes[node.name]
+                    lines[f"group '{group}' cannot be restarted exactly: {reason}"] = None
+    return list(lines)
+
+
+def _reasons(
+    stage: Stage, schedule: Schedule, task: Task, spec: Any, tries: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield the roles that cannot be restarted exactly, each with why and what to change."""
+    nodes = stage.graph.nodes
+    samples = {n.role for n in nodes if n.kind is NodeKind.ROLLOUT and n.role is not None}
+    for role in samples:
+        if schedule.order == "arrival":
+            yield (
+                role,
+                "which weights its calls read depends on timing (schedule.order=arrival); to "
+                "change that: schedule.order=step",
+            )
+        if schedule.in_flight:
+            yield (
+                role,
+                "when new weights come while it samples depends on timing (schedule.in_flight); "
+                "to change that: schedule.in_flight=false",
+            )
+    for role, section in stage.roles.items():
+        worker = stage.worker(role)
+        talks = worker in TASK_AGENTS and task.converses
+        if talks and not task.deterministic:
+            yield (
+                role,
+                f"what answers in '{task.task_id}' may keep a state outside the run, or answer "
+                "otherwise when a conversation is begun anew; to change that: tools and "
+                "environments that follow from problem, seed and turns, and say `deterministic`",
+            )
+        in_mixture = worker == "mixture" and "judge" in _values(section.options)
+        if worker == "judge" or in_mixture:
+            yield (
+                role,
+                "a judge behind an address may score the same response otherwise; to change that: "
+                "a rule, or a reward model that the run computes itself",
+            )
+        acted = acted_in(spec) if worker == "env" else None
+        of_env = acted is not None and acted.acts_in == "environment"
+        if of_env and (why := _why_random(cast("EnvTaskSpec", acted), tries)):
+            yield (
+                role,
+                f"{why}, so an episode that is replayed may show something else, which ends the "
+                "run; to change that: another version of the environment, whose episodes follow "
+                "from seed and actions",
+            )
+
+
+def _values(options: Any) -> Iterator[Any]:
+    if isinstance(options, Mapping):
+        for value in cast("Mapping[str, Any]", options).values():
+            yield from _values(value)
+    elif isinstance(options, list | tuple):
+        for value in cast("Sequence[Any]", options):
+            yield from _values(value)
+    else:
+        yield options
+
+
+def _why_random(spec: EnvTaskSpec, tries: bool) -> str:
+    if spec.backend == "gymnasium":
+        import gymnasium
+
+        if gymnasium.spec(spec.id.rpartition(":")[2]).nondeterministic:
+            return f"Gymnasium lists '{spec.id}' as nondeterministic"
+    if not tries:
+        return ""
+    from ...workers.envs.spec import why_not_exact
+
+    found = why_not_exact(spec.env, num_before=_NUM_STEPS, num_after=_NUM_STEPS)
+    return f"two environments '{spec.id}' that were tried {found}" if found else ""
+
+
+def high_rates(stage: Stage, model: ModelConfig) -> list[str]:
+    """Describe learning rates that a pretrained model of its size does not survive."""
+    learning = stage.graph.learning_roles
+    started = [role for role in stage.roles if role in learning and stage.worker(role) in HEADS]
+    if model.folder is None or not started:
+        return []
+    parameters = empty_model(model_spec(model).config).parameters()
+    millions = sum(parameter.numel() for parameter in parameters) / 1e6
+    kinds = {node.kind for node in stage.graph.nodes}
+    compares = "reference" if NodeKind.FORWARD in kinds else "data"
+    usual = _RATES["lora" if model.lora else "sampling" if NodeKind.ROLLOUT in kinds else compares]
+    highest = max(spec.lr for role in started if (spec := optimizer_of(stage, role)))
+    if millions * 1e6 < _LARGE or highest <= 4 * usual:
+        return []
+    return [
+        f"warning: stage '{stage.name}' trains a model of {millions:,.0f}M parameters with a "
+        f"learning rate of {highest:g}, which suits one of a million; {usual:g} is usual: "
+        f"{stage.at}.optimizer.lr={usual:g}"
+    ]
+
+
+def rounded_adapters(run: Run) -> str:
+    """Say where adapters are merged into bfloat16 weights; "" if they are nowhere."""
+    if not run.model.lora or run.model.precision != "bfloat16":
+        return ""
+    names, engines = {stage.name for stage in run.stages}, run.engines
+    where = [
+        f"for '{node.name}' ({engine.name})"
+        for stage in run.stages
+        for node in stage.graph.nodes
+        if (engine := engines.runs(stage.graph, node)).merges_adapters
+    ]
+    started = {section.start: None for stage in run.stages for section in stage.roles.values()}
+    where += [f"for what starts from '{start}'" for start in started if start in names]
+    if not where:
+        return ""
+    return (
+        f"note: adapters are merged into bfloat16 weights {' and '.join(dict.fromkeys(where))}, "
+        "which rounds small updates away: model.dtype=float32 keeps them"
+    )
 
 
 def summary_of(
@@ -53,7 +260,9 @@ def summary_of(
 ) -> dict[str, Any]:
     """The contents of summary.json. Times are of this process only, if the run was resumed."""
     main, prediction = run.main, run.placed.prediction
-    before, after = (found.get(WHOLE, _NOTHING) for found in (outcome.before, outcome.after))
+    suites = outcome.before, outcome.after
+    examples = [[shown for one in found.values() for shown in one.examples] for found in suites]
+    before, after = (found.get(WHOLE, Measured({})) for found in suites)
     return {
         "graph": main.graph.name,
         "task": run.data.task.task_id,
@@ -97,16 +306,9 @@ def summary_of(
         "first_step": outcome.first_step,
         "changes": list(record.changes),
         "code": str(code),
-        "examples_before": _all_examples(outcome.before),
-        "examples_after": _all_examples(outcome.after),
+        "examples_before": examples[0],
+        "examples_after": examples[1],
     }
-
-
-_NOTHING = Measured({})
-
-
-def _all_examples(found: Mapping[str, Measured]) -> list[dict[str, Any]]:
-    return [example for measured in found.values() for example in measured.examples]
 
 
 def suites_summary(
@@ -140,30 +342,46 @@ def write_report(
 ) -> None:
     """Draw the curve and print what came out; the last line sums it up."""
     curve = _draw(run, folder, summary)
-    compared = comparison_text(run.placed, summary["nodes"], outcome.step_time_s)
-    compared += memory_text(summary["nodes"])
-    changed = _changed(summary["changes"])
-    suites = _suites(run, outcome)
-    stopped = [outcome.stopped] if outcome.stopped else []
-    if missed := outcome.checkpoints_missed:
-        stopped.append(f"checkpoints that were due and could not be written: {missed}")
-    stopped += [outcome.deaths.text] if outcome.deaths.text else []
-    stopped += _best(run, folder)
-    stopped += _stage_times(summary["stage_times_s"])
+    lines = comparison_text(run.placed, summary["nodes"], outcome.step_time_s)
+    lines += [*memory_text(summary["nodes"]), *_examples(outcome)]
+    for when, found in (("before", outcome.before), ("after", outcome.after)):
+        lines += [
+            f"accuracy {when} training: {measured.unscored:.1%} of the answers have no score (the "
+            f"verifier failed on {measured.errors or 0:.1%} and ran out of time on "
+            f"{measured.timeouts or 0:.1%}); they count as wrong"
+            for measured in found.values()
+            if measured.unscored
+        ]
+    for change in summary["changes"]:
+        keys = (f"{key} from {then} to {now}" for key, (then, now) in change["keys"].items())
+        lines.append(f"changed after {change['step']} steps: {', '.join(keys)}")
     if summary["not_reproducible"]:
-        changed.append(f"not reproducible: {summary['not_reproducible']}")
-    said = (*compared, *_examples(outcome), *_unverified(outcome), *changed, *suites, *stopped)
-    for line in (*said, f"ledger: {outcome.ledger}"):
-        progress.note(line)
+        lines.append(f"not reproducible: {summary['not_reproducible']}")
+    lines += _suites(run, outcome)
+    lines += [outcome.stopped] if outcome.stopped else []
+    if missed := outcome.checkpoints_missed:
+        lines.append(f"checkpoints that were due and could not be written: {missed}")
+    lines += [outcome.deaths.text] if outcome.deaths.text else []
+    metric, kept = run.config.evaluation.keep_best, Evaluations(folder.path)
+    if metric is not None and (best := kept.best(metric)) is not None:
+        lines.append(
+            f"best: evaluation/{metric} {kept.curve(metric)[best]:.4g} after {best} steps; "
+            f"penstock export run={folder.path} step=best"
+        )
+    times_s = summary["stage_times_s"]
+    if len(times_s) > 1 and (total_s := sum(times_s.values())):
+        said = (f"{name} {format_duration(s)} ({s / total_s:.0%})" for name, s in times_s.items())
+        lines.append(f"stages: {', '.join(said)}")
+    lines.append(f"ledger: {outcome.ledger}")
     shown = {
         "models": folder.path / "models",
         "curve": curve,
         "timeline": folder.trace,
         "tracker": tracked,
     }
-    for name, path in shown.items():
-        if path is not None:
-            progress.note(f"{name}: {path}")
+    lines += [f"{name}: {path}" for name, path in shown.items() if path is not None]
+    for line in lines:
+        progress.note(line)
     line = _summary_line(folder, summary, outcome.env_unit, whose_accuracy(run.main))
     told = {name: value for name, value in summary.items() if name not in _LONG}
     progress.end(line, str(folder.path), told)
@@ -195,22 +413,17 @@ def _examples(outcome: StageResult) -> list[str]:
         both = zip(outcome.before[name].examples, outcome.after[name].examples, strict=False)
         for before, after in both:
             if "messages" in before:
-                lines += _conversation(before, after)
+                lines += [f"{one['role']}: {one['content']!r}" for one in before["messages"]]
+                lines += [
+                    f"    assistant {when} training: {one['response']!r} ({score_text(one)})"
+                    for when, one in (("before", before), ("after", after))
+                ]
                 continue
             lines.append(
                 f"{before['prompt']!r}: {before['response']!r} ({score_text(before)}) before, "
                 f"{after['response']!r} ({score_text(after)}) after"
             )
     return lines
-
-
-def _conversation(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    said = [f"{message['role']}: {message['content']!r}" for message in before["messages"]]
-    answers = [
-        f"    assistant {when} training: {example['response']!r} ({score_text(example)})"
-        for when, example in (("before", before), ("after", after))
-    ]
-    return [*said, *answers]
 
 
 def _suites(run: Run, outcome: StageResult) -> list[str]:
@@ -226,19 +439,7 @@ def _suites(run: Run, outcome: StageResult) -> list[str]:
     ]
 
 
-def _best(run: Run, folder: RunFolder) -> list[str]:
-    metric, kept = run.config.evaluation.keep_best, Evaluations(folder.path)
-    best = None if metric is None else kept.best(metric)
-    if metric is None or best is None:
-        return []
-    return [
-        f"best: evaluation/{metric} {kept.curve(metric)[best]:.4g} after {best} steps; "
-        f"penstock export run={folder.path} step=best"
-    ]
-
-
 def measured_text(name: str, measured: Measured) -> str:
-    """A line on what was found of one suite."""
     interval = accuracy_interval(measured)
     around = f" (95 % interval {interval[0]:.1%} to {interval[1]:.1%})" if interval else ""
     others = [_figure(key, value) for key, value in measured.values.items() if key != "accuracy"]
@@ -252,13 +453,11 @@ def measured_text(name: str, measured: Measured) -> str:
 
 
 def _figure(key: str, value: float, now: float | None = None) -> str:
-    """Describe one of `Measured.values`, or two: shares in percent, losses as they are."""
     form = ".4g" if key.partition("/")[0] == LOSS else ".1%"
     return f"{key} {value:{form}}" + ("" if now is None else f" -> {now:{form}}")
 
 
 def _change_text(name: str, before: Measured, after: Measured) -> str:
-    """A line on one suite: every figure before and after, and the paired change of accuracy."""
     now = after.values
     figures = [_figure(key, value, now[key]) for key, value in before.values.items() if key in now]
     change = Change.between(before, after)
@@ -269,34 +468,6 @@ def _change_text(name: str, before: Measured, after: Measured) -> str:
             *([f"accuracy {change}"] if change else ()),
         ]
     )
-
-
-def _unverified(outcome: StageResult) -> list[str]:
-    """Say how many answers have no score, and that they count as wrong."""
-    return [
-        f"accuracy {when} training: {measured.unscored:.1%} of the answers have no score (the "
-        f"verifier failed on {measured.errors or 0:.1%} and ran out of time on "
-        f"{measured.timeouts or 0:.1%}); they count as wrong"
-        for when, found in (("before", outcome.before), ("after", outcome.after))
-        for measured in found.values()
-        if measured.unscored
-    ]
-
-
-def _changed(changes: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [
-        f"changed after {change['step']} steps: "
-        + ", ".join(f"{key} from {then} to {now}" for key, (then, now) in change["keys"].items())
-        for change in changes
-    ]
-
-
-def _stage_times(times_s: Mapping[str, float]) -> list[str]:
-    total_s = sum(times_s.values())
-    if len(times_s) < 2 or not total_s:
-        return []
-    said = (f"{name} {format_duration(s)} ({s / total_s:.0%})" for name, s in times_s.items())
-    return [f"stages: {', '.join(said)}"]
 
 
 def _summary_line(
@@ -335,11 +506,6 @@ def _summary_line(
     return ", ".join(parts)
 
 
-_Nodes = Mapping[str, Mapping[str, float | None]]
-"""Node -> "predicted_s" and "measured_s", None where nothing is known; and on GPUs as bytes what a
-device held at most, "predicted_bytes" and "peak_bytes"."""
-
-
 def nodes_summary(
     graph: Graph,
     plan: Plan,
@@ -348,27 +514,22 @@ def nodes_summary(
 ) -> dict[str, dict[str, float | None]]:
     """Predicted and measured time and memory of each node, in program order."""
     predicted = plan.prediction.durations_s if plan.prediction else {}
-    return {
-        node.name: {
-            "predicted_s": predicted.get(node.name),
-            "measured_s": _median(node_times_s.get(node.name, ())),
-            **_memory(plan, node.name, node_peaks.get(node.name, 0)),
-        }
-        for node in graph.nodes
-        if node.kind is not NodeKind.SOURCE
-    }
-
-
-def _memory(plan: Plan, node: str, peak_bytes: int) -> dict[str, float | None]:
-    if not peak_bytes:
-        return {}
     groups = plan.prediction.memory.values() if plan.prediction else ()
-    needed = (
-        group.resident_total_bytes + sum(group.transient_bytes[node].values())
-        for group in groups
-        if node in group.transient_bytes
-    )
-    return {"predicted_bytes": next(needed, None), "peak_bytes": peak_bytes}
+    found: dict[str, dict[str, float | None]] = {}
+    for node in (node for node in graph.nodes if node.kind is not NodeKind.SOURCE):
+        name, times_s = node.name, node_times_s.get(node.name, ())
+        found[name] = {
+            "predicted_s": predicted.get(name),
+            "measured_s": median(times_s) if times_s else None,
+        }
+        if peak_bytes := node_peaks.get(name, 0):
+            needed = (
+                group.resident_total_bytes + sum(group.transient_bytes[name].values())
+                for group in groups
+                if name in group.transient_bytes
+            )
+            found[name] |= {"predicted_bytes": next(needed, None), "peak_bytes": peak_bytes}
+    return found
 
 
 def memory_text(nodes: _Nodes) -> list[str]:
@@ -381,10 +542,6 @@ def memory_text(nodes: _Nodes) -> list[str]:
             rows.append([name, *sizes, f"{predicted / seen - 1:+.0%}"])
     head = ["memory of a device", "predicted", "measured", "error"]
     return aligned([head, *rows], right=(1, 2, 3)) if rows else []
-
-
-def _median(seconds: Sequence[float]) -> float | None:
-    return statistics.median(seconds) if seconds else None
 
 
 def comparison_text(plan: Plan, nodes: _Nodes, step_time_s: float) -> list[str]:

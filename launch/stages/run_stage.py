@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ...dataflow.errors import ConfigError, StateError, WorkerError
+from ...dataflow.errors import ConfigError, StateError
 from ...dataflow.graph.role import Role
 from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.checkpoint import read_resume_point
@@ -25,35 +25,23 @@ from ...dataflow.runtime.worker_protocol import WorkerSpec
 from ...dataflow.scheduler.scheduler import Scheduler
 from ..inputs.record import Stage
 from ..inputs.run import Run
+from ..inputs.sizes import stage_flow, stage_schedule
 from ..placement.place import make_executor
 from ..run_dir.checkpoint import CheckpointStore, checkpoints_in
 from ..run_dir.evaluations import Evaluations
 from ..run_dir.files import required_object
-from ..run_dir.progress import RunProgress, StageProgress
+from ..run_dir.progress import RunProgress
 from ..run_dir.run_folder import ElasticGroup, RunFolder, read_wish, wish_version, write_groups
 from ..run_dir.step_logs import LEDGER, opened_ledger, read_ledger
 from ..run_dir.stop import stoppable
 from ..run_dir.trackers import Trackers
-from .evaluation import (
-    EnvEvaluator,
-    Evaluates,
-    HeldOutLoss,
-    Measuring,
-    env_actors,
-    stage_evaluator,
-)
-from .export import combined_sha256, export_roles, files_sha256
-from .headline import Headline
-from .observers import ObservedStep, observing
-from .samples import sample_watch
-from .stage_result import Deaths, StageResult
-from .streaming import stage_flow, stage_schedule
+from .evaluation import EnvEvaluator, Evaluates, Evaluator, HeldOutLoss, Measuring, env_actors
+from .export import MODELS, combined_sha256, export_roles, files_sha256
+from .observers import observing, sample_watch
+from .stage_result import Deaths, Headline, ObservedStep, StageResult
 from .worker_specs import Results, exporting_specs, worker_specs
 
 _MEMORY = Path("/dev/shm")
-
-MODELS = "models"
-"""Below a stage's folder: a model folder for each trained role."""
 
 
 def run_stage(
@@ -64,32 +52,52 @@ def run_stage(
     trackers: Trackers,
     progress: RunProgress,
 ) -> StageResult:
-    """Train one stage to its end, from its newest checkpoint if there is one.
-
-    Args:
-        run: The run.
-        stage: The stage.
-        home: Its folder: the run's own for the main stage.
-        results: Stages that have finished.
-        trackers: Where its metrics go.
-        progress: Where it is shown.
-
-    Raises:
-        WorkerError: If user code fails, or nothing comes back within the deadline.
-        KeyboardInterrupt: If SIGINT ended it early.
-        Terminated: If SIGTERM did.
-    """
+    """Train one stage to its end, from its newest checkpoint if there is one."""
     specs = worker_specs(stage, run, results)
     store = CheckpointStore(home.checkpoints, keep=run.config.keep_checkpoints)
     point = read_resume_point(store, stage.graph, stage.seed)
-    first_step = point.state.step if point else 0
+    first_step, num_steps = point.state.step if point else 0, stage.config.num_steps
+    config, kept, headline = run.config.evaluation, Evaluations(home.path), Headline(stage)
     with progress.stage(stage.name, first_step) as shown:
         started_s = time.monotonic()
         evaluator = _evaluator(run, stage, home)
         found = StageResult(first_step=first_step, num_steps=first_step)
         found.deaths.num_complete = first_step
         engine = _engine(run, stage, specs, evaluator, home, found.deaths)
-        unmeasured = _steps(run, stage, home, engine, evaluator, trackers, shown, store, found)
+        measuring = Measuring(evaluator, config, kept, first_step, num_steps, store, shown)
+        shown.working = engine.working
+        with engine, observing(run, stage, home, shown, trackers, first_step) as observers:
+            found.deaths.tell = observers.on_event
+            measuring.begin(engine, observers.on_evaluation)
+            with (
+                mirror_of(home.path, mirrored=run.mirrored) as mirror,
+                stoppable(engine.longest.limit_s) as stop,
+            ):
+                steps = engine.run(
+                    run.sources[stage.name],
+                    num_steps,
+                    checkpoint_every=run.config.checkpoint_every,
+                    checkpoints=store,
+                    stop=stop,
+                    pauses=measuring.pauses(engine),
+                    scale=stage_scale(engine, home.path, shown.note) if stage is run.main else None,
+                    mirror=mirror,
+                    ledger=opened_ledger(stage.graph, home.path / LEDGER, first_step),
+                )
+                mark_s, measured_s = time.monotonic(), 0.0
+                for result in steps if measuring.stopped is None else ():
+                    now_s = time.monotonic()
+                    took_s = now_s - mark_s - (measuring.took_s - measured_s)
+                    step = ObservedStep.of(stage, result, took_s, headline)
+                    found.add(step)
+                    observers.on_step(step)
+                    mark_s, measured_s = now_s, measuring.took_s
+            saved = max(checkpoints_in(store.folder), default=0)  # less, if it had just gone back
+            stop.end(f"after {saved} of {num_steps} steps, with a checkpoint")
+            unmeasured = measuring.end(engine)
+        observers.on_end(found.num_steps)
+        found.before, found.after = measuring.before, measuring.after
+        found.stopped = measuring.why_stopped
         found.ledger = _ledger(stage, home, found.num_steps)
         found.checkpoints_missed = store.num_missed
         _export(run, stage, home, results, store, found)
@@ -97,56 +105,6 @@ def run_stage(
             raise unmeasured  # what was learnt is written by now
         found.wall_time_s = time.monotonic() - started_s
     return found
-
-
-def _steps(
-    run: Run,
-    stage: Stage,
-    home: RunFolder,
-    engine: Engine,
-    evaluator: Evaluates | None,
-    trackers: Trackers,
-    shown: StageProgress,
-    store: CheckpointStore,
-    found: StageResult,
-) -> WorkerError | None:
-    """Take the stage's steps; returns what the evaluation after the last failed of, if it did."""
-    first_step, num_steps = found.first_step, stage.config.num_steps
-    config, kept, headline = run.config.evaluation, Evaluations(home.path), Headline(stage)
-    measuring = Measuring(evaluator, config, kept, first_step, num_steps, store, shown)
-    shown.working = engine.working
-    with engine, observing(run, stage, home, shown, trackers, first_step) as observers:
-        found.deaths.tell = observers.on_event
-        measuring.begin(engine, observers.on_evaluation)
-        with (
-            mirror_of(home.path, mirrored=run.mirrored) as mirror,
-            stoppable(engine.longest.limit_s) as stop,
-        ):
-            steps = engine.run(
-                run.sources[stage.name],
-                num_steps,
-                checkpoint_every=run.config.checkpoint_every,
-                checkpoints=store,
-                stop=stop,
-                pauses=measuring.pauses(engine),
-                scale=stage_scale(engine, home.path, shown.note) if stage is run.main else None,
-                mirror=mirror,
-                ledger=opened_ledger(stage.graph, home.path / LEDGER, first_step),
-            )
-            mark_s, measured_s = time.monotonic(), 0.0
-            for result in steps if measuring.stopped is None else ():
-                now_s = time.monotonic()
-                took_s = now_s - mark_s - (measuring.took_s - measured_s)
-                found.add(stage, result, took_s)
-                observers.on_step(ObservedStep.of(stage, result, took_s, headline))
-                mark_s, measured_s = now_s, measuring.took_s
-        saved = max(checkpoints_in(store.folder), default=0)  # less, if it had gone back just now
-        stop.end(f"after {saved} of {num_steps} steps, with a checkpoint")
-        unmeasured = measuring.end(engine)
-    observers.on_end(found.num_steps)
-    found.before, found.after = measuring.before, measuring.after
-    found.stopped = measuring.why_stopped
-    return unmeasured
 
 
 @contextmanager
@@ -181,13 +139,13 @@ def _evaluator(run: Run, stage: Stage, home: RunFolder) -> Evaluates | None:
         return None
     found: Evaluates | None = None
     if run.suites:
-        found = stage_evaluator(stage, run.suites, run.config.evaluation.num_examples, home.path)
+        found = Evaluator(run.suites, run.config.evaluation.num_examples, home.path, stage)
     elif run.config.evaluation.num_episodes and env_actors(stage):
         found = EnvEvaluator(stage, run.config.evaluation, run.sources[stage.name], run.data.spec)
     if run.held_out_rows is not None:
-        found = HeldOutLoss(
-            run.held_out_rows, found, lambda graph: follow(graph, stage.graph, stage.placement)
-        )
+        graph = run.held_out_rows.graph
+        placement = follow(graph, stage.graph, stage.placement)
+        found = HeldOutLoss(run.held_out_rows, found, placement)
     return found
 
 
@@ -216,7 +174,13 @@ def _engine(
 
 def stage_scale(engine: Engine, folder: Path, report: Callable[[str], None]) -> Scale:
     """Write into a run's folder which groups can be resized, and read requests from there."""
-    write_groups(folder, _groups(engine))
+    most = engine.programs["main"].placement.num_chunks
+    alone = "" if engine.executor.elastic else "one process does all the work"
+    groups = {
+        group.name: ElasticGroup(most, alone or why_not_elastic(engine.programs, group.name))
+        for group in groups_of(engine.programs)
+    }
+    write_groups(folder, groups)
     damaged: list[str] = []
 
     def wish() -> Mapping[str, int]:
@@ -229,15 +193,6 @@ def stage_scale(engine: Engine, folder: Path, report: Callable[[str], None]) -> 
             return {}
 
     return Scale(wish, report, lambda: wish_version(folder))
-
-
-def _groups(engine: Engine) -> dict[str, ElasticGroup]:
-    most = engine.programs["main"].placement.num_chunks
-    alone = "" if engine.executor.elastic else "one process does all the work"
-    return {
-        group.name: ElasticGroup(most, alone or why_not_elastic(engine.programs, group.name))
-        for group in groups_of(engine.programs)
-    }
 
 
 def _export(
@@ -262,24 +217,20 @@ def _export(
     found.roles_sha256 = dict(exported.weights_sha256)
     found.weights_sha256 = combined_sha256(found.roles_sha256)
     if stage is not run.main:
-        _write_stage_summary(stage, home, found)
+        home.write_summary(
+            {
+                "stage": stage.name,
+                "graph": stage.graph.name,
+                "num_steps": stage.config.num_steps,
+                "weights_sha256": found.weights_sha256,
+                "roles_sha256": found.roles_sha256,
+                "files_sha256": files_sha256(home.path / MODELS),
+                "samples_per_s": found.samples_per_s,
+                "env_steps_per_s": found.env_steps_per_s,
+                "step_time_s": found.step_time_s,
+            }
+        )
         shutil.rmtree(home.checkpoints)
-
-
-def _write_stage_summary(stage: Stage, home: RunFolder, found: StageResult) -> None:
-    home.write_summary(
-        {
-            "stage": stage.name,
-            "graph": stage.graph.name,
-            "num_steps": stage.config.num_steps,
-            "weights_sha256": found.weights_sha256,
-            "roles_sha256": found.roles_sha256,
-            "files_sha256": files_sha256(home.path / MODELS),
-            "samples_per_s": found.samples_per_s,
-            "env_steps_per_s": found.env_steps_per_s,
-            "step_time_s": found.step_time_s,
-        }
-    )
 
 
 def check_stage_models(stage: str, home: RunFolder) -> None:

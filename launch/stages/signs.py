@@ -8,101 +8,82 @@ shows; none is reported where a low entropy or a large KL is the price of a bett
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...configs.schema import MismatchConfig
 from ...dataflow.kinds import NodeKind
 from ...dataflow.scheduler.schedule import Schedule
 from ..inputs.record import Stage, load_step, step_cfg
-from .headline import needed_nodes, ranked_nodes
+from .stage_result import needed_nodes, ranked_nodes
 
 Row = Mapping[str, float]
 """A step's metrics, `node/name` -> number."""
 
-SHORT = 3
-"""Steps in a row that show a sign before it is reported, and without it before it has gone away:
-one step may be luck."""
-LONG = 5
-"""The same of equal groups, of which there are many whenever a task is nearly solved."""
+# Steps in a row that show a sign before it is reported, and without it before it has gone away: one
+# step may be luck. Of equal groups there are many whenever a task is nearly solved.
+SHORT, LONG = 3, 5
+# Responses in those steps: where one in 100 is right, as many are all wrong in 8 of 100 cases.
 FEWEST_RESPONSES = 256
-"""Responses in those steps: where one in 100 is right, as many are all wrong in 8 of 100 cases."""
+# Share of groups with equal scores. With 16 responses a problem that is solved 98 times in 100 is
+# in such a group 7 times in 10, so that a healthy run that is nearly done stays below.
 EQUAL_GROUPS = 0.95
-"""Share of groups with equal scores. With 16 responses a problem that is solved 98 times in 100 is
-in such a group 7 times in 10, so that a healthy run that is nearly done stays below."""
-CUT_OFF, TURNS_CUT_OFF = 0.95, 0.9
-"""Share of responses that were cut off, and of conversations with a turn that was."""
+CUT_OFF, TURNS_CUT_OFF = 0.95, 0.9  # shares of responses, and of conversations with a cut-off turn
+# Share of the entropy in the first steps, and nats per token. A policy at 0.1 nats takes its
+# likeliest token 98 times in 100. Cui et al., "The Entropy Mechanism of RL for Reasoning Language
+# Models", 2025, see training end where the entropy is used up.
 LOW_ENTROPY_SHARE, LOW_ENTROPY_NATS = 0.1, 0.1
-"""Share of the entropy in the first steps, and nats per token. A policy at 0.1 nats takes its
-likeliest token 98 times in 100. Cui et al., "The Entropy Mechanism of RL for Reasoning Language
-Models", 2025, see training end where the entropy is used up."""
+# Nats per token between the policy before and after a train call. PPO is usually stopped at 0.01
+# to 0.03 (Schulman; Huang et al., "The 37 Implementation Details of PPO", 2022).
 MOST_UPDATE_KL = 0.2
-"""Nats per token between the policy before and after a train call. PPO is usually stopped at 0.01
-to 0.03 (Schulman; Huang et al., "The 37 Implementation Details of PPO", 2022)."""
+# Nats per token to the reference: always a sign, and where the reward does not rise. Gao et al.,
+# "Scaling Laws for Reward Model Overoptimization", 2022, see rewards hacked from about 10 nats per
+# response on, which for a response of 50 tokens is 0.2 per token.
 MOST_REFERENCE_KL, MOST_KL_WITHOUT_GAIN = 2.0, 0.3
-"""Nats per token to the reference: always a sign, and where the reward does not rise. Gao et al.,
-"Scaling Laws for Reward Model Overoptimization", 2022, see rewards hacked from about 10 nats per
-response on, which for a response of 50 tokens is 0.2 per token."""
+# Share of tokens whose update the clip stops. It is 0.1 to 0.2 in a healthy PPO run, counting also
+# those that the clip would not have stopped (Huang et al., 2022).
 MOST_CLIPPED = 0.3
-"""Share of tokens whose update the clip stops. It is 0.1 to 0.2 in a healthy PPO run, counting also
-those that the clip would not have stopped (Huang et al., 2022)."""
+# How many times as large a mismatch must have become, and the share of `mismatch.warn_above` below
+# which it is rounding, whatever it does.
 GROWTH, GROWN_SHARE = 4.0, 0.1
-"""How many times as large a mismatch must have become, and the share of `mismatch.warn_above` below
-which it is rounding, whatever it does."""
-WINDOW = 10
-"""Steps whose rewards are compared, the first with the latest."""
-SOLVED = 0.9
-"""Share of right responses from which on a low entropy is what was wanted."""
+WINDOW = 10  # steps whose rewards are compared, the first with the latest
+SOLVED = 0.9  # share of right responses from which on a low entropy is what was wanted
 
 
 @dataclass(frozen=True)
 class SignFacts:
-    """Facts about a stage before its first step.
-
-    Attributes:
-        at: The key under which it is configured: "algorithm".
-        options: Name of an option of its own config -> its whole key, for those it has.
-        order: Its nodes, those first on which the policy's training depends most.
-        needed: Those of them on which it depends at all; empty if that is not known.
-        compares_groups: Whether the responses of a group are compared with each other.
-        judges_clip: Whether the clip bounds the ratio of single tokens; that of whole responses is
-            bounded so narrowly that it is meant to act.
-        fixed_length: Whether every response is sampled to the same length.
-        mismatch_above: `mismatch.warn_above`.
-    """
-
-    at: str = "algorithm"
+    at: str = "algorithm"  # the key under which it is configured: "algorithm"
+    # name of an option of its own config -> its whole key, for those it has
     options: Mapping[str, str] = field(default_factory=dict[str, str])
+    # its nodes, those first on which the policy's training depends most
     order: tuple[str, ...] = ()
+    # those of them on which it depends at all; empty if that is not known
     needed: frozenset[str] = frozenset()
-    compares_groups: bool = True
+    compares_groups: bool = True  # whether the responses of a group are compared with each other
+    # whether the clip bounds the ratio of single tokens; that of whole responses is bounded so
+    # narrowly that it is meant to act
     judges_clip: bool = True
-    fixed_length: bool = False
-    mismatch_above: float | None = 0.01
+    fixed_length: bool = False  # whether every response is sampled to the same length
+    mismatch_above: float | None = 0.01  # `mismatch.warn_above`
 
     def needs(self, node: str) -> bool:
-        """Return whether the policy's training depends on a node, as far as that is known."""
         return node in self.needed or not self.needed
 
     def advice(self, *parts: str) -> str:
         """The parts whose keys exist, as one sentence; `{lr}` stands for an option's key."""
         keys = {"at": self.at, "lr": f"{self.at}.optimizer.lr", **self.options}
-        said = [part.format_map(keys) for part in parts if _names(part) <= set(keys)]
-        return "; ".join(said)
-
-
-def _names(text: str) -> set[str]:
-    return {part.partition("}")[0] for part in text.split("{")[1:]}
+        known = [part for part in parts if set(re.findall(r"{(\w+)}", part)) <= set(keys)]
+        return "; ".join(part.format_map(keys) for part in known)
 
 
 class RewardTrend:
     """Judges whether the policy gets better: by its reward, or by its episodes' return.
 
-    Args:
-        order: Nodes, those first whose metrics count more.
+    Metrics of nodes that come first in the order count more.
     """
 
     def __init__(self, order: tuple[str, ...]) -> None:
@@ -112,7 +93,6 @@ class RewardTrend:
         self._solved = False
 
     def add(self, values: Row) -> None:
-        """Note a step."""
         found = [
             (self._rank.get(node, len(self._rank)), node, value)
             for (node, _, metric), value in ((n.partition("/"), v) for n, v in values.items())
@@ -137,45 +117,39 @@ class RewardTrend:
         return statistics.fmean(late) - statistics.fmean(early) > 2 * error
 
 
-@dataclass
-class Past:
-    """The earlier steps, as rules need them.
+class Point(NamedTuple):
+    """A metric of a node in one step, and the steps before it."""
 
-    Attributes:
-        facts: What is known of the stage.
-        progress: Whether the policy gets better.
-        first: Metric -> its values in the first steps.
-        latest: Metric -> its values in the latest.
-    """
+    signs: Signs
+    node: str
+    metric: str
+    values: Row
 
-    facts: SignFacts
-    progress: RewardTrend
-    first: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    latest: dict[str, deque[float]] = field(default_factory=dict[str, "deque[float]"])
+    @property
+    def facts(self) -> SignFacts:
+        return self.signs.facts
+
+    @property
+    def value(self) -> float:
+        return self.values[f"{self.node}/{self.metric}"]
+
+    def other(self, metric: str) -> float:
+        """Another metric of the node; nan if it has none."""
+        return self.values.get(f"{self.node}/{metric}", math.nan)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one kind of sign is found, and what is told of it.
-
-    Attributes:
-        kind: Its name.
-        metrics: Those that show it, without their node.
-        look: What is seen in one step; None if nothing is.
-        means: What it usually means.
-        parts: What to change; those that name an option are left out where there is none.
-        num_steps: Steps in a row that must show it.
-        num_responses: Responses that must have been made in them.
-        unless: A kind that says more of the same node; while that is there this is not told of.
-    """
-
-    kind: str
-    metrics: tuple[str, ...]
-    look: Callable[[Past, str, Row, str], str | None]
-    means: str
+    kind: str  # its name
+    metrics: tuple[str, ...]  # those that show it, without their node
+    # what is seen in one step; None if nothing is
+    look: Callable[[Point], str | None]
+    means: str  # what it usually means
+    # what to change; those that name an option are left out where there is none
     parts: tuple[str, ...]
-    num_steps: int = SHORT
-    num_responses: float = 0.0
+    num_steps: int = SHORT  # steps in a row that must show it
+    num_responses: float = 0.0  # responses that must have been made in them
+    # a kind that says more of the same node; while that is there this is not told of
     unless: str = ""
 
     def remedy(self, facts: SignFacts) -> str:
@@ -183,96 +157,83 @@ class Rule:
         return facts.advice(*self.parts)
 
 
-def _constant(past: Past, node: str, values: Row, metric: str) -> str | None:
-    if past.facts.needs(node) and _all_equal(node, values):
-        return f"every response has the same score, {values[f'{node}/{metric}']:.4g}"
+def _constant(at: Point) -> str | None:
+    mean, square = at.value, at.other("reward/mean_square")
+    # The variance of equal numbers is not 0 but a rounding error of their square.
+    if at.facts.needs(at.node) and square - mean * mean <= 1e-12 * square:
+        return f"every response has the same score, {mean:.4g}"
     return None
 
 
-def _all_equal(node: str, values: Row) -> bool:
-    mean, square = (values.get(f"{node}/reward/{n}", math.nan) for n in ("mean", "mean_square"))
-    # The variance of equal numbers is not 0 but a rounding error of their square.
-    return square - mean * mean <= 1e-12 * square
-
-
-def _equal_groups(past: Past, node: str, values: Row, metric: str) -> str | None:
-    """Hardly a group has responses with different scores."""
-    share = values[f"{node}/{metric}"]
-    judged = past.facts.compares_groups and past.facts.needs(node)
-    if not judged or not share >= EQUAL_GROUPS:
+def _equal_groups(at: Point) -> str | None:
+    judged = at.facts.compares_groups and at.facts.needs(at.node)
+    if not judged or not at.value >= EQUAL_GROUPS:
         return None
-    mean = values.get(f"{node}/reward/mean", math.nan)
-    return f"in {share:.0%} of the groups all scores are equal (mean of all scores {mean:.4g})"
+    mean = at.other("reward/mean")
+    return f"in {at.value:.0%} of the groups all scores are equal (mean of all scores {mean:.4g})"
 
 
-def _cut_off(past: Past, node: str, values: Row, metric: str) -> str | None:
-    share, of_turns = values[f"{node}/{metric}"], f"{node}/turns" in values
-    if past.facts.fixed_length or not share >= (TURNS_CUT_OFF if of_turns else CUT_OFF):
+def _cut_off(at: Point) -> str | None:
+    of_turns, length = f"{at.node}/turns" in at.values, at.other("response_length")
+    if at.facts.fixed_length or not at.value >= (TURNS_CUT_OFF if of_turns else CUT_OFF):
         return None
     if of_turns:
-        return f"{share:.0%} of the conversations were cut off, or had a turn that was"
-    length = values.get(f"{node}/response_length")
-    after = "" if length is None else f", after {length:.4g} tokens on average"
-    return f"{share:.0%} of the responses were cut off{after}"
+        return f"{at.value:.0%} of the conversations were cut off, or had a turn that was"
+    known = f"{at.node}/response_length" in at.values
+    after = f", after {length:.4g} tokens on average" if known else ""
+    return f"{at.value:.0%} of the responses were cut off{after}"
 
 
-def _entropy(past: Past, node: str, values: Row, metric: str) -> str | None:
+def _entropy(at: Point) -> str | None:
     """The policy has become certain, and is not better for it.
 
     Of language models: that of continuous actions is of densities, and has no such lower end.
     """
-    if not any(other.endswith("/response_length") for other in values):
+    if not any(other.endswith("/response_length") for other in at.values):
         return None
-    name = f"{node}/{metric}"
-    value, first = values[name], past.first.setdefault(name, [])
+    first = at.signs.first[at.node, at.metric]
     if len(first) < SHORT:
-        first.append(value)
+        first.append(at.value)
         return None
     before = statistics.fmean(first)
-    if before < LOW_ENTROPY_NATS or not value <= min(LOW_ENTROPY_NATS, LOW_ENTROPY_SHARE * before):
+    low = min(LOW_ENTROPY_NATS, LOW_ENTROPY_SHARE * before)
+    if before < LOW_ENTROPY_NATS or not at.value <= low or at.signs.trend.improves:
         return None
-    if past.progress.improves:
+    return f"the entropy is {at.value:.3g} nats per token, and was {before:.3g} in the first steps"
+
+
+def _update_kl(at: Point) -> str | None:
+    if not at.value > MOST_UPDATE_KL:
         return None
-    return f"the entropy is {value:.3g} nats per token, and was {before:.3g} in the first steps"
+    return f"a step moves the policy by {at.value:.3g} nats per token from what sampled"
 
 
-def _update_kl(past: Past, node: str, values: Row, metric: str) -> str | None:
-    """A train call moves the policy far from what sampled."""
-    value = values[f"{node}/{metric}"]
-    if not value > MOST_UPDATE_KL:
-        return None
-    return f"a step moves the policy by {value:.3g} nats per token from what sampled"
-
-
-def _reference_kl(past: Past, node: str, values: Row, metric: str) -> str | None:
-    value = values[f"{node}/{metric}"]
-    if metric == "mean":
-        lengths = [v for name, v in values.items() if name.endswith("/response_length")]
-        if not node.startswith("response_kl") or len(lengths) != 1 or not lengths[0] > 0:
+def _reference_kl(at: Point) -> str | None:
+    value = at.value
+    if at.metric == "mean":
+        lengths = [v for name, v in at.values.items() if name.endswith("/response_length")]
+        if not at.node.startswith("response_kl") or len(lengths) != 1 or not lengths[0] > 0:
             return None
         value /= lengths[0]
-    if value > MOST_REFERENCE_KL or (value > MOST_KL_WITHOUT_GAIN and not past.progress.improves):
+    without_gain = value > MOST_KL_WITHOUT_GAIN and not at.signs.trend.improves
+    if value > MOST_REFERENCE_KL or without_gain:
         return f"the policy is {value:.3g} nats per token from the reference"
     return None
 
 
-def _clipped(past: Past, node: str, values: Row, metric: str) -> str | None:
-    share = values[f"{node}/{metric}"] + values.get(f"{node}/clip_fraction_high", 0.0)
-    if not past.facts.judges_clip or not share > MOST_CLIPPED:
+def _clipped(at: Point) -> str | None:
+    share = at.value + at.values.get(f"{at.node}/clip_fraction_high", 0.0)
+    if not at.facts.judges_clip or not share > MOST_CLIPPED:
         return None
     return f"the clip stops the update of {share:.0%} of the tokens"
 
 
-def _mismatch(past: Past, node: str, values: Row, metric: str) -> str | None:
-    limit = past.facts.mismatch_above
-    if limit is None or values.get("run/lag_max", 0.0) > 0:
+def _mismatch(at: Point) -> str | None:
+    limit, value = at.facts.mismatch_above, at.value
+    if limit is None or at.values.get("run/lag_max", 0.0) > 0:
         return None  # staleness is in it
-    name = f"{node}/{metric}"
-    value = values[name]
-    first, latest = past.first.setdefault(name, []), past.latest.setdefault(name, deque())
+    first, latest = at.signs.first[at.node, at.metric], at.signs.latest[at.node, at.metric]
     (first if len(first) < LONG else latest).append(value)
-    if len(latest) > LONG:
-        latest.popleft()
     if not value <= limit:
         return (
             f"what sampled for it disagrees by {value:.3g} nats per token on the same weights; "
@@ -401,25 +362,13 @@ KINDS: tuple[str, ...] = tuple(dict.fromkeys(rule.kind for rule in RULES))
 
 @dataclass(frozen=True)
 class BadSign:
-    """One sign, at the step that made it certain.
-
-    Attributes:
-        kind: One of `KINDS`.
-        node: The node whose metric shows it.
-        first_step: The first of the steps in a row that show it.
-        step: The last one so far.
-        seen: What was seen, with numbers.
-        means: What it usually means.
-        remedy: What to change, with keys.
-    """
-
-    kind: str
-    node: str
-    first_step: int
-    step: int
-    seen: str
-    means: str
-    remedy: str
+    kind: str  # one of `KINDS`
+    node: str  # the node whose metric shows it
+    first_step: int  # the first of the steps in a row that show it
+    step: int  # the last one so far
+    seen: str  # what was seen, with numbers
+    means: str  # what it usually means
+    remedy: str  # what to change, with keys
 
     def __str__(self) -> str:
         steps = f"steps {self.first_step} to {self.step}"
@@ -430,9 +379,6 @@ class BadSign:
 class Signs:
     """Finds signs of trouble in the steps of one stage, in order.
 
-    Args:
-        facts: What is known of the stage.
-
     Example:
         >>> signs = Signs(SignFacts())
         >>> for step in range(8):
@@ -441,7 +387,10 @@ class Signs:
     """
 
     def __init__(self, facts: SignFacts) -> None:
-        self._past = Past(facts, RewardTrend(facts.order))
+        self.facts, self.trend = facts, RewardTrend(facts.order)
+        # node and metric -> its values in the first steps, and in the latest
+        self.first = defaultdict[tuple[str, str], list[float]](list)
+        self.latest = defaultdict[tuple[str, str], deque[float]](lambda: deque(maxlen=LONG))
         self._seen: dict[tuple[str, str], _Stretch] = {}
 
     def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -452,19 +401,21 @@ class Signs:
 
     def look(self, step: int, values: Row) -> list[BadSign]:
         """Return the signs that one more step makes certain."""
-        self._past.progress.add(values)
+        self.trend.add(values)
+        # how many rows a step made, by its own metrics; nan where they do not say
+        rows = values.get("run/samples_per_s", math.nan) * values.get("run/step_time_s", math.nan)
         found: list[BadSign] = []
         for rule in RULES:
             for name in values:
                 node, _, metric = name.partition("/")
                 if metric not in rule.metrics:
                     continue
-                seen = rule.look(self._past, node, values, metric)
+                seen = rule.look(Point(self, node, metric, values))
                 stretch = self._seen.setdefault((rule.kind, name), _Stretch())
-                stretch.add(step, seen is not None, _num_responses(values))
+                stretch.add(step, seen is not None, rows)
                 if stretch.is_due(rule) and not self._is_there(rule.unless, node):
                     stretch.told = True
-                    told = rule.means, rule.remedy(self._past.facts)
+                    told = rule.means, rule.remedy(self.facts)
                     found.append(BadSign(rule.kind, node, stretch.first, step, seen or "", *told))
         return found
 
@@ -474,11 +425,6 @@ class Signs:
             for (other, name), stretch in self._seen.items()
             if other == kind and name.partition("/")[0] == node
         )
-
-
-def _num_responses(values: Row) -> float:
-    """Return how many rows a step made, by its own metrics."""
-    return values.get("run/samples_per_s", math.nan) * values.get("run/step_time_s", math.nan)
 
 
 @dataclass
@@ -507,23 +453,28 @@ class _Stretch:
 
 
 def facts_of(stage: Stage, mismatch: MismatchConfig, schedule: Schedule) -> SignFacts:
-    """Return what is known of a stage before its first step."""
-    config = stage.config
+    config, needed = stage.config, needed_nodes(stage)
     step = load_step(config.step, f"{stage.at}.step")
     cfg = step_cfg(step, config.cfg, f"{stage.at}.cfg").get("cfg")
-    options: dict[str, tuple[str, Any]] = {}
+    keys: dict[str, str] = {}
+    values: dict[str, Any] = {}
     for name, key, value in _options(cfg, f"{stage.at}.cfg"):
-        options.setdefault(name, (key, value))
-    keys = {name: key for name, (key, value) in options.items() if not _is_least(name, value)}
+        if name not in values:
+            keys[name], values[name] = key, value
+    for name in ("epochs", "num_minibatches"):
+        if values.get(name) == 1:  # which cannot be lowered
+            del keys[name]
     if schedule.max_lag:
         keys["max_lag"] = "schedule.max_lag"
-    values = {name: value for name, (_, value) in options.items()}
     return SignFacts(
         at=stage.at,
         options=keys,
         order=tuple(ranked_nodes(stage)),
-        needed=needed_nodes(stage),
-        compares_groups=_compares_groups(stage),
+        needed=needed,
+        compares_groups=any(
+            node.kind is NodeKind.OP and node.scope == "group" and node.name in needed
+            for node in stage.graph.nodes
+        ),
         judges_clip=values.get("ratio_level", "token") == "token",
         fixed_length=values.get("min_new_tokens", 0) >= values.get("max_new_tokens", 1),
         mismatch_above=mismatch.warn_above,
@@ -531,23 +482,9 @@ def facts_of(stage: Stage, mismatch: MismatchConfig, schedule: Schedule) -> Sign
 
 
 def _options(value: Any, at: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield name, whole key and value of every option of a config, outer ones first."""
     if not is_dataclass(value):
         return
     own = [(field.name, getattr(value, field.name)) for field in fields(value)]
-    for name, inner in own:
-        yield name, f"{at}.{name}", inner
+    yield from ((name, f"{at}.{name}", inner) for name, inner in own)
     for name, inner in own:
         yield from _options(inner, f"{at}.{name}")
-
-
-def _is_least(name: str, value: Any) -> bool:
-    return name in ("epochs", "num_minibatches") and value == 1
-
-
-def _compares_groups(stage: Stage) -> bool:
-    needed = needed_nodes(stage)
-    return any(
-        node.kind is NodeKind.OP and node.scope == "group" and node.name in needed
-        for node in stage.graph.nodes
-    )

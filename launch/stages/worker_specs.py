@@ -1,4 +1,4 @@
-"""From the roles of a stage to the specs of their workers: models, optimizers, rules.
+"""Who plays the roles of a stage, where their weights start, and the specs of their workers.
 
 Every role that starts from the same place starts from the same weights, so a frozen reference is
 the policy as it was when the stage began.
@@ -6,62 +6,65 @@ the policy as it was when the stage began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import MISSING, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-
-from ...algorithms.roles.language import Reward, RewardModel
+from ...algorithms.roles.language import (
+    Agent,
+    Policy,
+    ProcessReward,
+    Reward,
+    RewardModel,
+    ValueModel,
+)
 from ...configs.references import load_object
-from ...configs.schema import EngineConfig, ModelConfig, RolloutConfig, model_spec
-from ...configs.validate import nearest_key
+from ...configs.schema import EngineConfig, ModelConfig, RoleConfig, RolloutConfig, model_spec
+from ...configs.validate import nearest_key, validated
 from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.graph.role import Role
-from ...dataflow.kinds import NodeKind
-from ...dataflow.options import check_early
-from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
-from ...workers.agents.environment import AGENT, TASK_AGENTS
+from ...dataflow.runtime.worker_protocol import WorkerSpec, is_spec
+from ...workers.agents.environment import TASK_AGENTS
 from ...workers.engines.engine import EngineKind
 from ...workers.engines.registry import DEFAULT, ENGINES
-from ...workers.models.architecture import empty_model
-from ...workers.models.lora import check_lora
 from ...workers.models.model_folder import mean_folder
-from ...workers.models.spec import Head, HeadName, ModelSpec
+from ...workers.models.spec import HeadName, ModelSpec
 from ...workers.models.tokenizer import TokenizerSpec
-from ...workers.rewards.registry import TASK_REWARDS, check_verifiers
+from ...workers.rewards.registry import TASK_REWARDS
 from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.rollout.scores import CheckedRewardSpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ...workers.training.optimizer import OptimizerSpec
-from ..inputs.data import Data
-from ..inputs.engines import Engines, engines_of
-from ..inputs.env_specs import ENV_SPECS, FILLED_IN, NETWORKS, env_worker, perceptron_spec
-from ..inputs.own_workers import asked_for, is_own
+from ..inputs.data import Data, acted_in, env_task, game_task
+from ..inputs.engines import (
+    ENV_CONTRACTS,
+    ENV_SPECS,
+    MODEL_TYPE,
+    NETWORK_SPECS,
+    NETWORKS,
+    asked_for,
+    check_takes,
+    engines_of,
+    is_own,
+)
 from ..inputs.record import Stage
 from ..inputs.run import Run
-from .roles import MODEL, contract_of
 
-Results = Mapping[str, tuple[Stage, Path]]
-"""Name of a finished stage -> the stage, and the folder with a model folder per trained role."""
+MODEL = "model"  # as a role's start: the run's model
 
-_OURS = {
-    "model",
-    "end_ids",
-    "num_words",
-    "optimizer",
-    "mismatch",
-    "lora",
-    "shares_weights",
-    "task",
-    "tokenizer",
-    "task_fingerprint",
-    "longest_sequence",
+CONTRACTS: Mapping[str, type[Role]] = {
+    "policy": Policy,
+    "value": ValueModel,
+    "reward_model": RewardModel,
+    **dict.fromkeys(TASK_REWARDS, Reward),
+    "process_reward": ProcessReward,
+    **dict.fromkeys(TASK_AGENTS, Agent),
+    **ENV_CONTRACTS,
 }
-"""Fields of a spec that the run fills in; the others may be set as `options`."""
+"""The workers that can be named, and the contract each fulfils."""
 
-_HEADS: Mapping[str, HeadName] = {
+HEADS: Mapping[str, HeadName] = {
     "policy": "lm_head",
     "value": "value_head",
     "reward_model": "score",
@@ -69,22 +72,190 @@ _HEADS: Mapping[str, HeadName] = {
 }
 """Worker -> what its model ends in."""
 
-_OF_TASKS = {"task", "tokenizer", "task_fingerprint", "chat"}
-"""The same of what looks at the task; a judge's `model` is the user's to name."""
+Results = Mapping[str, tuple[Stage, Path]]
+"""Name of a finished stage -> the stage, and the folder with a model folder per trained role."""
+
+
+def with_roles(stage: Stage, model: ModelConfig, earlier: list[Stage]) -> Stage:
+    """The stage with every role's section: its worker, and where its weights come from."""
+    for given in stage.config.roles:
+        if given not in stage.graph.roles:
+            raise ConfigError(
+                f"'{stage.at}.roles' names a role '{given}', which {stage.graph.name} does not have"
+                f"{nearest_key(given, stage.graph.roles)}\n"
+                f"    its roles are: {', '.join(stage.graph.roles)}"
+            )
+    roles = {role: _role(model, stage, role, earlier) for role in stage.graph.roles}
+    return replace(stage, roles=roles)
+
+
+def _role(model: ModelConfig, stage: Stage, role: str, earlier: list[Stage]) -> RoleConfig:
+    at, graph = f"{stage.at}.roles.{role}", stage.graph
+    given = stage.config.roles.get(role, RoleConfig())
+    contract = graph.roles[role]
+    worker = given.worker or _default_worker(contract, earlier, given)
+    if worker is None:
+        raise ConfigError(
+            f"{graph.name} has a role '{role}' ({contract.__name__}) that nobody provides\n"
+            f"    say who plays it: {at}.worker=module:factory, a function that returns a worker "
+            "or its spec"
+        )
+    for key in ("optimizer", "frozen"):
+        if getattr(given, key) and role not in graph.learning_roles:
+            learning = [name for name in graph.roles if name in graph.learning_roles]
+            raise ConfigError(
+                f"'{at}.{key}' is set, but {graph.name} does not train '{role}' with a loss\n"
+                f"    leave it out; roles with a loss are: {', '.join(learning) or 'none'}"
+            )
+    played = given.model_copy(update={"worker": worker, "start": None, "start_mean": {}})
+    if is_own(worker):
+        asked = asked_for(worker, given, at)
+        check_takes(worker, given, asked, at)
+        if "model" not in asked:
+            return played
+        return played.model_copy(update=_started(model, at, contract, given, earlier))
+    if worker not in CONTRACTS:
+        raise ConfigError(
+            f"'{at}.worker': there is no worker '{worker}'{nearest_key(worker, CONTRACTS)}\n"
+            f"    workers are: {', '.join(CONTRACTS)}, or module:factory for your own"
+        )
+    if not issubclass(CONTRACTS[worker], contract):
+        fitting = [name for name, known in CONTRACTS.items() if issubclass(known, contract)]
+        raise ConfigError(
+            f"'{at}.worker': role '{role}' is a {contract.__name__}, which '{worker}' is not\n"
+            f"    use {' or '.join([*fitting, 'module:factory'])}"
+        )
+    if worker in ENV_CONTRACTS:
+        start = _env_start(at, worker, stage, role, earlier)
+        return played.model_copy(update={"start": start})
+    if worker in TASK_REWARDS or worker in TASK_AGENTS:
+        for key in ("start", "start_mean", "init_offset"):
+            if getattr(given, key):
+                other = f", or set {at}.worker=reward_model" if worker in TASK_REWARDS else ""
+                raise ConfigError(
+                    f"'{at}.{key}' is set, but '{worker}' has no weights\n    leave it out{other}"
+                )
+        return played
+    return played.model_copy(update=_started(model, at, CONTRACTS[worker], given, earlier))
+
+
+def _default_worker(contract: type[Role], earlier: list[Stage], given: RoleConfig) -> str | None:
+    if contract is Reward:
+        started = given.start is not None or bool(given.start_mean)
+        learned = started or any(stage.trained(RewardModel) for stage in earlier)
+        return "reward_model" if learned else "rule"
+    named = next((name for name, known in CONTRACTS.items() if contract is known), None)
+    return named or contract.default_worker
+
+
+def _started(
+    model: ModelConfig, at: str, contract: type[Role], given: RoleConfig, earlier: list[Stage]
+) -> dict[str, Any]:
+    shares = given.start_mean
+    if not shares:
+        start = _start(model, at, contract, given.start, earlier)
+        if given.init_offset and (start != MODEL or model.folder is not None):
+            raise ConfigError(
+                f"'{at}.init_offset' is set, but the role starts from '{start}', which is trained\n"
+                "    leave it out; it seeds random weights"
+            )
+        return {"start": start}
+    if given.start is not None:
+        raise ConfigError(f"'{at}' has both start and start_mean\n    set one of them")
+    if MODEL in shares or len(shares) < 2 or sum(shares.values()) <= 0:
+        raise ConfigError(
+            f"'{at}.start_mean' is {shares}; it averages the weights of earlier stages or folders\n"
+            "    give two or more and how much of each, as in {sft: 0.5, sft_b: 0.5}"
+        )
+    mean = {
+        _start(model, f"{at}.start_mean", contract, start, earlier): share
+        for start, share in shares.items()
+    }
+    return {"start": next(iter(mean)), "start_mean": mean}
+
+
+def _start(
+    model: ModelConfig, at: str, contract: type[Role], start: str | None, earlier: list[Stage]
+) -> str:
+    names = [stage.name for stage in earlier]
+    policies = [stage.name for stage in earlier if stage.policy]
+    if start is not None and start not in (MODEL, *names):
+        _check_folder(at, start, names)
+    elif start is not None and issubclass(contract, Policy) and start not in (MODEL, *policies):
+        raise ConfigError(
+            f"'{at}.start': stage '{start}' trains no policy, so a policy cannot start "
+            f"from it\n    stages that do: {', '.join(policies) or 'none'}"
+        )
+    if start is not None:
+        return start
+    if issubclass(contract, (Reward, ProcessReward)):
+        learned = [stage.name for stage in earlier if stage.trained(RewardModel)]
+        if learned:
+            return learned[-1]
+    return policies[-1] if policies and model.folder is None else MODEL
+
+
+def _check_folder(at: str, start: str, names: list[str]) -> None:
+    if not (Path(start) / "config.json").is_file():
+        inside = sorted(str(file.parent) for file in Path(start).glob("*/config.json"))
+        raise ConfigError(
+            f"'{at}.start': '{start}' is neither a stage nor a model folder"
+            f"{nearest_key(start, [MODEL, *names])}\n    stages are: "
+            f"{', '.join(names) or 'none'}; a model folder holds config.json and safetensors"
+            f"{', as do: ' if inside else ''}{', '.join(inside)}"
+        )
+
+
+def _env_start(at: str, worker: str, stage: Stage, role: str, earlier: list[Stage]) -> str | None:
+    """Where an actor or a critic in environments begins; None for random weights, or for none.
+
+    By default at the latest earlier stage that trained such a one. A role that learns from no loss
+    begins where the one of its contract does that learns: it is a copy of that, or follows it.
+    """
+    graph, sections = stage.graph, stage.config.roles
+    given = sections.get(role, RoleConfig())
+    if given.start_mean or (given.start is not None and worker not in NETWORKS):
+        has = "starts from one folder or stage" if worker in NETWORKS else "has no weights"
+        raise ConfigError(
+            f"'{at}.{'start_mean' if given.start_mean else 'start'}' is set, but '{worker}' {has}"
+            "\n    leave it out"
+        )
+    if worker not in NETWORKS:
+        return None
+    learning = graph.learning_roles
+    alike = [name for name in graph.roles if graph.roles[name] is graph.roles[role]]
+    leaders = [] if role in learning else [name for name in alike if name in learning]
+    starts = [sections[name].start for name in (role, *leaders) if name in sections]
+    learned = [one.name for one in earlier if one.trained(CONTRACTS[worker])]
+    start = next((start for start in starts if start is not None), "".join(learned[-1:]))
+    if start in {one.name for one in earlier} - set(learned):
+        raise ConfigError(
+            f"'{at}.start': stage '{start}' trains no '{worker}', so none can start from it\n"
+            f"    stages that do: {', '.join(learned) or 'none'}"
+        )
+    if start and start not in (MODEL, *learned):
+        _check_folder(at, start, [one.name for one in earlier])
+    return None if start in ("", MODEL) else start
+
+
+def contract_of(stage: Stage, role: str) -> type[Role]:
+    worker = stage.worker(role)
+    return stage.graph.roles[role] if is_own(worker) else CONTRACTS[worker]
+
+
+def changed_roles(stage: Stage) -> set[str]:
+    following = {node.role for node in stage.graph.nodes if node.method == "follow" and node.role}
+    return following | set(stage.graph.learning_roles)
+
+
+def started_from(earlier: Stage, contract: type[Role]) -> str:
+    """The role of an earlier stage that a worker of this contract starts from."""
+    role = earlier.trained(contract) or earlier.policy
+    return role or next(iter(earlier.graph.trains_per_step))
 
 
 def worker_specs(stage: Stage, run: Run, results: Results) -> dict[str, WorkerSpec | Role]:
-    """A spec for every role of a stage.
-
-    Args:
-        stage: The stage.
-        run: The run.
-        results: The finished stages.
-
-    Raises:
-        ConfigError: If a worker of the user's own cannot be made.
-    """
-    return {role: _spec(stage, role, run, results) for role in stage.roles}
+    return {role: worker_spec(stage, role, run, results) for role in stage.roles}
 
 
 def exporting_specs(stage: Stage, run: Run, results: Results) -> dict[str, WorkerSpec | Role]:
@@ -102,86 +273,93 @@ def exporting_specs(stage: Stage, run: Run, results: Results) -> dict[str, Worke
     return worker_specs(replace(stage, roles=roles, planned_options={}), here, results)
 
 
-def check_options(stage: Stage, run: Run) -> None:
-    """Validate the options of a stage's workers without making one."""
-    engines = run.engines
-    engines.check_generates(stage.graph)
-    _check_apart(stage, engines)
-    if engines.rollout is not None:
-        spec = engines.rollout.rollout_spec
-        _check(spec, engines.rollout_options, "rollout.options", "rollout")
-    for role, section in stage.roles.items():
-        optimizer_of(stage, role)
-        at, worker = f"{stage.at}.roles.{role}.options", stage.worker(role)
-        if is_own(worker):
-            continue  # looked at when the stage was made
-        if worker in ENV_SPECS:
-            _check(ENV_SPECS[worker], section.options, at, worker, FILLED_IN)
-            if worker in NETWORKS:
-                perceptron_spec(run.model)
-                _check_start(stage, role, run)
-            continue
-        if worker in TASK_REWARDS:
-            _check(TASK_REWARDS[worker], section.options, at, worker, _OF_TASKS)
-            check_verifiers(worker, section.options)
-            continue
-        if worker in TASK_AGENTS:
-            _check(TASK_AGENTS[worker], section.options, at, worker, _OF_TASKS)
-            continue
-        kind = _spec_class(engines.trainer(role), worker)
-        _check(kind, section.options, at, worker)
-        _check(kind, engines.options_of(role), "engine.options", worker)
-    _check_adapters(stage, run)
+def worker_spec(stage: Stage, role: str, run: Run, results: Results) -> WorkerSpec | Role:
+    """The spec of one role's worker: its options, and what its kind asks the run for."""
+    data, section, worker = run.data, stage.roles[role], stage.worker(role)
+    limits, options = run.config.mismatch, dict(section.options)
+    given: dict[str, Callable[[], Any]] = {
+        "model": lambda: _model(stage, role, run, results),
+        "optimizer": lambda: optimizer_of(stage, role),
+        "tokenizer": lambda: stage_tokenizer(stage, data),
+        "end_ids": lambda: data.tokenizer.end.ids,
+        "num_words": lambda: data.tokenizer.vocab_size,
+        "mismatch": lambda: MismatchLimits(every=limits.every, stop_above=limits.stop_above),
+        "longest_sequence": lambda: run.longest_sequence,
+        "task": lambda: data.spec,
+        "task_fingerprint": lambda: data.fingerprint,
+    }
+    if is_own(worker):
+        return _own(stage, role, given)
+    if worker in TASK_REWARDS:
+        names = ("task", "tokenizer", "task_fingerprint")
+        return TASK_REWARDS[worker](**{name: given[name]() for name in names}, **options)
+    if worker in TASK_AGENTS:
+        return agent_spec(worker, data, stage_tokenizer(stage, data), options)
+    if worker in ENV_SPECS:
+        optimizer = optimizer_of(stage, role)
+        start = section.start and _folder(section.start, contract_of(stage, role), results)
+        return env_worker(worker, run, start, optimizer, options, section.init_offset)
+    model, engines = given["model"](), run.engines
+    given["model"] = lambda: model
+    options = {**stage.planned_options.get(role, {}), **engines.options_of(role), **options}
+    adapters = _adapters(stage, role, run, waits=bool(options.get("offload")))
+    given |= {name: (lambda value=value: value) for name, value in adapters.items()}
+    if role not in stage.graph.learning_roles:
+        del given["optimizer"]
+    trained = _filled(spec_class(engines.trainer(role), worker), options, given)
+    rollout = engines.generator(role) if worker == "policy" else None
+    if rollout is None:
+        return trained
+    # Without the stage's sampling, which each call brings.
+    given["tokenizer"] = lambda: data.tokenizer_spec
+    generator = _filled(rollout.rollout_spec, engines.rollout_options_of(role), given)
+    return SplitPolicySpec(train=trained, rollout=generator)
 
 
-def check_groups(run: Run) -> None:
-    """Refuse groups on which a language model could not be built, before any is trained."""
-    by_name = {stage.name: stage for stage in run.stages}
-    for stage in run.stages:
-        for role, section in stage.roles.items():
-            if section.worker not in _HEADS:
-                continue
-            start = {"start": _first_start(stage, role, by_name), "start_mean": {}}
-            first = {**stage.roles, role: section.model_copy(update=start)}
-            spec = _spec(replace(stage, roles=first), role, run, {})
-            check: Callable[[WorkerContext], None] | None
-            if (check := getattr(spec, "check_group", None)) is None:
-                continue
-            for group in stage.placement.groups:
-                if role in stage.placement.hosted_roles(stage.graph, group.name):
-                    methods = stage.placement.methods(stage.graph, group.name, role)
-                    context = WorkerContext(
-                        role,
-                        num_ranks=group.num_ranks,
-                        device=group.device,
-                        tensor_parallel=group.tensor_parallel,
-                        pipeline_parallel=group.pipeline_parallel,
-                        methods=methods,
-                    )
-                    check(context)
+def _filled(kind: Any, options: Mapping[str, Any], given: Mapping[str, Callable[[], Any]]) -> Any:
+    """Make a spec with its options and those of its fields that the run gives."""
+    fields = get_type_hints(kind)
+    return kind(**{**options, **{name: make() for name, make in given.items() if name in fields}})
 
 
-def _first_start(stage: Stage, role: str, stages: Mapping[str, Stage]) -> str | None:
-    while (start := stage.roles[role].start) and start in stages:
-        earlier = stages[start]
-        role = _started_from(earlier, contract_of(stage, role))
-        stage = earlier
-    return start
+def perceptron_spec(model: ModelConfig, init_offset: int = 0) -> Any:
+    architecture = dict(model.architecture)
+    kind = architecture.pop("model_type", None)
+    if kind != MODEL_TYPE:
+        raise ConfigError(
+            f"'model' is {'a folder' if kind is None else repr(kind)}, and an actor in an "
+            f"environment needs model_type {MODEL_TYPE!r}\n    choose model=mlp"
+        )
+    seeded = {"init_seed": model.init_seed + init_offset, **architecture}
+    return validated(NETWORK_SPECS[kind], seeded, "model.architecture")
 
 
-def _check_start(stage: Stage, role: str, run: Run) -> None:
-    """Refuse a folder whose network does not fit; that of an earlier stage is not there yet."""
-    start = stage.roles[role].start
-    if not start or start in run.config.algorithm.before:
-        return
-    spec = env_worker(stage.worker(role), run.model, run.spec, None, {}, start=start)
-    try:
-        spec.build(WorkerContext(role))
-    except ConfigError as error:
-        raise ConfigError(f"'{stage.at}.roles.{role}.start': {error}") from error
+def env_worker(
+    worker: str,
+    run: Run,
+    start: str | None,
+    optimizer: OptimizerSpec | None = None,
+    options: Mapping[str, Any] | None = None,
+    init_offset: int = 0,
+) -> WorkerSpec:
+    """The spec of a worker that acts in environments."""
+    reader, options = f"a worker '{worker}'", options or {}
+    if worker == "board":
+        return game_task(run.spec, reader).env
+    kind = ENV_SPECS[worker]
+    if worker == "replay":
+        return kind(**options)
+    if worker == "env":
+        return kind(env=env_task(run.spec, reader).env, **options)
+    acted = acted_in(run.spec) if worker == "actor_critic" else None
+    env, network = (
+        (acted or env_task(run.spec, reader)).env,
+        perceptron_spec(run.model, init_offset),
+    )
+    return kind(env=env, network=network, start=start, optimizer=optimizer, **options)
 
 
-def _spec_class(engine: EngineKind, worker: str) -> Any:
+def spec_class(engine: EngineKind, worker: str) -> Any:
     if worker in engine.roles:
         return engine.spec(worker)
     able = [other for other in ENGINES.values() if worker in other.roles]
@@ -190,113 +368,6 @@ def _spec_class(engine: EngineKind, worker: str) -> Any:
         f"engine={engine.name} has no worker '{worker}'\n    it has: {', '.join(engine.roles)}; "
         f"{others}"
     )
-
-
-def _check(
-    kind: Any, options: Mapping[str, Any], at: str, worker: str, ours: Set[str] = _OURS
-) -> None:
-    """Refuse options that a spec does not have, or not of this type or value."""
-    hints = get_type_hints(kind)
-    free = [name for name in hints if name not in ours]
-    for key, value in options.items():
-        if key not in free:
-            raise ConfigError(
-                f"there is no key '{at}.{key}'{nearest_key(key, free, at)}\n"
-                f"    a '{worker}' worker has: {', '.join(free) or 'none'}"
-            )
-        try:
-            TypeAdapter(hints[key]).validate_python(value, strict=True)
-        except ValidationError as error:
-            raise ConfigError(f"'{at}.{key}': {error.errors()[0]['msg']}, got {value!r}") from None
-    required = (f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
-    try:
-        check_early(kind, options, [field.name for field in required if field.name in ours])
-    except ValueError as error:
-        raise ConfigError(f"'{at}': {error}") from None
-
-
-def _check_apart(stage: Stage, engines: Engines) -> None:
-    """An engine that only generates needs a group of its own."""
-    for node in stage.graph.nodes:
-        ours = stage.roles[node.role].worker == "policy" if node.role else False
-        if not ours or not engines.apart(stage.graph, node):
-            continue
-        group = stage.placement.nodes[node.name]
-        asked = stage.placement.methods(stage.graph, group, node.role or "")
-        others = sorted(asked - {node.method})
-        if others:
-            rollout = engines.runs(stage.graph, node).name
-            raise ConfigError(
-                f"rollout={rollout}: '{node.name}' is on group '{group}', which "
-                f"is also asked for {node.role}.{others[0]}\n    give generation a group of its "
-                f"own: executor=ray_split, or executor.nodes.{node.name}=GROUP"
-            )
-
-
-def _spec(
-    stage: Stage,
-    role: str,
-    run: Run,
-    results: Results,
-) -> WorkerSpec | Role:
-    data, section, worker = run.data, stage.roles[role], stage.worker(role)
-    options = dict(section.options)
-    if is_own(worker):
-        return _own(stage, role, run, results)
-    if worker in TASK_REWARDS:
-        return TASK_REWARDS[worker](
-            task=data.spec,
-            tokenizer=stage_tokenizer(stage, data),
-            task_fingerprint=data.fingerprint,
-            **options,
-        )
-    if worker in TASK_AGENTS:
-        return agent_spec(worker, data, stage_tokenizer(stage, data), options)
-    if worker in ENV_SPECS:
-        optimizer = optimizer_of(stage, role)
-        start = section.start and _folder(section.start, contract_of(stage, role), results)
-        offset = section.init_offset
-        return env_worker(worker, run.model, data.spec, optimizer, options, offset, start)
-    model = _model(stage, role, run, results)
-    planned = stage.planned_options.get(role, {})
-    options = {**planned, **run.engines.options_of(role), **options, "model": model}
-    if role in stage.graph.learning_roles:
-        options["optimizer"] = optimizer_of(stage, role)
-    spec = _spec_class(run.engines.trainer(role), worker)
-    known = get_type_hints(spec)
-    adapters = _adapters(stage, role, run, waits=bool(options.get("offload")))
-    options |= {key: value for key, value in adapters.items() if key in known}
-    if "tokenizer" in known:
-        options["tokenizer"] = stage_tokenizer(stage, data)
-    if "num_words" in known:
-        options["num_words"] = data.tokenizer.vocab_size
-    if worker != "policy":
-        return spec(**options)
-    made = spec(**options, end_ids=data.tokenizer.end.ids, mismatch=_limits(run))
-    rollout = run.engines.generator(role)
-    if rollout is None:
-        return made
-    options = {**run.engines.rollout_options_of(role), "model": model}
-    options["end_ids"] = data.tokenizer.end.ids
-    generator = rollout.rollout_spec
-    options |= {key: value for key, value in adapters.items() if key == "lora"}
-    hints = get_type_hints(generator)
-    if "longest_sequence" in hints:
-        options["longest_sequence"] = run.longest_sequence
-    if "num_words" in hints:
-        options["num_words"] = data.tokenizer.vocab_size
-    if "tokenizer" in hints:
-        options["tokenizer"] = data.tokenizer_spec
-    return SplitPolicySpec(train=made, rollout=generator(**options))
-
-
-def check_agents(datas: Sequence[Data], options: Mapping[str, Any]) -> None:
-    """Refuse problems whose conversations could not be rendered or read."""
-    for data in {id(data): data for data in datas if data.task.converses}.values():
-        spec = TASK_AGENTS[AGENT](
-            task=data.spec, tokenizer=data.tokenizer_spec, chat=data.chat, **options
-        )
-        spec.ways(data.task, data.tokenizer)
 
 
 def stage_tokenizer(stage: Stage, data: Data) -> TokenizerSpec:
@@ -308,7 +379,6 @@ def stage_tokenizer(stage: Stage, data: Data) -> TokenizerSpec:
 def agent_spec(
     worker: str, data: Data, tokenizer: TokenizerSpec, options: Mapping[str, Any]
 ) -> WorkerSpec:
-    """Make the spec of the worker that answers a policy in conversation."""
     return TASK_AGENTS[worker](
         task=data.spec,
         tokenizer=tokenizer,
@@ -330,31 +400,9 @@ def _adapters(stage: Stage, role: str, run: Run, *, waits: bool) -> dict[str, An
         return {}
     if stage.roles[role].start != MODEL:
         lora = replace(lora, folder=None)
-    if role in _changed(stage) or lora.folder is not None:
+    if role in changed_roles(stage) or lora.folder is not None:
         return {"lora": lora}
     return {"shares_weights": True} if stage.worker(role) == "policy" and not waits else {}
-
-
-def _changed(stage: Stage) -> set[str]:
-    following = {node.role for node in stage.graph.nodes if node.method == "follow" and node.role}
-    return following | set(stage.graph.learning_roles)
-
-
-def _check_adapters(stage: Stage, run: Run) -> None:
-    if not run.model.lora:
-        return
-    for node in stage.graph.nodes:
-        if node.role is None or stage.roles[node.role].worker not in _HEADS:
-            continue
-        engine = run.engines.runs(stage.graph, node)
-        spec = engine.rollout_spec if run.engines.apart(stage.graph, node) else None
-        spec = spec or _spec_class(engine, stage.worker(node.role))
-        if "lora" not in get_type_hints(spec):
-            raise ConfigError(
-                f"'model.lora.rank' is {run.model.lora.rank}, but '{node.name}' runs on the engine "
-                f"'{engine.name}', which has no adapters\n    train the weights themselves "
-                "(model.lora.rank=0), or take engine=torch or engine=fsdp"
-            )
 
 
 def optimizer_of(stage: Stage, role: str) -> OptimizerSpec | None:
@@ -369,11 +417,6 @@ def optimizer_of(stage: Stage, role: str) -> OptimizerSpec | None:
         at = f"{stage.at}.roles.{role}" if section.optimizer else stage.at
         raise ConfigError(f"'{at}.optimizer.warmup_calls': {error}") from None
     return replace(spec, frozen=(*spec.frozen, *section.frozen))
-
-
-def _limits(run: Run) -> MismatchLimits:
-    given = run.config.mismatch
-    return MismatchLimits(every=given.every, stop_above=given.stop_above)
 
 
 def _model(stage: Stage, role: str, run: Run, results: Results) -> ModelSpec:
@@ -391,7 +434,6 @@ def _model(stage: Stage, role: str, run: Run, results: Results) -> ModelSpec:
 
 
 def first_model(model: ModelConfig, data: Data) -> ModelSpec:
-    """The run's model before anything is trained."""
     tokenizer = data.tokenizer
     made = model_spec(
         model,
@@ -408,145 +450,12 @@ def _folder(start: str, contract: type[Role], results: Results) -> str:
     if start not in results:
         return start
     earlier, folder = results[start]
-    return str(folder / _started_from(earlier, contract))
+    return str(folder / started_from(earlier, contract))
 
 
-def _started_from(earlier: Stage, contract: type[Role]) -> str:
-    """The role of an earlier stage that a worker of this contract starts from."""
-    role = earlier.trained(contract) or earlier.policy
-    return role or next(iter(earlier.graph.trains_per_step))
-
-
-def model_positions(
-    stage: Stage, stages: Mapping[str, Stage], model: ModelConfig, num_tokens: int
-) -> dict[str, int]:
-    """Look at the models that roles start from, without their weights."""
-    found: dict[str, int] = {}
-    looked_at: set[tuple[str, str | None]] = set()
-    for role in stage.roles:
-        worker = stage.worker(role)
-        if worker in ENV_SPECS:
-            continue
-        head = _HEADS.get(worker)
-        for start in stage.starts(role):
-            if start not in stages and (start, head) not in looked_at:
-                looked_at.add((start, head))
-                _check_model(f"{stage.at}.roles.{role}.start", start, head, model, num_tokens)
-            if head == "score" and role not in _changed(stage):
-                _check_has_score(f"{stage.at}.roles.{role}", start, stages.get(start), model)
-        first = _first_start(stage, role, stages)
-        if not first:
-            continue
-        positions = _started_model(first, model).num_positions
-        if positions is not None:
-            found[role] = positions
-    return found
-
-
-def _check_has_score(at: str, start: str, earlier: Stage | None, model: ModelConfig) -> None:
-    """Require that a reward model that is not trained here was trained before: its head, too."""
-    if earlier is None:
-        trained = Head("score").is_saved(_started_model(start, model).folder)
-    else:
-        trained = earlier.trained(RewardModel) is not None
-    if not trained:
-        raise ConfigError(
-            f"'{at}' is a reward model that starts from '{start}', which has no head that scores: "
-            "all scores would be random\n    train one in a stage before (algorithm.before), give "
-            f"the folder of one ({at}.start=PATH), or set {at}.worker=rule"
-        )
-
-
-_LARGE = 20_000_000
-"""Parameters from which on the rates of the algorithms' YAML, made for a million, are too high."""
-_RATES = {"lora": 2e-4, "sampling": 1e-5, "reference": 5e-6, "data": 5e-5}
-"""Usual learning rates of large pretrained models: of adapters, of all weights where a policy
-learns from what it samples, in comparison with a reference, and from data alone."""
-
-
-def high_rates(stage: Stage, model: ModelConfig) -> list[str]:
-    """Describe learning rates that a pretrained model of its size does not survive."""
-    learning = stage.graph.learning_roles
-    started = [role for role in stage.roles if role in learning and stage.worker(role) in _HEADS]
-    if model.folder is None or not started:
-        return []
-    parameters = empty_model(model_spec(model).config).parameters()
-    millions = sum(parameter.numel() for parameter in parameters) / 1e6
-    kinds = {node.kind for node in stage.graph.nodes}
-    compares = "reference" if NodeKind.FORWARD in kinds else "data"
-    usual = _RATES["lora" if model.lora else "sampling" if NodeKind.ROLLOUT in kinds else compares]
-    highest = max(spec.lr for role in started if (spec := optimizer_of(stage, role)))
-    if millions * 1e6 < _LARGE or highest <= 4 * usual:
-        return []
-    return [
-        f"warning: stage '{stage.name}' trains a model of {millions:,.0f}M parameters with a "
-        f"learning rate of {highest:g}, which suits one of a million; {usual:g} is usual: "
-        f"{stage.at}.optimizer.lr={usual:g}"
-    ]
-
-
-def rounded_adapters(run: Run) -> str:
-    """Say where adapters are merged into bfloat16 weights; "" if they are nowhere."""
-    if not run.model.lora or run.model.precision != "bfloat16":
-        return ""
-    names, engines = {stage.name for stage in run.stages}, run.engines
-    where = [
-        f"for '{node.name}' ({engine.name})"
-        for stage in run.stages
-        for node in stage.graph.nodes
-        if (engine := engines.runs(stage.graph, node)).merges_adapters
-    ]
-    started = {section.start: None for stage in run.stages for section in stage.roles.values()}
-    where += [f"for what starts from '{start}'" for start in started if start in names]
-    if not where:
-        return ""
-    return (
-        f"note: adapters are merged into bfloat16 weights {' and '.join(dict.fromkeys(where))}, "
-        "which rounds small updates away: model.dtype=float32 keeps them"
-    )
-
-
-def _started_model(start: str, model: ModelConfig) -> ModelSpec:
-    return model_spec(model) if start == MODEL else ModelSpec(folder=start)
-
-
-def _check_model(
-    at: str, start: str, head: HeadName | None, model: ModelConfig, num_tokens: int
-) -> None:
-    """Look at one model under a role's head; a worker of the user's own may read what it likes."""
-    spec = _started_model(start, model)
-    at = "model.folder" if start == MODEL else at
-    try:
-        vocab_size: int | None = getattr(spec.config, "vocab_size", None)
-        if head is not None:
-            Head(head).check(spec)
-            if model.lora:
-                check_lora(model.lora, empty_model(spec.config))
-    except ConfigError as error:
-        # What is wrong with an architecture is said with its key.
-        raise ConfigError(str(error) if spec.folder is None else f"'{at}': {error}") from error
-    if vocab_size is not None and vocab_size < num_tokens:
-        key = "model.architecture.vocab_size" if spec.folder is None else at
-        raise ConfigError(
-            f"'{key}': the model knows {vocab_size} tokens, and the tokenizer has {num_tokens}\n"
-            "    give the model's own tokenizer, or an architecture without vocab_size, which then "
-            "is the tokenizer's"
-        )
-
-
-def _own(stage: Stage, role: str, run: Run, results: Results) -> WorkerSpec | Role:
+def _own(stage: Stage, role: str, given: Mapping[str, Callable[[], Any]]) -> WorkerSpec | Role:
     at, section, worker = f"{stage.at}.roles.{role}", stage.roles[role], stage.worker(role)
-    factory = load_object(worker, f"{at}.worker")
-    given: dict[str, Callable[[], Any]] = {
-        "model": lambda: _model(stage, role, run, results),
-        "optimizer": lambda: optimizer_of(stage, role),
-        "tokenizer": lambda: stage_tokenizer(stage, data),
-        "end_ids": lambda: data.tokenizer.end.ids,
-        "mismatch": lambda: _limits(run),
-        "task": lambda: data.spec,
-        "task_fingerprint": lambda: data.fingerprint,
-    }
-    asked, data = asked_for(worker, section, at), run.data
+    factory, asked = load_object(worker, f"{at}.worker"), asked_for(worker, section, at)
     arguments = {name: make() for name, make in given.items() if name in asked}
     try:
         with one_process():

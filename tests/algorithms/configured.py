@@ -20,11 +20,10 @@ from penstock.dataflow.graph.role import Role
 from penstock.dataflow.runtime.engine import Source
 from penstock.dataflow.runtime.worker_protocol import WorkerSpec
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolve, run_config
-from penstock.launch.inputs.data import load_data
+from penstock.launch.inputs.data import load_data, sources_of
 from penstock.launch.inputs.record import load_step, step_cfg
-from penstock.launch.inputs.tables import sources_of
-from penstock.launch.stages.roles import build_stages
+from penstock.launch.inputs.run import resolve, run_config
+from penstock.launch.stages.prepare import build_stages
 from penstock.launch.stages.worker_specs import worker_specs
 from torch import Tensor
 

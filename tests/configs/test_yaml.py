@@ -11,10 +11,10 @@ from penstock.configs.schema import RunConfig
 from penstock.configs.validate import validated
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.cli.plan import OUTPUTS
-from penstock.launch.inputs.compose import dumped, resolve, resolved, run_config
+from penstock.launch.inputs.run import dumped, resolve, resolved, run_config
 from penstock.launch.placement.machine import MEASURED
 from penstock.launch.placement.plan_request import plan_request
-from penstock.launch.stages.roles import build_stages
+from penstock.launch.stages.prepare import build_stages
 
 CONFIGS = Path(str(penstock.configs.__file__)).parent
 OPTIONS = sorted(path.relative_to(CONFIGS).with_suffix("") for path in CONFIGS.glob("*/*.yaml"))

@@ -28,7 +28,7 @@ _HEAVY = (
     "hydra",
     "penstock.launch.cli.plan",
     "penstock.launch.cli.carry_out",
-    "penstock.launch.inputs.compose",
+    "penstock.launch.inputs.run",
     "penstock.launch.placement.plan_request",
     "penstock.launch.profile.profile",
     "penstock.launch.stages.prepare",

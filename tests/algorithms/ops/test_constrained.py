@@ -17,8 +17,8 @@ from penstock.algorithms.papers.cgpo import (
 )
 from penstock.algorithms.roles import Rollout
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolve, run_config
-from penstock.launch.stages.roles import build_stages
+from penstock.launch.inputs.run import resolve, run_config
+from penstock.launch.stages.prepare import build_stages
 from torch import Tensor
 
 

@@ -13,7 +13,7 @@ from penstock.dataflow.graph.check import check_lag
 from penstock.dataflow.graph.graph import Streaming, check_segments, streaming
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.kinds import NodeKind
-from penstock.launch.inputs.compose import resolve
+from penstock.launch.inputs.run import resolve
 
 from ...algorithms.configured import NAMES, composed
 

@@ -12,7 +12,7 @@ import torch
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.run_dir.step_logs import read_metrics
-from penstock.launch.stages.kept_run import kept_run
+from penstock.launch.stages.export import kept_run
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec

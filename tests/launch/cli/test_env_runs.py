@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
-from penstock.launch.inputs.run import Run
+from penstock.launch.inputs.run import Run, resolved
 from penstock.launch.run_dir.step_logs import read_metrics
 from penstock.launch.stages.prepare import prepare
 from penstock.launch.stages.worker_specs import worker_specs

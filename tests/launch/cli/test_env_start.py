@@ -10,8 +10,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
-from penstock.launch.inputs.run import Run
+from penstock.launch.inputs.run import Run, resolved
 from penstock.launch.stages.prepare import prepare
 from penstock.launch.stages.worker_specs import worker_specs
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec

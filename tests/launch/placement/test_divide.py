@@ -8,7 +8,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.dataflow.runtime.placement import Placement, sharing
 from penstock.launch.placement.place import choose, divide_groups, written_plan
-from penstock.launch.stages.roles import build_stages
+from penstock.launch.stages.prepare import build_stages
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.plan.plan import GroupPlan, Plan
 

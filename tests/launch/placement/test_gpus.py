@@ -11,7 +11,7 @@ import torch
 from penstock.configs.references import options_of
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
+from penstock.launch.inputs.run import resolved
 from penstock.launch.placement.machine import idle_gpus, preset_of, with_cluster
 from penstock.launch.placement.place import PlacementChoice, choose
 from penstock.workers.executors.assignment import Machine

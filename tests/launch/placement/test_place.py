@@ -13,9 +13,8 @@ from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.messages import TaskSpan
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
 from penstock.launch.inputs.record import Stage
-from penstock.launch.inputs.run import Run
+from penstock.launch.inputs.run import Run, resolved
 from penstock.launch.placement.machine import threads_of
 from penstock.launch.placement.place import (
     PlacementChoice,
@@ -25,12 +24,12 @@ from penstock.launch.placement.place import (
     with_threads,
     written_plan,
 )
+from penstock.launch.stages.prepare import build_stages
 from penstock.launch.stages.report import (
     comparison_text,
     memory_text,
     nodes_summary,
 )
-from penstock.launch.stages.roles import build_stages
 from penstock.launch.stages.stage_result import node_seconds
 from penstock.planner.cost.calibration import CPU_DEFAULTS, Calibration
 from penstock.planner.inputs.cluster import ClusterSpec

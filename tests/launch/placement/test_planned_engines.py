@@ -19,8 +19,7 @@ from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
 from penstock.launch.inputs.run import Run
 from penstock.launch.placement.place import check_layouts, choose, divide_groups, planned_options
-from penstock.launch.stages.roles import build_stages
-from penstock.launch.stages.worker_specs import check_options
+from penstock.launch.stages.prepare import build_stages, check_options
 from penstock.planner.cost.calibration import GPU_DEFAULTS
 from penstock.planner.inputs.calls import CALL_KINDS, Lengths, Workload
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup

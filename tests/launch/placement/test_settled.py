@@ -15,9 +15,9 @@ from huggingface_hub import constants
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import dumped, resolve, resolved, run_config
-from penstock.launch.inputs.run import Run
-from penstock.launch.stages.prepare import about_model, model_folders, prepare
+from penstock.launch.inputs.run import Run, dumped, resolve, resolved, run_config
+from penstock.launch.stages.prepare import model_folders, prepare
+from penstock.launch.stages.report import about_model
 from penstock.planner.plan.plan import one_group_plan
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec

@@ -247,7 +247,7 @@ OWN_PLACE = {
     "cli/sweep.py": {"json.loads"},  # its own text, to compare
     "stages/export.py": {"opened"},  # hashes models
     "placement/plan_request.py": {"json.loads"},  # of YAML that `load_yaml` has read
-    "placement/plan_inputs.py": {"read_json"},  # a model folder's config.json
+    "placement/models.py": {"read_json"},  # a model folder's config.json
 }
 OPENERS = {
     *("open", "read_bytes", "read_text", "opened", "open_regular", "read_json", "parse_json"),

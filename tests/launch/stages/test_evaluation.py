@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
-from penstock.launch.stages.evaluation import evaluate, stage_evaluator
+from penstock.launch.inputs.run import resolved
+from penstock.launch.stages.evaluation import Evaluator, evaluate
 from penstock.launch.stages.prepare import prepare
 from penstock.launch.stages.report import measured_text
 from penstock.launch.stages.worker_specs import first_model, worker_specs
@@ -25,7 +25,7 @@ def verifier(folder: Path, *words: str) -> RuleRewardSpec:
     composed = compose("run", ["task.num_train=200", "task.num_held_out=8", *words])
     composed.pop("resume")
     job = prepare(resolved({**composed, "evaluation": {"num_prompts": 8}}))
-    spec = stage_evaluator(job.main, job.suites, 4, folder).workers["verifier"]
+    spec = Evaluator(job.suites, 4, folder, job.main).workers["verifier"]
     assert isinstance(spec, RuleRewardSpec)
     return spec
 
@@ -55,7 +55,7 @@ def test_answers_end_as_those_that_are_trained_on_unless_told_otherwise(tmp_path
         job = prepare(resolved({**composed, "evaluation": evaluation}))
         (suite,) = job.suites
         assert (suite.sampling.stop, suite.sampling.stop_token_ids) == (strings, tokens)
-        workers: Any = stage_evaluator(job.main, job.suites, 4, tmp_path).workers
+        workers: Any = Evaluator(job.suites, 4, tmp_path, job.main).workers
         for reader in ("verifier", "observer"):
             end = workers[reader].tokenizer.build().end
             assert (end.strings, end.ids) == (strings, (2, *tokens))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
-from penstock.launch.inputs.run import Run
+from penstock.launch.inputs.run import Run, resolved
 from penstock.launch.stages.prepare import prepare
 
 SMALL = ("task.num_train=256", "task.num_held_out=4", "evaluation.num_prompts=0", "executor=ray")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
 from penstock.launch.inputs.record import Stage
+from penstock.launch.inputs.run import resolved
 from penstock.launch.run_dir.run_folder import list_runs
 from penstock.launch.run_dir.step_logs import read_metrics
-from penstock.launch.stages.headline import CurveMetric, Headline
-from penstock.launch.stages.roles import build_stages
+from penstock.launch.stages.prepare import build_stages
+from penstock.launch.stages.stage_result import CurveMetric, Headline
 
 from ..cli.test_run import GRPO
 from ..conftest import Penstock

@@ -14,13 +14,12 @@ from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
-from penstock.launch.inputs.run import Run
+from penstock.launch.inputs.run import Run, resolved
 from penstock.launch.main import main
 from penstock.launch.run_dir.evaluations import WHOLE, Evaluations, Measured
-from penstock.launch.stages.evaluation import HeldOutLoss, held_out_losses, stage_evaluator
-from penstock.launch.stages.prepare import first_notes, prepare, statistics
-from penstock.launch.stages.report import measured_text
+from penstock.launch.stages.evaluation import Evaluator, HeldOutLoss, held_out_losses
+from penstock.launch.stages.prepare import prepare
+from penstock.launch.stages.report import first_notes, measured_text, statistics
 from penstock.launch.stages.worker_specs import worker_specs
 from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
 from torch.nn.functional import logsigmoid
@@ -95,9 +94,9 @@ def test_the_loss_is_measured_beside_accuracy(tmp_path: Path) -> None:
     job = made_ready("sft", *ANSWERED, "algorithm.per_step.demos=16")
     assert [suite.name for suite in job.suites] == [WHOLE]
     assert "evaluations ask" not in str(statistics(job))
-    inner = stage_evaluator(job.main, job.suites, 4, tmp_path)
+    inner = Evaluator(job.suites, 4, tmp_path, job.main)
     assert job.held_out_rows is not None
-    evaluator = HeldOutLoss(job.held_out_rows, inner, one_group)
+    evaluator = HeldOutLoss(job.held_out_rows, inner, one_group(job.held_out_rows.graph))
     workers = {**worker_specs(job.main, job, {}), **inner.workers}
     graph = job.main.graph
     with Engine(graph, one_group(graph), workers=workers, also=evaluator.programs) as engine:

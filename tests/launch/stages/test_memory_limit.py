@@ -7,8 +7,7 @@ import re
 import pytest
 from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.launch.stages.memory_limit import check_memory
-from penstock.launch.stages.prepare import prepare
-from penstock.launch.stages.roles import build_stages
+from penstock.launch.stages.prepare import build_stages, prepare
 
 from ..placement.test_place import config_of
 

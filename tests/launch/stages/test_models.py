@@ -11,10 +11,9 @@ import torch
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
-from penstock.launch.stages.prepare import prepare
-from penstock.launch.stages.roles import build_stages
-from penstock.launch.stages.worker_specs import high_rates, rounded_adapters
+from penstock.launch.inputs.run import resolved
+from penstock.launch.stages.prepare import build_stages, prepare
+from penstock.launch.stages.report import high_rates, rounded_adapters
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec, TorchRewardModelSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec

@@ -8,8 +8,8 @@ import gymnasium
 import pytest
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.inputs.data import load_data
-from penstock.launch.stages.prepare import not_exact
-from penstock.launch.stages.roles import build_stages
+from penstock.launch.stages.prepare import build_stages
+from penstock.launch.stages.report import not_exact
 
 from ...workers.envs.toys import Worldly
 from .test_stages import config_of

@@ -15,7 +15,7 @@ from penstock.launch.inputs.run import Run
 from penstock.launch.main import main
 from penstock.launch.placement.place import choose
 from penstock.launch.stages.memory_limit import check_memory
-from penstock.launch.stages.roles import build_stages
+from penstock.launch.stages.prepare import build_stages
 from penstock.launch.stages.worker_specs import Results, worker_specs
 from penstock.planner.inputs.layout import Layout
 from safetensors.torch import load_file

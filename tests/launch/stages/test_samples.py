@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from penstock.dataflow.graph.graph import Graph
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
-from penstock.launch.stages.samples import sample_columns, sample_node
+from penstock.launch.inputs.run import resolved
+from penstock.launch.stages.observers import sample_columns, sample_node
 
 ROWS, SCORE = "tokens mask prompt_id finished", "reward.score reward"
 COLUMNS = {

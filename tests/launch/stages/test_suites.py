@@ -11,8 +11,8 @@ from penstock.configs.schema import EvaluationConfig
 from penstock.configs.validate import validated
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
 from penstock.launch.inputs.data import load_data
+from penstock.launch.inputs.run import resolved
 from penstock.launch.inputs.suites import Suite, suites_of
 from penstock.launch.stages.prepare import metrics_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import resolved
+from penstock.launch.inputs.run import resolved
 from penstock.launch.run_dir.progress import StagePlan
 from penstock.launch.stages.observers import is_shown, stage_plans
 from penstock.launch.stages.prepare import prepare

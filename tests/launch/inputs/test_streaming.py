@@ -16,7 +16,7 @@ from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.inputs.record import Stage
-from penstock.launch.stages.streaming import (
+from penstock.launch.inputs.sizes import (
     check_parts,
     check_streams,
     stage_flow,
@@ -29,9 +29,10 @@ SFT_GRAPH = build(sft_step, cfg=SFT(), name="sft")
 PARTS = Schedule(max_lag=1, streaming=8)
 
 
-def stage(graph: Graph) -> Stage:
+def stage(graph: Graph, placement: Placement | None = None) -> Stage:
     section = AlgorithmConfig(step="a:b", num_steps=1, per_step=dict.fromkeys(graph.sources, 8))
-    return Stage(graph.name, "algorithm", section, graph, 0)
+    placement = placement or one_group(graph)
+    return Stage(graph.name, "algorithm", section, graph, 0, placement=placement)
 
 
 def placed(
@@ -151,13 +152,13 @@ def test_weights_in_flight_are_refused_where_none_can_come(
 
 def test_who_takes_weights_in_flight_is_said() -> None:
     placement = placed(GRPO_GRAPH, (1, 1))
-    lines = streaming_lines(stage(GRPO_GRAPH), placement, IN_FLIGHT, in_processes=True)
+    lines = streaming_lines(stage(GRPO_GRAPH, placement), IN_FLIGHT, in_processes=True)
     assert lines[-1] == (
         "in flight  actor.generate takes newer weights between two tokens, and parts go on as they "
         "come"
     )
     segments = replace(IN_FLIGHT, streaming=0, segment_tokens=8)
-    said = streaming_lines(stage(GRPO_GRAPH), placement, segments, in_processes=True)
+    said = streaming_lines(stage(GRPO_GRAPH, placement), segments, in_processes=True)
     assert said[1:] == lines[-1:]
 
 
@@ -169,7 +170,7 @@ STREAMS = [
 
 
 def said(graph: Graph, placement: Placement, *, in_processes: bool = True) -> list[str]:
-    return streaming_lines(stage(graph), placement, PARTS, in_processes=in_processes)
+    return streaming_lines(stage(graph, placement), PARTS, in_processes=in_processes)
 
 
 def test_what_overlaps_has_no_notes() -> None:
@@ -224,9 +225,9 @@ def test_how_far_a_response_grows_in_a_step_is_said_with_and_without_streaming(
     for parts, more in ((0, 0), (8, 3)):
         schedule = Schedule(max_lag=1, segment_tokens=length, streaming=parts)
         placement = placed(GRPO_GRAPH, (1, 1))
-        lines = streaming_lines(stage(GRPO_GRAPH), placement, schedule, in_processes=True)
+        lines = streaming_lines(stage(GRPO_GRAPH, placement), schedule, in_processes=True)
         assert lines[0] == line
         assert len(lines) == 1 + more
     assert (
-        streaming_lines(stage(SFT_GRAPH), one_group(SFT_GRAPH), schedule, in_processes=True) == []
+        streaming_lines(stage(SFT_GRAPH, one_group(SFT_GRAPH)), schedule, in_processes=True) == []
     )

@@ -11,7 +11,7 @@ from penstock.configs.validate import validated
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.executor import Recovery
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.compose import check_model, dumped, resolve, resolved, run_config
+from penstock.launch.inputs.run import check_model, dumped, resolve, resolved, run_config
 
 LAUNCH = Path(str(penstock.launch.__file__)).parent
 
@@ -28,7 +28,7 @@ def test_only_a_run_holds_the_whole_configuration() -> None:
         for file in LAUNCH.rglob("*.py")
         if "RunConfig" in file.read_text()
     }
-    assert knowing == {"inputs/compose.py", "inputs/run.py", "cli/key_reference.py"}
+    assert knowing == {"inputs/run.py", "cli/key_reference.py"}
 
 
 def test_stages_are_recorded_in_order_with_their_seeds() -> None:

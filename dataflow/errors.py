@@ -191,18 +191,15 @@ def _is_ours(filename: str) -> bool:
 class FlowError(PenstockError):
     """A step that does not make a valid graph.
 
-    Args:
-        what: The node and input concerned, what was expected and what came.
-        where: The line of the step function; the caller's line by default.
-        origin: The line that produced the offending column, with its name.
-        fix: What to write instead.
+    It says which node and input are concerned, what was expected and what came; which line produced
+    the offending column (`origin`), and what to write instead (`fix`).
     """
 
     def __init__(
         self, what: str, *, where: Where | None = None, origin: str | None = None, fix: str
     ) -> None:
         self.what = what
-        self.where = where or caller()
+        self.where = where or caller()  # the line of the step function
         self.origin = origin
         self.fix = fix
         parts = [str(self.where), what]

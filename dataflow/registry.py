@@ -43,11 +43,9 @@ def imported(path: str) -> Any:
 
 
 def on_demand(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a package: it imports a public name's module when first asked.
+    """Make the `__getattr__` of a package, given the names that it has from each of its modules.
 
-    Args:
-        package: The package's `__name__`.
-        modules: Module in it -> the names that the package has from there.
+    A module is imported when one of its names is first asked for.
     """
     homes = {name: module for module, names in modules.items() for name in names}
 

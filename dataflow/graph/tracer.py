@@ -181,24 +181,8 @@ class Recorder:
         given = self._arguments(name, function, args, kwargs, method=False)
         if not makes_rows:
             check_rows(name, given.columns)
-        table, outputs = self._returns(name, function, given, makes_rows)
-        return self._append(
-            Node(
-                name,
-                NodeKind.OP,
-                scope,
-                ordinal,
-                caller(),
-                function=function,
-                arguments=tuple(given.arguments),
-                outputs=outputs,
-                output_table=table,
-                reads=tuple(
-                    WeightRead(role, self._version(role), False)
-                    for role in dict.fromkeys(given.roles)
-                ),
-            )
-        )
+        made = self._returns(name, function, given, makes_rows)
+        return self._call(name, ordinal, NodeKind.OP, scope, given, made, function=function)
 
     def record_call(
         self,
@@ -218,28 +202,44 @@ class Recorder:
                 check_output(name, bound.get("loss"), function)
         given = self._arguments(name, function, args, kwargs, method=True)
         check_rows(name, given.columns)
-        table, outputs = None, ()
+        made: _Made = (None, ())
         if not is_train:
-            table, outputs = self._returns(name, function, given, makes_rows=rollout)
-        reads = [
-            WeightRead(one, self._version(one), rollout)
-            for one in dict.fromkeys((role, *given.roles))
-        ]
-        node = Node(
-            name,
-            spec.kind,
-            spec.scope,
-            ordinal,
-            caller(),
-            role=role,
-            method=function.__name__,
-            arguments=tuple(given.arguments),
-            outputs=outputs,
-            output_table=table,
-            reads=tuple(reads),
+            made = self._returns(name, function, given, makes_rows=rollout)
+        given.roles.insert(0, role)
+        method = function.__name__
+        made_node = self._call(
+            name, ordinal, spec.kind, spec.scope, given, made, role=role, method=method
         )
         if is_train:
             self._trains[role] = self._version(role) + 1
+        return made_node
+
+    def _call(
+        self,
+        name: str,
+        ordinal: int,
+        kind: NodeKind,
+        scope: Scope,
+        given: _Given,
+        made: _Made,
+        **called: Any,
+    ) -> Any:
+        table, outputs = made
+        node = Node(
+            name,
+            kind,
+            scope,
+            ordinal,
+            caller(),
+            arguments=tuple(given.arguments),
+            outputs=outputs,
+            output_table=table,
+            reads=tuple(
+                WeightRead(role, self._version(role), kind is NodeKind.ROLLOUT)
+                for role in dict.fromkeys(given.roles)
+            ),
+            **called,
+        )
         return self._append(node)
 
     def finish(self, result: Any) -> Graph:
@@ -328,7 +328,7 @@ class Recorder:
         function: Callable[..., Any],
         given: _Given,
         makes_rows: bool,
-    ) -> tuple[type | None, tuple[OutputColumn, ...]]:
+    ) -> _Made:
         annotation = hints_of(function).get("return", inspect.Parameter.empty)
         rows = {} if makes_rows else _rows_by_axes([column for _, column in given.columns])
         if is_table(annotation):
@@ -357,6 +357,9 @@ class Recorder:
             "behavior": has_mark(annotation, Behavior),
         }
         return None, (OutputColumn("out", spec, made, **marks),)
+
+
+_Made = tuple[type | None, tuple[OutputColumn, ...]]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.training.controllers import LagrangeMultiplier, MultiplierSpec
 from torch import Tensor
 
-from ..test_steps import (
+from .test_steps import (
     LOG_RATIO,
     MASK,
     PROMPTS,

@@ -51,7 +51,7 @@ from ..stages.worker_specs import first_model
 from .hydra_app import given_overrides, refuse_resume
 from .plan import output_file, write_output
 
-_OWN = ("run", "step", "output")
+_OWN = ("run", "step", "output")  # keys of `eval` that are no part of a run's configuration
 _TAKEN = ("evaluation", "executor")  # sections of which keys may be given with a run
 
 
@@ -165,6 +165,9 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
         seed=config.seed,
         deadline_s=config.schedule.deadline_s,
     )
+
+
+# --- export
 
 
 def export_model(composed: dict[str, Any]) -> None:

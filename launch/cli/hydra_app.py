@@ -94,8 +94,7 @@ def command_line(command: str, arguments: Sequence[str]) -> CommandLine:
     keys = [with_escapes(key) for key in cast("list[str]", parsed.overrides)]
     if parsed.config_dir:
         keys = _with_folders(keys, parsed.config_dir)
-    places = _places(keys)
-    keys = [_listed(key, places) for key in keys]
+    keys = [_listed(key, keys) for key in keys]
     options = list(arguments)
     for key in parsed.overrides:
         options.remove(key)
@@ -104,7 +103,7 @@ def command_line(command: str, arguments: Sequence[str]) -> CommandLine:
 
 def overrides(keys: Sequence[str]) -> list[str]:
     """Spell keys for Hydra: no `+` is needed, and `model=org/name` is an option and its key."""
-    own = _own_options("model", _places(keys))
+    own = _own_options("model", keys)
     words = [word for key in keys for word in _spelled_out(key, own)]
     return [f"++{word}" if _is_forced(word) else word for word in words]
 
@@ -234,19 +233,16 @@ def _search_path(keys: Sequence[str]) -> list[str]:
     return []
 
 
-def _places(keys: Sequence[str]) -> list[Path]:
-    return [Path(place.removeprefix("file://")) for place in _search_path(keys)]
-
-
-def _own_options(group: str, places: Sequence[Path]) -> set[str]:
+def _own_options(group: str, keys: Sequence[str]) -> set[str]:
+    places = [Path(place.removeprefix("file://")) for place in _search_path(keys)]
     return {file.stem for place in places for file in place.glob(f"{group}/*.yaml")}
 
 
-def _listed(word: str, places: Sequence[Path]) -> str:
+def _listed(word: str, keys: Sequence[str]) -> str:
     if "glob(" not in word or not isinstance(found := read_override(word).value(), Glob):
         return word
     group = word.partition("=")[0]
-    known = {*options_of(group), *_own_options(group, places)} if group in groups() else set[str]()
+    known = {*options_of(group), *_own_options(group, keys)} if group in groups() else set[str]()
     meant = found.filter(sorted(known))
     if not meant:
         raise ConfigError(
@@ -274,6 +270,8 @@ def _is_forced(word: str) -> bool:
     key = word.partition("=")[0]
     return bool(_KEY.match(word)) and key not in groups() and key.split(".")[0] != "hydra"
 
+
+# --- the application
 
 _Made = TypeVar("_Made")
 

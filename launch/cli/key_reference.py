@@ -86,15 +86,8 @@ def _parts(annotation: Any) -> Iterator[type]:
 
 def _table(kind: type, at: str, keys: Iterable[str] | None = None) -> str:
     title = f"`{at}`" if at and " " not in at else at or "The run"
-    lines = [
-        f"## {title}",
-        "",
-        f"`{kind.__name__}`",
-        "",
-        "| key | default | meaning |",
-        "|---|---|---|",
-    ]
-    docs = key_docs(kind)
+    heads = "| key | default | meaning |\n|---|---|---|"
+    lines, docs = [f"## {title}\n\n`{kind.__name__}`\n\n{heads}"], key_docs(kind)
     for key in fields_of(kind) or {} if keys is None else keys:
         doc = docs.get(key, "").replace("|", "\\|")
         lines.append(f"| `{key}` | {_default(kind, key)} | {doc} |")
@@ -102,16 +95,9 @@ def _table(kind: type, at: str, keys: Iterable[str] | None = None) -> str:
 
 
 def _default(kind: Any, key: str) -> str:
-    default: Any = dataclasses.MISSING
-    factory: Any = None
-    if issubclass(kind, BaseModel):
-        field = kind.model_fields[key]
-        default, factory = field.default, field.default_factory
-    else:
-        found = next(field for field in dataclasses.fields(kind) if field.name == key)
-        default = found.default
-        factory = None if found.default_factory is dataclasses.MISSING else found.default_factory
-    if factory is not None:
+    fields: Any = kind.model_fields if issubclass(kind, BaseModel) else kind.__dataclass_fields__
+    default, factory = fields[key].default, fields[key].default_factory
+    if factory not in (None, dataclasses.MISSING):
         default = factory()
     if default in (PydanticUndefined, dataclasses.MISSING):
         return "needed"

@@ -18,7 +18,7 @@ from rich.text import Text
 from ...dataflow.errors import ConfigError, nearest
 from ...planner.formatting import aligned
 from ..run_dir.evaluations import Evaluations, example_text
-from ..run_dir.files import differences, write_text
+from ..run_dir.files import differences, flat, write_text
 from ..run_dir.loopback_server import PageServer
 from ..run_dir.provenance import (
     Origins,
@@ -51,7 +51,7 @@ from ..runs.values import (
     History,
     Over,
     Series,
-    flat_values,
+    about_values,
     folder_of,
     run_of,
     selected,
@@ -150,6 +150,8 @@ def print_table(rows: Sequence[Sequence[str]], *, whole: bool = False) -> None:
     for line in aligned([[cell(text) for text in row] for row in rows]):
         print(line)
 
+
+# --- penstock samples, scale and watch
 
 _NO_NAMES = (0, "KEY=VALUE, got {}")
 
@@ -322,6 +324,8 @@ def watch_command(arguments: list[str]) -> int:
     return 0
 
 
+# --- penstock runs
+
 # Figures of a listing, where any of the runs has them.
 _SHOWN = ("state", "num_steps", "accuracy_after_rl", "wall_time_s")
 # Beginnings of keys that `show` does not print; summary.json has them.
@@ -361,7 +365,7 @@ def show_run(arguments: Sequence[str]) -> int:
     words = split_words("runs show", arguments, ("runs",), num_names=_ONE_RUN)
     record = run_of(words.names[0], words.home)
     print(visible(str(record.folder.path)))
-    values = flat_values(record)
+    values = about_values(record)
     about = {key: values[key] for key in ("state", "created", "seed", "code", "data")}
     versions, hardware = record.environment.versions, record.environment.hardware
     about["not reproducible"] = record.not_reproducible or None
@@ -369,12 +373,9 @@ def show_run(arguments: Sequence[str]) -> int:
     about["packages"] = ", ".join(f"{name} {versions[name]}" for name in packages)
     about["machine"] = ", ".join(f"{key} {value_text(value)}" for key, value in hardware.items())
     _section("the run", {k: value for k, value in about.items() if value not in (None, "", [])})
-    came_out = {
-        key: value
-        for key, value in flat_values(record, own=False).items()
-        if not key.startswith(_LEFT_OUT) and value is not None
-    }
-    _section("what came out", came_out)
+    came_out = flat(record.summary or {}).items()
+    shown_keys = {k: v for k, v in came_out if not k.startswith(_LEFT_OUT) and v is not None}
+    _section("what came out", shown_keys)
     events = stage_events(record.folder.path)
     if events:
         print("\nwarnings")

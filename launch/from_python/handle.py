@@ -155,13 +155,10 @@ _FACTS = (
 
 
 class RunHandle:
-    """A run that goes on or is over; its files are read whenever something is asked for.
+    """A run that goes on or is over, or one of its stages (`run.stage("sft")`), in its `folder`.
 
-    Args:
-        folder: Of the run, or of one of its stages (`run.stage("sft")`).
-
-    Attributes:
-        folder: Where it is.
+    Its files are read whenever something is asked for. What it does not have, and what cannot be
+    read, is a `ConfigError`.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -185,11 +182,7 @@ class RunHandle:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its configuration, every default spelled out.
-
-        Raises:
-            ConfigError: If it cannot be read.
-        """
+        """Its configuration, every default spelled out."""
         return stored_config(self._files)
 
     @property
@@ -198,11 +191,7 @@ class RunHandle:
         return self.record.summary or {}
 
     def stage(self, name: str) -> RunHandle:
-        """The metrics and samples of a stage before the main one, such as "sft".
-
-        Raises:
-            ConfigError: If the run has no such stage.
-        """
+        """The metrics and samples of a stage before the main one, such as "sft"."""
         known = self._files.stage_names
         if name not in known:
             raise ConfigError(
@@ -213,11 +202,7 @@ class RunHandle:
 
     @property
     def metrics(self) -> DataFrame:
-        """A row for each step, a column for each metric; what a step did not measure is NaN.
-
-        Raises:
-            ConfigError: If the file is damaged.
-        """
+        """A row for each step, a column for each metric; what a step did not measure is NaN."""
         # Imported here: it takes most of a second.
         from pandas import DataFrame
 
@@ -234,9 +219,6 @@ class RunHandle:
         Returns:
             A column for each field of `Sample`; what a node said of the response has the node's
             name. Texts are what a model wrote: show them as text.
-
-        Raises:
-            ConfigError: If none are kept of the step, or a file is damaged.
         """
         from pandas import DataFrame
 
@@ -251,9 +233,6 @@ class RunHandle:
         Args:
             metric: One of the columns of `metrics`; "" for what the run can be judged by.
             over: What is counted from left to right.
-
-        Raises:
-            ConfigError: If there is no such metric.
         """
         return self._curve(History(self.folder), metric, over)
 
@@ -266,11 +245,7 @@ class RunHandle:
 
     @cached_property
     def graph(self) -> Graph:
-        """The graph of the main stage's step, recorded anew.
-
-        Raises:
-            ConfigError: If the step cannot be found any more; `graph.svg` in the folder shows it.
-        """
+        """The graph of the main stage's step, recorded anew; `graph.svg` shows the first."""
         config = run_config(self.config)
         return recorded(config.algorithm, config.seed)[-1].graph
 

@@ -178,6 +178,8 @@ def make_policy(width: int, dtype: str, device: str) -> PolicyWorker:
     return spec.build(WorkerContext("actor", device=device))
 
 
+# --- links
+
 _LONG_BYTES = {"cpu": 2**27, "cuda": 2**28}  # gradients of a model do not stay in a cache
 _SHORT_BYTES = 64
 _TRIPS = 20  # short messages there and back in one measurement
@@ -296,6 +298,8 @@ def _sum_rate(times: LinkTimes) -> float:
     summed_s = max(times.long_sum_s - times.short_sum_s, 1e-9)
     return _hops(times) / times.num_ranks * times.long_bytes / summed_s
 
+
+# --- a rank
 
 _FEWEST, _MOST = 2, 25  # repeats of anything
 

@@ -25,11 +25,10 @@ from ..run_dir.stop import say
 RunValues = tuple[RunRecord, dict[str, Any]]  # a run, and its values
 
 
-def flat_values(record: RunRecord, *, own: bool = True) -> dict[str, Any]:
-    """Return all values of a run's files, or the summary's alone unless `own`, by `section.key`."""
-    summary = flat(record.summary or {})
+def flat_values(record: RunRecord) -> dict[str, Any]:
+    """Return all values of a run's files, by `section.key`."""
     # The summary comes first: it must not hide a key of the configuration with the same name.
-    return {**summary, **flat(record.config or {}), **about_values(record)} if own else summary
+    return {**flat(record.summary or {}), **flat(record.config or {}), **about_values(record)}
 
 
 def about_values(record: RunRecord) -> dict[str, Any]:

@@ -279,31 +279,6 @@ _WORD = re.compile(r"\s+|\w+|[^\w\s]")
 Segment = tuple[Literal["both", "left", "right"], str]  # who has a piece of text, and the piece
 
 
-def found_samples(
-    home: Path,
-    step: int,
-    *,
-    search: str = "",
-    sort: Sort = "step",
-    order: Order = "highest",
-    skip: int = 0,
-    limit: int = 20,
-) -> dict[str, Any]:
-
-    def holds(sample: Sample, wanted: str) -> bool:
-        texts = [sample.prompt, sample.response]
-        texts += [text for turn in sample.turns for text in (turn.said, turn.shown)]
-        return any(wanted in text.casefold() for text in texts)
-
-    rows = list(enumerate(read_samples(home, [step])))
-    wanted = search.casefold()
-    rows = [row for row in rows if not wanted or holds(row[1], wanted)]
-    key = sample_key(sort, order)
-    rows.sort(key=lambda row: key(row[1]))
-    shown = [_shown(number, sample) for number, sample in rows[skip : skip + limit]]
-    return {"num_found": len(rows), "samples": shown}
-
-
 def same_prompt(home: Path, step: int, prompt: str) -> list[dict[str, Any]]:
     rows = enumerate(read_samples(home, [step]))
     same = [row for row in rows if row[1].prompt == prompt]
@@ -317,19 +292,6 @@ def sample_of(home: Path, step: int, number: int) -> Sample:
     if not 0 <= number < len(rows):
         raise Gone("this step has no such sample any more")
     return rows[number]
-
-
-def steps_with_prompt(home: Path, prompt: str, near: int, limit_s: float) -> dict[str, Any]:
-    until = time.monotonic() + limit_s
-    steps = sorted(sample_steps(home), key=lambda step: abs(step - near))
-    found: list[int] = []
-    num_read = 0
-    for step in steps:
-        if time.monotonic() > until:
-            break
-        found += [step] if same_prompt(home, step, prompt) else []
-        num_read += 1
-    return {"steps": sorted(found), "num_read": num_read, "num_steps": len(steps)}
 
 
 def differing(left: str, right: str) -> list[Segment]:
@@ -375,6 +337,8 @@ def _cut(text: str) -> str:
         return text
     return f"{text[:_MOST_CHARACTERS]}\n[{len(text) - _MOST_CHARACTERS} more characters]"
 
+
+# --- targets
 
 _TYPES: Mapping[str, str] = {
     ".html": "text/html; charset=utf-8",
@@ -496,24 +460,39 @@ class Pages:
         return {"steps": steps}
 
     def _samples(self, query: Query) -> Any:
-        return found_samples(
-            self._home(query),
-            query.step(),
-            search=query.text("search"),
-            sort=_SORTS.get(query.text("sort"), "step"),
-            order="lowest" if query.text("worst") == "1" else "highest",
-            skip=query.whole("skip", 0, 10**9),
-            limit=query.whole("limit", 20, _MOST_SAMPLES),
-        )
+        def holds(sample: Sample) -> bool:
+            texts = [sample.prompt, sample.response]
+            texts += [text for turn in sample.turns for text in (turn.said, turn.shown)]
+            return not wanted or any(wanted in text.casefold() for text in texts)
+
+        wanted = query.text("search").casefold()
+        samples = read_samples(self._home(query), [query.step()])
+        rows = [row for row in enumerate(samples) if holds(row[1])]
+        order: Order = "lowest" if query.text("worst") == "1" else "highest"
+        key = sample_key(_SORTS.get(query.text("sort"), "step"), order)
+        rows.sort(key=lambda row: key(row[1]))
+        skip, limit = query.whole("skip", 0, 10**9), query.whole("limit", 20, _MOST_SAMPLES)
+        shown = [_shown(number, sample) for number, sample in rows[skip : skip + limit]]
+        return {"num_found": len(rows), "samples": shown}
 
     def _sample(self, query: Query) -> Sample:
         return sample_of(self._home(query), query.step(), query.whole("number", 0, 10**9))
 
     def _elsewhere(self, query: Query) -> Any:
-        prompt = self._sample(query).prompt
+        """The steps that answer a sample's prompt, as far as they can be read within a time."""
+        prompt, near = self._sample(query).prompt, query.step()
+        until_s = time.monotonic() + _LOOK_THROUGH_S
         other = self._runs.folder(query.text("run2") or query.text("run"))
         home = home_of(other, query.text("stage2"))
-        return steps_with_prompt(home, prompt, query.step(), _LOOK_THROUGH_S)
+        steps = sorted(sample_steps(home), key=lambda step: abs(step - near))
+        found: list[int] = []
+        num_read = 0
+        for step in steps:
+            if time.monotonic() > until_s:
+                break
+            found += [step] if same_prompt(home, step, prompt) else []
+            num_read += 1
+        return {"steps": sorted(found), "num_read": num_read, "num_steps": len(steps)}
 
     def _diff(self, query: Query) -> Any:
         left, home, step = self._sample(query), self._home(query, "2"), query.step("2")

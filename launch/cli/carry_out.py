@@ -37,14 +37,11 @@ from ..run_dir.provenance import (
     CodeVersion,
     Origins,
     ProcessUsage,
-    RunEnvironment,
     changed_files,
     changed_versions,
     check_models,
     code_version,
-    environment_now,
-    origins_of,
-    versions_text,
+    origins_now,
 )
 from ..run_dir.resume import Resumed, resumed_config
 from ..run_dir.run_folder import RunFolder, RunRecord, change_config, create_run, record_of
@@ -107,7 +104,7 @@ def _carry_out(
         progress.note(line)
     if again is not None:
         _check_data(again, run.data.fingerprint)
-    origins, environment = origins_of(model_folders(run)), environment_now(machine_name())
+    origins = origins_now(model_folders(run), machine_name())
     plain = dumped(run)
     written = yaml.safe_dump(plain, sort_keys=False)
     plan = run.placed.model_dump_json(indent=2, exclude_defaults=True)
@@ -125,11 +122,10 @@ def _carry_out(
             graph=to_svg(run.main.graph),
             code=code,
             not_reproducible=not_reproducible(run),
-            environment=environment,
         )
     else:
         folder = resumed.folder
-        _check_unchanged(folder, run.data.fingerprint, origins, code, environment)
+        _check_unchanged(folder, run.data.fingerprint, origins, code)
     with (
         _ended_early(folder, resumed is None, had_runs, trackers),
         folder.locked() if resumed is None else nullcontext(),
@@ -165,22 +161,15 @@ def _check_data(record: RunRecord, found: str) -> None:
         )
 
 
-def _check_unchanged(
-    folder: RunFolder,
-    data: str,
-    origins: Origins,
-    code: CodeVersion,
-    environment: RunEnvironment,
-) -> None:
+def _check_unchanged(folder: RunFolder, data: str, origins: Origins, code: CodeVersion) -> None:
     record = record_of(folder)
     _check_data(record, data)
     check_models(folder.id, record.origins, origins)
     others = [f"with another {path}" for path in changed_files(record.origins, origins)]
     if record.code != code:
         others.append(f"by penstock {record.code} and goes on with {code}")
-    versions = changed_versions(record.environment.versions, environment.versions)
-    if versions:
-        others.append(f"with other versions of packages ({versions_text(versions)})")
+    if versions := changed_versions(record.origins, origins):
+        others.append(f"with other versions of packages ({versions})")
     for other in others:
         say(
             f"warning: run '{folder.id}' was started {other}; what comes out may differ from a run "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,10 +25,8 @@ from ..run_dir.provenance import (
     changed_files,
     changed_versions,
     code_version,
-    environment_now,
-    origins_of,
+    origins_now,
     required,
-    versions_text,
 )
 from ..run_dir.run_folder import (
     ElasticGroup,
@@ -47,7 +45,6 @@ from ..runs.archive import export_run, import_curves, import_run
 from ..runs.comparison import compared, comparison_markdown, draw, joined
 from ..runs.values import (
     OVER,
-    Figures,
     History,
     Over,
     Series,
@@ -346,18 +343,18 @@ def list_command(arguments: Sequence[str]) -> int:
     wanted = _SHOWN
     if "show" in words.options:
         wanted = tuple(words.option("show").split(","))
-        known = {key for _, values in found for key in values}
+        known = {key for one in found for key in one.values}
         for key in wanted:
             if found and key not in known:
                 raise ConfigError(f"'show': no run here has a key '{key}'{nearest(key, known)}")
-    having = [key for key in wanted if any(values.get(key) is not None for _, values in found)]
+    having = [key for key in wanted if any(one.values.get(key) is not None for one in found)]
     rows = [["run", *having]]
-    for record, values in found[: limit or None]:
-        rows.append([record.folder.id, *(value_text(values.get(key)) for key in having)])
+    for one in found[: limit or None]:
+        rows.append([one.record.folder.id, *(value_text(one.values.get(key)) for key in having)])
     print_table(rows)
-    for record, _ in found:
-        if record.fault:
-            print(visible(f"{record.folder.id}: {record.fault}"))
+    for one in found:
+        if one.record.fault:
+            print(visible(f"{one.record.folder.id}: {one.record.fault}"))
     return 0
 
 
@@ -367,7 +364,7 @@ def show_run(arguments: Sequence[str]) -> int:
     print(visible(str(record.folder.path)))
     values = about_values(record)
     about = {key: values[key] for key in ("state", "created", "seed", "code", "data")}
-    versions, hardware = record.environment.versions, record.environment.hardware
+    versions, hardware = record.origins.versions, record.origins.hardware
     about["not reproducible"] = record.not_reproducible or None
     packages = (name for name in ("python", *required()) if name in versions)
     about["packages"] = ", ".join(f"{name} {versions[name]}" for name in packages)
@@ -407,12 +404,14 @@ def _section(title: str, values: Mapping[str, Any]) -> None:
 def diff_runs(arguments: Sequence[str]) -> int:
     words = split_words("runs diff", arguments, ("runs",), num_names=(2, "two runs, got {}"))
     one, other = (run_of(word, words.home) for word in words.names)
-    parts = (
+    then, now = one.origins, other.origins
+    own = {"files": then.files, "models": then.models}, {"files": now.files, "models": now.models}
+    parts: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
         ("code", {"code": str(one.code)}, {"code": str(other.code)}),
         ("data", {"data": one.data}, {"data": other.data}),
-        ("files and models", asdict(one.origins), asdict(other.origins)),
-        ("packages", one.environment.versions, other.environment.versions),
-        ("machine", one.environment.hardware, other.environment.hardware),
+        ("files and models", *own),
+        ("packages", then.versions, now.versions),
+        ("machine", then.hardware, now.hardware),
         ("configuration", one.config or {}, other.config or {}),
         ("what came out", one.summary or {}, other.summary or {}),
     )
@@ -468,26 +467,26 @@ def reproduce_run(arguments: Sequence[str]) -> int:
 def _differing(record: RunRecord) -> Iterator[str]:
     from ..placement.machine import machine_name  # here: it needs torch
 
-    code, now = code_version(), environment_now(machine_name())
+    before, code = record.origins, code_version()
+    models = [folder for folder in before.models if Path(folder).is_dir()]
+    now = origins_now(models, machine_name())
     if record.not_reproducible:
         yield f"the run is not reproducible: {record.not_reproducible}"
     if record.code != code:
         yield f"code, {record.code} then and {code} now"
     elif code.dirty:
         yield f"code, perhaps: {code} both times, with changes that were not committed"
-    versions = changed_versions(record.environment.versions, now.versions)
-    if versions:
-        yield f"packages, {versions_text(versions)}"
-    for key, value in record.environment.hardware.items():
+    if versions := changed_versions(before, now):
+        yield f"packages, {versions}"
+    for key, value in before.hardware.items():
         if now.hardware.get(key) != value:
             yield f"machine, {key}: {value} then and {now.hardware.get(key)} now"
     # Files that were not imported yet are compared where they lie.
-    for path in changed_files(record.origins, Origins()):
+    for path in changed_files(before, Origins()):
         there = "is not here" if not Path(path).exists() else "is another"
         yield f"your own file {path} {there}"
-    models = {name: found for name, found in record.origins.models.items() if Path(name).is_dir()}
-    for folder, found in origins_of(models).models.items():
-        if models[folder] != found:
+    for folder, found in now.models.items():
+        if before.models[folder] != found:
             yield f"the model in {folder} is another"
 
 
@@ -519,7 +518,7 @@ def _curves(words: Words, metrics: Sequence[str], over: Over) -> dict[str, dict[
     sets = sets_by(words.names, words.where, words.option("by"), words.home)
     curves: dict[str, dict[str, list[Series]]] = {metric: {} for metric in metrics}
     for label, runs in sets.items():
-        for record, _ in runs:
+        for record in (run.record for run in runs):
             stage = words.option("stage")
             folder = record.folder.stage(stage).path if stage else record.folder.path
             if not folder.is_dir():
@@ -546,8 +545,7 @@ def compare_runs(arguments: Sequence[str]) -> int:
             f"penstock runs compare: expected two sets of runs, got {len(sets)}: {labels:.200}\n"
             "    name two, such as 'A*' 'B*', or give by=KEY, of which the runs have two values"
         )
-    figures = {label: [Figures(run) for run in runs] for label, runs in sets.items()}
-    found = [compared(key, figures) for key in words.option("key", "accuracy_after_rl").split(",")]
+    found = [compared(key, sets) for key in words.option("key", "accuracy_after_rl").split(",")]
     for number, one in enumerate(found):
         if number:
             print()

@@ -25,7 +25,7 @@ from ..run_dir.files import parse_object, parsed, write_json, write_text
 from ..run_dir.run_folder import RunFolder, record_of
 from ..run_dir.stop import say, visible
 from ..runs.comparison import charts, label_axes
-from ..runs.values import SUMMARIZED, Figures, flat_values, value_text
+from ..runs.values import SUMMARIZED, Figures, value_text
 from .hydra_app import command_line, composed, read_override
 from .runs import chosen, print_table, whole_number
 
@@ -139,8 +139,7 @@ class Sweep:
         write_json(folder / SWEEP, {**self._about(), "trials": trials})
 
     def note(self, trial: Trial, folder: Path) -> None:
-        record = record_of(RunFolder(folder / trial.run))
-        found = Figures((record, flat_values(record))).of(self.metric)
+        found = Figures(record_of(RunFolder(folder / trial.run))).of(self.metric)
         if isinstance(found, str):
             raise ConfigError(f"'sweep.metric': '{self.metric}' is a text, {found!r:.40}")
         if math.isfinite(found):

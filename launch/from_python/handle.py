@@ -40,19 +40,12 @@ _MOST_POINTS = 400  # of a curve: more are not seen, and each change sends a pic
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric of a run, as a picture.
+    """A metric of a run, as a picture."""
 
-    Attributes:
-        title: Written above it.
-        label: What its values are.
-        points: (step, value), by step; values are finite.
-        over: What is counted from left to right.
-    """
-
-    title: str
-    label: str
-    points: Sequence[tuple[float, float]] = field(repr=False)
-    over: str = "steps"
+    title: str  # written above it
+    label: str  # what its values are
+    points: Sequence[tuple[float, float]] = field(repr=False)  # (step, finite value), by step
+    over: str = "steps"  # what is counted from left to right
 
     def _repr_svg_(self) -> str:
         """The picture, for Jupyter."""

@@ -168,20 +168,13 @@ _HEIGHT = 760  # pixels of the page in a notebook
 
 @dataclass(frozen=True, repr=False)
 class Planned:
-    """A plan with all that is needed to show it.
+    """A plan with all that is needed to show it."""
 
-    Attributes:
-        graph: The step that it is for.
-        plan: Where each call runs, and how long it is expected to take.
-        comparisons: The tables that were asked for: of other pins, other numbers of nodes, better
-            hardware.
-        notes: What the planner had to leave out or to assume.
-    """
-
-    graph: Graph
-    plan: Plan
+    graph: Graph  # the step that it is for
+    plan: Plan  # where each call runs, and how long it is expected to take
+    # the tables that were asked for: of other pins, other numbers of nodes, better hardware
     comparisons: tuple[PlanComparison, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what the planner had to leave out or to assume
 
     @cached_property
     def simulation(self) -> Simulation:

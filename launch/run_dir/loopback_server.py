@@ -61,11 +61,8 @@ _BUSY = Answer(b"the files of this page cannot be read in time\n", "text/plain",
 class PageServer(ThreadingHTTPServer):
     """Serves one page until it is closed.
 
-    Args:
-        answer: Gives what stands at a target behind the token, such as `api/runs?x=1`; None if
-            there is nothing.
-        port: Where it listens; 0 for any that is free.
-        token: Stands in front of every target; "" for a new one.
+    `answer` gives what stands at a target behind the token, such as `api/runs?x=1`; None if there
+    is nothing. Port 0 is any that is free, and token "" a new one.
     """
 
     daemon_threads = True

@@ -33,44 +33,41 @@ _MOST_NAMED = 4  # packages that one line names
 
 
 @dataclass(frozen=True)
-class RunEnvironment:
-    """The packages and the machine."""
+class Origins:
+    """The user's own files, the models, the packages and the machine that a run began with."""
 
+    # A Python file, relative to the working directory if it is below that -> its SHA-256.
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    models: Mapping[str, str] = field(default_factory=dict[str, str])  # folder -> its files' hash
     versions: Mapping[str, str] = field(default_factory=dict[str, str])  # `python` among them
     hardware: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def environment_now(processor: str) -> RunEnvironment:
+def origins_now(folders: Iterable[str], processor: str) -> Origins:
+    """Return the origins of a run of these models' folders that began now."""
     import torch  # here: reading a record needs none of it
 
-    return RunEnvironment(
-        _versions(),
-        {
-            "processor": processor,
-            # Processors of one name may have others, and torch rounds by them.
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "num_cores": len(os.sched_getaffinity(0)),
-            "memory_bytes": psutil.virtual_memory().total,
-            # Counted without asking a device for anything, which would take memory of it.
-            "num_cuda_devices": torch.cuda.device_count(),
-            "system": platform.platform(),
-        },
-    )
+    hardware = {
+        "processor": processor,
+        # Processors of one name may have others, and torch rounds by them.
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        # Counted without asking a device for anything, which would take memory of it.
+        "num_cuda_devices": torch.cuda.device_count(),
+        "system": platform.platform(),
+    }
+    models = {folder: _model_hash(Path(folder)) for folder in folders}
+    return Origins(_loaded_files(), models, _versions(), hardware)
 
 
-def changed_versions(
-    before: Mapping[str, str], now: Mapping[str, str]
-) -> dict[str, tuple[str | None, str | None]]:
-    """Return the packages that are not as they were, with both versions; None if it is absent."""
-    if not before or not now:  # a run of an older version did not record them
-        return {}
-    pairs = {name: (before.get(name), now.get(name)) for name in sorted({*before, *now})}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def versions_text(changed: Mapping[str, tuple[str | None, str | None]]) -> str:
-    """`torch 2.12.0 -> 2.13.0, ray 2.50.0 -> none and 7 more`."""
-    said = [f"{name} {then or 'none'} -> {now or 'none'}" for name, (then, now) in changed.items()]
+def changed_versions(before: Origins, now: Origins) -> str:
+    """`torch 2.12.0 -> 2.13.0, ray 2.50.0 -> none and 7 more`; "" if none has changed."""
+    then, since = before.versions, now.versions
+    if not then or not since:  # a run of an older version did not record them
+        return ""
+    names = [name for name in sorted({*then, *since}) if then.get(name) != since.get(name)]
+    said = [f"{name} {then.get(name) or 'none'} -> {since.get(name) or 'none'}" for name in names]
     more = f" and {len(said) - _MOST_NAMED} more" if len(said) > _MOST_NAMED else ""
     return f"{', '.join(said[:_MOST_NAMED])}{more}"
 
@@ -97,19 +94,6 @@ def _versions() -> dict[str, str]:
 _MAX_MODULE_BYTES = 10_000_000  # a larger file is no module that somebody wrote
 # Of a model's file 2 MiB are hashed, evenly spaced, the first and the last bytes among them.
 _NUM_PIECES, _PIECE_BYTES = 16, 128 * 1024
-
-
-@dataclass(frozen=True)
-class Origins:
-    """The user's own files and the models that a run began with."""
-
-    # A Python file, relative to the working directory if it is below that -> its SHA-256.
-    files: Mapping[str, str] = field(default_factory=dict[str, str])
-    models: Mapping[str, str] = field(default_factory=dict[str, str])  # folder -> its files' hash
-
-
-def origins_of(folders: Iterable[str]) -> Origins:
-    return Origins(_loaded_files(), {folder: _model_hash(Path(folder)) for folder in folders})
 
 
 def changed_files(before: Origins, now: Origins) -> list[str]:

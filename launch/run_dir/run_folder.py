@@ -52,7 +52,7 @@ from .files import (
     write_json,
     write_text,
 )
-from .provenance import CodeVersion, Origins, RunEnvironment, code_version
+from .provenance import CodeVersion, Origins, code_version
 from .step_logs import METRICS
 
 
@@ -189,7 +189,6 @@ class RunRecord:
     fault: str | None = None  # why its files cannot be read in full
     origins: Origins = field(default_factory=Origins, hash=False)
     not_reproducible: str = ""  # why what came out does not follow from its seed; "" if it does
-    environment: RunEnvironment = field(default_factory=RunEnvironment, hash=False)
 
 
 def create_run(
@@ -204,7 +203,6 @@ def create_run(
     graph: str | None = None,
     code: CodeVersion | None = None,
     not_reproducible: str = "",
-    environment: RunEnvironment | None = None,
     now: datetime | None = None,
 ) -> RunFolder:
     """Make the folder of a new run; no two processes ever get the same one.
@@ -233,7 +231,6 @@ def create_run(
         "code": asdict(code or code_version()),
         "data": data,
         **asdict(origins or Origins()),
-        **asdict(environment or RunEnvironment()),
         "config": plain(yaml.safe_load(config)),
         "changes": [],
         "not_reproducible": not_reproducible or None,
@@ -343,9 +340,8 @@ def _record(folder: RunFolder, about: Mapping[str, Any]) -> RunRecord:
         optional_field(about, "data", str),
         config=optional_field(about, "config", dict),
         changes=tuple(changes),
-        origins=Origins(sections["files"], sections["models"]),
+        origins=Origins(**sections),
         not_reproducible=optional_field(about, "not_reproducible", str) or "",
-        environment=RunEnvironment(sections["versions"], sections["hardware"]),
     )
 
 

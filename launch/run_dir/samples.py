@@ -35,56 +35,35 @@ ORDERS: tuple[Order, ...] = ("highest", "lowest")
 
 @dataclass(frozen=True)
 class SaidTurn:
-    """One turn of a policy in a conversation.
+    """One turn of a policy in a conversation."""
 
-    Attributes:
-        said: The turn's text, without what ended it.
-        reward: What that earned.
-        shown: What it was shown after it; empty where that was the end.
-    """
-
-    said: str
-    reward: float
-    shown: str
+    said: str  # the turn's text, without what ended it
+    reward: float  # what that earned
+    shown: str  # what it was shown after it; empty where that was the end
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response of a run.
+    """One response of a run."""
 
-    Attributes:
-        step: The step that it was trained in.
-        version: Of the weights that sampled it: how many train calls came before. Of its first
-            tokens if it went on in later steps.
-        prompt: Its prompt as text, without special tokens.
-        response: The response as text, without what ended it; special tokens by their names.
-        length: Tokens of the response.
-        finished: Whether it ended by itself; None if the step does not say.
-        reward: What it earned; None if nothing in the step is a score.
-        advantage: Mean over its tokens; None if the step has no advantages.
-        prompt_id: Which problem of the data it answers; None if the step does not say.
-        last_version: Of the weights that sampled its last tokens; None if all had the same.
-        turns: Of a conversation what was said in each turn, what that earned, and what was shown
-            after it; empty of a single response.
-        conversation: Number of its conversation in the step, where one may have several rows, as
-            those of a program that begins anew or branches; None elsewhere.
-        piece: Which of its conversation's rows it is; None elsewhere.
-        parts: Everything else that the step says of it in one number, by the node's name.
-    """
-
-    step: int
+    step: int  # that it was trained in
+    # of the weights that sampled it: how many train calls came before; of its first tokens if it
+    # went on in later steps
     version: int
-    prompt: str
-    response: str
-    length: int
-    finished: bool | None = None
-    reward: float | None = None
-    advantage: float | None = None
-    prompt_id: int | None = None
-    last_version: int | None = None
-    turns: tuple[SaidTurn, ...] = ()
+    prompt: str  # as text, without special tokens
+    response: str  # as text, without what ended it; special tokens by their names
+    length: int  # tokens of the response
+    finished: bool | None = None  # whether it ended by itself; None if the step does not say
+    reward: float | None = None  # what it earned; None if nothing in the step is a score
+    advantage: float | None = None  # mean over its tokens; None if the step has no advantages
+    prompt_id: int | None = None  # which problem it answers; None if the step does not say
+    last_version: int | None = None  # that sampled its last tokens; None if all had the same
+    turns: tuple[SaidTurn, ...] = ()  # of a conversation; empty of a single response
+    # number of its conversation in the step, and which of that one's rows it is, where there may be
+    # several, as those of a program that begins anew or branches; None elsewhere
     conversation: int | None = None
     piece: int | None = None
+    # everything else that the step says of it in one number, by the node's name
     parts: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
 

@@ -27,22 +27,16 @@ from .step_logs import METRICS, MetricsLog
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run, as trackers see it.
+    """The run, as trackers see it."""
 
-    Attributes:
-        id: The run's name among all runs, which is its folder's; the same when it is resumed.
-        folders: Stage -> its folder, in the order in which stages are trained; that of the main
-            stage, the last one, is the run's own.
-        config: The configuration as plain data, every default spelled out.
-        resumed: Whether an earlier process did some of the run.
-        not_reproducible: Why what comes out does not follow from the seed, in words; "" if it does.
-            A tracker that has tags or notes says it there.
-    """
-
-    id: str
+    id: str  # the run's name among all runs, which is its folder's; the same when it is resumed
+    # stage -> its folder, in the order in which stages are trained; that of the main stage, the
+    # last one, is the run's own
     folders: Mapping[str, Path]
-    config: Mapping[str, Any]
-    resumed: bool
+    config: Mapping[str, Any]  # the configuration as plain data, every default spelled out
+    resumed: bool  # whether an earlier process did some of the run
+    # why what comes out does not follow from the seed, in words; "" if it does; a tracker that has
+    # tags or notes says it there
     not_reproducible: str = ""
 
 

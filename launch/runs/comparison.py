@@ -7,7 +7,7 @@ mean, probability of improvement).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import writing
 from ..run_dir.files import differences
-from .values import Figures, RunValues, Series, value_text
+from .values import Figures, Series, value_text
 
 FEW = 5  # fewer runs have a bootstrap's interval that is narrower than it says
 
@@ -59,27 +59,38 @@ def interquartile_mean(values: Any, axis: int = -1) -> Any:
 
 def summarized(values: Sequence[float]) -> Figure:
     """The interquartile mean of some runs, with its interval."""
-    drawn = _resampled(np.random.default_rng(_SEED), np.asarray(values), _RESAMPLES)
-    return _figure(float(interquartile_mean(values)), interquartile_mean(drawn), values)
+    return _bootstrapped(interquartile_mean, [values])
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> Figure:
     """Return how much higher the second runs' interquartile mean is; both are resampled apart."""
-    rng = np.random.default_rng(_SEED)
-    drawn = [
-        interquartile_mean(_resampled(rng, np.asarray(values), _RESAMPLES))
-        for values in (one, other)
-    ]
-    value = float(interquartile_mean(other)) - float(interquartile_mean(one))
-    return _figure(value, drawn[1] - drawn[0], one, other)
+    return _bootstrapped(
+        lambda lower, higher: interquartile_mean(higher) - interquartile_mean(lower), [one, other]
+    )
 
 
 def probability_of_improvement(one: Sequence[float], other: Sequence[float]) -> Figure:
     """Return how likely a run of the second is above one of the first; a tie counts a half."""
+
+    def share_above(lower: Values, higher: Values) -> Values:
+        pairs = higher[:, :, None] - lower[:, None, :]
+        return ((pairs > 0) + 0.5 * (pairs == 0)).mean(axis=(1, 2))
+
+    return _bootstrapped(share_above, [one, other], _CURVE_RESAMPLES)
+
+
+def _bootstrapped(
+    statistic: Callable[..., Values], sets: Sequence[Sequence[float]], num: int = _RESAMPLES
+) -> Figure:
+    values = [np.asarray(one, dtype=np.float64) for one in sets]
+    value = float(statistic(*(one[None] for one in values))[0])
+    # Draws of a single run are all that run: an interval of width zero would look like certainty.
+    if min(map(len, values)) < 2:
+        return Figure(value, float("nan"), float("nan"))
     rng = np.random.default_rng(_SEED)
-    lower, higher = (_resampled(rng, np.asarray(v), _CURVE_RESAMPLES) for v in (one, other))
-    value = _share_above(np.asarray(one)[None], np.asarray(other)[None])[0]
-    return _figure(float(value), _share_above(lower, higher), one, other)
+    drawn = [one[rng.integers(len(one), size=(num, len(one)))] for one in values]
+    low, high = np.percentile(statistic(*drawn), _PERCENTILES)
+    return Figure(value, float(low), float(high))
 
 
 def mean_curve(curves: Any) -> tuple[Values, Values, Values]:
@@ -100,23 +111,6 @@ def mean_curve(curves: Any) -> tuple[Values, Values, Values]:
         drawn = interquartile_mean(values[:, at][chosen])
         low[at], high[at] = np.percentile(drawn, _PERCENTILES)
     return means, low, high
-
-
-def _resampled(rng: np.random.Generator, values: Values, num: int) -> Values:
-    return values[rng.integers(len(values), size=(num, len(values)))]
-
-
-def _share_above(lower: Values, higher: Values) -> Values:
-    pairs = higher[:, :, None] - lower[:, None, :]
-    return ((pairs > 0) + 0.5 * (pairs == 0)).mean(axis=(1, 2))
-
-
-def _figure(value: float, drawn: Values, *sets: Sequence[float]) -> Figure:
-    # Draws of a single run are all that run: an interval of width zero would look like certainty.
-    if min(map(len, sets)) < 2:
-        return Figure(value, float("nan"), float("nan"))
-    low, high = np.percentile(drawn, _PERCENTILES)
-    return Figure(value, float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -168,9 +162,7 @@ def compared(key: str, sets: Mapping[str, Sequence[Figures]]) -> Comparison:
     )
 
 
-def comparison_markdown(
-    found: Sequence[Comparison], sets: Mapping[str, Sequence[RunValues]]
-) -> str:
+def comparison_markdown(found: Sequence[Comparison], sets: Mapping[str, Sequence[Figures]]) -> str:
     first, second = sets
     lines = [f"# {_escaped(second)} against {_escaped(first)}", ""]
     for one in found:
@@ -184,13 +176,14 @@ def comparison_markdown(
     lines += ["samples of runs (Agarwal et al. 2021).", "", "## Runs", ""]
     lines += [_row(["set", "run", "seed", "code"]), _row(["---"] * 4)]
     for label, runs in sets.items():
-        lines += [_row([label, r.folder.id, str(r.seed), str(r.code)]) for r, _ in runs]
+        for record in (run.record for run in runs):
+            lines.append(_row([label, record.folder.id, str(record.seed), str(record.code)]))
     return "\n".join(lines) + "\n"
 
 
-def _differing(sets: Mapping[str, Sequence[RunValues]]) -> dict[str, tuple[Any, Any]]:
+def _differing(sets: Mapping[str, Sequence[Figures]]) -> dict[str, tuple[Any, Any]]:
     """Return the keys that are the same in all runs of a set, and other in the other set."""
-    one, other = ([record.config or {} for record, _ in runs] for runs in sets.values())
+    one, other = ([run.record.config or {} for run in runs] for runs in sets.values())
     varying = {
         key
         for configs in (one, other)

@@ -22,14 +22,6 @@ from ..run_dir.run_folder import RunFolder, RunRecord, list_runs, open_run, reco
 from ..run_dir.step_logs import METRICS, read_metrics
 from ..run_dir.stop import say
 
-RunValues = tuple[RunRecord, dict[str, Any]]  # a run, and its values
-
-
-def flat_values(record: RunRecord) -> dict[str, Any]:
-    """Return all values of a run's files, by `section.key`."""
-    # The summary comes first: it must not hide a key of the configuration with the same name.
-    return {**flat(record.summary or {}), **flat(record.config or {}), **about_values(record)}
-
 
 def about_values(record: RunRecord) -> dict[str, Any]:
     return {
@@ -47,22 +39,22 @@ def selected(
     where: Mapping[str, str],
     sort: str = "",
     known: Sequence[str] = (),
-) -> list[RunValues]:
+) -> list[Figures]:
     """Return the runs that have all of the values in `where`, the highest or latest `sort` first.
 
     Some run must have each of the keys, and of those in `known`.
     """
-    found = [(record, flat_values(record)) for record in records]
-    there = {key for _, values in found for key in values}
+    found = [Figures(record) for record in records]
+    there = {key for one in found for key in one.values}
     for key in (*where, *([sort] if sort else ()), *known):
         if found and key not in there:
             raise ConfigError(f"penstock runs: no run here has a key '{key}'{nearest(key, there)}")
 
-    def has(one: RunValues, key: str, text: str) -> bool:
-        return _is(one[1].get(key), text) or (key == "name" and text == one[0].folder.id)
+    def has(one: Figures, key: str, text: str) -> bool:
+        return _is(one.values.get(key), text) or (key == "name" and text == one.record.folder.id)
 
-    def order(one: RunValues) -> tuple[int, float, str]:
-        value = one[1].get(sort)
+    def order(one: Figures) -> tuple[int, float, str]:
+        value = one.values.get(sort)
         if value is None:
             return (0, 0.0, "")
         is_number = isinstance(value, bool | int | float)
@@ -111,14 +103,14 @@ def _whole(records: Sequence[RunRecord]) -> list[RunRecord]:
 
 def sets_by(
     words: Sequence[str], where: Mapping[str, str], by: str, home: Path
-) -> dict[str, list[RunValues]]:
+) -> dict[str, list[Figures]]:
     """Runs in sets, each with its label, the oldest run first."""
     named = {word: named_runs(word, home) for word in words} or {"": _whole(list_runs(home))}
-    sets: dict[str, list[RunValues]] = {}
+    sets: dict[str, list[Figures]] = {}
     if by:
         once = {r.folder.path.resolve(): r for records in named.values() for r in records}
-        for record, values in selected([*once.values()], where, known=(by,)):
-            sets.setdefault(f"{by}={value_text(values.get(by))}", []).append((record, values))
+        for one in selected([*once.values()], where, known=(by,)):
+            sets.setdefault(f"{by}={value_text(one.values.get(by))}", []).append(one)
     else:
         sets = {word or "all runs": selected(found, where) for word, found in named.items()}
     sets = {label: found for label, found in sets.items() if found}
@@ -248,10 +240,13 @@ SUMMARIZED = (
 
 
 class Figures:
-    """The figures of one run; its steps are read once, and only if they are asked for."""
+    """A run and the values of its files, by `section.key`; its steps are read once, if at all."""
 
-    def __init__(self, run: RunValues) -> None:
-        self.record, self._values = run
+    def __init__(self, record: RunRecord) -> None:
+        self.record = record
+        # The summary comes first: it must not hide a key of the configuration with the same name.
+        summary, config = flat(record.summary or {}), flat(record.config or {})
+        self.values: dict[str, Any] = {**summary, **config, **about_values(record)}
 
     @cached_property
     def _history(self) -> History:
@@ -259,11 +254,11 @@ class Figures:
 
     def of(self, key: str) -> float | str:
         """Return a value of its files, or a metric's mean over the last tenth of its points."""
-        value: Any = self._values.get(key)
+        value: Any = self.values.get(key)
         run = self.record.folder.id
         if value is None:
             if key not in (metrics := self._history.metrics):
-                numbers = [k for k, v in self._values.items() if isinstance(v, int | float)]
+                numbers = [k for k, v in self.values.items() if isinstance(v, int | float)]
                 raise ConfigError(
                     f"run '{run}' has no key and no metric '{key}'"
                     f"{nearest(key, [*numbers, *metrics])}"

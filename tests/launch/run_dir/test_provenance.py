@@ -20,13 +20,13 @@ from penstock.launch.run_dir.provenance import (
     ProcessUsage,
     changed_files,
     check_models,
-    origins_of,
+    origins_now,
 )
 from penstock.launch.run_dir.run_folder import create_run, record_of
 
 
 def begun_with(folder: Path) -> Origins:
-    return origins_of([str(folder)])
+    return origins_now([str(folder)], "a processor")
 
 
 @pytest.fixture
@@ -49,13 +49,13 @@ def test_an_imported_module_is_recorded_and_libraries_are_not(
     Path("package_of_mine/part.py").write_text("")
     importlib.import_module("origins_mine")
     try:
-        before = origins_of([])
+        before = origins_now([], "a processor")
         assert {"origins_mine.py", "package_of_mine/part.py"} < set(before.files)
         assert str(Path(__file__).resolve()) in before.files
         libraries = (json, pytest, torch, penstock, sys.modules[Origins.__module__])
         assert before.files.keys().isdisjoint(str(module.__file__) for module in libraries)
         Path("package_of_mine/part.py").write_text("CHANGED = True\n")
-        assert changed_files(before, origins_of([])) == ["package_of_mine/part.py"]
+        assert changed_files(before, origins_now([], "a processor")) == ["package_of_mine/part.py"]
     finally:
         for name in ("origins_mine", "package_of_mine", "package_of_mine.part"):
             del sys.modules[name]

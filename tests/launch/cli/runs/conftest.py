@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.launch.run_dir.provenance import CodeVersion, Origins, RunEnvironment
+from penstock.launch.run_dir.provenance import CodeVersion, Origins
 from penstock.launch.run_dir.run_folder import RunFolder, create_run
 from penstock.launch.run_dir.step_logs import MetricsLog
 
 NOW = datetime(2026, 11, 21, 3, 14, 54, tzinfo=UTC)
-HERE = RunEnvironment({"python": "3.12.1", "torch": "2.13.0"}, {"processor": "one", "num_cores": 2})
+HERE = {"python": "3.12.1", "torch": "2.13.0"}, {"processor": "one", "num_cores": 2}
 
 Make = Callable[..., RunFolder]
 
@@ -24,7 +24,7 @@ def made(
     lr: str,
     summary: dict[str, Any] | None,
     losses: Sequence[float] = (),
-    environment: RunEnvironment = HERE,
+    environment: tuple[dict[str, str], dict[str, Any]] = HERE,
 ) -> RunFolder:
     """A run with a loss at each step, each of which took half a second and 16 samples."""
     folder = create_run(
@@ -33,9 +33,8 @@ def made(
         seed=seed,
         config=f"optimizer:\n  lr: {lr}\nresume: null\n",
         data="0123456789abcdef",
-        origins=Origins({"reward.py": f"{seed}" * 64}, {}),
+        origins=Origins({"reward.py": f"{seed}" * 64}, {}, *environment),
         code=CodeVersion("0.1.0"),
-        environment=environment,
         now=NOW + timedelta(hours=seed),
     )
     if summary is not None:

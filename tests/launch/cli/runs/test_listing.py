@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from penstock.launch.run_dir.provenance import RunEnvironment
 from penstock.launch.run_dir.run_folder import RunFolder
 
 from ...conftest import Penstock
@@ -178,7 +177,7 @@ def test_a_run_is_shown_with_its_packages_and_curves(penstock: Penstock, make: M
 
 def test_other_packages_and_machines_are_a_difference(penstock: Penstock, make: Make) -> None:
     one = make(0, "1e-5", None)
-    other = make(0, "1e-5", None, environment=RunEnvironment({"torch": "2.12.0"}, {"num_cores": 4}))
+    other = make(0, "1e-5", None, environment=({"torch": "2.12.0"}, {"num_cores": 4}))
     said = penstock("runs", "diff", one.id, other.id).out
     assert "packages\n  python  3.12.1  -\n  torch   2.13.0  2.12.0\n" in said
     assert "machine\n  num_cores  2    4\n  processor  one  -\n" in said

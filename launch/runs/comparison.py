@@ -64,9 +64,11 @@ def summarized(values: Sequence[float]) -> Figure:
 
 def difference(one: Sequence[float], other: Sequence[float]) -> Figure:
     """Return how much higher the second runs' interquartile mean is; both are resampled apart."""
-    return _bootstrapped(
-        lambda lower, higher: interquartile_mean(higher) - interquartile_mean(lower), [one, other]
-    )
+
+    def gain(lower: Values, higher: Values) -> Values:
+        return interquartile_mean(higher) - interquartile_mean(lower)
+
+    return _bootstrapped(gain, [one, other])
 
 
 def probability_of_improvement(one: Sequence[float], other: Sequence[float]) -> Figure:

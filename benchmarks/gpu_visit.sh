@@ -4,8 +4,8 @@
 #   1  the tests, and beside them every path once and two kills; then a plan from a profile
 #   2  the default run, a step against that profile, conversations, engines, adapters
 #
-# On an H200 with 16 cores a command of Penstock's began after 15 s alone and after 22 s beside
-# eleven others; two kills are six such runs, one after another. `gpu.py` itself imports for 12 s.
+# On an H200 with 16 cores `penstock plan` took 15 s, nearly all of it imports, and a run of three steps
+# beside eleven others 22 to 31 s; two kills are six such runs, one after another.
 #
 # Each step has its limit, none that fails stops the next, and all of a call end after $CALL_S seconds.
 # Figures are in gpu.json as soon as they are found, and $OUT has everything after each step: at most

@@ -144,10 +144,10 @@ def _vllm(
 ) -> Built:
     """Its configuration, which vLLM checks against the model; its worker on GPUs needs one."""
     from penstock.workers.engines.vllm_engine.engine import EngineOptions, engine_arguments
-    from penstock.workers.engines.vllm_engine.generator import check_stages
+    from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec
 
     del head, options
-    check_stages(context)
+    VllmPolicySpec(model=model, end_ids=()).check_group(context)
     folder = _config_folder(repr(sorted(model.config.to_dict().items(), key=str)), model)
     asked = EngineOptions(
         dtype=model.dtype,

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 import importlib
 import types
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -97,12 +95,24 @@ def prepare_megatron(device: str) -> None:
         )
 
 
+def _as_written(function: Any, **_: object) -> Any:
+    return function
+
+
 def _prepare(kind: str) -> None:
-    with warnings.catch_warnings(), _not_compiled(kind):
-        # Apex, Transformer Engine and others are absent: the layers built here use none of them.
-        warnings.simplefilter("ignore")
-        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-        modules: dict[str, Any] = {name: importlib.import_module(name) for name in _ADAPTED}
+    compiler = torch.compile
+    if kind == "cpu":
+        # megatron-core decorates small functions with it. That loads torch's compiler, a quarter of
+        # the time that the import takes, and would run a C++ compiler for each that is called.
+        torch.compile = _as_written
+    try:
+        with warnings.catch_warnings():
+            # Apex, Transformer Engine and others are absent: the layers built here use none.
+            warnings.simplefilter("ignore")
+            importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+            modules: dict[str, Any] = {name: importlib.import_module(name) for name in _ADAPTED}
+    finally:
+        torch.compile = compiler
     if kind != "cpu":
         return
     for module in modules.values():
@@ -110,26 +120,6 @@ def _prepare(kind: str) -> None:
     # It would advise an environment variable that orders kernels on a GPU.
     layers = modules["megatron.core.tensor_parallel.layers"]
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
-
-
-def _as_written(function: Any, **_: object) -> Any:
-    return function
-
-
-@contextmanager
-def _not_compiled(kind: str) -> Generator[None]:
-    """On the CPU, what is imported meanwhile leaves its small functions as they are written.
-
-    megatron-core decorates them with `torch.compile`. That loads torch's compiler, a quarter of the
-    time that the import takes, and would run a C++ compiler for each that is called.
-    """
-    compiler = torch.compile
-    if kind == "cpu":
-        torch.compile = _as_written
-    try:
-        yield
-    finally:
-        torch.compile = compiler
 
 
 def parallel_state() -> Any:

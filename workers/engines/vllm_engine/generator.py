@@ -240,8 +240,18 @@ class VllmPolicySpec:
             )
 
     def check_group(self, context: WorkerContext) -> None:
-        check_stages(context)
-        _check_quantization(self, context)
+        if context.pipeline_parallel > 1:
+            raise ConfigError(
+                f"'{context.role}' generates with vLLM on {context.pipeline_parallel} pipeline "
+                "stages, and this engine divides a model by tensor parallelism only\n    set "
+                "executor.pipeline_parallel to 1"
+            )
+        if self.quantization is not None and torch.device(context.device).type == "cpu":
+            raise ConfigError(
+                f"'{context.role}' is to generate with quantization={self.quantization}, which "
+                "vLLM computes on GPUs only, and it is placed on the CPU\n    set "
+                "executor.device=cuda, or leave rollout.options.quantization out"
+            )
 
     def build(self, context: WorkerContext) -> VllmPolicy:
         """Start the engine on the context's device. All processes of a group must, together."""
@@ -283,8 +293,7 @@ class VllmGenerator(GenerationEngine):
     takes_weights = True
 
     def __init__(self, spec: VllmPolicySpec, context: WorkerContext) -> None:
-        check_stages(context)
-        _check_quantization(spec, context)
+        spec.check_group(context)
         self._spec = spec
         _check_folder(spec.model, context)
         config: Any = spec.model.config
@@ -380,24 +389,6 @@ class VllmGenerator(GenerationEngine):
     @override
     def close(self) -> None:
         self.vllm.close()
-
-
-def check_stages(context: WorkerContext) -> None:
-    if context.pipeline_parallel > 1:
-        raise ConfigError(
-            f"'{context.role}' generates with vLLM on {context.pipeline_parallel} pipeline "
-            "stages, and this engine divides a model by tensor parallelism only\n    set "
-            "executor.pipeline_parallel to 1"
-        )
-
-
-def _check_quantization(spec: VllmPolicySpec, context: WorkerContext) -> None:
-    if spec.quantization is not None and torch.device(context.device).type == "cpu":
-        raise ConfigError(
-            f"'{context.role}' is to generate with quantization={spec.quantization}, which vLLM "
-            "computes on GPUs only, and it is placed on the CPU\n    set executor.device=cuda, or "
-            "leave rollout.options.quantization out"
-        )
 
 
 def engine_options(

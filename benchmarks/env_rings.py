@@ -28,8 +28,7 @@ from penstock.workers.envs.overlapped_groups import NumOverlapped
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
-from penstock.workers.inference.client import InferenceClient
-from penstock.workers.inference.server import InferenceServer
+from penstock.workers.inference.link import InferenceClient, InferenceServer
 
 SLEEP_S = 5e-3
 NUM_GROUPS = 4

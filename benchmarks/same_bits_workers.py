@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from penstock.algorithms.roles.language import Reward
 from penstock.algorithms.roles.language_tables import PerSample, PromptId, TokenIds, TokenMask
-from penstock.workers.data.row_report import DataReport
-from penstock.workers.data.task import Task
+from penstock.workers.data.task import DataReport, Task
 from penstock.workers.verifiers.pool import VerifierSpec
 from same_bits_parts import closeness
 

@@ -28,7 +28,6 @@ from ...dataflow.registry import Registry
 from ...dataflow.runtime.engine import Source
 from ...workers.data.chat import TURNS, ChatOptions, PromptEncoder
 from ...workers.data.orders import Order, contaminated
-from ...workers.data.row_report import DataReport
 from ...workers.data.sources import (
     DemonstrationSource,
     PairSource,
@@ -36,7 +35,7 @@ from ...workers.data.sources import (
     ScoredPairSource,
     TaskSource,
 )
-from ...workers.data.task import Task, TaskSpec, build_task, fingerprint, task_alphabet
+from ...workers.data.task import DataReport, Task, TaskSpec, build_task, fingerprint, task_alphabet
 from ...workers.models.tokenizer import Tokenizer, TokenizerSpec, folder_end
 from ...workers.models.tokenizer_trial import check_tokenizer
 from .record import Stage

@@ -51,9 +51,9 @@ ENV_SPECS = Registry[Any](
         "env": "penstock.workers.envs.worker:EnvWorkerSpec",
         "board": "penstock.workers.envs.games.mnk_games:BoardSpec",
         "actor_critic": "penstock.workers.envs.actors.actor_critic:TorchActorCriticSpec",
-        "team_critic": "penstock.workers.envs.actors.value_networks:TeamCriticSpec",
-        "q_network": "penstock.workers.envs.actors.value_networks:QNetworkSpec",
-        "replay": "penstock.workers.envs.actors.replay:ReplaySpec",
+        "team_critic": "penstock.workers.envs.actors.actor_critic:TeamCriticSpec",
+        "q_network": "penstock.workers.envs.actors.q_learning:QNetworkSpec",
+        "replay": "penstock.workers.envs.actors.q_learning:ReplaySpec",
     }
 )
 """The workers that can be named, and the spec of each."""

@@ -18,8 +18,7 @@ from ...dataflow.runtime.executor import Recovery
 from ...planner.cost.calibration import Calibration
 from ...planner.inputs.cluster import ClusterSpec
 from ...planner.plan.plan import Plan
-from ...workers.data.row_report import DataReport
-from ...workers.data.task import TaskSpec
+from ...workers.data.task import DataReport, TaskSpec
 from ...workers.executors.registry import EXECUTORS, ExecutorKind
 from ...workers.models.architecture import checked_config
 from .data import Data, task_spec_of

@@ -23,7 +23,7 @@ from ...dataflow.runtime.engine import Source
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.plan.plan import Plan, one_group_plan
 from ...workers.agents.environment import AGENT, TASK_AGENTS, check_converses
-from ...workers.data.row_report import DataReport
+from ...workers.data.task import DataReport
 from ...workers.engines.registry import DEFAULT
 from ...workers.models.architecture import empty_model
 from ...workers.models.lora import check_lora

@@ -12,8 +12,7 @@ from typing import Any
 
 from ...dataflow.errors import ConfigError, one_process
 from ..models.tokenizer import ChatTemplateError, Tokenizer
-from .row_report import BadRow
-from .task import Message, NotMessages, Task, check_messages, is_imitated
+from .task import BadRow, Message, NotMessages, Task, check_messages, is_imitated
 
 
 class NoPrefix(ValueError):

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from ...dataflow.errors import ConfigError, one_process
 from ...dataflow.options import Fraction, PositiveInt, option_class
-from .row_report import DataReport
-from .task import Task
+from .task import DataReport, Task
 
 
 @option_class

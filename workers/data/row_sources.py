@@ -17,9 +17,8 @@ from typing import Any, BinaryIO, NoReturn
 from ...dataflow.errors import ConfigError, closest
 from ...dataflow.files import check_folder_files, check_regular, opened
 from ...dataflow.options import PositiveInt, option_class
-from .row_parts import WrittenFloat
-from .row_report import BadRow
-from .row_task import RowSource, RowTask, RowTaskSpec
+from .row_task import RowSource, RowTask, RowTaskSpec, WrittenFloat
+from .task import BadRow
 
 
 def arrow_rows(table: Any) -> Iterator[dict[str, Any]]:

@@ -1,12 +1,17 @@
 """Tasks made of rows: prompts with answers, demonstrations or pairs, wherever the rows come from.
 
-Rows are checked by `row_parts`; the reward is a named verifier of `verifiers.py`, one that each row
-names, or the user's own function. `file_task` and `hf_task` give the rows.
+Rows come in the forms of TRL and OpenAI: a prompt with an answer; a prompt with a completion; a
+prompt, or none, with a chosen and a rejected response; or a whole conversation. Each prompt and
+response is a text, or a list of messages. A row's parts are found, checked and kept as text, in a
+Hugging Face dataset. The reward is a named verifier of `verifiers.py`, one that each row names, or
+the user's own function. `row_sources` gives the rows.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -17,6 +22,7 @@ from typing_extensions import override
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.options import FiniteFloat, option_class
+from ..verifiers.instructions.instructions import bound_options, instructions_of
 from ..verifiers.pool import VerifierSpec
 from ..verifiers.verifiers import (
     BUILT_IN,
@@ -27,12 +33,322 @@ from ..verifiers.verifiers import (
     reference_of,
 )
 from .orders import epoch_order
-from .row_parts import PARTS, good_rows
-from .row_report import DataReport
-from .task import Task
+from .task import (
+    BadRow,
+    DataReport,
+    NotMessages,
+    Task,
+    check_messages,
+    is_imitated,
+    last_user_text,
+    messages_in,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+
+# Of a text, far above what any model reads; tokenizing a longer one takes minutes.
+_MOST_CHARACTERS = 1 << 20
+_WRITTEN = ("messages", "prompt", "response", "chosen", "rejected")  # may be conversations
+# Rewards whose answers may be lists or objects instead of their JSON text.
+_READ_JSON = ("code_tests", "instructions")
+
+_Messages = list[dict[str, Any]]
+
+
+class WrittenFloat(float):
+    """A number of a JSON file that keeps its text."""
+
+    text: str
+
+    def __new__(cls, text: str) -> WrittenFloat:
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+
+PARTS = (
+    *("messages", "prompt", "tools", "answer", "response", "chosen", "rejected", "chosen_score"),
+    *("rejected_score", "reward", "pass_rate", "id"),
+)
+"""Parts of a row, in the order in which they are looked at.
+
+Without `prompt`, the prompt is what `messages` says before its last answer, or else what `chosen`
+and `rejected` have in common at the beginning.
+"""
+
+
+def good_rows(
+    source: Iterable[tuple[str, Any]],
+    fields: Mapping[str, str],
+    report: DataReport,
+    verifier: str = "",
+) -> Dataset:
+    """Check rows; bad ones go to `report`, good ones to the result.
+
+    Every part that `fields` has a field for must be there on every row: text, and not blank.
+    Answers and ids may be numbers, scores and pass rates must be; they become text. Prompts and
+    responses may be messages, and tools may be missing. Rows that name no reward have `verifier`.
+    """
+    from datasets import Dataset
+
+    kept: list[dict[str, str]] = []
+    ids: dict[str, str] = {}
+    for where, row in source:
+        notes: list[str] = []
+        try:
+            good = _validated(row, fields, verifier, notes)
+            if (identity := good.get("id")) is not None:
+                if identity in ids:
+                    detail = f"'{identity}' first stands at {ids[identity]}"
+                    raise BadRow("duplicate id", detail)
+                ids[identity] = where
+        except BadRow as bad:
+            report.reject(where, bad.reason, bad.detail)
+            continue
+        report.notes.update(notes)
+        kept.append({**good, "where": where})
+    report.keep(len(kept))
+    response = ("response",) if "messages" in fields else ()
+    names = {*fields, *response, "prompt", "messages", "tools", "replies", "where"}
+    return Dataset.from_dict({name: [row[name] for row in kept] for name in sorted(names)})
+
+
+def _validated(
+    row: Any, fields: Mapping[str, str], verifier: str, notes: list[str]
+) -> dict[str, str]:
+    if isinstance(row, BadRow):
+        raise row
+    if not isinstance(row, Mapping):
+        raise BadRow("not an object", f"a row is an object with named fields, got {_kind(row)}")
+    good = {"tools": ""}
+    written: dict[str, str | _Messages] = {}
+    for part, field in fields.items():
+        if part == "tools":
+            good[part] = _tools(row.get(field), field)
+        elif part in _WRITTEN:
+            # Beside a prompt that is a text, a response may be any text, one of messages as well.
+            as_text = isinstance(written.get("prompt"), str)
+            written[part] = _written(row, part, field, as_text)
+        elif part == "answer" and isinstance(row.get(field), list | Mapping):
+            reward = row.get(fields["reward"]) if "reward" in fields else verifier
+            if reward not in _READ_JSON:
+                read = f"{' and '.join(_READ_JSON)} read others"
+                detail = f"expected text, got {_kind(row[field])}; {read}"
+                raise BadRow(f"wrong type of '{field}'", detail)
+            good[part] = _json(row[field], field)
+        else:
+            good[part] = _text(row, part, field)
+    if good.get("reward", "exact_match") not in BUILT_IN:
+        detail = f"'{good['reward']:.40}' is none of {', '.join(sorted(BUILT_IN))}"
+        raise BadRow(f"unknown reward in '{fields['reward']}'", detail)
+    if good.get("reward", verifier) == "instructions" and "answer" in good:
+        try:
+            for instruction in instructions_of(good["answer"]):
+                bound_options(instruction)
+        except (ValueError, TypeError) as error:
+            raise BadRow("instructions that cannot be checked", f"{error!s:.300}") from None
+    if "chosen" in written and written["chosen"] == written["rejected"]:
+        detail = f"'{fields['chosen']}' and '{fields['rejected']}' are the same"
+        raise BadRow("equal pair", detail)
+    notes += _notes(row, written, fields)
+    return {**good, **_exchange(written, fields)}
+
+
+def _exchange(written: Mapping[str, str | _Messages], fields: Mapping[str, str]) -> dict[str, str]:
+    """Return what to answer and the answers, of the parts that somebody wrote."""
+    answers = {part: written[part] for part in _WRITTEN[2:] if part in written}
+    if "messages" in written:
+        prompt, answers["response"] = _before_the_last_answer(
+            written["messages"], fields["messages"]
+        )
+    elif "prompt" in written:
+        prompt = written["prompt"]
+    else:
+        end = _common_end(written["chosen"], written["rejected"])
+        prompt = written["chosen"][:end]
+        answers = {part: answer[end:] for part, answer in answers.items()}
+        for part, answer in answers.items():
+            if not answer:
+                raise BadRow(f"empty {part}", f"all of '{fields[part]}' is the prompt")
+        if not prompt:
+            raise BadRow("no prompt", "the two responses have no beginning in common")
+    if isinstance(prompt, str):
+        found = {"messages": "", "replies": "", "prompt": prompt}
+        for part, answer in answers.items():
+            if not isinstance(answer, str):
+                detail = "the prompt is a text, and this is a list of messages"
+                raise BadRow(f"wrong type of '{fields[part]}'", detail)
+            found[part] = answer
+        return found
+    field = fields.get("messages") or fields.get("prompt") or fields.get("chosen", "")
+    if not prompt or prompt[-1]["role"] == "assistant":
+        what = "the last message is the assistant's, not one to answer"
+        raise BadRow(f"no prompt in '{field}'", what if prompt else "nothing is asked")
+    replies = {part: _reply(answer, part, fields) for part, answer in answers.items()}
+    return {
+        "messages": _json(prompt, field),
+        "replies": _json(list(replies.values()), field) if replies else "",
+        "prompt": _whole(last_user_text(prompt), "prompt", field),
+        **{part: str(reply[-1]["content"]) for part, reply in replies.items()},
+    }
+
+
+def _before_the_last_answer(whole: str | _Messages, field: str) -> tuple[_Messages, _Messages]:
+    if isinstance(whole, str):
+        raise BadRow(f"wrong type of '{field}'", "expected a list of messages, got text")
+    if whole[-1]["role"] != "assistant":
+        raise BadRow(f"no answer in '{field}'", "the last message is not the assistant's")
+    if not any(map(is_imitated, whole)):
+        raise BadRow(f"nothing to imitate in '{field}'", "every message has the weight 0")
+    return whole[:-1], whole[-1:]
+
+
+def _common_end(chosen: str | _Messages, rejected: str | _Messages) -> int:
+    """Return where the beginning that both have ends; a text is cut as TRL cuts it, at a space."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    end = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    at_space = isinstance(chosen, str) and chosen[end - 1 : end] == " "
+    return end - 1 if at_space else end
+
+
+def _reply(answer: str | _Messages, part: str, fields: Mapping[str, str]) -> _Messages:
+    if isinstance(answer, str):
+        return [{"role": "assistant", "content": answer}]
+    field = fields.get("messages") or fields[part]
+    if answer[-1]["role"] != "assistant":
+        raise BadRow(f"no answer in '{field}'", "the last message is not the assistant's")
+    if "messages" not in fields and not any(map(is_imitated, answer)):
+        raise BadRow(f"nothing to imitate in '{field}'", "every message has the weight 0")
+    return answer
+
+
+def _written(row: Mapping[str, Any], part: str, field: str, as_text: bool) -> str | _Messages:
+    """Return a text or messages, which may be given as JSON text as well unless `as_text`."""
+    value = row.get(field)
+    if isinstance(value, str) and not as_text:
+        value = messages_in(value) or value
+    if not isinstance(value, list):
+        return _text(row, part, field)
+    try:
+        return check_messages(value)
+    except NotMessages as error:
+        raise BadRow(f"no conversation in '{field}'", str(error)) from None
+
+
+def _text(row: Mapping[str, Any], part: str, field: str) -> str:
+    if field not in row:
+        has = ", ".join(map(str, row)) or "nothing"
+        pairs = part == "prompt" and {"chosen", "rejected"} <= row.keys()
+        hint = "; of pairs that hold their prompts, set task.prompt_field=null" if pairs else ""
+        raise BadRow(f"missing field '{field}'", f"it has {has}{hint}")
+    value = row[field]
+    if value is None:
+        raise BadRow(f"missing field '{field}'", "it is null")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRow(f"wrong type of '{field}'", f"expected a finite number, got {value}")
+    is_figure = part == "pass_rate" or part.endswith("_score")
+    if is_figure and not (is_number and abs(value) <= sys.float_info.max):
+        raise BadRow(f"wrong type of '{field}'", f"expected a number, got {_kind(value)}")
+    if part == "pass_rate" and not 0 <= float(value) <= 1:
+        raise BadRow(f"wrong value of '{field}'", f"expected 0 to 1, got {value:g}")
+    if is_number and (part in ("answer", "id") or is_figure):
+        value = value.text if isinstance(value, WrittenFloat) else json.dumps(value)
+    if not isinstance(value, str):
+        expected = "text or a list of messages" if part in _WRITTEN else "text"
+        raise BadRow(f"wrong type of '{field}'", f"expected {expected}, got {_kind(value)}")
+    return _whole(value, part, field)
+
+
+def _whole(value: str, part: str, field: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(
+            f"broken Unicode in '{field}'", f"half a surrogate pair at character {error.start + 1}"
+        ) from None
+    if len(value) > _MOST_CHARACTERS:
+        raise BadRow(f"too long {part}", f"'{field}' has {len(value)} characters")
+    if not value.strip():
+        raise BadRow(f"empty {part}", f"'{field}' is {value!r:.40}")
+    return value
+
+
+def _tools(value: Any, field: str) -> str:
+    """The tools as JSON; a text is JSON already, as some data sets have it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadRow(f"wrong type of '{field}'", f"text that is no JSON: {error}") from None
+    if value is None or value == []:
+        return ""
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise BadRow(f"wrong type of '{field}'", f"expected a list of objects, got {_kind(value)}")
+    return _json(value, field)
+
+
+def _json(value: Any, field: str) -> str:
+    try:
+        return _whole(json.dumps(value, ensure_ascii=False, allow_nan=False), "prompt", field)
+    except (TypeError, ValueError) as error:  # a date, bytes: columns of Parquet have more types
+        raise BadRow(f"wrong type of '{field}'", f"it is no JSON value: {error}") from None
+
+
+def _notes(
+    row: Mapping[str, Any], written: Mapping[str, str | _Messages], fields: Mapping[str, str]
+) -> list[str]:
+    notes: list[str] = []
+    for part, field in fields.items():
+        if part not in ("pass_rate", "chosen_score", "rejected_score") and _has_float(
+            row.get(field)
+        ):
+            notes.append(
+                f"'{field}' holds numbers as floats, which are read as Python writes them: 5.0 for "
+                "5, 1e-05 for 0.00001; to have them otherwise, store text or integers"
+            )
+    for field in ("tools", "functions"):
+        if row.get(field) and field not in fields.values() and _turns(written):
+            notes.append(
+                f"'{field}' is not read, so conversations are without it; to read it: "
+                f"task.tools_field={field}"
+            )
+    last = {"messages", "response", "chosen", "rejected"} & written.keys()
+    asked = [turn for turn in _turns(written) if turn["role"] in ("user", "assistant")]
+    if not last and len(asked) > 1:
+        notes.append(
+            "a prompt has several turns, of which rewards and judges read the last text of the "
+            "user alone"
+        )
+    turns = _turns({part: written[part] for part in last})
+    if any(is_imitated(t) and not (t["content"].strip() or t.get("tool_calls")) for t in turns):
+        notes.append(
+            "a turn of the assistant is empty, which teaches to say nothing; to leave it out, give "
+            "it weight: 0"
+        )
+    return notes
+
+
+def _turns(written: Mapping[str, str | _Messages]) -> _Messages:
+    return [turn for part in written.values() if not isinstance(part, str) for turn in part]
+
+
+def _has_float(value: Any) -> bool:
+    """Return whether a value has numbers that have lost their text; JSON files keep it."""
+    if isinstance(value, list):
+        return any(map(_has_float, value))
+    if isinstance(value, Mapping):
+        return any(map(_has_float, value.values()))
+    return type(value) is float
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list"}
+    return kinds.get(type(value), "an object" if isinstance(value, dict) else type(value).__name__)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from ..isolation.child import as_score
 from ..models.tokenizer import ChatTemplateError, Tokenizer, pad_rows
 from .chat import ChatOptions, Encoded, NoPrefix, PromptEncoder
 from .orders import SHUFFLED, Order, step_rows
-from .row_report import BadRow, DataReport
-from .task import Message, Task
+from .task import BadRow, DataReport, Message, Task
 
 T = TypeVar("T")
 

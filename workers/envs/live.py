@@ -19,7 +19,7 @@ from ...dataflow.errors import ConfigError, StateError, WorkerError
 from ...dataflow.graph.role import Metric
 from ...dataflow.options import Fraction, PositiveFloat, option_class
 from ...dataflow.runtime.call_context import CallKey
-from .group import EnvGroup, all_finite
+from .group import EnvGroup, all_finite, step_columns
 
 _LOG = logging.getLogger("penstock.envs")
 
@@ -213,7 +213,7 @@ class LiveGroup:
         """Act for as many steps as there is noise."""
         horizon, group = len(noise), self._group
         num_failures = len(group.failures)  # of the first episodes' beginning
-        found = _buffers(group.num_envs, group.num_features, group.actions, horizon)
+        found = step_columns((horizon, group.num_envs), group.num_features, group.actions)
         obs_t, action_t, logprob_t = found["obs"], found["action"], found["behavior_logprob"]
         reward_t, terminated_t, truncated_t = (
             found[name] for name in ("reward", "terminated", "truncated")
@@ -271,15 +271,12 @@ class LiveGroup:
         self, t: int, action: NDArray[np.float32], logprob: NDArray[np.float32]
     ) -> WorkerError:
         """Environments are not shown such actions: they would be blamed for what they do then."""
-        bad = ~np.isfinite(action).reshape(len(action), -1).all(axis=1)
-        if bad.any():
-            return self._bad(t, int(bad.argmax()), "the actor's action is not finite")
-        index = int(np.isfinite(logprob).argmin())
-        return self._bad(t, index, "the actor's log-probability of an action is not finite")
-
-    def _bad(self, t: int, index: int, what: str) -> WorkerError:
+        bad, what = ~np.isfinite(action).reshape(len(action), -1).all(axis=1), "action"
+        if not bad.any():
+            bad, what = ~np.isfinite(logprob), "log-probability of an action"
         return WorkerError(
-            f"{self.named(index)}, step {t} of the rollout of step {self._call.step}: {what}"
+            f"{self.named(int(bad.argmax()))}, step {t} of the rollout of step {self._call.step}: "
+            f"the actor's {what} is not finite"
         )
 
     def _mark(
@@ -393,7 +390,7 @@ class LiveGroup:
         num_features: int, actions: ActionSpace, horizon: int, actor: Actor
     ) -> dict[str, NDArray[Any]]:
         """The columns of `roll` for no environments."""
-        found = _buffers(0, num_features, actions, horizon)
+        found = step_columns((horizon, 0), num_features, actions)
         rows = {name: array.swapaxes(0, 1) for name, array in found.items()}
         nobody = np.zeros((0, num_features), np.float32)
         noise = np.zeros((0, actions.num_components))
@@ -401,20 +398,3 @@ class LiveGroup:
         recurrent_state = actor.act(nobody, noise, allowed).recurrent_state
         width = 0 if recurrent_state is None else recurrent_state.shape[1]
         return {**rows, "last_obs": nobody, "recurrent_state": np.zeros((0, width), np.float32)}
-
-
-def _buffers(
-    num_envs: int, num_features: int, actions: ActionSpace, horizon: int
-) -> dict[str, NDArray[Any]]:
-    """Room for a rollout, [horizon, envs, ...], but for the last observation."""
-    shape = (horizon, num_envs)
-    return {
-        "obs": np.empty((*shape, num_features), np.float32),
-        "action": np.empty((*shape, actions.num_components), np.float32),
-        "action_mask": np.empty((*shape, actions.num_choices), np.bool_),
-        "behavior_logprob": np.empty(shape, np.float32),
-        "reward": np.empty(shape, np.float32),
-        "terminated": np.empty(shape, np.bool_),
-        "truncated": np.empty(shape, np.bool_),
-        "mask": np.empty(shape, np.bool_),
-    }

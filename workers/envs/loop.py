@@ -17,22 +17,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...dataflow.errors import StateError, WorkerError
-from .alarm import StepTooLong
 from .group import (
     LARGEST,
     BadEnv,
     Members,
     RestartedGroup,
     Stepped,
+    StepTooLong,
+    action_space,
     all_finite,
     close_all,
     closed_on_error,
     described,
     digest,
     env_seed,
+    from_columns,
     not_finite,
+    num_features,
+    to_features,
 )
-from .spaces import action_space, from_columns, num_features, to_features
 
 
 @dataclass

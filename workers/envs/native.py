@@ -22,20 +22,23 @@ from gymnasium.vector import AutoresetMode, VectorWrapper
 from numpy.typing import NDArray
 
 from ...dataflow.errors import ConfigError, StateError, one_process
-from .alarm import StepTooLong
 from .group import (
     BadRows,
     Members,
     RestartedGroup,
     Stepped,
+    StepTooLong,
+    action_space,
     began,
     closed_on_error,
     described,
     env_seed,
     finite,
+    from_columns,
     laid_out,
+    num_features,
+    to_features,
 )
-from .spaces import action_space, from_columns, num_features, to_features
 
 # The kinds of numpy types that JSON can hold: truth values, whole and other numbers, texts.
 _KINDS = "biufU"

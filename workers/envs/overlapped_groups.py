@@ -61,15 +61,9 @@ class _Timed(Actor):
         self._begin_s, self._begin_cpu_s = time.perf_counter(), time.thread_time()
         self._begin_waits = _num_waits()
 
-    def act(
-        self,
-        obs: NDArray[np.float32],
-        noise: NDArray[np.float64],
-        action_mask: NDArray[np.bool_] | None,
-        recurrent_state: NDArray[np.float32] | None = None,
-    ) -> Acts:
+    def act(self, *asked: Any, **named: Any) -> Acts:
         before_s, before_cpu_s = time.perf_counter(), time.thread_time()
-        found = self._actor.act(obs, noise, action_mask, recurrent_state)
+        found = self._actor.act(*asked, **named)
         self.ask_s += time.perf_counter() - before_s
         self.ask_cpu_s += time.thread_time() - before_cpu_s
         self.num_turns += 1
@@ -106,17 +100,11 @@ class _Slot(Actor):
     numbers: Sequence[int] = ()  # the environments being stepped
     stepping_s: float | None = None  # since when; None while nothing is
 
-    def act(
-        self,
-        obs: NDArray[np.float32],
-        noise: NDArray[np.float64],
-        action_mask: NDArray[np.bool_] | None,
-        recurrent_state: NDArray[np.float32] | None = None,
-    ) -> Acts:
+    def act(self, *asked: Any, **named: Any) -> Acts:
         self.stepping_s = None
         if self.ended.is_set():
             raise _Ended
-        found = self.actor.act(obs, noise, action_mask, recurrent_state)
+        found = self.actor.act(*asked, **named)
         self.stepping_s = time.monotonic()
         return found
 

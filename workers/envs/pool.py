@@ -24,20 +24,23 @@ from numpy.typing import NDArray
 
 from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import ConfigError, StateError, WorkerError, nearest
-from .alarm import StepTooLong
 from .group import (
     BadRows,
     Members,
     RestartedGroup,
     Stepped,
+    StepTooLong,
+    action_space,
     began,
     described,
     digest,
     env_seed,
     finite,
+    from_columns,
     laid_out,
+    num_features,
+    to_features,
 )
-from .spaces import action_space, from_columns, num_features, to_features
 
 
 @contextmanager
@@ -116,10 +119,7 @@ class PoolGroup(RestartedGroup):
 
     def _make(self) -> Any:
         made = ask_envpool(
-            "environment",
-            self._name,
-            "make_gymnasium",
-            self._members.options,
+            *("environment", self._name, "make_gymnasium", self._members.options),
             num_envs=self.num_envs,
             seed=self._seeds,
         )

@@ -16,13 +16,20 @@ from numpy.typing import NDArray
 from ...algorithms.roles.environment import ActionSpace
 from ...dataflow.errors import ConfigError, StateError, WorkerError, one_process
 from ...dataflow.options import NonNegativeInt, PositiveFloat, PositiveInt, option_class
-from .alarm import StepAlarm
-from .group import EnvGroup, Failure, Members, Stepped, described
+from .group import (
+    EnvGroup,
+    Failure,
+    Members,
+    StepAlarm,
+    Stepped,
+    action_space,
+    described,
+    num_features,
+)
 from .live import Normalization
 from .loop import LoopGroup
 from .native import NativeGroup, native_spaces
 from .pool import PoolGroup, pool_spaces
-from .spaces import action_space, num_features
 
 
 class CountsAgents(gym.Wrapper[Any, Any, Any, Any]):

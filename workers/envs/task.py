@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from ...algorithms.roles.environment import EnvRows, GameRows
 from ...dataflow.options import PositiveInt, option_class
-from ..data.row_report import DataReport
-from ..data.task import PATIENCE, Task, TaskSpec
+from ..data.task import PATIENCE, DataReport, Task, TaskSpec
 from .live import Normalizer
 from .spec import EnvSpec
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +26,7 @@ from ...dataflow.options import option_class
 from ...dataflow.runtime.call_context import CallKey, call_key
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ..rollout.sampling import row_uniforms, stream_key
-from .alarm import StepAlarm
-from .group import close_all, closed_on_error
+from .group import StepAlarm, close_all, closed_on_error, groups_of
 from .live import LiveGroup
 from .overlapped_groups import NumOverlapped, OverlappedGroups
 from .spec import EnvSpec
@@ -142,7 +140,7 @@ class EnvWorker(Env):
         key = call_key(self.context.role, "rollout")
         stream = stream_key(self.context.seed, self.context.role, "noise", key)
         with self._alarm:
-            lives = [self._group(*one) for one in _groups(env.tolist(), group.tolist())]
+            lives = [self._group(*one) for one in groups_of(env, group)]
         noises: list[NDArray[np.float64]] = []
         for live in lives:
             live.check_order(key)
@@ -171,7 +169,7 @@ class EnvWorker(Env):
     ) -> Tensor:
         key = call_key(self.context.role, "evaluate")
         found: list[NDArray[np.float64]] = [np.zeros(0)]
-        for number, numbers in _groups(env.tolist(), group.tolist()):
+        for number, numbers in groups_of(env, group):
             with self._alarm:
                 live = self._held_out(number, numbers)
                 with closed_on_error(live.close):
@@ -281,15 +279,6 @@ class EnvWorker(Env):
     def close(self) -> None:
         live, self._live = self._live, {}
         close_all(group.close for group in live.values())
-
-
-def _groups(env: list[int], group: list[int]) -> Iterator[tuple[int, list[int]]]:
-    """Every group with its environments, in the order of the rows."""
-    start = 0
-    for at in range(1, len(group) + 1):
-        if at == len(group) or group[at] != group[start]:
-            yield group[start], env[start:at]
-            start = at
 
 
 def action_noise(

@@ -34,8 +34,7 @@ from ...dataflow.runtime.worker_protocol import (
     sleep_workers,
     wake_workers,
 )
-from ..inference.client import InferenceClient
-from ..inference.server import InferenceServer
+from ..inference.link import InferenceClient, InferenceServer
 from ..weight_sync.channel import CHANNELS, DEFAULT_TRANSPORT, ChannelEnd, Offer, WeightChannel
 from ..weight_sync.packets import SliceTraffic
 from .process_backend import BackendError, CallFailed, NotInTime, ProcessDied, ProcessHome, Ref

@@ -15,7 +15,7 @@ from penstock.launch.stages.prepare import prepare
 from penstock.launch.stages.worker_specs import worker_specs
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
-from penstock.workers.envs.actors.value_networks import QNetworkSpec
+from penstock.workers.envs.actors.q_learning import QNetworkSpec
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.training.flat_parameters import read_tensors, tensors_sha256
 

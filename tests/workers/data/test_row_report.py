@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.data.row_report import DataReport
+from penstock.workers.data.task import DataReport
 
 
 def _report(num_kept: int, num_bad: int) -> DataReport:

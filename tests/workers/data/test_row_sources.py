@@ -12,10 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.data import row_sources
-from penstock.workers.data.row_parts import good_rows
-from penstock.workers.data.row_report import DataReport
 from penstock.workers.data.row_sources import FileTaskSpec, HfTaskSpec, file_rows
-from penstock.workers.data.task import Task, fingerprint
+from penstock.workers.data.row_task import good_rows
+from penstock.workers.data.task import DataReport, Task, fingerprint
 from penstock.workers.verifiers.pool import VerifierSpec
 
 GOOD = b'{"id": "%d", "prompt": "%d+1=", "answer": %d}\n'

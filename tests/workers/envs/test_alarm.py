@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 from penstock.dataflow.runtime.call_context import DeadlineExceeded, deadline
-from penstock.workers.envs.alarm import StepAlarm, StepTooLong
+from penstock.workers.envs.group import StepAlarm, StepTooLong
 from penstock.workers.envs.spec import EnvSpec
 
 from .acting import env_worker, roll

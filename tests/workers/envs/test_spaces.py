@@ -10,8 +10,13 @@ from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
 from penstock.algorithms.roles.environment import ActionSpace
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.envs.group import BadEnv
-from penstock.workers.envs.spaces import action_space, from_columns, num_features, to_features
+from penstock.workers.envs.group import (
+    BadEnv,
+    action_space,
+    from_columns,
+    num_features,
+    to_features,
+)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from penstock.algorithms.mappo import joint
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.envs.actors.value_networks import TeamCriticSpec
+from penstock.workers.envs.actors.actor_critic import TeamCriticSpec
 from penstock.workers.envs.cover import Cover
 from penstock.workers.envs.spec import EnvSpec
 

@@ -24,18 +24,17 @@ from penstock.dataflow.runtime.remote_inference import (
     ServedRole,
     ServedWeights,
 )
-from penstock.workers.inference import protocol
-from penstock.workers.inference import server as serving_server
-from penstock.workers.inference.client import InferenceClient
-from penstock.workers.inference.protocol import (
+from penstock.workers.inference import link as wire
+from penstock.workers.inference.link import (
     FrameReader,
+    InferenceClient,
+    InferenceServer,
     answer_frame,
     answer_from,
     proof,
     request_frame,
     request_from,
 )
-from penstock.workers.inference.server import InferenceServer
 
 TOKEN = "open sesame"
 
@@ -173,7 +172,7 @@ def test_half_a_request_is_not_kept(
     caplog: pytest.LogCaptureFixture,
     drips: bool,
 ) -> None:
-    monkeypatch.setattr(serving_server, "_REQUEST_S", 0.3)
+    monkeypatch.setattr(wire, "_REQUEST_S", 0.3)
     whole = request_frame(InferenceRequest("doubler", "double", 7, (np.ones(1000), None)))
     began = time.monotonic()
     with proven(server) as link, contextlib.suppress(ConnectionError):
@@ -190,8 +189,8 @@ def test_half_a_request_is_not_kept(
 def test_the_time_of_an_answer_is_not_taken_for_that_of_a_request(
     server: InferenceServer, client: InferenceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving_server, "_REQUEST_S", 0.3)
-    monkeypatch.setattr(serving_server, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(wire, "_REQUEST_S", 0.3)
+    monkeypatch.setattr(wire, "_PATIENCE_S", 0.3)
     whole = request_frame(InferenceRequest("doubler", "double", 7, (np.ones(1000), None)))
     with proven(server) as link, socket.create_connection(server.address, 20.0) as late:
         link.sendall(whole[:500])
@@ -226,7 +225,7 @@ def test_connections_that_prove_nothing_give_way(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(serving_server, "_MOST_UNPROVEN", 16)
+    monkeypatch.setattr(wire, "_MOST_UNPROVEN", 16)
     with contextlib.ExitStack() as held:
         links = [
             held.enter_context(socket.create_connection(server.address, 20)) for _ in range(60)
@@ -281,7 +280,7 @@ def test_an_error_that_goes_on_for_ever_is_cut(client: InferenceClient) -> None:
 def test_what_is_too_large_is_not_sent(
     client: InferenceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "_MOST_ARRAYS", 7)
+    monkeypatch.setattr(wire, "_MOST_ARRAYS", 7)
     with pytest.raises(WorkerError) as caught:
         double(client)
     assert str(caught.value) == (

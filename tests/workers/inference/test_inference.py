@@ -22,10 +22,15 @@ from penstock.dataflow.runtime.remote_inference import (
     ServedRole,
     ServedWeights,
 )
-from penstock.workers.inference import server as serving_server
-from penstock.workers.inference.client import InferenceClient
-from penstock.workers.inference.protocol import FrameReader, proof, request_frame, request_from
-from penstock.workers.inference.server import InferenceServer
+from penstock.workers.inference import link as wire
+from penstock.workers.inference.link import (
+    FrameReader,
+    InferenceClient,
+    InferenceServer,
+    proof,
+    request_frame,
+    request_from,
+)
 
 TOKEN = "open sesame"
 
@@ -225,7 +230,7 @@ def test_strangers_are_sent_away(
     guess.connect(server.address, "open barley")
     with pytest.raises(WorkerError, match="it has closed the connection|reset|Broken pipe"):
         at(guess).double(np.ones(1), None)
-    monkeypatch.setattr(serving_server, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(wire, "_PATIENCE_S", 0.1)
     with socket.create_connection(server.address, 20.0) as silent:
         assert at(client).double(np.ones(1), None).value.tolist() == [2]
         assert len(silent.recv(100)) == 16
@@ -248,7 +253,7 @@ def test_who_reads_slowly_holds_up_nobody_and_is_dropped(
         began = time.monotonic()
         assert at(client).double(np.ones(1), None).value.tolist() == [2]
         assert time.monotonic() - began < 8  # the connection that takes nothing has 10 s
-        monkeypatch.setattr(serving_server, "_PATIENCE_S", 0.1)
+        monkeypatch.setattr(wire, "_PATIENCE_S", 0.1)
         time.sleep(0.3)
         at(client).double(np.ones(1), None)
         at(client).double(np.ones(1), None)

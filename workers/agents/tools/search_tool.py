@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.options import Fraction, NonNegativeFloat, PositiveInt, option_class
-from ...data.row_report import BadRow
 from ...data.row_sources import file_rows
+from ...data.task import BadRow
 from .tool import TextFunction, Tool, ToolSession, ToolText
 
 _WORD = re.compile(r"\w+")

@@ -1,4 +1,4 @@
-"""A perceptron that acts and criticizes, as an `ActorCritic`: asked, evaluated and trained."""
+"""Perceptrons that act and criticize: an actor with a critic, and the critic of a team."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....algorithms.ops.distributions import action_logprob, entropy_of_logits
 from ....algorithms.roles.environment import (
@@ -18,22 +18,26 @@ from ....algorithms.roles.environment import (
     ActorCritic,
     ActorCriticOutput,
     Acts,
+    TeamCritic,
     Values,
 )
-from ....algorithms.roles.language_tables import TrainMetrics
-from ....dataflow.errors import WorkerError
+from ....algorithms.roles.language_tables import TrainMetrics, ValueOutput
+from ....dataflow.errors import ConfigError, WorkerError
 from ....dataflow.graph.role import Loss, Metric
 from ....dataflow.options import PositiveInt, option_class
 from ....dataflow.runtime.call_context import call_key
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...rollout.sampling import stream_generator
 from ...training.data_parallel import rank_group
+from ..spec import EnvSpec
 from .numpy_actor import NumpyActor, NumpyRecurrent, OnHost
 from .perceptron import (
     ActorCriticNetwork,
     PerceptronWorker,
     PerceptronWorkerSpec,
+    check_plain,
     inherit_weights,
+    perceptron,
     single_steps,
     state_values,
 )
@@ -230,3 +234,55 @@ def _numbers(
     if not needs_entropy:
         return logprob, None
     return logprob, (0.5 + half_log + log_std).sum().expand(len(mean))
+
+
+@option_class
+class TeamCriticSpec(PerceptronWorkerSpec):
+    """Recipe for a `TorchTeamCritic`; it refuses a recurrent network and value bins."""
+
+    env: EnvSpec
+    """What the team acts in, for the numbers of observations and agents."""
+
+    def __post_init__(self) -> None:
+        check_plain(self.network, "a team's critic", "it is shown single states")
+
+    def build(self, context: WorkerContext) -> TorchTeamCritic:
+        return TorchTeamCritic(self, context)
+
+
+class TorchTeamCritic(PerceptronWorker, TeamCritic):
+    """A perceptron over what all agents of a team see."""
+
+    model_type = "perceptron_team_critic"
+
+    def __init__(self, spec: TeamCriticSpec, context: WorkerContext) -> None:
+        self.spec = spec
+        num_features, num_agents = spec.env.spaces()[0], spec.env.num_agents
+        self._width = num_features * num_agents
+        random = torch.Generator().manual_seed(spec.network.init_seed)
+        layers = perceptron(spec.network, self._width, 1, 1.0, random)
+        self.module = nn.ModuleDict({"critic": layers}).to(context.device)
+        spaces = {"num_features": num_features, "num_agents": num_agents}
+        super().__init__(spec, context, self.module, spaces)
+
+    def _value(self, obs: Tensor) -> Tensor:
+        """f32[rows] from f32[rows, features]."""
+        return self.module["critic"](obs)[:, 0]
+
+    def value(self, obs: Tensor, last_obs: Tensor) -> Values:
+        width, agents = self._width, self.spec.env.num_agents
+        if obs.shape[-1] != width:
+            raise ConfigError(
+                f"role '{self.context.role}' sees {agents} agent(s) of '{self.spec.env.id}', "
+                f"{width} numbers in all, but the step shows it {obs.shape[-1]}\n"
+                f"    set algorithm.cfg.num_agents={agents}, or task.num_agents"
+            )
+        return state_values(self._value, obs, last_obs, self.device)
+
+    def train(
+        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
+    ) -> TrainMetrics:
+        def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
+            return ValueOutput(value=self._value(rows.obs[:, 0])[:, None])
+
+        return self._train(forward, loss, single_steps(batch), epochs, num_minibatches)

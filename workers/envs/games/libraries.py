@@ -20,9 +20,8 @@ from ....algorithms.roles.environment import ActionSpace
 from ....dataflow.errors import ConfigError, WorkerError, nearest, one_process, raised_at
 from ....dataflow.options import PositiveFloat, PositiveInt, option_class
 from ....dataflow.runtime.worker_protocol import WorkerContext
-from ..alarm import StepAlarm
+from ..group import StepAlarm, action_space, num_features, to_features
 from ..pool import ask_envpool, without_casts
-from ..spaces import action_space, num_features, to_features
 from ..task import EnvTask
 from .worker import BoardGameWorker, Boards, GameNames, answered
 
@@ -61,7 +60,7 @@ class LibraryGame:
 
     def boards(self, names: GameNames) -> Boards:
         made = PoolBoards if self.backend == "envpool" else ZooBoards
-        return made(self.id, self.options, names, self.step_limit_s)
+        return made(self, names)
 
 
 @option_class
@@ -100,16 +99,10 @@ class PoolBoards:
     order in which they were computed, and are put in their own.
     """
 
-    def __init__(
-        self,
-        game_id: str,
-        options: Mapping[str, Any],
-        names: GameNames,
-        limit_s: float | None,
-    ) -> None:
-        self._id, self._names = game_id, names
+    def __init__(self, game: LibraryGame, names: GameNames) -> None:
+        self._id, self._names = game.id, names
         self._count = len(names.numbers)
-        self._num_features, self._actions = pool_game_spaces(game_id, options)
+        self._num_features, self._actions = game.spaces()
         self._seeds = [names.own_seed(index) for index in range(self._count)]
         self.over: NDArray[np.bool_] = np.zeros(self._count, np.bool_)
         self.ended: NDArray[np.bool_] = np.zeros((self._count, 2), np.bool_)
@@ -118,12 +111,9 @@ class PoolBoards:
         self._allowed = np.zeros((self._count, self._actions.num_choices), np.bool_)
         self._mover = np.zeros(self._count, np.int64)
         with ExitStack() as made:
-            self._alarm = made.enter_context(StepAlarm(limit_s))
+            self._alarm = made.enter_context(StepAlarm(game.step_limit_s))
             self._pool: Any = ask_envpool(
-                "game",
-                game_id,
-                "make_gymnasium",
-                options,
+                *("game", game.id, "make_gymnasium", game.options),
                 num_envs=self._count,
                 seed=self._seeds,
             )
@@ -225,16 +215,10 @@ class ZooBoards:
     with None, as PettingZoo has it, and it earns nothing more.
     """
 
-    def __init__(
-        self,
-        game_id: str,
-        options: Mapping[str, Any],
-        names: GameNames,
-        limit_s: float | None,
-    ) -> None:
+    def __init__(self, spec: LibraryGame, names: GameNames) -> None:
         self._names = names
-        shown, self._actions = _playable(game_id, options)
-        self._num_features, self._flat = num_features(shown, game_id), to_features(shown)
+        shown, self._actions = _playable(spec.id, spec.options)
+        self._num_features, self._flat = num_features(shown, spec.id), to_features(shown)
         count = len(names.numbers)
         self.over: NDArray[np.bool_] = np.zeros(count, np.bool_)
         self.ended: NDArray[np.bool_] = np.zeros((count, 2), np.bool_)
@@ -244,13 +228,13 @@ class ZooBoards:
         self._games: list[Any] = []
         self._players: list[tuple[str, str]] = []
         with ExitStack() as made:
-            self._alarm = made.enter_context(StepAlarm(limit_s))
+            self._alarm = made.enter_context(StepAlarm(spec.step_limit_s))
             for index in range(count):
-                game = _made(game_id, options)
+                game = _made(spec.id, spec.options)
                 made.callback(one_process()(game.close))
                 self._games.append(game)
                 self._ask(index, lambda g=game, s=names.own_seed(index): g.reset(seed=s))
-                _require(game_id, game, _BEGUN)
+                _require(spec.id, game, _BEGUN)
                 one, other = game.possible_agents
                 begins = self._side(index, (one, other))
                 self._players.append((other, one) if begins else (one, other))

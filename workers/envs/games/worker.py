@@ -10,7 +10,7 @@ our own rules in numpy, and `libraries.py` games of EnvPool and PettingZoo.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -26,8 +26,7 @@ from ....dataflow.graph.role import Metric, add_metrics
 from ....dataflow.runtime.call_context import CallKey, call_key
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...rollout.sampling import row_uniforms, stream_key
-from ..alarm import StepAlarm, StepTooLong
-from ..group import described, env_seed
+from ..group import StepAlarm, StepTooLong, described, env_seed, groups_of, step_columns
 
 T = TypeVar("T")
 
@@ -154,23 +153,17 @@ class GameColumns:
     before its first turn to none.
     """
 
-    def __init__(self, num_games: int, max_turns: int, num_features: int, num_choices: int) -> None:
+    def __init__(
+        self, num_games: int, max_turns: int, num_features: int, actions: ActionSpace
+    ) -> None:
         shape = (num_games, 2, max_turns)
         self.turns = np.zeros(shape[:2], np.int64)  # how many each side has had
         self.earned = np.zeros(shape[:2], np.float64)  # all that each has
         self._max_turns = max_turns
-        self._columns: dict[str, NDArray[Any]] = {
-            "obs": np.zeros((*shape, num_features), np.float32),
-            "last_obs": np.zeros((num_games, 2, num_features), np.float32),
-            "action": np.zeros((*shape, 1), np.float32),
-            "action_mask": np.ones((*shape, num_choices), np.bool_),
-            "behavior_logprob": np.zeros(shape, np.float32),
-            "reward": np.zeros(shape, np.float32),
-            "terminated": np.zeros(shape, np.bool_),
-            "truncated": np.zeros(shape, np.bool_),
-            "mask": np.zeros(shape, np.bool_),
-            "recurrent_state": np.zeros((num_games, 2, 0), np.float32),  # players begin with none
-        }
+        self._columns = step_columns(shape, num_features, actions)
+        self._columns["action_mask"][:] = True
+        self._columns["last_obs"] = np.zeros((num_games, 2, num_features), np.float32)
+        self._columns["recurrent_state"] = np.zeros((num_games, 2, 0), np.float32)  # none to begin
 
     def has_room(self, turn: NDArray[np.int64]) -> NDArray[np.bool_]:
         """bool[games]: whether the side to move, i64[games], may have another turn."""
@@ -229,7 +222,10 @@ class BoardGameWorker(BoardGame):
 
     def play(self, game: Tensor, group: Tensor, first: Actor, second: Actor) -> Trajectories:
         key = call_key(self.context.role, "play")
-        parts = [self._group(numbers, (first, second), key) for numbers in _groups(game, group)]
+        players = (first, second)
+        parts = [
+            self._group(np.array(numbers), players, key) for _, numbers in groups_of(game, group)
+        ]
         if not parts:
             parts = [self._room(0).rows(np.zeros(0, np.int64))]
         columns = {
@@ -240,7 +236,7 @@ class BoardGameWorker(BoardGame):
 
     def _room(self, num_games: int) -> GameColumns:
         num_features, actions = self.spec.spaces()
-        return GameColumns(num_games, self.spec.max_turns, num_features, actions.num_choices)
+        return GameColumns(num_games, self.spec.max_turns, num_features, actions)
 
     def _group(
         self, numbers: NDArray[np.int64], players: tuple[Actor, Actor], key: CallKey
@@ -403,15 +399,3 @@ class _Played:
                 f"{allowed[index].nonzero()[0].tolist()}; an actor must heed its action_mask"
             ),
         )
-
-
-def _groups(game: Tensor, group: Tensor) -> Iterator[NDArray[np.int64]]:
-    """The games of every group, in the order of the rows."""
-    ends = torch.cat(
-        [(group[1:] != group[:-1]).nonzero().flatten() + 1, torch.tensor([len(group)])]
-    )
-    start = 0
-    for end in ends.tolist():
-        if end > start:
-            yield game[start:end].numpy()
-        start = end

@@ -13,9 +13,9 @@ import pytest
 import torch
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
+from penstock.workers.envs.actors.actor_critic import TeamCriticSpec, TorchActorCriticSpec
 from penstock.workers.envs.actors.perceptron import PerceptronSpec
-from penstock.workers.envs.actors.value_networks import QNetworkSpec, TeamCriticSpec
+from penstock.workers.envs.actors.q_learning import QNetworkSpec
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.training.flat_parameters import read_tensors, tensors_sha256, write_tensors
 from penstock.workers.training.optimizer import OptimizerSpec

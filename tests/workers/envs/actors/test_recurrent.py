@@ -28,8 +28,7 @@ from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchAct
 from penstock.workers.envs.actors.numpy_actor import NumpyRecurrent
 from penstock.workers.envs.actors.perceptron import PerceptronSpec, RecurrentNetwork
 from penstock.workers.envs.spec import EnvSpec
-from penstock.workers.inference.client import InferenceClient
-from penstock.workers.inference.server import InferenceServer
+from penstock.workers.inference.link import InferenceClient, InferenceServer
 from penstock.workers.training.optimizer import OptimizerSpec
 
 from ..acting import env_worker, roll

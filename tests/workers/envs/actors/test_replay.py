@@ -10,7 +10,7 @@ from penstock.algorithms.roles.environment import Trajectories, Transitions
 from penstock.dataflow.errors import PlanError, StateError
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.envs.actors.replay import ReplayMemory, ReplaySpec
+from penstock.workers.envs.actors.q_learning import ReplayMemory, ReplaySpec
 
 
 def steps(first: int, *, envs: int = 2, horizon: int = 3, choices: int = 0) -> Trajectories:

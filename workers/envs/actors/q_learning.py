@@ -1,8 +1,10 @@
-"""Workers of networks that only say values: a Q-network, and the critic of a team."""
+"""Q-learning: a Q-network as a worker, and a replay of steps in one process's memory."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -10,14 +12,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ....algorithms.roles.environment import ActionSpace, Acts, QNetwork, TeamCritic, Values
+from ....algorithms.roles.environment import (
+    ActionSpace,
+    Acts,
+    QNetwork,
+    Replay,
+    Trajectories,
+    Transitions,
+)
 from ....algorithms.roles.language_tables import TrainMetrics, ValueOutput
-from ....dataflow.errors import ConfigError
+from ....dataflow.errors import ConfigError, PlanError, StateError
 from ....dataflow.graph.role import Loss, Metric
 from ....dataflow.options import Fraction, PositiveInt, option_class
-from ....dataflow.runtime.call_context import call_piece
+from ....dataflow.runtime.call_context import call_key, call_piece
 from ....dataflow.runtime.worker_protocol import WorkerContext
+from ...rollout.sampling import stream_generator
 from ...training.data_parallel import rank_group
+from ...training.flat_parameters import read_tensors, write_tensors
 from ...training.microbatch import columns
 from ..spec import EnvSpec
 from .numpy_actor import NumpyActor, OnHost
@@ -27,11 +38,12 @@ from .perceptron import (
     PerceptronWorkerSpec,
     check_plain,
     perceptron,
-    single_steps,
-    state_values,
 )
 
 B = TypeVar("B")
+
+_FORMAT = 1
+_STATE, _COLUMNS = "replay.json", "replay.safetensors"
 
 
 @option_class
@@ -168,52 +180,121 @@ class TorchQNetwork(PerceptronWorker, QNetwork):
 
 
 @option_class
-class TeamCriticSpec(PerceptronWorkerSpec):
-    """Recipe for a `TorchTeamCritic`; it refuses a recurrent network and value bins."""
+class ReplaySpec:
+    """Recipe for a `ReplayMemory`."""
 
-    env: EnvSpec
-    """What the team acts in, for the numbers of observations and agents."""
+    capacity: PositiveInt = 10_000
+    """Steps it holds; the oldest ones make room for new ones."""
 
-    def __post_init__(self) -> None:
-        check_plain(self.network, "a team's critic", "it is shown single states")
-
-    def build(self, context: WorkerContext) -> TorchTeamCritic:
-        return TorchTeamCritic(self, context)
-
-
-class TorchTeamCritic(PerceptronWorker, TeamCritic):
-    """A perceptron over what all agents of a team see."""
-
-    model_type = "perceptron_team_critic"
-
-    def __init__(self, spec: TeamCriticSpec, context: WorkerContext) -> None:
-        self.spec = spec
-        num_features, num_agents = spec.env.spaces()[0], spec.env.num_agents
-        self._width = num_features * num_agents
-        random = torch.Generator().manual_seed(spec.network.init_seed)
-        layers = perceptron(spec.network, self._width, 1, 1.0, random)
-        self.module = nn.ModuleDict({"critic": layers}).to(context.device)
-        spaces = {"num_features": num_features, "num_agents": num_agents}
-        super().__init__(spec, context, self.module, spaces)
-
-    def _value(self, obs: Tensor) -> Tensor:
-        """f32[rows] from f32[rows, features]."""
-        return self.module["critic"](obs)[:, 0]
-
-    def value(self, obs: Tensor, last_obs: Tensor) -> Values:
-        width, agents = self._width, self.spec.env.num_agents
-        if obs.shape[-1] != width:
-            raise ConfigError(
-                f"role '{self.context.role}' sees {agents} agent(s) of '{self.spec.env.id}', "
-                f"{width} numbers in all, but the step shows it {obs.shape[-1]}\n"
-                f"    set algorithm.cfg.num_agents={agents}, or task.num_agents"
+    def build(self, context: WorkerContext) -> ReplayMemory:
+        if context.num_ranks > 1:
+            raise PlanError(
+                f"role '{context.role}' is one replay, but its group has {context.num_ranks} "
+                "ranks; place it on a group of one"
             )
-        return state_values(self._value, obs, last_obs, self.device)
+        return ReplayMemory(self, context)
 
-    def train(
-        self, loss: Loss[B, ValueOutput], batch: B, *, epochs: int = 1, num_minibatches: int = 1
-    ) -> TrainMetrics:
-        def forward(rows: Any, needs_entropy: bool) -> ValueOutput:
-            return ValueOutput(value=self._value(rows.obs[:, 0])[:, None])
 
-        return self._train(forward, loss, single_steps(batch), epochs, num_minibatches)
+class ReplayMemory(Replay):
+    """Steps in memory; they depend on what was added, and in which order."""
+
+    def __init__(self, spec: ReplaySpec, context: WorkerContext) -> None:
+        self.spec = spec
+        self.context = context
+        self.metrics: dict[str, Metric] = {}
+        self._ring: dict[str, Tensor] = {}
+        self._added = 0
+        self._step = 0
+
+    @property
+    def num_stored(self) -> int:
+        return min(self._added, self.spec.capacity)
+
+    def add(self, steps: Trajectories) -> Tensor:
+        self._check_order(call_key(self.context.role, "add").step)
+        if steps.action_mask.shape[-1]:
+            raise ValueError(
+                "the environments say which choices are allowed, and a replay does not keep that; "
+                "use an environment without masks, or an algorithm that learns from fresh steps"
+            )
+        self._keep(_transitions(steps))
+        self.metrics["stored"] = Metric.mean(float(self.num_stored), 1.0)
+        return torch.full((len(steps.env),), self.num_stored, dtype=torch.int64)
+
+    def _check_order(self, step: int) -> None:
+        if 0 < step < self._step:
+            raise StateError(
+                f"'{self.context.role}' was given step {step} after step {self._step}; what it "
+                "samples depends on the order, so its calls must come in the order of steps"
+            )
+        self._step = step
+
+    def _keep(self, new: dict[str, Tensor]) -> None:
+        capacity = self.spec.capacity
+        count = len(new["reward"])
+        if not self._ring:
+            self._ring = {
+                name: torch.zeros(capacity, *column.shape[1:], dtype=column.dtype)
+                for name, column in new.items()
+            }
+        kept = min(count, capacity)
+        at = torch.arange(self._added + count - kept, self._added + count) % capacity
+        for name, column in new.items():
+            self._ring[name][at] = column[count - kept :]
+        self._added += count
+
+    def sample(self, stored: Tensor, *, num_steps: int, at_least: int = 1) -> Transitions:
+        """Nothing but zeros comes of a replay that nothing was added to."""
+        key = call_key(self.context.role, "sample")
+        random = stream_generator(self.context.seed, self.context.role, "sample", key)
+        there = self.num_stored >= max(at_least, 1)
+        sampled = random.integers(max(self.num_stored, 1), size=num_steps)
+        at = torch.from_numpy(sampled)
+        columns = {name: column[at][:, None] for name, column in self._ring.items()}
+        return Transitions(**columns, mask=torch.full((num_steps, 1), there))
+
+    def save_state(self, folder: Path) -> None:
+        """Write what it holds as safetensors, and how much of it there was as JSON."""
+        folder.mkdir(parents=True, exist_ok=True)
+        held = {name: column[: self.num_stored] for name, column in self._ring.items()}
+        write_tensors(folder / _COLUMNS, held)
+        state = {
+            "format": _FORMAT,
+            "capacity": self.spec.capacity,
+            "added": self._added,
+            "step": self._step,
+        }
+        (folder / _STATE).write_text(json.dumps(state, indent=2) + "\n")
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what `save_state` wrote, bit for bit."""
+        state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+        if state["format"] != _FORMAT:
+            raise ValueError(f"'{folder}' has format {state['format']}, this version {_FORMAT}")
+        if state["capacity"] != self.spec.capacity:
+            raise ValueError(
+                f"'{folder}' holds a replay of {state['capacity']} steps, and '{self.context.role}'"
+                f" has room for {self.spec.capacity}; resume with the capacity it was saved with"
+            )
+        self._ring.clear()
+        self._added, self._step = int(state["added"]), int(state["step"])
+        for name, held in read_tensors(folder / _COLUMNS).items():
+            room = torch.zeros(self.spec.capacity, *held.shape[1:], dtype=held.dtype)
+            room[: len(held)] = held
+            self._ring[name] = room
+
+
+def _transitions(steps: Trajectories) -> dict[str, Tensor]:
+    """The steps that count as rows, environment by environment: columns of `Transitions`.
+
+    After an episode's last step the next column shows the state it was left in.
+    """
+    next_obs = torch.cat([steps.obs[:, 1:], steps.last_obs[:, None]], dim=1)
+    columns = {
+        "obs": steps.obs,
+        "action": steps.action,
+        "reward": steps.reward,
+        "next_obs": next_obs,
+        "terminated": steps.terminated,
+    }
+    return {name: column[steps.mask] for name, column in columns.items()}

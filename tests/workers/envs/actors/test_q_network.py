@@ -17,7 +17,7 @@ from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.run_dir.checkpoint import CheckpointStore
-from penstock.workers.envs.actors.value_networks import QNetworkSpec, TorchQNetwork
+from penstock.workers.envs.actors.q_learning import QNetworkSpec, TorchQNetwork
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 

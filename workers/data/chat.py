@@ -112,8 +112,6 @@ _PROBE = "penstock9probe"  # A word that no template writes and none escapes
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Options of rendering conversations, and prompts as conversations."""
-
     wrap: bool = False
     """Whether a prompt that is a text is rendered as one message of a user."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -213,7 +211,6 @@ class PromptEncoder:
         return "".join(str(message["content"]) for message in messages)
 
     def _asked(self, index: int) -> tuple[str, bool] | BadRow:
-        """Return the text of a prompt, and whether it was written without a template."""
         try:
             messages = self.messages(index)
         except NotMessages as error:

@@ -32,6 +32,12 @@ class InstructionKind:
     options: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
 
 
+def _kind(
+    name: str, check: str, *phrasings: str, options: Mapping[str, Sequence[Any]] | None = None
+) -> InstructionKind:
+    return InstructionKind(name=name, check=check, phrasings=phrasings, options=options or {})
+
+
 REQUESTS = (
     "Write one sentence about {topic}.",
     "Write a short sentence about {topic}.",
@@ -79,188 +85,152 @@ _LETTER = {"let_frequency": (1,)}
 _ONCE = {**_LETTER, "let_relation": ("at least",)}
 
 SEEN = (
-    InstructionKind(
-        name="quoted",
-        check="startend:quotation",
-        phrasings=(
-            "Wrap your whole answer in double quotation marks.",
-            "Put your entire answer in double quotation marks.",
-            "Start and end your answer with double quotation marks.",
-            'Your answer must begin and end with a double quotation mark (").',
-        ),
+    _kind(
+        "quoted",
+        "startend:quotation",
+        "Wrap your whole answer in double quotation marks.",
+        "Put your entire answer in double quotation marks.",
+        "Start and end your answer with double quotation marks.",
+        'Your answer must begin and end with a double quotation mark (").',
     ),
-    InstructionKind(
-        name="no commas",
-        check="punctuation:no_comma",
-        phrasings=(
-            "Do not use any commas.",
-            "Use no commas.",
-            "Your answer must not contain a comma.",
-            "Avoid commas.",
-        ),
+    _kind(
+        "no commas",
+        "punctuation:no_comma",
+        "Do not use any commas.",
+        "Use no commas.",
+        "Your answer must not contain a comma.",
+        "Avoid commas.",
     ),
-    InstructionKind(
-        name="few words",
-        check="length_constraints:number_words",
-        phrasings=(
-            "Use fewer than {num_words} words.",
-            "Your answer must have fewer than {num_words} words.",
-            "Write less than {num_words} words.",
-            "Keep it below {num_words} words.",
-        ),
+    _kind(
+        "few words",
+        "length_constraints:number_words",
+        "Use fewer than {num_words} words.",
+        "Your answer must have fewer than {num_words} words.",
+        "Write less than {num_words} words.",
+        "Keep it below {num_words} words.",
         options={"num_words": (9, 10, 11, 12, 13), "relation": ("less than",)},
     ),
-    InstructionKind(
-        name="title",
-        check="detectable_format:title",
-        phrasings=(
-            "Put a title in double angular brackets first, such as <<title>>.",
-            "Begin with a title wrapped in double angular brackets, such as <<title>>.",
-            "Your answer must contain a title in double angular brackets, such as <<title>>.",
-        ),
+    _kind(
+        "title",
+        "detectable_format:title",
+        "Put a title in double angular brackets first, such as <<title>>.",
+        "Begin with a title wrapped in double angular brackets, such as <<title>>.",
+        "Your answer must contain a title in double angular brackets, such as <<title>>.",
     ),
-    InstructionKind(
-        name="placeholder",
-        check="detectable_content:number_placeholders",
-        phrasings=(
-            "Include a placeholder in square brackets, such as [name].",
-            "Your answer must contain a placeholder in square brackets, such as [place].",
-            "Use at least one placeholder in square brackets, such as [date].",
-        ),
+    _kind(
+        "placeholder",
+        "detectable_content:number_placeholders",
+        "Include a placeholder in square brackets, such as [name].",
+        "Your answer must contain a placeholder in square brackets, such as [place].",
+        "Use at least one placeholder in square brackets, such as [date].",
         options={"num_placeholders": (1,)},
     ),
-    InstructionKind(
-        name="question mark",
-        check="letters:letter_counting2",
-        phrasings=(
-            "Use a question mark.",
-            "Your answer must contain a question mark.",
-            "Write it as a question.",
-            "Include a question.",
-        ),
+    _kind(
+        "question mark",
+        "letters:letter_counting2",
+        "Use a question mark.",
+        "Your answer must contain a question mark.",
+        "Write it as a question.",
+        "Include a question.",
         options={"letter": ("?",), **_ONCE},
     ),
-    InstructionKind(
-        name="section",
-        check="detectable_format:multiple_sections",
-        phrasings=(
-            'Begin with the heading "{section_spliter} 1".',
-            'Your answer must have the heading "{section_spliter} 1".',
-            'Write "{section_spliter} 1" first.',
-        ),
+    _kind(
+        "section",
+        "detectable_format:multiple_sections",
+        'Begin with the heading "{section_spliter} 1".',
+        'Your answer must have the heading "{section_spliter} 1".',
+        'Write "{section_spliter} 1" first.',
         options={"section_spliter": ("Section", "Part", "Chapter"), "num_sections": (1,)},
     ),
-    InstructionKind(
-        name="no repeats",
-        check="words:repeats",
-        phrasings=(
-            "Use no word more than once.",
-            "Do not repeat any word.",
-            "Every word of your answer must be different.",
-        ),
+    _kind(
+        "no repeats",
+        "words:repeats",
+        "Use no word more than once.",
+        "Do not repeat any word.",
+        "Every word of your answer must be different.",
         options={"small_n": (1,)},
     ),
 )
 """Kinds that are trained on."""
 
 UNSEEN = (
-    InstructionKind(
-        name="two keywords",
-        check="keywords:existence",
-        phrasings=(
-            'Include the words "{keywords[0]}" and "{keywords[1]}".',
-            'Your answer must contain the words "{keywords[0]}" and "{keywords[1]}".',
-            'Use the words "{keywords[0]}" and "{keywords[1]}".',
-        ),
+    _kind(
+        "two keywords",
+        "keywords:existence",
+        'Include the words "{keywords[0]}" and "{keywords[1]}".',
+        'Your answer must contain the words "{keywords[0]}" and "{keywords[1]}".',
+        'Use the words "{keywords[0]}" and "{keywords[1]}".',
         options={"keywords": tuple(zip(_WORDS, _WORDS[3:], strict=False))},
     ),
-    InstructionKind(
-        name="forbidden word",
-        check="keywords:forbidden_words",
-        phrasings=(
-            'Do not use the word "{forbidden_words[0]}".',
-            'Your answer must not contain the word "{forbidden_words[0]}".',
-            'Avoid the word "{forbidden_words[0]}".',
-        ),
+    _kind(
+        "forbidden word",
+        "keywords:forbidden_words",
+        'Do not use the word "{forbidden_words[0]}".',
+        'Your answer must not contain the word "{forbidden_words[0]}".',
+        'Avoid the word "{forbidden_words[0]}".',
         options={"forbidden_words": (("the",), ("is",), ("and",), ("a",))},
     ),
-    InstructionKind(
-        name="rare letter",
-        check="keywords:letter_frequency",
-        phrasings=(
-            "Use the letter {letter} at least once.",
-            "Include the letter {letter}.",
-            "Your answer must contain the letter {letter}.",
-        ),
+    _kind(
+        "rare letter",
+        "keywords:letter_frequency",
+        "Use the letter {letter} at least once.",
+        "Include the letter {letter}.",
+        "Your answer must contain the letter {letter}.",
         options={"letter": ("j", "x", "z", "q"), **_ONCE},
     ),
-    InstructionKind(
-        name="missing letter",
-        check="keywords:letter_frequency",
-        phrasings=(
-            "Do not use the letter {letter}.",
-            "Avoid the letter {letter}.",
-            "Your answer must not contain the letter {letter}.",
-        ),
+    _kind(
+        "missing letter",
+        "keywords:letter_frequency",
+        "Do not use the letter {letter}.",
+        "Avoid the letter {letter}.",
+        "Your answer must not contain the letter {letter}.",
         options={"letter": ("b", "m", "p", "v"), **_LETTER, "let_relation": ("less than",)},
     ),
-    InstructionKind(
-        name="postscript",
-        check="detectable_content:postscript",
-        phrasings=(
-            "Add a postscript that starts with {postscript_marker}",
-            "At the end, add a postscript starting with {postscript_marker}",
-            "Your answer must have a postscript that begins with {postscript_marker}",
-        ),
+    _kind(
+        "postscript",
+        "detectable_content:postscript",
+        "Add a postscript that starts with {postscript_marker}",
+        "At the end, add a postscript starting with {postscript_marker}",
+        "Your answer must have a postscript that begins with {postscript_marker}",
         options={"postscript_marker": ("P.S.",)},
     ),
-    InstructionKind(
-        name="highlight",
-        check="detectable_format:number_highlighted_sections",
-        phrasings=(
-            "Highlight a part of it with stars, such as *this*.",
-            "Put one word between stars, such as *this*.",
-            "Your answer must have a highlighted part, such as *highlighted part*.",
-        ),
+    _kind(
+        "highlight",
+        "detectable_format:number_highlighted_sections",
+        "Highlight a part of it with stars, such as *this*.",
+        "Put one word between stars, such as *this*.",
+        "Your answer must have a highlighted part, such as *highlighted part*.",
         options={"num_highlights": (1,)},
     ),
-    InstructionKind(
-        name="few letters",
-        check="letters:letter_counting",
-        phrasings=(
-            "Use fewer than {N} letters.",
-            "Your answer must have fewer than {N} letters.",
-            "Write less than {N} letters.",
-        ),
+    _kind(
+        "few letters",
+        "letters:letter_counting",
+        "Use fewer than {N} letters.",
+        "Your answer must have fewer than {N} letters.",
+        "Write less than {N} letters.",
         options={"N": (50, 60, 70), "relation": ("less than",)},
     ),
-    InstructionKind(
-        name="word twice",
-        check="keywords:frequency",
-        phrasings=(
-            'Use the word "{keyword}" at least {frequency} times.',
-            'The word "{keyword}" must appear at least {frequency} times.',
-            'Include the word "{keyword}" at least {frequency} times.',
-        ),
+    _kind(
+        "word twice",
+        "keywords:frequency",
+        'Use the word "{keyword}" at least {frequency} times.',
+        'The word "{keyword}" must appear at least {frequency} times.',
+        'Include the word "{keyword}" at least {frequency} times.',
         options={"keyword": _WORDS, "frequency": (2,), "relation": ("at least",)},
     ),
-    InstructionKind(
-        name="no full stop",
-        check="punctuation:punctuation_dot",
-        phrasings=(
-            "Do not use any full stop.",
-            "Use no periods.",
-            "Your answer must not contain a period.",
-        ),
+    _kind(
+        "no full stop",
+        "punctuation:punctuation_dot",
+        "Do not use any full stop.",
+        "Use no periods.",
+        "Your answer must not contain a period.",
     ),
-    InstructionKind(
-        name="last word",
-        check="last_word:last_word_answer",
-        phrasings=(
-            'End with the word "{last_word}".',
-            'The last word must be "{last_word}".',
-            'Your answer must end with the word "{last_word}".',
-        ),
+    _kind(
+        "last word",
+        "last_word:last_word_answer",
+        'End with the word "{last_word}".',
+        'The last word must be "{last_word}".',
+        'Your answer must end with the word "{last_word}".',
         options={"last_word": ("now", "world", "again", "today")},
     ),
 )
@@ -347,7 +317,6 @@ class InstructionTask(Task):
 def _problems(
     seed: int, part: str, count: int, kinds: Sequence[InstructionKind], topics: Sequence[str]
 ) -> list[_Problem]:
-    """`count` different prompts, the kinds taking turns."""
     rng = random.Random(f"instructions/{seed}/{part}")
     found: dict[str, _Problem] = {}
     tries = 0

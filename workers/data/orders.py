@@ -59,16 +59,12 @@ def _raw(count: int, seed: int, number: int) -> NDArray[np.uint64]:
 
 
 class StepRows(Protocol):
-    """Problems of each step."""
-
     @property
     def steps_per_epoch(self) -> int:
         """Steps until every problem could have been used."""
         ...
 
-    def at(self, step: int) -> list[int]:
-        """Problem indices of a step, all different."""
-        ...
+    def at(self, step: int) -> list[int]: ...
 
 
 def step_rows(

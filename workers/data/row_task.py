@@ -353,8 +353,6 @@ def _kind(value: Any) -> str:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Rows, and their name in messages."""
-
     name: str  # as the user named it
     rows: Iterable[tuple[str, Any]]  # where each row stands, and the row; read once
 

@@ -169,7 +169,6 @@ class SampleLog(Role):
         return found
 
     def _conversation(self, problem: int | None) -> str | None:
-        """Return the messages before the response, a line each; None of a plain prompt."""
         if problem is None or self._spec.task is None:
             return None
         if self._prompts is None:
@@ -185,7 +184,6 @@ class SampleLog(Role):
         return self._tokenizer
 
     def _text(self, ids: Tensor) -> str:
-        """Their text without special tokens; ids that the tokenizer does not know are left out."""
         tokenizer = self._known_tokenizer
         known = [token for token in ids.tolist() if token < tokenizer.vocab_size]
         text = tokenizer.backend.decode(

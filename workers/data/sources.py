@@ -125,7 +125,6 @@ class TaskSource:
         return kept
 
     def _with_response(self, index: int, prompt: list[int], response: Response) -> Encoded:
-        """Encode a prompt with a response, by the chat template if the prompt is a conversation."""
         if self._prompts.messages(index) is not None:
             return self._prompts.with_reply(index, response)
         ids = self._tokenizer.encode_response(str(response))

@@ -131,7 +131,6 @@ class StepAlarm:
             os._exit(1)
 
     def _come(self, now_s: float) -> None:
-        """Let the signal come when the first limit ends."""
         self._comes_s = min(self._since_s + self._seconds, self._outer_end_s)
         if self._comes_s < math.inf:
             signal.setitimer(signal.ITIMER_REAL, max(self._comes_s - now_s, _SOON_S))
@@ -261,7 +260,6 @@ class RestartedGroup(EnvGroup):
                 return found
 
     def _note(self, said: str, rows: Iterable[int], error: BaseException) -> None:
-        """Count a failure, and see that no more fail than may."""
         self.failures.append(Failure(said, tuple(rows)))
         most = self._members.max_restarts
         if len(self.failures) > most:
@@ -437,7 +435,6 @@ def to_features(
 
 
 def _leaves(space: gym.Space[Any]) -> list[gym.Space[Any]]:
-    """Return the parts of nested spaces, in the order of `flatten`."""
     match space:
         case spaces.Dict():
             parts = list(space.spaces.values())
@@ -449,7 +446,6 @@ def _leaves(space: gym.Space[Any]) -> list[gym.Space[Any]]:
 
 
 def _scale(leaf: gym.Space[Any]) -> NDArray[np.float32]:
-    """Return what a space's numbers are divided by."""
     image = (
         isinstance(leaf, spaces.Box)
         and leaf.dtype == np.uint8

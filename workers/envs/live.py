@@ -182,7 +182,6 @@ class LiveGroup:
         self._given_up: set[tuple[int, int]] = set()
 
     def named(self, index: int) -> str:
-        """Name of an environment in messages."""
         return f"environment {self.numbers[index]} (seed {self._group.seed_of(index)})"
 
     @property
@@ -259,7 +258,6 @@ class LiveGroup:
         return began
 
     def _remember(self, recurrent_state: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        """Keep what is remembered after a rollout; what was before it, f32[envs, units]."""
         began, self._recurrent_state = self._recurrent_state, recurrent_state
         if began is not None:
             return began

@@ -40,8 +40,6 @@ from .group import (
 
 @dataclass
 class _Single:
-    """One environment and how it came to where it is."""
-
     number: int
     env: gym.Env[Any, Any]
     episode: int = 0

@@ -45,7 +45,6 @@ _KINDS = "biufU"
 
 
 def can_save(value: object) -> bool:
-    """Return whether `to_json` can write a value."""
     if isinstance(value, (np.ndarray, np.generic)):
         return cast("NDArray[Any]", value).dtype.kind in _KINDS
     return value is None or isinstance(value, (bool, int, float, str))
@@ -61,7 +60,6 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Return the value that `to_json` was given."""
     if not isinstance(value, dict):
         return value
     array = np.array(value["values"], dtype=value["dtype"])
@@ -176,14 +174,12 @@ class NativeGroup(RestartedGroup):
         return self._replace
 
     def _replace(self) -> Stepped:
-        """Put another object in the place of one that failed, and begin all episodes anew."""
         self._env = self._remade(self._env.close, self._make)
         self._fixed = self._not_saved()
         self._num_made, self._num_steps = self._num_made + 1, 0
         return self._begin()
 
     def _named(self, *rows: int) -> str:
-        """Name of some environments in messages, by default all."""
         numbers = [self._numbers[row] for row in rows] or self._numbers
         which = f"environment {numbers[0]}" if len(rows) == 1 else f"environments {numbers!s:.80}"
         return f"{which} of '{self._name}' (seed {self._seed})"
@@ -213,7 +209,6 @@ class NativeGroup(RestartedGroup):
         ]
 
     def _layers(self) -> list[Any]:
-        """The object that steps all, last, and what it is wrapped in."""
         layers = [self._env]
         while isinstance(layers[-1], VectorWrapper):
             layers.append(layers[-1].env)

@@ -70,7 +70,6 @@ class _Timed(Actor):
         return found
 
     def times(self) -> LoopTimes:
-        """Times of a turn, on average since the beginning."""
         turns = max(self.num_turns, 1)
         all_s = time.perf_counter() - self._begin_s
         all_cpu_s = time.thread_time() - self._begin_cpu_s
@@ -93,8 +92,6 @@ def _num_waits() -> float:
 
 @dataclass
 class _Slot(Actor):
-    """One thread's place: passes requests on, and notes since when it steps."""
-
     actor: Actor
     ended: threading.Event  # the rollout is over for everyone
     numbers: Sequence[int] = ()  # the environments being stepped
@@ -196,7 +193,6 @@ class OverlappedGroups:
         return [found[index] for index in range(len(groups))]
 
     def _check(self, slots: Sequence[_Slot]) -> None:
-        """Require that no group steps for longer than its environments may, one by one."""
         for slot in slots:
             since_s = slot.stepping_s
             if since_s is None or self._step_limit_s is None:

@@ -163,7 +163,6 @@ class PoolGroup(RestartedGroup):
         return lambda: finite(self._reset(list(error.what), error.stepped))
 
     def _replace(self) -> Stepped:
-        """Put another pool in the place of one that failed, and begin all episodes anew."""
         close = self._env.close
         self._begin_anew(self._num_made + 1)
         self._env = self._remade(close, self._make)
@@ -254,7 +253,6 @@ class PoolGroup(RestartedGroup):
     def _taken_again(
         self, taken: NDArray[np.float32], resets: Mapping[int, list[list[int]]]
     ) -> Stepped:
-        """The last of all steps since the pool was made, and the resets after them."""
         self._alarm.arm()
         stepped = self._begun()
         for action in (None, *taken):
@@ -272,7 +270,6 @@ class PoolGroup(RestartedGroup):
 def pool_spaces(
     env_id: str, options: Mapping[str, Any], *, masked: bool = False
 ) -> tuple[int, ActionSpace]:
-    """Return the numbers of an observation, and the actions that there are."""
     made = ask_envpool("environment", env_id, "make_spec", options, advice=_GYMNASIUM)
     if getattr(made.config, "max_num_players", 1) > 1:
         raise ConfigError(

@@ -180,7 +180,6 @@ class EnvSpec:
 
     @one_process()
     def spaces(self) -> tuple[int, ActionSpace]:
-        """Numbers of an observation, and what can be done: of one agent."""
         if self.backend == "envpool":
             return pool_spaces(self.id, self.options, masked=self.masked)
         env = self.make()
@@ -237,7 +236,6 @@ class EnvSpec:
         return gym.spec(name).entry_point is None or self._same_in_both_forms()
 
     def _same_in_both_forms(self) -> bool:
-        """Return whether the vectorized form has the spaces of a single environment."""
         env = self.make()
         alone = env.observation_space, env.action_space
         env.close()

@@ -98,7 +98,6 @@ class GameRowSource:
 
 
 def _numbered(count: int, group_size: int, name: str) -> tuple[Tensor, Tensor]:
-    """Return numbers from 0 and the group of each, i64[count]."""
     if count < 1 or group_size < 1:
         raise ValueError(f"{name} is {count} and group_size {group_size}; expected at least 1")
     numbers = torch.arange(count)

@@ -197,7 +197,6 @@ class EnvWorker(Env):
     def _play(
         self, live: LiveGroup, actor: Actor, key: CallKey, num_episodes: int, max_steps: int
     ) -> Episodes:
-        """Play the first episodes of a group that has begun."""
         found = Episodes(len(live.numbers), num_episodes, max_steps)
         for piece in itertools.count():
             if found.over:
@@ -266,7 +265,6 @@ class EnvWorker(Env):
                 file.write(json.dumps(state) + "\n")
 
     def load_state(self, folder: Path) -> None:
-        """Read all groups; each goes on in the rank that is asked for it."""
         self.close()
         self._saved.clear()
         self._resumed = True

@@ -56,8 +56,6 @@ def proof(token: str, challenge: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Frame:
-    """One message."""
-
     header: Mapping[str, Any]  # From JSON
     arrays: tuple[Array | None, ...]  # The arrays it came with; writable, and nobody else's
 
@@ -76,7 +74,6 @@ class FrameReader:
         return bool(self._bytes)
 
     def take(self) -> Frame | None:
-        """The next frame, if all of it is there."""
         begin = _LENGTHS.size
         if len(self._bytes) < begin:
             return None
@@ -329,8 +326,6 @@ _LOG = logging.getLogger("penstock.serving")
 
 @dataclass
 class _Peer:
-    """One connection."""
-
     link: socket.socket  # The client's socket
     expected: bytes  # The proof it owes; empty once it has given it
     since_s: float  # When it connected, on the server's clock as all times here

@@ -206,7 +206,6 @@ class ChatClient:
         raise ChatError(f"{options.max_attempts} attempts failed; the last: {reason}")
 
     async def _post(self, client: httpx.AsyncClient, body: bytes) -> tuple[httpx.Response, str]:
-        """A response and its body, as it came: it is not decompressed."""
         reply = bytearray()
         async with client.stream(
             "POST", self._url, content=body, headers=self._headers
@@ -350,8 +349,6 @@ class JudgeSpec(ChatClientOptions):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of judging one response."""
-
     score: float | None = None  # from 0 to 1; None if there is none
     failure: Literal["", "parse_errors", "timeouts", "errors"] = ""  # why, as the metric counts it
     reason: str = ""  # what happened, for the log

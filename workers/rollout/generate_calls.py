@@ -284,7 +284,6 @@ def check_turns(at: str, sampling: Sampling, max_turns: int, *, branch: bool) ->
 
 
 def new_groups(prompt: Tensor, prompt_id: Tensor, step: int, num_samples: int) -> Unfinished:
-    """Return groups of which nothing has been sampled."""
     none = Responses.none_yet(len(prompt) * num_samples, 0)
     return Unfinished(
         prompt=prompt.cpu(),
@@ -299,7 +298,6 @@ def new_groups(prompt: Tensor, prompt_id: Tensor, step: int, num_samples: int) -
 
 
 def joined(parts: Sequence[Unfinished]) -> Unfinished:
-    """Return the groups of all parts, one after another."""
     columns: dict[str, Tensor] = {}
     for field in fields(Unfinished):
         pieces: list[Tensor] = [getattr(part, field.name).cpu() for part in parts]
@@ -312,7 +310,6 @@ def joined(parts: Sequence[Unfinished]) -> Unfinished:
 
 
 def num_tokens(groups: Unfinished) -> Tensor:
-    """Return the number of tokens of each response: i64[rows]."""
     return (groups.response >= 0).sum(1)
 
 
@@ -396,7 +393,6 @@ class OrderedAnswers:
 
     @property
     def num_missing(self) -> int:
-        """Responses that have not ended."""
         return sum(self._missing.values())
 
     def ended(

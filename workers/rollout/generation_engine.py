@@ -26,7 +26,6 @@ class EndedRows:
     at_least: int  # What every response still to come has at its end: at least so many tokens
 
     def put_into(self, responses: Responses) -> None:
-        """Fill these rows in where those of all rows are."""
         rows, new = self.rows, self.responses
         responses.token[rows], responses.logprob[rows] = new.token, new.logprob
         responses.length[rows], responses.finished[rows] = new.length, new.finished
@@ -73,7 +72,6 @@ class Responses:
         return Responses(token, logprob, length, length.bool(), token.clone())
 
     def rows(self, begin: int, end: int) -> Responses:
-        """Copies of some rows."""
         own = slice(begin, end)
         return Responses(
             self.token[own].clone(),

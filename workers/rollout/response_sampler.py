@@ -178,12 +178,9 @@ def _least_bisected(probability: Tensor, top_p: float) -> Tensor:
 class SampledTokens(NamedTuple):
     """The next tokens of M rows."""
 
-    token: Tensor
-    """i64[M]."""
-    logprob: Tensor
-    """f32[M]."""
-    place: Tensor
-    """i64[M]; index of the token in its response."""
+    token: Tensor  # i64[M]
+    logprob: Tensor  # f32[M]
+    place: Tensor  # i64[M]; index of the token in its response
 
 
 class TokenSampler:
@@ -218,7 +215,6 @@ class TokenSampler:
         self._true = torch.ones((), dtype=torch.bool, device=device)
 
     def begin(self, row: int, uniform: Tensor, limit: int, text: Tensor) -> None:
-        """Begin another response in a row."""
         self._uniform[row, : len(uniform)] = uniform.to(self._uniform.device)
         self.length[row], self._limit[row] = 0, limit
         if self._seen is not None:
@@ -456,7 +452,6 @@ class TurnSampler(ResponseSampler):
         self._reads: dict[int, deque[int]] = {}
 
     def begin(self, request: TurnRequest) -> None:
-        """Begin a turn of a row."""
         row, text = request.row, torch.tensor(request.text)
         self._prompt[row] = -1
         self._prompt[row, : len(text)] = text

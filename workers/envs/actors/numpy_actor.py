@@ -40,7 +40,6 @@ class NumpyRecurrent:
         )
 
     def blank(self, num_envs: int) -> NDArray[np.float32]:
-        """The state where nothing is remembered, f32[envs, units]."""
         return np.zeros((num_envs, self._units), np.float32)
 
     def step(

@@ -248,7 +248,6 @@ def single_steps(batch: Any) -> Any:
 
 @cache
 def _stepless(kind: type) -> frozenset[str]:
-    """The columns of a batch dataclass that have no axis of time."""
     specs = {name: spec_of(hint) for name, hint in get_type_hints(kind, None, None, True).items()}
     return frozenset(name for name, spec in specs.items() if spec and TIME not in spec.axes)
 

@@ -84,8 +84,6 @@ class QNetworkSpec(PerceptronWorkerSpec):
 
 
 class _QLayers(nn.Module):
-    """Values of all choices, and the share of random ones."""
-
     def __init__(self, spec: QNetworkSpec, num_features: int, num_choices: int) -> None:
         super().__init__()
         random = torch.Generator().manual_seed(spec.network.init_seed)
@@ -170,8 +168,7 @@ class TorchQNetwork(PerceptronWorker, QNetwork):
             self._on_host.is_stale = True
         return TrainMetrics({**found.metrics, "epsilon": Metric.mean(epsilon, 1.0)})
 
-    def _any_counts(self, batch: object) -> bool:
-        """Return whether any rank has a step to learn from; all of them must ask."""
+    def _any_counts(self, batch: object) -> bool:  # all ranks must ask
         mask = columns(batch).get("mask")
         if mask is None:
             return True

@@ -156,7 +156,6 @@ class PoolBoards:
         return np.where(live[:, None], of_players[self._games[:, None], players], np.float32(0))
 
     def _order(self, info: Mapping[str, Any]) -> NDArray[np.int64]:
-        """Where each game stands in what came back, of which every player has a row."""
         found, players = np.asarray(info["env_id"]), info["players"]
         if (
             not np.array_equal(np.sort(found), self._games)
@@ -173,7 +172,6 @@ class PoolBoards:
         info: Mapping[str, Any],
         order: NDArray[np.int64],
     ) -> None:
-        """Take what games show that go on, and what all of them allow."""
         flat = answered(self._named, self._alarm, lambda: self._flat(obs))
         if flat.size != self._obs.size:
             raise WorkerError(
@@ -302,7 +300,6 @@ class ZooBoards:
         return reward
 
     def _go_on(self, index: int) -> None:
-        """Note who is out of a game, and step them until it is the other's turn, or all are out."""
         game, players = self._games[index], self._players[index]
         for _ in range(3):  # either may have to be stepped once
             for side, player in enumerate(players):
@@ -379,7 +376,6 @@ def _made(game_id: str, options: Mapping[str, Any]) -> Any:
 
 
 def _require(game_id: str, game: Any, names: Iterable[str]) -> None:
-    """Refuse what is no game in PettingZoo's AEC form."""
     missing = [name for name in names if not hasattr(game, name)]
     if not missing:
         return
@@ -438,7 +434,6 @@ def _own(game_id: str, module: str, function: str) -> Callable[..., Any]:
 
 
 def _imported(game_id: str, name: str) -> Any:
-    """A module; a `ModuleNotFoundError` is left to the caller."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what pygame imports warns of its own end
@@ -455,7 +450,6 @@ def _needs(game_id: str, error: ModuleNotFoundError) -> str:
 
 
 def _raised(error: Exception) -> str:
-    """Describe an exception, with its line if that was not our call."""
     where = raised_at(error)
     place = "" if where.file == __file__ else f" ({where.short})"
     return f"raised {type(error).__name__}: {error}{place}"

@@ -272,8 +272,6 @@ class BoardGameWorker(BoardGame):
 
 
 class _Played:
-    """The games of a group while they are played. All that go on are at the same move."""
-
     def __init__(
         self, boards: Boards, columns: GameColumns, names: GameNames, players: tuple[Actor, Actor]
     ) -> None:
@@ -370,7 +368,6 @@ class _Played:
     def _remember(
         self, side: int, asked: NDArray[np.bool_], recurrent_state: NDArray[np.float32] | None
     ) -> None:
-        """Keep what a player has seen in the games in which it was asked."""
         if recurrent_state is None:
             return
         before = self._recurrent_states[side]

@@ -1,7 +1,7 @@
 """Where rows come from: a local JSONL or Parquet file, or a data set that `datasets` reads.
 
 Loading a JSONL file with `datasets` alone fails as a whole on one malformed line, so lines are
-parsed here, and `row_parts` says which of them are good. Of a file nothing is downloaded, executed
+parsed here, and `row_task` says which of them are good. Of a file nothing is downloaded, executed
 or unpickled.
 """
 

@@ -208,37 +208,32 @@ class ReplayMemory(Replay):
         return min(self._added, self.spec.capacity)
 
     def add(self, steps: Trajectories) -> Tensor:
-        self._check_order(call_key(self.context.role, "add").step)
-        if steps.action_mask.shape[-1]:
-            raise ValueError(
-                "the environments say which choices are allowed, and a replay does not keep that; "
-                "use an environment without masks, or an algorithm that learns from fresh steps"
-            )
-        self._keep(_transitions(steps))
-        self.metrics["stored"] = Metric.mean(float(self.num_stored), 1.0)
-        return torch.full((len(steps.env),), self.num_stored, dtype=torch.int64)
-
-    def _check_order(self, step: int) -> None:
+        step = call_key(self.context.role, "add").step
         if 0 < step < self._step:
             raise StateError(
                 f"'{self.context.role}' was given step {step} after step {self._step}; what it "
                 "samples depends on the order, so its calls must come in the order of steps"
             )
         self._step = step
-
-    def _keep(self, new: dict[str, Tensor]) -> None:
-        capacity = self.spec.capacity
-        count = len(new["reward"])
+        if steps.action_mask.shape[-1]:
+            raise ValueError(
+                "the environments say which choices are allowed, and a replay does not keep that; "
+                "use an environment without masks, or an algorithm that learns from fresh steps"
+            )
+        new, capacity = _transitions(steps), self.spec.capacity
         if not self._ring:
             self._ring = {
                 name: torch.zeros(capacity, *column.shape[1:], dtype=column.dtype)
                 for name, column in new.items()
             }
+        count = len(new["reward"])
         kept = min(count, capacity)
         at = torch.arange(self._added + count - kept, self._added + count) % capacity
         for name, column in new.items():
             self._ring[name][at] = column[count - kept :]
         self._added += count
+        self.metrics["stored"] = Metric.mean(float(self.num_stored), 1.0)
+        return torch.full((len(steps.env),), self.num_stored, dtype=torch.int64)
 
     def sample(self, stored: Tensor, *, num_steps: int, at_least: int = 1) -> Transitions:
         """Nothing but zeros comes of a replay that nothing was added to."""

@@ -228,7 +228,12 @@ def _run(work: dict[str, Any], results: TextIO) -> None:
     for call in work["calls"]:
         _write(results, _called(namespace, call))
     for test in work["asserts"]:
-        _write(results, {**_asserted(namespace, test), "token": work["token"]})
+        try:
+            exec(compile(test, "test.py", "exec"), namespace)
+            found: dict[str, Any] = {"value": True}
+        except Exception as error:  # a failed assertion is a result
+            found = {"error": f"{type(error).__name__}: {error}"[:500]}
+        _write(results, {**found, "token": work["token"]})
 
 
 def _called(namespace: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
@@ -285,14 +290,6 @@ def untyped(value: Any) -> Any:
         return bytes.fromhex(value["bytes"])
     ((kind, parts),) = value.items()
     return {"tuple": tuple, "set": set, "dict": dict}[kind](untyped(part) for part in parts)
-
-
-def _asserted(namespace: dict[str, Any], test: str) -> dict[str, Any]:
-    try:
-        exec(compile(test, "test.py", "exec"), namespace)
-    except Exception as error:  # a failed assertion is a result
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
-    return {"value": True}
 
 
 def _write(results: TextIO, result: dict[str, Any]) -> None:

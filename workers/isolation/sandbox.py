@@ -120,8 +120,7 @@ class Sandboxed:
                 "verdict": verdict[1].fileno(),
             }
             setup = {**kind.setup(), **descriptors, "limits": bounds(limits)}
-            with _unnamed_file("given") as given:
-                _fill(given, json.dumps({"setup": setup, "work": work}))
+            with _unnamed_file("given", json.dumps({"setup": setup, "work": work})) as given:
                 self._process = start(
                     kind.command(code, given.fileno(), python_environment=seeded),
                     {**kind.environment, **({"PYTHONHASHSEED": "0"} if seeded else {})},
@@ -369,9 +368,8 @@ def _run(
     """Run some work: what was told of its confinement, what became of it, whether it was killed."""
     token, num_calls = secrets.token_hex(16), len(work["calls"])
     with contextlib.ExitStack() as stack:
-        names = ("stdin", "stdout", "stderr", "results")
-        files = [stack.enter_context(_unnamed_file(name)) for name in names]
-        _fill(files[0], stdin)
+        texts = {"stdin": stdin, "stdout": "", "stderr": "", "results": ""}
+        files = [stack.enter_context(_unnamed_file(*each)) for each in texts.items()]
         streams = [file.fileno() for file in files]
         process = Sandboxed(kind, {**work, "token": token}, limits, streams, code=code)
         told, timed_out = f"it was not ready after {_START_S:g} s".encode(), False
@@ -521,17 +519,15 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
     return stack.enter_context(ends[0]), stack.enter_context(ends[1])
 
 
-def _unnamed_file(name: str) -> IO[bytes]:
-    """A file without a name, in memory where the system has such."""
+def _unnamed_file(name: str, text: str = "") -> IO[bytes]:
+    """A file without a name that holds a text, in memory where the system has such."""
     try:
-        return os.fdopen(os.memfd_create(f"penstock_{name}"), "w+b")
+        file = os.fdopen(os.memfd_create(f"penstock_{name}"), "w+b")
     except (AttributeError, OSError):  # only Linux has it, and may be told to refuse
-        return tempfile.TemporaryFile()
-
-
-def _fill(file: IO[bytes], text: str) -> None:
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by whoever asked for it
     file.write(text.encode("utf-8", errors="replace"))
     file.seek(0)
+    return file
 
 
 def _text(file: IO[bytes], num_bytes: int) -> str:

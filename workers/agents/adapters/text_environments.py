@@ -22,7 +22,7 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import gymnasium as gym
 
@@ -101,19 +101,6 @@ def _turn(spec: SeededSpec, turn: int, text: str, reward: float, over: bool) -> 
 _UNFINISHED = TurnResult(done=True, counts={"bad_replies": 1.0})
 
 
-class TextEnvironment(Protocol):
-    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """First observation, and further information."""
-        ...
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Observation, reward, whether it is over, whether it was cut off, information."""
-        ...
-
-    def close(self) -> None:
-        """End."""
-
-
 @option_class
 class GymnasiumTextTaskSpec(SeededSpec):
     """An environment, and the number of its seeds to use."""
@@ -130,12 +117,12 @@ class GymnasiumTextTaskSpec(SeededSpec):
         return GymnasiumTextTask(self)
 
     @one_process()
-    def make(self) -> TextEnvironment:
+    def make(self) -> gym.Env[Any, Any]:
         try:
             module, _, name = self.env.rpartition(":")
             found = getattr(import_module(module), name, None) if module else None
             if found is None:
-                return cast(TextEnvironment, gym.make(self.env, **self.options))
+                return gym.make(self.env, **self.options)
             return found(**self.options)
         except Exception as error:  # importing and making it runs whatever its author wrote
             raise ConfigError(
@@ -148,7 +135,7 @@ class GymnasiumTextTask(SeededTask):
     def __init__(self, spec: GymnasiumTextTaskSpec) -> None:
         self.spec, self.unfinished_score = spec, spec.unfinished_score
         self._thread = OwnThread(f"prompts of {spec.env}")
-        env: TextEnvironment | None = None
+        env: gym.Env[Any, Any] | None = None
         try:
             env = self._env = self._limited(self._thread.submit(spec.make))
             super().__init__(f"gymnasium_text[{spec.env}]", spec)
@@ -184,7 +171,7 @@ class GymnasiumTextTask(SeededTask):
 class TextEpisode(PlainEnvironment):
     def __init__(self, spec: GymnasiumTextTaskSpec, seed: int) -> None:
         self._spec, self._seed = spec, seed
-        self._env: TextEnvironment | None = None
+        self._env: gym.Env[Any, Any] | None = None
 
     def reset(self, problem: int, seed: int) -> None:
         self._env = self._spec.make()
@@ -205,7 +192,7 @@ class TextEpisode(PlainEnvironment):
             env.close()
 
 
-def _first_observation(env: TextEnvironment, seed: int) -> str:
+def _first_observation(env: gym.Env[Any, Any], seed: int) -> str:
     return _text(env.reset(seed=seed)[0])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from ...data.task import Message
 from ..environment import BadCall, Reply, ToolCall
@@ -65,21 +65,21 @@ def read_request(body: bytes) -> ChatRequest:
     given = _object(body)
     for name, allowed in _ONE_VALUE.items():
         if given.get(name) not in allowed:
-            _refuse(
+            raise Refused(
                 f"'{name}' is {_shown(given[name])}; give {_shown(allowed[0])}, or leave it out"
             )
     known = {*_WITHOUT_EFFECT, *_ONE_VALUE, *_SAMPLING}
     if unknown := sorted(given.keys() - known):
-        _refuse(f"'{unknown[0]}' is not known here; leave it out")
+        raise Refused(f"'{unknown[0]}' is not known here; leave it out")
     said = given.get("messages")
     if not isinstance(said, list) or not said:
-        _refuse("'messages' is missing, or no list")
+        raise Refused("'messages' is missing, or no list")
     messages = tuple(_message(one, f"messages[{n}]") for n, one in enumerate(cast(Any, said)))
     if messages[-1]["role"] == "assistant":
-        _refuse("the last message is the assistant's, not one to answer")
+        raise Refused("the last message is the assistant's, not one to answer")
     for name in ("stream", "logprobs"):
         if given.get(name) not in (None, True, False):
-            _refuse(f"'{name}' is {_shown(given[name])}; true or false is expected")
+            raise Refused(f"'{name}' is {_shown(given[name])}; true or false is expected")
     options = given.get("stream_options") or {}
     return ChatRequest(
         messages,
@@ -107,30 +107,30 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode().strip()
     except UnicodeDecodeError:
-        _refuse("the body is no text in UTF-8")
+        raise Refused("the body is no text in UTF-8") from None
     found = read_json(text, 0)
     if isinstance(found, str):
-        _refuse(f"the body is no JSON: {found}")
+        raise Refused(f"the body is no JSON: {found}")
     value, end = found
     if text[end:].strip() or not isinstance(value, dict):
-        _refuse("the body is not one JSON object")
+        raise Refused("the body is not one JSON object")
     checked = call_of("", "request", cast(object, value))  # bounded depth, numbers, characters
     if isinstance(checked, BadCall):
-        _refuse(checked.why.replace("arguments", "fields"))
+        raise Refused(checked.why.replace("arguments", "fields"))
     return cast("dict[str, Any]", value)
 
 
 def _message(given: Any, at: str) -> Message:
     role = given.get("role") if isinstance(given, dict) else None
     if role not in _ROLES:
-        _refuse(f"'{at}.role' is {_shown(role)}; one of {', '.join(_ROLES)} is expected")
+        raise Refused(f"'{at}.role' is {_shown(role)}; one of {', '.join(_ROLES)} is expected")
     message: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
         "content": _text(given.get("content"), f"{at}.content"),
     }
     calls = given.get("tool_calls") or []
     if not isinstance(calls, list):
-        _refuse(f"'{at}.tool_calls' is no list")
+        raise Refused(f"'{at}.tool_calls' is no list")
     if role == "assistant" and calls:
         message["tool_calls"] = [
             _call(call, f"{at}.tool_calls[{n}]") for n, call in enumerate(cast("list[Any]", calls))
@@ -152,7 +152,7 @@ def _text(content: Any, at: str) -> str:
     for part in cast("Sequence[Any]", content if isinstance(content, list) else [content]):
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str) or part.get("type") != "text":
-            _refuse(f"'{at}' has a part that is no text; the policy reads texts alone")
+            raise Refused(f"'{at}' has a part that is no text; the policy reads texts alone")
         texts.append(text)
     return "".join(texts)
 
@@ -168,14 +168,14 @@ def _call(given: Any, at: str) -> dict[str, Any]:
     """A call that the assistant made, with its arguments as an object."""
     function = _function_of(given)
     if function is None:
-        _refuse(f"'{at}.function.name' is missing")
+        raise Refused(f"'{at}.function.name' is missing")
     arguments = function.get("arguments") or "{}"
     found = read_json(arguments, 0) if isinstance(arguments, str) else (arguments, 0)
     if isinstance(found, str) or not isinstance(found[0], dict):
-        _refuse(f"'{at}.function.arguments' is no JSON object")
+        raise Refused(f"'{at}.function.arguments' is no JSON object")
     checked = call_of("", function["name"], found[0])  # as the whole body, of which it is a text
     if isinstance(checked, BadCall):
-        _refuse(f"'{at}.function.arguments': {checked.why}")
+        raise Refused(f"'{at}.function.arguments': {checked.why}")
     return {"type": "function", "function": {"name": function["name"], "arguments": found[0]}}
 
 
@@ -183,10 +183,10 @@ def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:
     if given is None:
         return ()
     if not isinstance(given, list):
-        _refuse("'tools' is no list")
+        raise Refused("'tools' is no list")
     for n, tool in enumerate(cast("list[Any]", given)):
         if _function_of(tool) is None:
-            _refuse(f"'tools[{n}]' is no function with a name")
+            raise Refused(f"'tools[{n}]' is no function with a name")
     return tuple(given)
 
 
@@ -196,7 +196,7 @@ def _max_tokens(given: Mapping[str, Any]) -> int | None:
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            _refuse(f"'{name}' is {_shown(value)}; a number above 0 is expected")
+            raise Refused(f"'{name}' is {_shown(value)}; a number above 0 is expected")
         return value
     return None
 
@@ -204,10 +204,6 @@ def _max_tokens(given: Mapping[str, Any]) -> int | None:
 def _shown(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-def _refuse(why: str) -> NoReturn:
-    raise Refused(why)
 
 
 @dataclass(frozen=True)

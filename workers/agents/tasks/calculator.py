@@ -119,7 +119,24 @@ class CalculatorTaskSpec(GeneratedSpec):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least:g}")
 
     def build(self) -> CalculatorTask:
-        _check(self)
+        if not self.operators or set(self.operators) - set("+-*"):
+            raise ConfigError(
+                f"'task.operators' is {self.operators!r}\n    give some of the characters + - *"
+            )
+        if "{expression}" not in self.prompt_template:
+            raise ConfigError(
+                f"'task.prompt_template' is {self.prompt_template!r}, which has no place for the "
+                "expression\n    write {expression} where it stands"
+            )
+        longest = self.max_terms * (self.max_digits + 1) - 1
+        digits = self.max_digits * self.max_terms if "*" in self.operators else self.max_digits + 2
+        if longest > LONGEST_EXPRESSION or digits > _MOST_VALUE_DIGITS:
+            raise ConfigError(
+                f"task 'calculator' with {self.max_terms} numbers of {self.max_digits} digits has "
+                "expressions that the calculator refuses\n"
+                "    lower task.max_terms or task.max_digits: at most "
+                f"{LONGEST_EXPRESSION} characters and values of {_MOST_VALUE_DIGITS} digits"
+            )
         return CalculatorTask(self)
 
 
@@ -209,24 +226,3 @@ def _last_number(text: str) -> int | None:
     found = _NUMBER.findall(text)
     # Longer ones are no answer, and Python refuses to read very long ones.
     return int(found[-1]) if found and len(found[-1]) <= _MOST_VALUE_DIGITS + 1 else None
-
-
-def _check(spec: CalculatorTaskSpec) -> None:
-    if not spec.operators or set(spec.operators) - set("+-*"):
-        raise ConfigError(
-            f"'task.operators' is {spec.operators!r}\n    give some of the characters + - *"
-        )
-    if "{expression}" not in spec.prompt_template:
-        raise ConfigError(
-            f"'task.prompt_template' is {spec.prompt_template!r}, which has no place for the "
-            "expression\n    write {expression} where it stands"
-        )
-    longest = spec.max_terms * (spec.max_digits + 1) - 1
-    digits = spec.max_digits * spec.max_terms if "*" in spec.operators else spec.max_digits + 2
-    if longest > LONGEST_EXPRESSION or digits > _MOST_VALUE_DIGITS:
-        raise ConfigError(
-            f"task 'calculator' with {spec.max_terms} numbers of {spec.max_digits} digits has "
-            "expressions that the calculator refuses\n"
-            f"    lower task.max_terms or task.max_digits: at most {LONGEST_EXPRESSION} characters "
-            f"and values of {_MOST_VALUE_DIGITS} digits"
-        )

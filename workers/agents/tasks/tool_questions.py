@@ -98,7 +98,7 @@ class ToolQuestions(GeneratedTask[ToolQuestion]):
         def score(said: str) -> float:
             return float(self.is_right(asked, said))
 
-        return PlainCalls(ToolEnvironment([self._tool], score, limits), self.read)
+        return PlainCalls(self, self._tool, score, limits)
 
     def begin(self, index: int) -> PlainEnvironment:
         return ScriptedCalls(self, self.problem(index), self._options.max_turns)
@@ -107,30 +107,25 @@ class ToolQuestions(GeneratedTask[ToolQuestion]):
         await self._tool.close()
 
 
-class PlainCalls:
-    """Lets a model without a format of calls make them; an `Environment`.
+class PlainCalls(ToolEnvironment):
+    """Lets a model without a format of calls make them.
 
     A reply that was cut off is no answer: it ends the conversation and is worth 0.
     """
 
     def __init__(
-        self, environment: ToolEnvironment, read: Callable[[str], ToolCall | None]
+        self, task: ToolQuestions, tool: Tool, score: Callable[[str], float], limits: ToolLimits
     ) -> None:
-        self._environment, self._read = environment, read
-
-    def reset(self, problem: int, seed: int) -> None:
-        self._environment.reset(problem, seed)
+        super().__init__([tool], score, limits)
+        self._task = task
 
     async def step(self, reply: Reply) -> TurnResult:
         if not reply.finished:
             return TurnResult(done=True)
-        call = None if reply.calls else self._read(reply.text)
+        call = None if reply.calls else self._task.read(reply.text)
         if call is not None:
             reply = replace(reply, content="", calls=(call,))
-        return await self._environment.step(reply)
-
-    async def close(self) -> None:
-        await self._environment.close()
+        return await super().step(reply)
 
 
 class ScriptedCalls(PlainEnvironment):

@@ -302,71 +302,60 @@ class McpTools:
 class McpTool(Tool):
     def __init__(self, options: McpTools, schemas: Sequence[Mapping[str, Any]]) -> None:
         self.deterministic = options.deterministic
-        self._options, self.schemas = options, tuple(schemas)
-        self._shared = None if options.per_conversation else McpServer(options)
-        self._own: set[McpServer] = set()
+        self.options, self.schemas = options, tuple(schemas)
+        self.names = frozenset(schema["function"]["name"] for schema in self.schemas)
+        # The one that all conversations share, or those of the ones that are open.
+        self.servers = set[McpServer]() if options.per_conversation else {McpServer(options)}
 
     @override
     def open(self, seed: int) -> ToolSession:
         """Begin a conversation; a server is connected to with the first call."""
-        names = frozenset(schema["function"]["name"] for schema in self.schemas)
-        if self._shared is not None:
-            return _Session(self._options, names, self._shared, None)
-        server = McpServer(self._options)
-        self._own.add(server)
-        return _Session(self._options, names, server, self._own)
+        if self.options.per_conversation:
+            server = McpServer(self.options)
+            self.servers.add(server)
+            return _Session(self, server)
+        return _Session(self, *self.servers)
 
     @override
     async def close(self) -> None:
-        for server in (*self._own, *([self._shared] if self._shared else [])):
+        for server in tuple(self.servers):
             await server.close()
-        self._own.clear()
+        if self.options.per_conversation:
+            self.servers.clear()
 
 
 class _Session(ToolSession):
-    """The calls of one conversation; it closes the server if that is among its own."""
+    """The calls of one conversation; it closes the server if that is its own."""
 
-    def __init__(
-        self,
-        options: McpTools,
-        names: frozenset[str],
-        server: McpServer,
-        own: set[McpServer] | None,
-    ) -> None:
-        self._options, self._names, self._server, self._own = options, names, server, own
+    def __init__(self, tool: McpTool, server: McpServer) -> None:
+        self._tool, self._options, self._server = tool, tool.options, server
         self._made: list[tuple[str, Mapping[str, Any], ToolText]] = []
         self._which = 0
 
     @override
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
-        if name not in self._names:
+        if name not in self._tool.names:
             return ToolText(f"there is no tool {name!r}", error=True)
-        try:
-            return await self._call_once(name, arguments)
-        except ServerLost as error:
-            lost = error
-        if self._options.deterministic:
+        lost = ""
+        for _ in range(1 + self._options.deterministic):
             try:
                 return await self._call_once(name, arguments)
             except ServerLost as error:
-                lost = error
-        return ToolText(cut(str(lost), self._options.max_bytes), error=True)
+                lost = str(error)
+        return ToolText(cut(lost, self._options.max_bytes), error=True)
 
     async def _call_once(self, name: str, arguments: Mapping[str, Any]) -> ToolText:
         """Call a tool of a server that knows what was said before, if that matters to it."""
-        if self._own is None or not self._options.deterministic:
+        if not (self._options.per_conversation and self._options.deterministic):
             return await self._answer(name, arguments)
         which = self._server.which()
-        known = self._made if which == self._which else await self._told_again(which)
-        told = await self._noted(which, name, arguments)
-        self._which, self._made = which, [*known, (name, arguments, told)]
-        return told
-
-    async def _told_again(self, which: int) -> list[tuple[str, Mapping[str, Any], ToolText]]:
-        for name, arguments, told in self._made:
-            if await self._noted(which, name, arguments) != told:
+        for earlier, given, told in self._made if which != self._which else ():
+            if await self._noted(which, earlier, given) != told:
                 raise ServerLost(_OTHERWISE)
-        return self._made
+        told = await self._noted(which, name, arguments)
+        self._which = which
+        self._made.append((name, arguments, told))
+        return told
 
     async def _noted(self, which: int, name: str, arguments: Mapping[str, Any]) -> ToolText:
         told = await self._answer(name, arguments)
@@ -388,8 +377,8 @@ class _Session(ToolSession):
 
     @override
     async def close(self) -> None:
-        if self._own is not None and self._server in self._own:
-            self._own.remove(self._server)
+        if self._options.per_conversation and self._server in self._tool.servers:
+            self._tool.servers.remove(self._server)
             await self._server.close()
 
 

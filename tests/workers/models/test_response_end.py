@@ -7,13 +7,14 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.runtime.call_context import call_scope
+from penstock.dataflow.runtime.call_context import CallKey, call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.agents.worker import AgentSpec, AgentWorker
 from penstock.workers.data.chat import ChatOptions, encode_conversation
@@ -130,9 +131,9 @@ def test_what_is_scored_judged_shown_and_answered_is_without_what_ended_it(
         task=echo, tokenizer=replace(spec, chat_template=template), chat=ChatOptions()
     ).build(CONTEXT)
     assert isinstance(agent, AgentWorker)
-    reply = agent._reply(  # pyright: ignore[reportPrivateUsage]
-        0, found.token[0, : int(found.length[0])], bool(found.finished[0])
-    )
+    floor: Any = SimpleNamespace(speak=None)
+    exchange = agent._exchange(None, floor, CallKey(0, 0))  # pyright: ignore[reportPrivateUsage]
+    reply = exchange.reply_of(0, found.token[0, : int(found.length[0])], bool(found.finished[0]))
     assert (reply.text, reply.content, reply.finished) == ("42", "42", ending != "cut off")
 
 

@@ -43,7 +43,7 @@ from .pool import END_S, STOP_S, CallResult, Lines, NotSaid, ready
 
 _PIECES = Path(__file__).with_name("pieces.py")
 _POLL_S = 0.01
-_TICKS_S = 0.1
+_TICKS_S = 0.25  # the kernel counts by the tick, and late on a busy machine
 _START_S = 30.0  # seconds until a process is confined; they do not count as the program's
 _LOOK_S = 0.05  # between two looks at how many threads an interpreter has
 _RESULT_BYTES = 1 << 20
@@ -174,7 +174,6 @@ class Sandboxed:
             try:
                 cpu_s = self._kill()
                 by_signal = by_itself and was_killed(self._process.returncode)
-                # The kernel counts by the tick.
                 self.used_up = by_signal and cpu_s >= bounds(self._limits)["cpu_s"] - _TICKS_S
                 self.was_killed = by_signal and not self.used_up
                 check_nothing_left(self._process.pid, STOP_S)

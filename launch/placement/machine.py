@@ -351,27 +351,6 @@ def _words(name: str) -> set[str]:
     return {re.sub(r"^(\d+)gb$", r"\1g", word) for word in found}
 
 
-def as_cluster(
-    gpus: Iterable[Gpu], known: Mapping[str, ClusterSpec] | None = None
-) -> ClusterSpec | None:
-    """Return one node of the devices; None if they differ or no option describes them."""
-    known = presets() if known is None else known
-    several = list(gpus)
-    options = {preset_of(gpu.name, known) for gpu in several}
-    (option, *others) = options
-    if option is None or others:
-        return None
-    node = known[option].node_groups[0]
-    # A plan is for equal devices, so the smallest counts.
-    memory_bytes = min(gpu.memory_bytes for gpu in several)
-    device = node.device.model_copy(update={"memory_bytes": memory_bytes})
-    own = node.model_copy(
-        update={"num_nodes": 1, "devices_per_node": len(several), "device": device}
-    )
-    between = known[option].between  # never used: there is one node
-    return ClusterSpec(name="this machine", node_groups=(own,), between=between)
-
-
 def said_of(gpus: Iterable[Gpu]) -> str:
     """Describe the devices for people.
 
@@ -417,13 +396,20 @@ def planned_machine(run: Run) -> PlannedMachine | str:
 
 def _gpus(section: ExecutorConfig) -> PlannedMachine | str:
     nodes = [n for n in executor_kind(section.kind).machines() if _num_gpus(n)]
-    gpus = [] if nodes else gpus_here()
-    cluster = as_cluster(gpus) if gpus else None
-    if cluster is not None:
-        option = cluster.node_groups[0].device.name
-        return PlannedMachine(
-            cluster, None, f"this machine has {said_of(gpus)}, planned as {option}"
-        )
+    gpus, known = [] if nodes else gpus_here(), presets()
+    options = {preset_of(gpu.name, known) for gpu in gpus}
+    option = options.pop() if len(options) == 1 else None
+    if option is not None:  # they are equal, and known
+        preset = known[option]
+        node = preset.node_groups[0]
+        # A plan is for equal devices, so the smallest counts.
+        memory_bytes = min(gpu.memory_bytes for gpu in gpus)
+        device = node.device.model_copy(update={"memory_bytes": memory_bytes})
+        own = {"num_nodes": 1, "devices_per_node": len(gpus), "device": device}
+        groups = (node.model_copy(update=own),)  # one node, so what is between them is never used
+        cluster = ClusterSpec(name="this machine", node_groups=groups, between=preset.between)
+        note = f"this machine has {said_of(gpus)}, planned as {device.name}"
+        return PlannedMachine(cluster, None, note)
     number = len(gpus) + sum(map(_num_gpus, nodes))
     if not number:
         raise ConfigError(

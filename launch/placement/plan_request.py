@@ -21,7 +21,7 @@ from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph, check_segments
 from ...dataflow.runtime.messages import TaskSpan
 from ...dataflow.scheduler.schedule import Schedule
-from ...planner.cost.calibration import Constants, default_constants
+from ...planner.cost.calibration import Constants
 from ...planner.cost.engine_model import RoleEngines
 from ...planner.formatting import change_text, ranges_text, seconds_text
 from ...planner.inputs.calls import Call, Workload, calls_of
@@ -36,7 +36,7 @@ from ...planner.search.pins import Pins
 from ..inputs.run import resolved
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.step_logs import read_trace
-from .machine import cluster_spec, named_devices, read_calibration
+from .machine import PlannedMachine, cluster_spec, named_devices, read_calibration
 from .models import PlanInputs, local_model, with_dtype
 
 
@@ -237,9 +237,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
         segments=segments,
         refused=refused,
         notes=tuple(notes),
-        constants=default_constants(cluster)
-        if calibration is None
-        else calibration.constants_for(models.values()),
+        constants=PlannedMachine(cluster, calibration).constants(models),
         engines=engines,
         others=others,
         words=found.engines.words,

@@ -27,7 +27,7 @@ from ...algorithms.roles.environment import Actor, EnvRows
 from ...algorithms.roles.language_tables import PolicyOutput, Sampling, ScoreOutput
 from ...configs.schema import EvaluationConfig
 from ...dataflow.errors import WorkerError
-from ...dataflow.graph.graph import Argument, Constant, Graph, Node, Ref, RoleRef
+from ...dataflow.graph.graph import Constant, Graph, Ref, RoleRef
 from ...dataflow.graph.role import Role
 from ...dataflow.graph.tracer import build
 from ...dataflow.kinds import NodeKind
@@ -225,22 +225,20 @@ def renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
     def named(role: str) -> str:
         return names.get(role, role)
 
-    def argument(value: Argument) -> Argument:
-        return RoleRef(named(value.role)) if isinstance(value, RoleRef) else value
-
-    def node(one: Node) -> Node:
-        return replace(
-            one,
-            role=named(one.role) if one.role else one.role,
-            arguments=tuple((name, argument(value)) for name, value in one.arguments),
-            reads=tuple(replace(read, role=named(read.role)) for read in one.reads),
+    nodes = tuple(
+        replace(
+            node,
+            role=node.role and named(node.role),
+            arguments=tuple(
+                (name, RoleRef(named(one.role)) if isinstance(one, RoleRef) else one)
+                for name, one in node.arguments
+            ),
+            reads=tuple(replace(read, role=named(read.role)) for read in node.reads),
         )
-
+        for node in graph.nodes
+    )
     roles = {named(role): contract for role, contract in graph.roles.items()}
-    return replace(graph, nodes=tuple(map(node, graph.nodes)), roles=roles)
-
-
-_RETURN = "env.evaluate/episode_return"
+    return replace(graph, nodes=nodes, roles=roles)
 
 
 def env_actors(stage: Stage) -> dict[str, str]:
@@ -291,10 +289,9 @@ class EnvEvaluator:
         metrics: dict[str, float] = {}
         for actor, program in self._actors.items():
             (result,) = engine.run({"rows": self._rows}, 1, program=program)
-            returns[actor] = result.metrics[_RETURN]
+            returns[actor] = result.metrics["env.evaluate/episode_return"]
             metrics |= {f"{actor}/{key}": value for key, value in result.metrics.items()}
-        found = Measured(metrics, episode_return=returns, num_episodes=self._num_episodes)
-        return {WHOLE: found}
+        return {WHOLE: Measured(metrics, episode_return=returns, num_episodes=self._num_episodes)}
 
 
 def measured_losses(rows: HeldOutRows, engine: Engine, program: str) -> dict[str, float]:

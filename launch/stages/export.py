@@ -22,7 +22,7 @@ import yaml
 from ... import __version__
 from ...dataflow.errors import ConfigError, PenstockError
 from ...dataflow.files import opened, writing
-from ...dataflow.graph.role import Role, Worker
+from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
 from ...planner.plan.plan import Plan
 from ...workers.models.architecture import quiet_transformers
@@ -70,7 +70,9 @@ def export_roles(
     folders: dict[str, Path] = {}
     hashes: dict[str, str] = {}
     for role, spec in roles.items():
-        worker = restored(role, spec, checkpoint / role, seed)
+        worker: Any = spec
+        if is_spec(spec):
+            worker = RestoredSpec(spec, checkpoint / role).build(WorkerContext(role, seed))
         hashes[role] = tensors_sha256(worker.export_weights())
         draft = folder / f"{role}.writing"
         shutil.rmtree(draft, ignore_errors=True)
@@ -84,14 +86,6 @@ def export_roles(
         shutil.rmtree(folder / role, ignore_errors=True)
         folders[role] = draft.rename(folder / role)
     return Exported(folders, hashes)
-
-
-def restored(role: str, spec: WorkerSpec | Role, state: Path, seed: int) -> Worker:
-    """A worker of this process as it was when its state was saved, which trains no further."""
-    built: Any = spec
-    if is_spec(spec):
-        built = RestoredSpec(spec, state).build(WorkerContext(role, seed))
-    return built
 
 
 @dataclass(frozen=True)
@@ -144,38 +138,32 @@ class KeptRun:
 
     def checkpoint(self, step: int | str | None) -> KeptCheckpoint:
         """The checkpoint of a step, the best one, or the newest."""
+        found, run = checkpoints_in(self.folder.checkpoints), f"run '{self.folder.id}'"
+        steps = ", ".join(map(str, found))
+        there = f"    checkpoints are there of steps: {steps or 'none'}"
         if step == "best":
-            step = self._best_step()
-        there = checkpoints_in(self.folder.checkpoints)
+            metric = self.best_by
+            step = None if metric is None else Evaluations(self.folder.path).best(metric)
+            if step is None:
+                why = "it was not to keep one" if metric is None else "no step is evaluated yet"
+                raise ConfigError(
+                    f"{run} has no best step: {why}\n{there}; evaluation.keep_best keeps the best "
+                    "one of a run"
+                )
         faults: list[str] = []
-        for kept in [step] if isinstance(step, int) else reversed(there):
-            folder = there.get(kept)
+        for kept in [step] if isinstance(step, int) else reversed(found):
+            folder = found.get(kept)
             if folder is None:
                 continue
             fault = fault_of(folder)
             if fault is None:
                 return KeptCheckpoint(kept, folder)
             if folder.exists():
-                faults.append(f"checkpoint '{folder}' cannot be used: {fault}")
+                faults.append(f"checkpoint '{folder}' cannot be used: {fault}\n")
         if faults:
-            raise ConfigError("\n    ".join([*faults, self._there()]))
+            raise ConfigError("    ".join(faults) + there)
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise ConfigError(f"run '{self.folder.id}' keeps {which}\n    {self._there()}")
-
-    def _best_step(self) -> int:
-        metric = self.best_by
-        best = None if metric is None else Evaluations(self.folder.path).best(metric)
-        if best is None:
-            raise ConfigError(
-                f"run '{self.folder.id}' has no best step: "
-                + ("it was not to keep one" if metric is None else "no step is evaluated yet")
-                + f"\n    {self._there()}; evaluation.keep_best keeps the best one of a run"
-            )
-        return best
-
-    def _there(self) -> str:
-        steps = ", ".join(map(str, checkpoints_in(self.folder.checkpoints)))
-        return f"checkpoints are there of steps: {steps or 'none'}"
+        raise ConfigError(f"{run} keeps {which}\n{there}")
 
     def policy(
         self, step: int | str | None, role: str | None = None

@@ -141,9 +141,9 @@ def _role(model: ModelConfig, stage: Stage, role: str, earlier: list[Stage]) -> 
 
 def _default_worker(contract: type[Role], earlier: list[Stage], given: RoleConfig) -> str | None:
     if contract is Reward:
-        started = given.start is not None or bool(given.start_mean)
-        learned = started or any(stage.trained(RewardModel) for stage in earlier)
-        return "reward_model" if learned else "rule"
+        started = given.start is not None or given.start_mean
+        learned = any(stage.trained(RewardModel) for stage in earlier)
+        return "reward_model" if started or learned else "rule"
     named = next((name for name, known in CONTRACTS.items() if contract is known), None)
     return named or contract.default_worker
 

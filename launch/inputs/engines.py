@@ -58,8 +58,7 @@ ENV_SPECS = Registry[Any](
 )
 """The workers that can be named, and the spec of each."""
 
-NETWORKS = frozenset({"actor_critic", "team_critic", "q_network"})
-"""Those that have weights."""
+NETWORKS = frozenset({"actor_critic", "team_critic", "q_network"})  # those that have weights
 
 NETWORK_SPECS = Registry[Any](
     {"perceptron": "penstock.workers.envs.actors.perceptron:PerceptronSpec"}

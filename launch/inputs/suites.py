@@ -169,8 +169,7 @@ def _sampling(
     return sampling
 
 
-HELD_OUT_LOSS = "held_out_loss"
-"""The program that computes the loss on held-out rows."""
+HELD_OUT_LOSS = "held_out_loss"  # the program that computes the loss on held-out rows
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from ...dataflow.scheduler.schedule import Schedule
 from ..inputs.record import Stage, load_step, step_cfg
 from .stage_result import needed_nodes, ranked_nodes
 
-Row = Mapping[str, float]
-"""A step's metrics, `node/name` -> number."""
+Row = Mapping[str, float]  # a step's metrics, `node/name` -> number
 
 # Steps in a row that show a sign before it is reported, and without it before it has gone away: one
 # step may be luck. Of equal groups there are many whenever a task is nearly solved.
@@ -356,8 +355,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-KINDS: tuple[str, ...] = tuple(dict.fromkeys(rule.kind for rule in RULES))
-"""All kinds of signs."""
+KINDS: tuple[str, ...] = tuple(dict.fromkeys(rule.kind for rule in RULES))  # all kinds of signs
 
 
 @dataclass(frozen=True)

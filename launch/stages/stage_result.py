@@ -42,8 +42,7 @@ _SHOWN = (
 )
 """Metrics worth a place on the progress line, best first."""
 
-_TROUBLE = ("env_restarts", "cut_off")
-"""Those that come before them where they are not 0."""
+_TROUBLE = ("env_restarts", "cut_off")  # those that come before them where they are not 0
 
 _CURVES = (
     ("episode_return", "episode return"),

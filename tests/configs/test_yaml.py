@@ -22,7 +22,7 @@ FETCHED = [
     *(Path("model/hub"), Path("model/smollm2-135m")),
     *(Path("experiment/smollm2"), Path("experiment/smollm2_agent")),
 ]
-"""Models that are not there before a run fetches or converts them; see `test_settled.py`."""
+"""Models that are not there before a run fetches or converts them; see `test_models.py`."""
 FOR_PLANS = [
     option
     for option in OPTIONS

@@ -7,7 +7,7 @@ from penstock.configs.schema import MismatchConfig
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.stages.signs import RULES, SignFacts, facts_of
 
-from .test_headline import stage
+from .test_stage_result import stage
 
 
 def facts(*words: str, max_lag: int = 0) -> SignFacts:

@@ -13,7 +13,7 @@ import os, sys
 from dataclasses import dataclass
 import penstock.algorithms.grpo as grpo
 from penstock.algorithms.grpo import GRPO
-from penstock.algorithms.roles.language import PerSample, Policy, Prompts, Reward
+from penstock.algorithms.roles import PerSample, Policy, Prompts, Reward
 from penstock.dataflow import op
 """
 STEP = "def step(prompts: Prompts, actor: Policy, reward: Reward, cfg: GRPO):\n    "

@@ -23,6 +23,7 @@ from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.training.host_memory import HostCopy
 from penstock.workers.training.microbatch import take_rows
+from penstock.workers.training.network import MicroBatches
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 from torch_models import architecture, make_prompts
@@ -220,7 +221,7 @@ def numbers_saved(policy: Any, tokens: Tensor, num_parts: int = 1) -> int:
     def load(tokens: Tensor) -> Any:
         return SimpleNamespace(tokens=tokens)
 
-    policy.network.run([tokens] * num_parts, load, compute, backward=True)
+    policy.network.run(MicroBatches([tokens] * num_parts, load, compute), backward=True)
     return sum(tensor.numel() for tensor in saved.values())
 
 

@@ -118,6 +118,13 @@ def composed(name: str, *overrides: str) -> RunConfig:
     return run_config(data)
 
 
+def options_of(name: str, *overrides: str) -> Any:
+    """An algorithm's options as a run has them; None if it has none."""
+    algorithm = composed(name, *overrides).algorithm
+    step = load_step(algorithm.step, "algorithm.step")
+    return step_cfg(step, algorithm.cfg, "algorithm.cfg").get("cfg")
+
+
 def configured(name: str, *overrides: str) -> Configured:
     """One of `NAMES`, ready to run."""
     config = composed(name, *overrides)

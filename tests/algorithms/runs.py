@@ -17,6 +17,7 @@ from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.role import Metric
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Source
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
 from penstock.workers.data.sources import DemonstrationSource, PairSource, PromptSource
@@ -80,6 +81,22 @@ class Run:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "graph", build(self.step, cfg=self.cfg))
+
+    def apart(
+        self, rollout: int | DeviceGroup = 1, main: int | DeviceGroup = 1, **options: Any
+    ) -> Placement:
+        """The actor samples on a group of its own; all else is on another."""
+        given = {"main": main, "rollout": rollout}
+        first, second = (
+            DeviceGroup(name, group) if isinstance(group, int) else group
+            for name, group in given.items()
+        )
+        nodes = {
+            node.name: second.name if node.name == "actor.generate" else first.name
+            for node in self.graph.nodes
+            if node.name not in self.graph.sources
+        }
+        return Placement((first, second), nodes, **options)
 
 
 def model() -> ModelSpec:

@@ -185,7 +185,7 @@ LOSSES: dict[str, tuple[Loss[Any, Any], type]] = {
     "hinge": (DPOLoss(loss_type="hinge"), ReferencePairBatch),
     "robust": (DPOLoss(loss_type="robust", label_smoothing=0.1), ReferencePairBatch),
     "kto": (KTOLoss(undesirable_weight=1.3), FeedbackBatch),
-    "reward_modelling": (BradleyTerryLoss(centering_coef=0.01), PairBatch),
+    "reward_modelling": (BradleyTerryLoss(margin=0.3, centering_coef=0.01), PairBatch),
     "margin_modelling": (MarginLoss(), ScoredPairBatch),
     "cost_modelling": (CostModelLoss(safe_from=0.0), ScoredPairBatch),
 }

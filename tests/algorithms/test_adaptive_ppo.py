@@ -13,14 +13,7 @@ from penstock.algorithms.ppo import PPO, ppo_step
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.training.controllers import AdaptiveKL, KLControllerSpec
 
-from .test_steps import (
-    LOG_RATIO,
-    PROMPTS,
-    VALUES,
-    ScriptedCritic,
-    ScriptedPolicy,
-    ScriptedReward,
-)
+from .test_steps import run_ppo
 
 
 def make() -> AdaptiveKL:
@@ -62,10 +55,7 @@ def test_a_saved_controller_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def trained(step: Any, cfg: PPO, *more: Any) -> dict[str, Any]:
     """What PPO or the adaptive one trains actor and critic on."""
-    actor = ScriptedPolicy(LOG_RATIO - 1, [True, True], [0, 1])
-    ref = ScriptedPolicy(torch.full_like(LOG_RATIO, -1), [True, True], [0, 1])
-    critic = ScriptedCritic(VALUES)
-    step(PROMPTS, actor, critic, ref, ScriptedReward([2, -1]), *more, cfg)
+    actor, critic, _ = run_ppo(cfg, *more, step=step)
     return {
         "advantage": actor.trained["batch"].advantage,
         "target": critic.trained["batch"].value_target,

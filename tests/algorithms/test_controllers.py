@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from penstock.algorithms.controllers import Ascent, next_log_multiplier
 from penstock.algorithms.papers.safe_rlhf import SafeRLHF, lagrangian_advantage, safe_rlhf_step
-from penstock.algorithms.ppo import PPO, ppo_step
+from penstock.algorithms.ppo import PPO
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.training.controllers import LagrangeMultiplier, MultiplierSpec
-from torch import Tensor
 
 from .test_steps import (
     LOG_RATIO,
@@ -25,6 +24,7 @@ from .test_steps import (
     ScriptedCritic,
     ScriptedPolicy,
     ScriptedReward,
+    run_ppo,
 )
 
 
@@ -119,19 +119,12 @@ def run_safe(cfg: SafeRLHF, initial: float, costs: list[float]) -> dict[str, Any
     }
 
 
-def plain(cfg: PPO) -> tuple[Tensor, Tensor]:
-    actor = ScriptedPolicy(LOG_RATIO - 1, [True, True], [0, 1])
-    ref = ScriptedPolicy(torch.full_like(LOG_RATIO, -1), [True, True], [0, 1])
-    critic = ScriptedCritic(VALUES)
-    ppo_step(PROMPTS, actor, critic, ref, ScriptedReward([2, -1]), cfg)
-    return actor.trained["batch"].advantage, critic.trained["batch"].value_target
-
-
 def test_without_a_price_it_is_ppo() -> None:
     found = run_safe(SafeRLHF(ascent=Ascent(lr=0.0)), 1e-12, [1, 1])
-    advantage, target = plain(PPO(whiten_advantages=False, kl_coef=0.02))
-    torch.testing.assert_close(found["advantage"], advantage, atol=1e-6, rtol=0)
-    torch.testing.assert_close(found["target"], target)
+    actor, critic, _ = run_ppo(PPO(whiten_advantages=False, kl_coef=0.02))
+    expected = actor.trained["batch"].advantage
+    torch.testing.assert_close(found["advantage"], expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found["target"], critic.trained["batch"].value_target)
 
 
 def test_costs_are_weighed_at_the_price_after_the_update() -> None:

@@ -51,9 +51,18 @@ class Trained:
     def forward(self, batch: Any, loss: Loss[Any, Any]) -> Any:
         raise NotImplementedError
 
-    def fit(self, loss: Loss[Any, Any], batch: Any, epochs: int) -> TrainMetrics:
+    def train(
+        self,
+        loss: Loss[Any, Any],
+        batch: Any,
+        *,
+        epochs: int = 1,
+        num_minibatches: int = 1,
+        temperature: float = 1.0,
+    ) -> TrainMetrics:
+        self.temperature = temperature
         metrics: dict[str, Metric] = {}
-        for _ in range(epochs):
+        for _ in range(epochs * num_minibatches):
             totals = loss.totals(batch)
             gradient = torch.zeros_like(self.parameter)
             for rows in micro_batches(batch, loss.unit):
@@ -123,18 +132,6 @@ class TablePolicy(Trained, Policy):
         entropy = -(logprobs.exp() * logprobs).sum(-1) if loss.needs_entropy else None
         return PolicyOutput(logprob=logprob, entropy=entropy)
 
-    def train(
-        self,
-        loss: Loss[Any, PolicyOutput],
-        batch: Any,
-        *,
-        epochs: int = 1,
-        num_minibatches: int = 1,
-        temperature: float = 1.0,
-    ) -> TrainMetrics:
-        self.temperature = temperature
-        return self.fit(loss, batch, epochs * num_minibatches)
-
 
 class TableCritic(Trained, ValueModel):
     """One value per last token."""
@@ -148,16 +145,6 @@ class TableCritic(Trained, ValueModel):
     def forward(self, batch: Any, loss: Loss[Any, Any]) -> ValueOutput:
         return ValueOutput(value=self.parameter[previous(batch.tokens)])
 
-    def train(
-        self,
-        loss: Loss[Any, ValueOutput],
-        batch: Any,
-        *,
-        epochs: int = 1,
-        num_minibatches: int = 1,
-    ) -> TrainMetrics:
-        return self.fit(loss, batch, epochs * num_minibatches)
-
 
 class TableReward(Trained, RewardModel):
     """Sum of one weight per response token."""
@@ -168,16 +155,6 @@ class TableReward(Trained, RewardModel):
     def forward(self, batch: Any, loss: Loss[Any, Any]) -> ScoreOutput:
         weight = torch.where(batch.mask, self.parameter[batch.tokens.clamp(min=0)], 0.0)
         return ScoreOutput(score=weight.sum(1))
-
-    def train(
-        self,
-        loss: Loss[Any, ScoreOutput],
-        batch: Any,
-        *,
-        epochs: int = 1,
-        num_minibatches: int = 1,
-    ) -> TrainMetrics:
-        return self.fit(loss, batch, epochs * num_minibatches)
 
 
 class CountsToken3(Reward):

@@ -10,13 +10,7 @@ from penstock.algorithms.roles import ProcessReward, StepScores
 from torch import Tensor
 
 from .test_steps import (
-    LOG_RATIO,
     MASK,
-    PROMPTS,
-    VALUES,
-    ScriptedCritic,
-    ScriptedPolicy,
-    ScriptedReward,
     run_ppo,
     with_prompt,
 )
@@ -33,16 +27,13 @@ class ScriptedSteps(ProcessReward):
 
 
 def returns(cfg: ProcessPPO) -> Tensor:
-    actor = ScriptedPolicy(LOG_RATIO - 1, [True, True], [0, 1])
-    ref = ScriptedPolicy(torch.full_like(LOG_RATIO, -1), [True, True], [0, 1])
-    critic = ScriptedCritic(VALUES)
-    process_ppo_step(PROMPTS, actor, critic, ref, ScriptedReward([2, -1]), ScriptedSteps(), cfg)
+    _, critic, _ = run_ppo(cfg, ScriptedSteps(), step=process_ppo_step)
     return critic.trained["batch"].value_target
 
 
 def test_the_critic_expects_the_rewards_of_steps_as_well() -> None:
     """With lambda 1 a return is the sum of the rewards from there on."""
-    _, plain, _ = run_ppo(ProcessPPO(gae_lambda=1.0), [True, True])
+    _, plain, _ = run_ppo(ProcessPPO(gae_lambda=1.0))
     cfg = ProcessPPO(gae_lambda=1.0, step_coef=0.5)
     added = 0.5 * process_reward(SCORES, ENDS)
     expected = plain.trained["batch"].value_target + added.flip(1).cumsum(1).flip(1)
@@ -52,7 +43,7 @@ def test_the_critic_expects_the_rewards_of_steps_as_well() -> None:
 
 
 def test_without_a_weight_for_steps_it_is_ppo() -> None:
-    _, plain, _ = run_ppo(ProcessPPO(), [True, True])
+    _, plain, _ = run_ppo(ProcessPPO())
     assert torch.equal(returns(ProcessPPO(step_coef=0.0)), plain.trained["batch"].value_target)
 
 

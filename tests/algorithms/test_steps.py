@@ -107,17 +107,19 @@ VALUES = with_prompt([[0.5, 0.6, 0.7, 0, 0], [0.1, 0.2, 0.3, 0.4, 0.5]])
 
 
 def run_ppo(
-    cfg: PPO, finished: list[bool]
+    cfg: PPO, *more: Any, step: Any = ppo_step, first_finished: bool = True
 ) -> tuple[ScriptedPolicy, ScriptedCritic, ScriptedPolicy]:
+    """PPO, or a step with some more roles after its own."""
+    finished = [first_finished, True]
     actor = ScriptedPolicy(LOG_RATIO - 1, finished, [0, 1])
     ref = ScriptedPolicy(torch.full_like(LOG_RATIO, -1), finished, [0, 1])
     critic = ScriptedCritic(VALUES)
-    ppo_step(PROMPTS, actor, critic, ref, ScriptedReward([2, -1]), cfg)
+    step(PROMPTS, actor, critic, ref, ScriptedReward([2, -1]), *more, cfg)
     return actor, critic, ref
 
 
 def test_ppo_trains_on_the_printed_advantages_and_returns() -> None:
-    actor, critic, ref = run_ppo(PPO(), [True, True])
+    actor, critic, ref = run_ppo(PPO())
     advantage = with_prompt(
         [
             [1.303071, 1.279806, 1.246717, 0, 0],
@@ -139,8 +141,8 @@ def test_ppo_trains_on_the_printed_advantages_and_returns() -> None:
 
 def test_ppo_replaces_the_score_of_a_response_that_was_cut_off() -> None:
     """Row 0 loses its score of 2 for -1: its last return falls by exactly 3."""
-    _, whole, _ = run_ppo(PPO(), [True, True])
-    _, cut, _ = run_ppo(PPO(), [False, True])
+    _, whole, _ = run_ppo(PPO())
+    _, cut, _ = run_ppo(PPO(), first_finished=False)
     change = cut.trained["batch"].value_target - whole.trained["batch"].value_target
     assert change[0, 3].item() == pytest.approx(-3)
     assert not change[1].any()
@@ -155,7 +157,7 @@ def test_ppo_can_whiten_rewards_keeping_their_mean() -> None:
     reward = with_prompt([[-0.005, 0.005, 1.99, 0, 0], [-0.005, 0, 0, 0.005, -1.01]])
     kept = reward[MASK]
     scaled = (kept - kept.mean()) / kept.std(correction=0) + kept.mean()
-    _, critic, _ = run_ppo(PPO(whiten_rewards=True, gae_lambda=1.0), [True, True])
+    _, critic, _ = run_ppo(PPO(whiten_rewards=True, gae_lambda=1.0))
     returns = critic.trained["batch"].value_target
     assert returns[0, 1].item() == pytest.approx(scaled[:3].sum().item(), abs=1e-6)
     assert returns[1, 1].item() == pytest.approx(scaled[3:].sum().item(), abs=1e-6)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.algorithms.losses import DPOLoss, KTOLoss
 from penstock.algorithms.losses.preference import BradleyTerryLoss, dpo_loss, kto_kl, kto_loss
 from penstock.algorithms.papers.margin_modelling import MarginLoss
-from penstock.algorithms.papers.safe_rlhf import CostModelLoss, cost_model_loss
+from penstock.algorithms.papers.safe_rlhf import CostModelLoss
 from penstock.algorithms.roles import (
     FeedbackBatch,
     PairBatch,
@@ -60,16 +60,6 @@ def test_kto() -> None:
         undesirable_weight=0.5,
     )
     assert weighed.tolist() == pytest.approx([0.92514, 0.2562485], abs=1e-6)
-
-
-def test_cost_model() -> None:
-    loss = cost_model_loss(
-        unsafer_cost=torch.tensor([1.0, 0.2]).double(),
-        safer_cost=torch.tensor([-0.5, 0.6]).double(),
-        unsafer_sign=torch.tensor([1.0, 1.0]).double(),
-        safer_sign=torch.tensor([-1.0, 1.0]).double(),
-    )
-    assert loss.mean().item() == pytest.approx(1.468697, abs=1e-6)
 
 
 @given(
@@ -150,20 +140,6 @@ def test_a_pair_without_tokens_counts_for_nothing() -> None:
     assert not gradient[2:].any()
     nothing = dpo_batch(torch.zeros_like(MASK))
     assert float(loss(PolicyOutput(spread([1, 2, 3, 4])), nothing, loss.totals(nothing)).total) == 0
-
-
-def test_pairs_may_be_split_into_micro_batches() -> None:
-    loss, batch, logprob = DPOLoss(), dpo_batch(), spread([-12, -15, -2, -9])
-    whole = loss(PolicyOutput(logprob), batch, loss.totals(batch)).total
-    parts = [
-        loss(
-            PolicyOutput(logprob[rows]),
-            ReferencePairBatch(**{name: c[rows] for name, c in vars(batch).items()}),
-            loss.totals(batch),
-        ).total
-        for rows in (slice(0, 2), slice(2, 4))
-    ]
-    assert float(sum(parts)) == pytest.approx(float(whole), abs=1e-9)
 
 
 def test_kto_loss_averages_over_responses() -> None:

@@ -22,19 +22,7 @@ from penstock.algorithms.ops.reductions import Variance, masked_mean, masked_var
 from penstock.algorithms.ops.returns import GaeTargets, Masking, gae, return_to_go
 from torch import Tensor
 
-Rows = list[list[float]]
-
-
-def f64(values: Rows | list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def mask_of(rows: list[list[int]]) -> Tensor:
-    return torch.tensor(rows).bool()
-
-
-def assert_close(actual: Tensor, expected: Rows | list[float]) -> None:
-    torch.testing.assert_close(actual, f64(expected).to(actual), atol=1e-6, rtol=0)
+from ..tensors import Rows, assert_close, f64, mask_of
 
 
 def widen(column: Tensor, prompt: int, padding: int, fill: float = 0.0) -> Tensor:
@@ -437,21 +425,6 @@ scores_in_groups = st.lists(st.integers(2, 5), min_size=1, max_size=4).flatmap(
         st.permutations(range(sum(sizes))),
     )
 )
-
-
-@given(scores_in_groups)
-def test_group_advantages_follow_their_rows_through_any_permutation(
-    case: tuple[list[int], list[float], list[int]],
-) -> None:
-    groups, scores, order = case
-    score, prompt_id, permutation = f64(scores), torch.tensor(groups) * 11 + 3, torch.tensor(order)
-    for advantage in (
-        group_advantage,
-        functools.partial(group_advantage, divide_by_std=False),
-        leave_one_out,
-    ):
-        shuffled = advantage(score[permutation], prompt_id[permutation])
-        torch.testing.assert_close(shuffled, advantage(score, prompt_id)[permutation])
 
 
 @settings(max_examples=50)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,16 +19,9 @@ from penstock.algorithms.ops.kl import (
 )
 from torch import Tensor
 
+from ..tensors import Rows, assert_close, f64, mask_of
+
 ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "k2", "k3", "abs")
-
-
-def f64(rows: list[list[float]]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def assert_close(actual: Tensor, expected: list[list[float]] | list[float]) -> None:
-    wanted = torch.tensor(expected, dtype=actual.dtype)
-    torch.testing.assert_close(actual, wanted, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -110,31 +106,35 @@ def test_k3_is_never_negative(log_ratios: list[float]) -> None:
 
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
 LOG_RATIO = f64([[0.1, -0.1, 0.2, 0, 0], [0.1, 0, 0, -0.1, 0.2]])
-SCORE = torch.tensor([2.0, -1.0], dtype=torch.float64)
-LAST_TOKEN = [[-0.005, 0.005, 1.99, 0, 0], [-0.005, 0, 0, 0.005, -1.01]]
-AFTER_LAST = [[-0.005, 0.005, -0.01, 2, 0], [-0.005, 0, 0, 0.005, -1.01]]
+ZEROS = torch.zeros_like(LOG_RATIO)
+SCORE = f64([2, -1])
+LAST_TOKEN: Rows = [[-0.005, 0.005, 1.99, 0, 0], [-0.005, 0, 0, 0.005, -1.01]]
+AFTER_LAST: Rows = [[-0.005, 0.005, -0.01, 2, 0], [-0.005, 0, 0, 0.005, -1.01]]
+
+
+def shaped(score: Tensor = SCORE, mask: Tensor = MASK, **options: Any) -> Tensor:
+    """Without a KL unless `logprob` says otherwise."""
+    given: dict[str, Any] = {"logprob": ZEROS, "ref_logprob": ZEROS, "kl_coef": 0.05, **options}
+    return kl_shaped_reward(score, mask, **given)
 
 
 @pytest.mark.parametrize(
     ("score_slot", "expected"), [("last_token", LAST_TOKEN), ("after_last", AFTER_LAST)]
 )
-def test_shaped_reward(score_slot: ScoreSlot, expected: list[list[float]]) -> None:
-    reward = kl_shaped_reward(
-        SCORE,
-        MASK,
-        logprob=LOG_RATIO - 1,
-        ref_logprob=torch.full_like(LOG_RATIO, -1),
-        kl_coef=0.05,
-        score_slot=score_slot,
-    )
+def test_shaped_reward(score_slot: ScoreSlot, expected: Rows) -> None:
+    logprob = LOG_RATIO.clone().requires_grad_()
+    reward = shaped(logprob=logprob - 1, ref_logprob=ZEROS - 1, score_slot=score_slot)
     assert_close(reward, expected)
+    assert not reward.requires_grad
+    none_sampled = MASK & torch.tensor([[True], [False]])
+    reward = shaped(SCORE, none_sampled, score_slot=score_slot)
+    assert_close(reward.sum(1), [2, 0])
 
 
 def test_shaped_reward_with_prompt_in_front_and_tool_tokens_inside() -> None:
-    mask = torch.tensor([[0, 0, 1, 0, 1, 0]]).bool()
-    reward = kl_shaped_reward(
+    reward = shaped(
         torch.tensor([3.0]),
-        mask,
+        mask_of([[0, 0, 1, 0, 1, 0]]),
         logprob=torch.tensor([[9.0, 9.0, -1.0, 9.0, -2.0, 9.0]]),
         ref_logprob=torch.tensor([[0.0, torch.nan, -2.0, torch.inf, -1.0, 0.0]]),
         kl_coef=0.5,
@@ -146,27 +146,13 @@ def test_shaped_reward_with_prompt_in_front_and_tool_tokens_inside() -> None:
     ("no_eos", "expected"), [("none", 2), ("replace", -1), ("subtract", 1), ("zero", 0)]
 )
 def test_missing_end_of_sequence(no_eos: NoEos, expected: float) -> None:
-    zeros = torch.zeros_like(LOG_RATIO)
-    reward = kl_shaped_reward(
-        SCORE,
-        MASK,
-        logprob=zeros,
-        ref_logprob=zeros,
-        kl_coef=0.05,
-        finished=torch.tensor([False, True]),
-        no_eos=no_eos,
-    )
+    reward = shaped(finished=torch.tensor([False, True]), no_eos=no_eos)
     assert_close(reward, [[0, 0, expected, 0, 0], [0, 0, 0, 0, -1]])
 
 
 def test_score_is_clipped_before_the_missing_end_is_judged() -> None:
-    zeros = torch.zeros_like(LOG_RATIO)
-    reward = kl_shaped_reward(
-        torch.tensor([50.0, -50.0]).double(),
-        MASK,
-        logprob=zeros,
-        ref_logprob=zeros,
-        kl_coef=1.0,
+    reward = shaped(
+        f64([50, -50]),
         score_clip=5,
         finished=torch.tensor([True, False]),
         no_eos="subtract",
@@ -175,43 +161,16 @@ def test_score_is_clipped_before_the_missing_end_is_judged() -> None:
     assert_close(reward.sum(1), [5, -7])
 
 
-def test_a_row_without_sampled_tokens_gets_nothing() -> None:
-    for score_slot in ("last_token", "after_last"):
-        reward = kl_shaped_reward(
-            SCORE,
-            MASK & torch.tensor([[True], [False]]),
-            logprob=LOG_RATIO,
-            ref_logprob=LOG_RATIO,
-            kl_coef=1.0,
-            score_slot=score_slot,
-        )
-        assert_close(reward.sum(1), [2, 0])
-
-
-def test_the_shaped_reward_carries_no_gradient() -> None:
-    logprob = LOG_RATIO.clone().requires_grad_()
-    reward = kl_shaped_reward(
-        SCORE, MASK, logprob=logprob, ref_logprob=torch.zeros_like(LOG_RATIO), kl_coef=0.05
-    )
-    assert not reward.requires_grad
-
-
 @given(padding=st.integers(0, 4), prompt=st.integers(0, 4))
 def test_shaped_reward_does_not_see_padding_or_prompt(padding: int, prompt: int) -> None:
     def widen(column: Tensor, fill: float) -> Tensor:
         return torch.nn.functional.pad(column, (prompt, padding), value=fill)
 
-    reward = kl_shaped_reward(
-        SCORE,
-        widen(MASK, 0),
-        logprob=widen(LOG_RATIO, -7.0),
-        ref_logprob=widen(torch.zeros_like(LOG_RATIO), 3.0),
-        kl_coef=0.05,
+    reward = shaped(
+        SCORE, widen(MASK, 0), logprob=widen(LOG_RATIO, -7.0), ref_logprob=widen(ZEROS, 3.0)
     )
     assert_close(reward[:, prompt : prompt + 5], LAST_TOKEN)
-    assert reward.abs().sum().item() == pytest.approx(
-        torch.tensor(LAST_TOKEN).abs().sum().item(), abs=1e-6
-    )
+    assert reward.abs().sum().item() == pytest.approx(f64(LAST_TOKEN).abs().sum().item(), abs=1e-6)
 
 
 @pytest.mark.parametrize(("observed", "expected"), [(9, 0.150768), (5.4, 0.149616)])
@@ -238,29 +197,28 @@ def test_an_adaptive_coefficient_stays_positive(
     assert abs(kl_coef / 0.1 - 1) <= max_change + 1e-12
 
 
-def test_messages() -> None:
-    zeros = torch.zeros_like(LOG_RATIO)
-    with pytest.raises(ValueError, match="no_eos='zero' must know .* pass finished=bool"):
-        kl_shaped_reward(SCORE, MASK, logprob=zeros, ref_logprob=zeros, kl_coef=0.05, no_eos="zero")
-    with pytest.raises(ValueError, match=r"score must have one entry per row .* \[2\], got \[1\]"):
-        kl_shaped_reward(SCORE[:1], MASK, logprob=zeros, ref_logprob=zeros, kl_coef=0.05)
-    with pytest.raises(ValueError, match="KL estimator 'k4' is unknown; choose 'k1', 'k2'"):
-        kl_estimate(
-            MASK,
-            logprob=zeros,
-            ref_logprob=zeros,
-            estimator="k4",  # pyright: ignore[reportArgumentType]
-        )
-    with pytest.raises(ValueError, match="score_slot 'eos' is unknown; choose 'last_token'"):
-        kl_shaped_reward(
-            SCORE,
-            MASK,
-            logprob=zeros,
-            ref_logprob=zeros,
-            kl_coef=0.05,
-            score_slot="eos",  # pyright: ignore[reportArgumentType]
-        )
-    with pytest.raises(ValueError, match="target_kl and horizon must be positive, got 0 and 10000"):
-        adaptive_kl_coef(0.1, observed_kl=1, target_kl=0, num_sequences=1)
-    with pytest.raises(ValueError, match="max_change must be at least 0 and below 1, got 1;"):
-        adaptive_kl_coef(0.1, observed_kl=1, num_sequences=1, max_change=1)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: shaped(no_eos="zero"), "no_eos='zero' must know .* pass finished=bool"),
+        (lambda: shaped(SCORE[:1]), r"score must have one entry per row .* \[2\], got \[1\]"),
+        (lambda: shaped(score_slot="eos"), "score_slot 'eos' is unknown; choose 'last_token'"),
+        (
+            lambda: kl_estimate(
+                MASK, logprob=ZEROS, ref_logprob=ZEROS, estimator=cast("Any", "k4")
+            ),
+            "KL estimator 'k4' is unknown; choose 'k1', 'k2'",
+        ),
+        (
+            lambda: adaptive_kl_coef(0.1, observed_kl=1, target_kl=0, num_sequences=1),
+            "target_kl and horizon must be positive, got 0 and 10000",
+        ),
+        (
+            lambda: adaptive_kl_coef(0.1, observed_kl=1, num_sequences=1, max_change=1),
+            "max_change must be at least 0 and below 1, got 1;",
+        ),
+    ],
+)
+def test_messages(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.algorithms.losses import ClippedPolicyLoss, rebel_loss
+from penstock.algorithms.losses import rebel_loss
 from penstock.algorithms.ops.advantages import (
     batch_std_advantage,
     group_advantage,
@@ -33,7 +33,6 @@ from ..samples import (
     SEEDS,
     Data,
     batch_of,
-    number_of,
     sample,
     value_and_slope,
     value_of_part,
@@ -248,12 +247,3 @@ def test_no_advantage_no_gradient(name: str, seed: int) -> None:
     data = sample(seed)
     data.columns["advantage"] = torch.zeros_like(data.columns["advantage"])
     assert not value_and_slope(name, data)[1].any()
-
-
-@settings(max_examples=25)
-@given(seed=SEEDS, dual_clip=st.floats(1.1, 5))
-def test_dual_clip_never_raises_the_loss(seed: int, dual_clip: float) -> None:
-    data = sample(seed, spread=1.5)
-    columns = [data.columns[name] for name in ("behavior_logprob", "advantage", "mask")]
-    bounded = number_of(ClippedPolicyLoss(dual_clip=dual_clip), data.logprob, *columns)
-    assert bounded <= number_of(ClippedPolicyLoss(), data.logprob, *columns) + 1e-12

@@ -13,7 +13,8 @@ from penstock.algorithms.ops.reductions import (
     masked_mean,
     masked_variance,
 )
-from torch import Tensor
+
+from ..tensors import f64, mask_of
 
 MODES: tuple[Aggregation, ...] = (
     "token-mean",
@@ -21,14 +22,6 @@ MODES: tuple[Aggregation, ...] = (
     "seq-mean-token-mean",
     "constant",
 )
-
-
-def f64(rows: list[list[float]]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def mask_of(rows: list[list[int]]) -> Tensor:
-    return torch.tensor(rows).bool()
 
 
 X = f64([[1, 2, 3], [4, 5, 99]])

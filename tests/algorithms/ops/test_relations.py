@@ -22,18 +22,10 @@ from penstock.algorithms.papers.vtrace_ppo import VtracePPO, vtrace_targets
 from penstock.algorithms.ppo import PPO, critic_states, gae_targets
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput, Rollout
 from penstock.dataflow.graph.check import check_lag
-from penstock.launch.inputs.record import load_step, record, step_cfg
+from penstock.launch.inputs.record import record
 
-from ..configured import NAMES, composed
+from ..configured import NAMES, composed, options_of
 from ..samples import SEEDS, Data, sample
-from .test_properties import ADVANTAGES
-
-
-def options_of(name: str) -> Any:
-    """An algorithm's options as a run has them; None if it has none."""
-    algorithm = composed(name).algorithm
-    return step_cfg(load_step(algorithm.step, "step"), algorithm.cfg, "cfg").get("cfg")
-
 
 WITH_KL = (
     *("agent_ppo", "decoupled_ppo", "ensemble_ppo", "ma_rlhf", "p3o", "pf_ppo", "ppo"),
@@ -151,21 +143,6 @@ def test_options_that_vtrace_ppo_has_no_use_for(options: dict[str, Any], message
 def test_vtrace_ppo_takes_old_rollouts() -> None:
     algorithm = composed("vtrace_ppo", "schedule=one_step_off").algorithm
     check_lag(record(algorithm, "algorithm"), 2)
-
-
-@pytest.mark.parametrize("name", ADVANTAGES)
-@settings(max_examples=15)
-@given(seed=SEEDS)
-def test_rows_may_be_laid_out_by_prompt_or_by_sample(name: str, seed: int) -> None:
-    """First all samples of a prompt, or first one sample of every prompt."""
-    columns = sample(seed).columns
-    ids, score = columns["prompt_id"], columns["score"]
-    by_prompt = torch.argsort(ids, stable=True)
-    by_sample = torch.cat([by_prompt[0::2], by_prompt[1::2]])
-    of_rows = [torch.empty_like(score), torch.empty_like(score)]
-    for made, order in zip(of_rows, (by_prompt, by_sample), strict=True):
-        made[order] = ADVANTAGES[name](score[order], ids[order])
-    torch.testing.assert_close(of_rows[0], of_rows[1])
 
 
 @settings(max_examples=25)

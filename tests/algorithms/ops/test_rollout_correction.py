@@ -18,10 +18,10 @@ from penstock.algorithms.roles import PolicyBatch, PolicyOutput
 from penstock.dataflow.errors import ConfigError, FlowError
 from penstock.dataflow.graph.check import check_lag
 from penstock.dataflow.graph.graph import Ref
-from penstock.launch.inputs.record import load_step, record, step_cfg
+from penstock.launch.inputs.record import record
 from torch import Tensor, tensor
 
-from ..configured import NAMES, composed
+from ..configured import NAMES, composed, options_of
 
 MASK = torch.ones(1, 4, dtype=torch.bool)
 BEHAVIOR = torch.full((1, 4), -1.0)
@@ -110,23 +110,16 @@ _NO_KEY = "there is no key 'algorithm.cfg.correction'"
 REFUSED = {name: _NO_KEY for name in WITHOUT} | {"vtrace_ppo": "V-trace corrects for the weights"}
 
 
-def cfg_of(name: str, *words: str) -> Any:
-    """Its options as a run has them; None if it has none."""
-    algorithm = composed(name, *words).algorithm
-    step = load_step(algorithm.step, "algorithm.step")
-    return step_cfg(step, algorithm.cfg, "algorithm.cfg").get("cfg")
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_algorithm_that_samples_takes_a_correction_or_refuses_it(name: str) -> None:
     word = "+algorithm.cfg.correction={mode: token_truncate, cap: 3.0}"
     if name in REFUSED:
         with pytest.raises(ConfigError, match=REFUSED[name]):
-            cfg_of(name, word)
+            options_of(name, word)
         return
-    if not hasattr(cfg_of(name), "sampling"):
+    if not hasattr(options_of(name), "sampling"):
         return
-    assert cfg_of(name, word).correction == RolloutCorrection(cap=3.0)
+    assert options_of(name, word).correction == RolloutCorrection(cap=3.0)
     graph = record(composed(name, word).algorithm, "algorithm")
     inputs = {node.name: dict(node.inputs) for node in graph.nodes}
     trained, weighed = inputs["actor.train"], inputs["rollout_weight"]

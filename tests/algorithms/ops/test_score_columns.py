@@ -49,11 +49,7 @@ from torch import Tensor
 
 
 class Rows:
-    """Columns beside the scores of some rows: two responses to every prompt, the second cut off.
-
-    Attributes:
-        ids: Each prompt's first response, then each one's second.
-    """
+    """Columns beside the scores of some rows: two responses to every prompt, the second cut off."""
 
     def __init__(self, num_rows: int, width: int) -> None:
         index = torch.arange(num_rows)

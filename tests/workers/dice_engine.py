@@ -24,10 +24,6 @@ class DiceEngine(GenerationEngine):
 
     A token says as well which weights have sampled it: it is the random number's plus `VOCAB` for
     each time that weights were loaded.
-
-    Args:
-        seed: Of the order in which responses end.
-        broken: What is wrong with what it gives, if anything.
     """
 
     name = "the dice engine"

@@ -71,6 +71,23 @@ def _part(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
     return tensor, indices
 
 
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest tensor that is made, of one type if that is given."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.numel = self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(one, Tensor) and self.dtype in (None, one.dtype):
+                self.numel = max(self.numel, one.numel())
+                self.num_bytes = max(self.num_bytes, one.numel() * one.element_size())
+        return made
+
+
 class CountedOps(TorchDispatchMode):
     """Counts operations, and refuses copies from the pretended device to the host."""
 
@@ -91,14 +108,7 @@ class CountedOps(TorchDispatchMode):
 def fake_batch(
     network: Any, sampling: Sampling, *, num_rows: int, positions: int
 ) -> Generator[Any]:
-    """A `DeviceBatch` with a cache; inside, new tensors are pretended as well.
-
-    Args:
-        network: A real `LeanNetwork`, whose weights are pretended to be on the device.
-        sampling: How tokens are sampled.
-        num_rows: A multiple of 16.
-        positions: Of the cache.
-    """
+    """A `DeviceBatch` with a cache; inside, new tensors are pretended as well."""
 
     def moved(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")

@@ -11,8 +11,6 @@ from collections.abc import Callable, Generator, Iterable
 
 import psutil
 
-__all__ = ["killing"]
-
 _LIMIT_S = 60.0
 
 

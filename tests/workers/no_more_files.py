@@ -7,8 +7,6 @@ import os
 import resource
 from collections.abc import Generator
 
-__all__ = ["no_more_files"]
-
 
 @contextlib.contextmanager
 def no_more_files(spare: int) -> Generator[None]:

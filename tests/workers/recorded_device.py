@@ -89,19 +89,13 @@ def _there(leaf: Any) -> Any:
 
 
 class RecordedDevice(TorchDispatchMode):
-    """Where tensors of the device may be used.
-
-    Attributes:
-        waits: Operation -> how often the host had to wait for the device.
-        sent: Copies to the device that did not wait.
-        launches: Operations on the device, views among them.
-    """
+    """Where tensors of the device may be used."""
 
     def __init__(self) -> None:
         super().__init__()
         _register()
-        self.waits: Counter[str] = Counter()
-        self.sent = self.launches = 0
+        self.waits: Counter[str] = Counter()  # operation -> how often the host waited
+        self.sent = self.launches = 0  # copies that did not wait; operations, views among them
 
     @property
     def device(self) -> torch.device:

@@ -28,15 +28,7 @@ ARCHITECTURE: dict[str, Any] = {
 
 
 class Conversing:
-    """A policy, an agent and prompts.
-
-    Args:
-        spec: The task.
-        problems: A task with the characters that are written, if not the same one.
-        batch_size: Prompts.
-        limit_s: Longest wait for an answer.
-        max_rows: Rows that the policy decodes at once.
-    """
+    """A policy, an agent and prompts."""
 
     def __init__(
         self,

@@ -10,11 +10,13 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
 
 VOCAB = 61
 EOS = 2
+TOKENIZER = TokenizerSpec(alphabet="".join(map(chr, range(65, 65 + 57))))  # ids 4 to 60
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from fake_device import LargestTensor
 from penstock.workers.engines import divided_network
 from penstock.workers.engines.divided_network import vocabulary_logprob, vocabulary_top
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def plain(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,22 +93,10 @@ def test_looking_at_some_rows_at_a_time_changes_no_bit(
     torch.testing.assert_close(results[0], (logprob, entropy, grad))
 
 
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that is made."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor):
-            self.num_bytes = max(self.num_bytes, made.numel() * made.element_size())
-        return made
-
-
 def test_nothing_is_as_large_as_all_logits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(divided_network, "_AT_ONCE", 8 * 1000)
     logits = torch.randn(64, 1000, dtype=torch.bfloat16, requires_grad=True)
-    with Largest() as seen:
+    with LargestTensor() as seen:
         logprob, entropy = vocabulary_logprob(logits, torch.arange(64), 1.0, None)
         torch.autograd.grad(logprob.sum() + entropy.sum(), logits)
     assert seen.num_bytes == 64 * 1000 * 2  # the gradient

@@ -13,20 +13,13 @@ from typing import Any
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 
-__all__ = ["MortalSpec"]
-
 
 @dataclass(frozen=True)
 class MortalSpec:
     """The worker kills its process at some of its calls of a method, each once in all.
 
-    Attributes:
-        spec: What makes the worker.
-        folder: Where calls leave a mark.
-        method: Which calls; of rollouts only those of a group that does not train.
-        fatal: Their numbers, counted over all processes.
-        replica: Which rank's.
-        rollout_s: How much longer each rollout takes.
+    Calls are numbered over all processes, by marks in a folder; of rollouts only those of a group
+    that does not train are counted.
     """
 
     spec: Any

@@ -34,8 +34,6 @@ from penstock.workers.executors.registry import ExecutorKind
 from penstock.workers.executors.supervisor import Supervisor
 from penstock.workers.weight_sync.channel import Transport
 
-__all__ = ["EXECUTOR", "SpawnedBackend", "SpawnedExecutor", "start_helpers"]
-
 _ROOT = str(Path(__file__).parents[3])
 _START_S = 60.0
 

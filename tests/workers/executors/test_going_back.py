@@ -13,7 +13,7 @@ from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Executor, Recovered, Recovery, Restart
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.ledger import Ledger, check
-from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
+from penstock.dataflow.runtime.placement import Placement, one_group
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 
@@ -79,9 +79,7 @@ def finish(
 
 def apart(run: runs.Run, ranks: int = 1) -> Placement:
     """Rollouts on two ranks of their own, all else on `ranks` of another group."""
-    names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]
-    nodes = {name: "rollout" if name == "actor.generate" else "main" for name in names}
-    return Placement((DeviceGroup("main", ranks), DeviceGroup("rollout", 2)), nodes, num_chunks=2)
+    return run.apart(2, ranks, num_chunks=2)
 
 
 def undisturbed(run: runs.Run, **options: Any) -> Finished:

@@ -14,7 +14,7 @@ from penstock.dataflow.runtime import recovery
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.executor import Recovered, Recovery, Restart
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
+from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.recovery import Scale
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
@@ -61,10 +61,7 @@ def check_sizes(
     monkeypatch.setattr(recovery, "_LOOK_S", 0.0)
     run = runs.make("grpo")
     here = replace(one_group(run.graph), num_chunks=NUM_CHUNKS)
-    names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]
-    nodes = {name: "rollout" if name == "actor.generate" else "main" for name in names}
-    groups = (DeviceGroup("main"), DeviceGroup("rollout", 2))
-    apart = Placement(groups, nodes, num_chunks=NUM_CHUNKS)
+    apart = run.apart(2, num_chunks=NUM_CHUNKS)
     found: list[str] = []
     died: list[Recovered | Restart] = []
     executor = backend.executor()

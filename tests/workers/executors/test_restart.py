@@ -99,10 +99,8 @@ def check_that_nothing_is_lost(
     here = replace(one_group(run.graph), num_chunks=2)
     expected, plain = finish(run, here, InProcess(), max_lag=1)
 
-    names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]
-    nodes = {name: "rollout" if name == "actor.generate" else "main" for name in names}
-    groups = (DeviceGroup("main", devices=main), DeviceGroup("rollout", 2, devices=(0, 1)))
-    apart = Placement(groups, nodes, num_chunks=2)
+    rollout = DeviceGroup("rollout", 2, devices=(0, 1))
+    apart = run.apart(rollout, DeviceGroup("main", devices=main), num_chunks=2)
     mortal = MortalSpec(run.workers["actor"], str(tmp_path), "generate", (1, 4), replica=1)
     executor = backend.executor(transport=transport)
     num_offers: list[int] = []

@@ -17,7 +17,7 @@ from penstock.dataflow.graph.role import Role, Streamed
 from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Executor
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
+from penstock.dataflow.runtime.placement import Placement, one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
@@ -93,10 +93,7 @@ def finish(
 
 
 def apart(run: runs.Run, num_ranks: int = 1, trainers: int = 1) -> Placement:
-    names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]
-    nodes = {name: "rollout" if name == "actor.generate" else "main" for name in names}
-    groups = (DeviceGroup("main", trainers), DeviceGroup("rollout", num_ranks))
-    return Placement(groups, nodes, num_chunks=max(num_ranks, trainers))
+    return run.apart(num_ranks, trainers, num_chunks=max(num_ranks, trainers))
 
 
 @pytest.fixture(scope="module")

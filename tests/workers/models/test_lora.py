@@ -305,6 +305,11 @@ def test_peft_writes_fan_in_fan_out_for_gpt2_where_it_is_right(tmp_path: Path) -
             "    it has: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
         ),
         (
+            LoraSpec(rank=4, target_modules=("q_prj",)),
+            "lora.target_modules: no linear map of the model is called 'q_prj'; did you mean "
+            "'q_proj'?\n    it has: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+        ),
+        (
             LoraSpec(rank=2, target_modules=("q_proj",), alpha_pattern={"v_proj": 2.0}),
             "lora.patterns: no linear map of the model is called 'v_proj'; did you mean "
             "'q_proj'?\n    it has: q_proj",

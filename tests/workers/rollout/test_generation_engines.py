@@ -17,14 +17,14 @@ import torch
 from penstock.algorithms.losses import ClippedPolicyLoss
 from penstock.algorithms.roles import Rollout, Sampling
 from penstock.dataflow.runtime.call_context import call_scope
+from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.workers.engines.torch_engine.specs import TorchGeneratorSpec
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rollout.generation_engine import GenerationEngine
 from penstock.workers.rollout.generator_policy import GeneratorPolicy
 from slow_engine import SlowPolicySpec
 from torch import Tensor
-from torch_models import EOS, GPT2, VOCAB, make_prompts, to_batch
+from torch_models import EOS, GPT2, TOKENIZER, VOCAB, make_prompts, to_batch
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -72,7 +72,6 @@ class Case:
 
 
 TWO = "DEFGHIJLMNOPQRSTUVWXYZabcdefgh"
-TOKENIZER = TokenizerSpec(alphabet="".join(map(chr, range(65, 65 + 57))))  # ids 4 to 60
 QWEN2 = model_spec("qwen2-tied")
 
 
@@ -409,6 +408,7 @@ def test_the_layout_is_every_parameter_whole(case: Case):
         name: tuple(tensor.shape) for name, tensor in case.module.named_parameters()
     }
     assert layout.bytes_on == {0: 4 * sum(t.numel() for t in case.module.parameters())}
+    assert plan_transfer(layout.on([3]), layout).sent_bytes == layout.bytes_on[0]
 
 
 def test_one_that_slept_samples_what_it_sampled(case: Case):

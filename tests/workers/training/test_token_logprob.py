@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_device import LargestTensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.ops.distributions import action_logprob, entropy_of_logits
@@ -183,33 +184,18 @@ def test_a_frozen_head_gets_no_gradient_and_states_do() -> None:
 
 def test_no_float32_tensor_has_rows_times_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16-bit weights, the largest float32 tensor made has a slice's size."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     rows, words = 64, 512
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            nonlocal largest
-            made = func(*args, **(kwargs or {}))
-            for one in made if isinstance(made, tuple | list) else (made,):
-                if isinstance(one, Tensor) and one.dtype == torch.float32:
-                    largest = max(largest, one.numel())
-            return made
-
     monkeypatch.setattr(chunked, "MOST_IN_FLOAT32", words * 4)
     states = torch.randn(rows, SIZE, dtype=torch.bfloat16).requires_grad_()
     weight = torch.randn(words, SIZE, dtype=torch.bfloat16).requires_grad_()
     target = torch.arange(rows)
-    with Watch():
+    with LargestTensor(torch.float32) as seen:
         logprob, entropy = chunked.token_logprob(
             states, weight, None, target, None, 1.0, needs_entropy=True
         )
         assert entropy is not None
         (logprob.sum() + entropy.sum()).backward()
-    assert 0 < largest <= words * 4
+    assert 0 < seen.numel <= words * 4
 
 
 def test_elsewhere_products_are_large(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,6 @@ from torch import Tensor
 from ...planner.transfers import TINY
 from .transfer_engines import empty, engine, expected, is_same
 
-__all__ = ["FAULTS", "LAYOUTS", "Peer"]
-
 LAYOUTS: Mapping[str, Sharding] = {
     "train": shard(TINY, Layout(tp=2), [0, 1]),
     "rollout": concatenate(
@@ -53,15 +51,7 @@ class Holder(Worker):
 
 
 class Peer:
-    """One process of a group, with one role's weights.
-
-    Args:
-        home: Where it runs.
-        group: "train", which begins with version 0 of the weights, or "rollout", with none.
-        process: Its number there.
-        transport: Which channel.
-        deadline_s: See `ChannelEnd`.
-    """
+    """One process of a group, with one role's weights."""
 
     def __init__(
         self, home: ProcessHome, group: str, process: int, transport: Transport, deadline_s: float

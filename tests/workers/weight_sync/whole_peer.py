@@ -13,8 +13,6 @@ from penstock.workers.weight_sync.packets import SliceTraffic
 from penstock.workers.weight_sync.shared_device import SharedDeviceChannel
 from torch import Tensor
 
-__all__ = ["MODEL_BYTES", "RECEIVERS", "WholePeer"]
-
 SHAPES = {f"layers.{number}.weight": (512, 1024) for number in range(8)}
 MODEL_BYTES = 8 * 512 * 1024 * 4
 RECEIVERS = {"rollout": 2, "acting": 1}
@@ -23,15 +21,7 @@ engine do, and one of another engine."""
 
 
 class WholePeer(Worker):
-    """One process of a group that has, or takes, all weights of a model of 16 MiB.
-
-    Args:
-        home: Where it runs.
-        group: "train", or one of `RECEIVERS`.
-        process: Its number there.
-        transport: Which channel.
-        device: Where the weights that it gives lie.
-    """
+    """One process of a group that has, or takes, all weights of a model of 16 MiB."""
 
     def __init__(
         self, home: ProcessHome, group: str, process: int, transport: Transport, device: str = "cpu"

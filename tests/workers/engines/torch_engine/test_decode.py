@@ -1,4 +1,7 @@
-"""Generation: independent of the batch bit for bit, and consistent with evaluation."""
+"""Generation: independent of the batch bit for bit, and consistent with evaluation.
+
+What it has in common with other engines is in `rollout/test_generation_engines.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from penstock.algorithms.roles import Rollout, Sampling
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.workers.engines.roles import PolicyWorker
 from torch import Tensor
-from torch_models import EOS, FAMILIES, PLAIN, make_policy, make_prompts, module_of
+from torch_models import FAMILIES, PLAIN, make_policy, make_prompts, module_of
 
 SAMPLING = Sampling(num_samples=3, max_new_tokens=24)
 
@@ -125,56 +128,6 @@ def test_behavior_logprobs_equal_evaluation(name: str, temperature: float):
     assert bool((roll.behavior_logprob[roll.mask] < 0).all())
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "gpt2"])
-def test_the_rollout_is_laid_out_as_the_table_says(name: str):
-    policy = make_policy(name)
-    prompt, prompt_id = make_prompts(6)
-    roll = generate(policy, prompt, prompt_id)
-    assert roll.prompt_id.tolist() == prompt_id.repeat_interleave(3).tolist()
-    for row in range(len(roll.tokens)):
-        start = int((prompt[row // 3] >= 0).sum())
-        response = roll.tokens[row][roll.mask[row]].tolist()
-        end = start + len(response)
-        assert roll.tokens[row, :start].tolist() == prompt[row // 3, :start].tolist()
-        assert torch.nonzero(roll.mask[row])[:, 0].tolist() == list(range(start, end))
-        assert bool((roll.tokens[row, end:] == -1).all())
-        assert bool((roll.behavior_logprob[row][~roll.mask[row]] == 0).all())
-        assert EOS not in response[:-1]
-        assert bool(roll.finished[row]) == (response[-1] == EOS)
-        assert roll.finished[row] or len(response) == SAMPLING.max_new_tokens
-    assert 0 < int(roll.finished.sum()) < len(roll.finished)
-
-
-def test_greedy_takes_the_most_likely_token_of_hugging_face():
-    policy = make_policy("qwen3")
-    prompt, prompt_id = make_prompts(3)
-    sampling = Sampling(max_new_tokens=10, temperature=0)
-    roll = generate(policy, prompt, prompt_id, sampling)
-    for row in range(3):
-        start = int((prompt[row] >= 0).sum())
-        tokens = roll.tokens[row][roll.tokens[row] >= 0]
-        logits = module_of(policy)(input_ids=tokens[None]).logits[0]
-        assert tokens[start:].tolist() == logits[start - 1 : -1].argmax(-1).tolist()
-    assert not roll.behavior_logprob.any()
-
-
-def test_lengths_are_reported():
-    policy = make_policy()
-    prompt, prompt_id = make_prompts(6)
-    roll = generate(policy, prompt, prompt_id)
-    lengths = roll.mask.sum(1)
-    values = {name: metric.value for name, metric in policy.metrics.items()}
-    assert values == {
-        "response_length": pytest.approx(float(lengths.float().mean())),
-        "response_length_min": float(lengths.min()),
-        "response_length_max": float(lengths.max()),
-        "truncated": pytest.approx(1 - float(roll.finished.float().mean())),
-        "new_tokens": float(lengths.sum()),
-        "token_lag": 0.0,
-        "token_lag_max": 0.0,
-    }
-
-
 def test_what_is_reported_does_not_depend_on_the_chunks():
     whole, chunked = make_policy(), make_policy()
     prompt, prompt_id = make_prompts(6)
@@ -182,22 +135,3 @@ def test_what_is_reported_does_not_depend_on_the_chunks():
     for chunk in (slice(0, 1), slice(1, 6)):
         generate(chunked, prompt[chunk], prompt_id[chunk])
     assert chunked.metrics == whole.metrics
-
-
-def test_no_prompts_make_no_rows():
-    policy = make_policy()
-    empty = torch.zeros(0, 5, dtype=torch.int64)
-    roll = policy.generate(empty, torch.zeros(0, dtype=torch.int64), SAMPLING)
-    assert roll.tokens.shape == (0, 0)
-    assert roll.finished.shape == (0,)
-
-
-def test_prompts_that_cannot_be_answered_are_refused():
-    policy = make_policy()
-    prompt, prompt_id = make_prompts(3)
-    prompt[1] = -1
-    with pytest.raises(ValueError, match=r"prompt row 1 is empty"):
-        policy.generate(prompt, prompt_id, SAMPLING)
-    prompt, prompt_id = make_prompts(3)
-    with pytest.raises(ValueError, match=r"exceeds the model's 256 positions"):
-        policy.generate(prompt, prompt_id, Sampling(max_new_tokens=250))

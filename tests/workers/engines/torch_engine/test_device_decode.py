@@ -26,14 +26,12 @@ from penstock.workers.engines.torch_engine.device_decode import (
     span_bucket,
 )
 from penstock.workers.engines.torch_engine.generator import TorchGenerator
-from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rollout.generation_engine import BegunRows, EndedRows, Responses, collected
 from penstock.workers.rollout.response_sampler import ResponseSampler
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
-from torch_models import EOS, VOCAB, make_policy, make_prompts
+from torch_models import EOS, TOKENIZER, VOCAB, make_policy, make_prompts
 
-TOKENIZER = TokenizerSpec(alphabet="".join(map(chr, range(65, 65 + 57))))  # ids 4 to 60
 FILTERS: dict[str, Any] = {
     "top_p": 0.9,
     "top_k": 20,

@@ -8,17 +8,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from fake_device import CountedOps
+from fake_device import CountedOps, LargestTensor
 from penstock.workers.engines.torch_engine import attention, varlen
 from penstock.workers.engines.torch_engine.packing import pack_rows
 from penstock.workers.training.host_memory import sent
 from ragged_step import Shapes, attend, packs, ragged_rows
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 LIMIT_S = 250
 
@@ -63,20 +60,8 @@ def test_no_scores_of_a_long_row_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(varlen, "most_head_size", lambda device: 256)  # pyright: ignore[reportUnknownLambdaType]
     tokens = torch.full((1, 16_384), 5)
     pack = pack_rows(sent(tokens, torch.device("meta")), tokens > 0)
-    largest = 0
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            nonlocal largest
-            made = func(*args, **(kwargs or {}))
-            for one in made if isinstance(made, tuple | list) else (made,):
-                largest = max(largest, one.numel() if isinstance(one, Tensor) else 0)
-            return made
-
     shape = (len(pack.tokens), 4, 64)
     query = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    with Sizes(), torch.no_grad():
+    with LargestTensor() as seen, torch.no_grad():
         attention.attend_packed(query, query[:, :2], query[:, 2:], pack, 0.125)
-    assert query.numel() <= largest < 16_384**2 // 32
+    assert query.numel() <= seen.numel < 16_384**2 // 32

@@ -18,14 +18,11 @@ from hypothesis import strategies as st
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.call_context import CallKey
 from penstock.workers.engines.torch_engine.generator import TorchGenerator
-from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rollout.generation_engine import BegunRows, EndedRows, Responses, collected
 from penstock.workers.rollout.response_sampler import ResponseSampler
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
-from torch_models import EOS, PLAIN, VOCAB, make_policy, make_prompts
-
-TOKENIZER = TokenizerSpec(alphabet="".join(map(chr, range(65, 65 + 57))))  # ids 4 to 60
+from torch_models import EOS, PLAIN, TOKENIZER, VOCAB, make_policy, make_prompts
 
 
 @cache

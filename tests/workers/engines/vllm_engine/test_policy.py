@@ -35,7 +35,6 @@ from penstock.workers.engines.vllm_engine.generator import (
     longest_sequence,
 )
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rollout.generation_engine import (
     BegunRows,
     EndedRows,
@@ -46,7 +45,7 @@ from penstock.workers.rollout.generation_engine import (
 from penstock.workers.rollout.sampling import SampleStreams
 from penstock.workers.training.flat_parameters import read_tensors, write_tensors
 from torch import Tensor
-from torch_models import EOS, architecture, make_policy, make_prompts
+from torch_models import EOS, TOKENIZER, architecture, make_policy, make_prompts
 from vllm_models import (
     CONTEXT,
     by_sample,
@@ -61,7 +60,6 @@ from vllm_models import (
 )
 
 SAMPLING = Sampling(num_samples=3, max_new_tokens=20)
-TOKENIZER = TokenizerSpec(alphabet="".join(map(chr, range(65, 65 + 57))))  # ids 4 to 60
 CHANGED: dict[str, Any] = {}
 """What of the process differed after the engine's start."""
 

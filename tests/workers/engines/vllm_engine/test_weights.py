@@ -11,7 +11,6 @@ import pytest
 import torch
 from penstock.algorithms.roles import Sampling
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.planner.resharding.plan_transfer import plan_transfer
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.engines.vllm_engine.generator import VllmPolicy
 from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
@@ -106,16 +105,6 @@ def test_what_the_training_engine_saved_fits(policy: VllmPolicy, module: Any, tm
     policy.load_weights(read_whole(saved))
     set_weights(module, weights)
     assert difference(policy, module) < 1e-5
-
-
-def test_the_layout_is_every_parameter_whole(policy: VllmPolicy, module: Any):
-    layout = policy.weights_layout()
-    assert {p.name: p.shape for p in layout.params} == {
-        name: tuple(tensor.shape) for name, tensor in module.named_parameters()
-    }
-    assert layout.bytes_on == {0: 4 * sum(t.numel() for t in module.parameters())}
-    moved = plan_transfer(layout.on([3]), layout)
-    assert moved.sent_bytes == layout.bytes_on[0]
 
 
 def test_a_cache_too_small_for_the_batch_changes_no_sample(policy: VllmPolicy, module: Any):

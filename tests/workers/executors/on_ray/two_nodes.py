@@ -18,8 +18,6 @@ from penstock.workers.executors.on_ray.executor import connect_ray, shutdown_ray
 from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 
-__all__ = ["At", "Where", "places", "ray_folder", "two_nodes"]
-
 CALL_S = 120.0
 
 
@@ -37,13 +35,7 @@ def ray_folder() -> Generator[str]:
 
 @contextmanager
 def two_nodes(num_gpus: Sequence[int], num_cpus: int = 4, gpu: str = "") -> Generator[str]:
-    """Such a Ray, joined; its address.
-
-    Args:
-        num_gpus: GPUs of each node.
-        num_cpus: Cores of each.
-        gpu: What Ray is to call the GPUs; nothing if "".
-    """
+    """Such a Ray, joined; its address."""
     with ray_folder() as folder:
         cluster = Cluster()
         try:

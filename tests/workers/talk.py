@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, TypeVar
 
+import torch
 from penstock.algorithms.roles import Conversations, Prompts, Sampling
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
@@ -28,7 +32,10 @@ ARCHITECTURE: dict[str, Any] = {
 
 
 class Conversing:
-    """A policy, an agent and prompts."""
+    """A policy, an agent and prompts, which are written with the characters of `problems`."""
+
+    sampling: Sampling
+    max_turns: int
 
     def __init__(
         self,
@@ -53,7 +60,12 @@ class Conversing:
         self.prompts: Prompts = source.batch(0)
 
     def hold(
-        self, sampling: Sampling, max_turns: int, *, version: int = 0, branch: bool = False
+        self,
+        sampling: Sampling | None = None,
+        max_turns: int | None = None,
+        *,
+        version: int = 0,
+        branch: bool = False,
     ) -> Conversations:
         """All conversations about the prompts."""
         with call_scope(version, 0, version=version):
@@ -61,7 +73,30 @@ class Conversing:
                 self.prompts.prompt,
                 self.prompts.prompt_id,
                 self.agent,
-                sampling,
-                max_turns=max_turns,
+                sampling or self.sampling,
+                max_turns=self.max_turns if max_turns is None else max_turns,
                 branch=branch,
             )
+
+
+Kind = TypeVar("Kind", bound=Conversing)
+
+
+@contextmanager
+def talking(kind: Callable[..., Kind]) -> Generator[Callable[..., Kind]]:
+    """Makes talks, whose agents are closed in the end."""
+    made: list[Kind] = []
+
+    def make(*given: Any, **options: Any) -> Kind:
+        made.append(kind(*given, **options))
+        return made[-1]
+
+    yield make
+    for talk in made:
+        talk.agent.close()
+
+
+def same(one: Conversations, other: Conversations) -> bool:
+    return all(
+        torch.equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(one)
+    )

@@ -56,7 +56,6 @@ CALLS = CHATML.replace(
 
 
 def with_marks(template: str = CALLS) -> Tokenizer:
-    """Return a tokenizer with further tokens that are not special, as Qwen's has."""
     made = tokenizer(template)
     backend: Any = made.backend
     backend.add_tokens(["<think>", "<tool_call>", *MARKS[1:], "  "])
@@ -69,7 +68,6 @@ def added_of(made: Tokenizer) -> dict[str, int]:
 
 
 def in_place(where: str, text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return messages and tools with the text in one place of them."""
     call: dict[str, Any] = {"function": {"name": "f", "arguments": {"a": [1]}}}
     messages: list[dict[str, Any]] = [{"role": "user", "content": "how much"}]
     made: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}

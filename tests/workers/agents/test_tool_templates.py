@@ -61,10 +61,7 @@ def spec_of(template: str, **options: Any) -> tuple[AgentSpec, Task, Tokenizer]:
             SCHEMAS + CALLS.replace("CALL", HERMES),
             '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>',
         ),
-        (
-            SCHEMAS + CALLS.replace("CALL", LLAMA),
-            '{"name": "add", "parameters": {"a": 1, "b": 2}}',
-        ),
+        (SCHEMAS + CALLS.replace("CALL", LLAMA), '{"name": "add", "parameters": {"a": 1, "b": 2}}'),
         (SCHEMAS + CALLS.replace("CALL", PYTHONIC), "[add(a=1, b=2)]"),
     ],
 )

@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import echo_task
 import pytest
 import torch
 from echo_task import EchoSpec
-from penstock.algorithms.roles import Conversations, Prompts, Sampling
+from penstock.algorithms.roles import Prompts, Sampling
 from penstock.algorithms.roles.language import ENDINGS
 from penstock.dataflow.errors import ConfigError, PenstockError, WorkerError
-from talk import Conversing
+from talk import Conversing, same, talking
 
 SAMPLING = Sampling(num_samples=2, max_new_tokens=6, max_total_tokens=48)
 
 
 class Talk(Conversing):
-    """Conversations with somebody who says again what is said, or behaves badly."""
+    sampling, max_turns = SAMPLING, 3
 
     def __init__(self, bad: str = "", **options: Any) -> None:
         super().__init__(EchoSpec(bad=bad), **options)
-
-    def hold(
-        self,
-        sampling: Sampling = SAMPLING,
-        max_turns: int = 3,
-        *,
-        version: int = 0,
-        branch: bool = False,
-    ) -> Conversations:
-        return super().hold(sampling, max_turns, version=version, branch=branch)
 
 
 Talks = Callable[..., Talk]
@@ -41,21 +31,8 @@ Talks = Callable[..., Talk]
 
 @pytest.fixture
 def talks() -> Iterator[Talks]:
-    made: list[Talk] = []
-
-    def make(bad: str = "", **options: Any) -> Talk:
-        made.append(Talk(bad, **options))
-        return made[-1]
-
-    yield make
-    for talk in made:
-        talk.agent.close()
-
-
-def same(one: Conversations, other: Conversations) -> bool:
-    return all(
-        torch.equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(one)
-    )
+    with talking(Talk) as make:
+        yield make
 
 
 def test_a_row_holds_turns_and_what_was_shown_between_them(talks: Talks):

@@ -16,8 +16,10 @@ from penstock.workers.agents.adapters.text_environments import (
     GymnasiumTextTask,
     GymnasiumTextTaskSpec,
 )
-from penstock.workers.agents.environment import Environment, Reply, TurnResult
+from penstock.workers.agents.environment import TurnResult
 from penstock.workers.data.task import Task, fingerprint, task_alphabet
+
+from ..conversing import converse
 
 LETTERS = "abcdefgh"
 RELEASE = threading.Event()
@@ -88,19 +90,6 @@ def spec(fault: str = "", **others: Any) -> GymnasiumTextTaskSpec:
         **others,
     }
     return GymnasiumTextTaskSpec(**given)
-
-
-def converse(environment: Environment, *said: str) -> list[TurnResult]:
-    async def run() -> list[TurnResult]:
-        results: list[TurnResult] = []
-        waits: Any = environment
-        await waits.reset(0, 0)
-        for turn, text in enumerate(said):
-            results.append(await waits.step(Reply(turn, text, text)))
-        await waits.close()
-        return results
-
-    return asyncio.run(run())
 
 
 def test_the_first_observation_is_the_prompt() -> None:

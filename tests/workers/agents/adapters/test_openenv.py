@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError
-from penstock.workers.agents.adapters.text_environments import OpenEnvTask, OpenEnvTaskSpec
+from penstock.workers.agents.adapters.text_environments import OpenEnvTaskSpec
 from penstock.workers.agents.environment import Reply, TurnResult
 from penstock.workers.data.task import Task, fingerprint
+
+from ..conversing import converse
 
 pytest.importorskip("openenv.core", reason="an extra: penstock-rl[openenv]")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -81,19 +83,6 @@ def spec(url: str, **others: Any) -> OpenEnvTaskSpec:
     return OpenEnvTaskSpec(url=url, num_train=4, num_held_out=2, **others)
 
 
-def converse(task: OpenEnvTask, index: int, *said: str) -> list[TurnResult]:
-    async def run() -> list[TurnResult]:
-        waits: Any = task.environment(index)
-        results: list[TurnResult] = []
-        await waits.reset(index, 0)
-        for turn, text in enumerate(said):
-            results.append(await waits.step(Reply(turn, text, text)))
-        await waits.close()
-        return results
-
-    return asyncio.run(run())
-
-
 def test_the_first_observation_is_the_prompt(url: str) -> None:
     task = spec(url).build()
     assert isinstance(task, Task)
@@ -106,7 +95,7 @@ def test_the_first_observation_is_the_prompt(url: str) -> None:
 def test_a_conversation(url: str) -> None:
     task = spec(url).build()
     right = task.prompt_text(2)[::-1]
-    assert converse(task, 2, "x", right) == [
+    assert converse(task.environment(2), "x", right) == [
         TurnResult(messages=[{"role": "user", "content": "not x"}], counts={"steps": 1.0}),
         TurnResult(reward=1.0, done=True, counts={"steps": 1.0}),
     ]
@@ -114,7 +103,7 @@ def test_a_conversation(url: str) -> None:
 
 def test_a_conversation_ends_after_so_many_steps(url: str) -> None:
     task = spec(url, max_steps=2).build()
-    assert [result.done for result in converse(task, 0, "x", "y")] == [False, True]
+    assert [result.done for result in converse(task.environment(0), "x", "y")] == [False, True]
 
 
 def test_sessions_are_apart(url: str) -> None:
@@ -141,7 +130,7 @@ def test_a_server_that_goes_wrong_ends_the_conversation(
 ) -> None:
     task = spec(url, step_limit_s=2.0).build()
     with caplog.at_level(logging.WARNING):
-        (result,) = converse(task, 0, said)
+        (result,) = converse(task.environment(0), said)
     assert result == TurnResult(reward=None, done=True, counts={"env_errors": 1.0})
     assert "failed in step" in caplog.text
 
@@ -150,7 +139,7 @@ def test_a_server_that_is_gone_ends_the_conversation(url: str) -> None:
     task = spec(url).build()
     object.__setattr__(task, "spec", spec("http://127.0.0.1:1", step_limit_s=2.0))
     failed = TurnResult(reward=None, done=True, counts={"env_errors": 1.0})
-    assert converse(task, 0, "x") == [failed]
+    assert converse(task.environment(0), "x") == [failed]
 
 
 def test_no_server_is_one_message() -> None:

@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.adapters.verifiers_task import VerifiersTaskSpec
-from penstock.workers.agents.environment import (
-    BadCall,
-    Environment,
-    Reply,
-    ToolCall,
-    TurnResult,
-)
+from penstock.workers.agents.environment import BadCall, Reply, ToolCall, TurnResult
 from penstock.workers.data.task import Task, fingerprint
+
+from ..conversing import converse
 
 # Not "verifiers": pytest takes the folder of tests of that name for it.
 pytest.importorskip("verifiers.envs", reason="an extra: penstock-rl[verifiers]")
@@ -93,20 +89,6 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # pyright
 
 def spec(**options: Any) -> VerifiersTaskSpec:
     return VerifiersTaskSpec(env="guess-my-number", options=options)
-
-
-def converse(environment: Environment, *replies: Reply | str) -> list[TurnResult]:
-    async def run() -> list[TurnResult]:
-        waits: Any = environment
-        results: list[TurnResult] = []
-        await waits.reset(0, 0)
-        for turn, said in enumerate(replies):
-            reply = Reply(turn, said, said) if isinstance(said, str) else said
-            results.append(await waits.step(reply))
-        await waits.close()
-        return results
-
-    return asyncio.run(run())
 
 
 def test_rows_become_problems() -> None:

@@ -65,20 +65,9 @@ def _called(arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-HALF, TWICE = _called('{"a": "\\ud800"}'), _called('{"a": 1, "a": 2}')
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (
-            {"messages": [HELLO, HALF, HELLO]},
-            "'messages[1].tool_calls[0].function.arguments': a text has half of a surrogate pair",
-        ),
-        (
-            {"messages": [HELLO, TWICE, HELLO]},
-            "'messages[1].tool_calls[0].function.arguments' is no JSON object",
-        ),
         ({"n": 2}, "'n' is 2; give 1, or leave it out"),
         ({"stop": ["x"]}, "'stop' is [\"x\"]; give null, or leave it out"),
         (
@@ -88,31 +77,6 @@ HALF, TWICE = _called('{"a": "\\ud800"}'), _called('{"a": 1, "a": 2}')
         ({"response_format": {"type": "json_object"}}, "'response_format' is {\"type\": "),
         ({"top_logprobs": 3}, "'top_logprobs' is 3; give 0"),
         ({"audio": {}}, "'audio' is not known here; leave it out"),
-        ({"messages": []}, "'messages' is missing, or no list"),
-        ({"messages": "hello"}, "'messages' is missing, or no list"),
-        ({"messages": [3]}, "'messages[0].role' is null; one of system, developer"),
-        ({"messages": [{"role": "robot"}]}, "'messages[0].role' is \"robot\""),
-        ({"messages": [HELLO, {"role": "assistant", "content": "x"}]}, "the last message is the"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "'messages[0].content' has a part that is no text",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{}]}, HELLO]},
-            "'messages[0].tool_calls[0].function.name' is missing",
-        ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "["}}],
-                    }
-                ]
-            },
-            "'messages[0].tool_calls[0].function.arguments' is no JSON object",
-        ),
-        ({"messages": [{**HELLO, "tool_calls": 3}]}, "'messages[0].tool_calls' is no list"),
         ({"stream": "yes"}, "'stream' is \"yes\"; true or false is expected"),
         ({"logprobs": 2}, "'logprobs' is 2; true or false is expected"),
         ({"tools": {}}, "'tools' is no list"),
@@ -126,6 +90,32 @@ def test_refused(fields: dict[str, Any], said: str) -> None:
         read(**fields)
     assert str(caught.value).startswith(said)
     assert caught.value.status == 400
+
+
+ARGUMENTS = "'messages[0].tool_calls[0].function.arguments'"
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([_called('{"a": "\\ud800"}'), HELLO], f"{ARGUMENTS}: a text has half of a surrogate pair"),
+        ([_called('{"a": 1, "a": 2}'), HELLO], f"{ARGUMENTS} is no JSON object"),
+        ([_called("[")], f"{ARGUMENTS} is no JSON object"),
+        ([], "'messages' is missing, or no list"),
+        ("hello", "'messages' is missing, or no list"),
+        ([3], "'messages[0].role' is null; one of system, developer"),
+        ([{"role": "robot"}], "'messages[0].role' is \"robot\""),
+        ([HELLO, {"role": "assistant", "content": "x"}], "the last message is the"),
+        ([{**HELLO, "content": [{"type": "image_url"}]}], "'messages[0].content' has a part that"),
+        (
+            [{"role": "assistant", "tool_calls": [{}]}, HELLO],
+            "'messages[0].tool_calls[0].function.name' is missing",
+        ),
+        ([{**HELLO, "tool_calls": 3}], "'messages[0].tool_calls' is no list"),
+    ],
+)
+def test_messages_that_are_refused(messages: Any, said: str) -> None:
+    test_refused({"messages": messages}, said)
 
 
 @pytest.mark.parametrize(

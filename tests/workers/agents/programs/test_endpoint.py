@@ -14,6 +14,9 @@ from penstock.workers.agents.programs.endpoint import Endpoint, served
 pytest.importorskip("uvicorn", reason="comes with the engines")
 
 NUM_CLIENTS = 30
+POST = (
+    "POST /c/0/v1/chat/completions HTTP/1.1\nHost: a\nContent-Length: {}\nAuthorization: Bearer {}"
+)
 
 
 async def ask(endpoint: Endpoint, head: str, body: bytes = b"", *, waits: bool = True) -> str:
@@ -61,12 +64,8 @@ def test_clients_that_hang_up_are_counted(
         held: Any = sequences
         async with served(endpoint):
             with endpoint.opened(0, held) as (_, key):
-                head = (
-                    "POST /c/0/v1/chat/completions HTTP/1.1\nHost: a\nContent-Length: 1000\n"
-                    f"Authorization: Bearer {key}"
-                )
                 for _ in range(NUM_CLIENTS):
-                    await ask(endpoint, head, b'{"messages"', waits=False)
+                    await ask(endpoint, POST.format(1000, key), b'{"messages"', waits=False)
                 async with asyncio.timeout(20):
                     while sequences.counts["hung_up"] < NUM_CLIENTS:
                         await asyncio.sleep(0.01)
@@ -85,12 +84,8 @@ def test_an_error_of_the_server_is_one_line(caplog: pytest.LogCaptureFixture) ->
         held: Any = SimpleNamespace()  # without counts, so that the application fails
         async with served(endpoint):
             with endpoint.opened(0, held) as (_, key):
-                head = (
-                    "POST /c/0/v1/chat/completions HTTP/1.1\nHost: a\nContent-Length: 2\n"
-                    f"Authorization: Bearer {key}"
-                )
                 for _ in range(3):
-                    assert "500" in await ask(endpoint, head, b"{}")
+                    assert "500" in await ask(endpoint, POST.format(2, key), b"{}")
 
     asyncio.run(talk())
     said = [record for record in caplog.records if record.name.startswith("penstock")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import torch
 from echo_task import EchoSpec, EchoTask
 from killer import killing
 from penstock.algorithms.agent_grpo import conversation_advantage
-from penstock.algorithms.roles import Conversations, Sampling
+from penstock.algorithms.roles import Sampling
 from penstock.algorithms.roles.language import ENDINGS
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import drain_metrics
 from penstock.workers.agents.tasks.tools_and_programs import ProgramTaskSpec
-from talk import Conversing
+from talk import Conversing, same, talking
 
 pytest.importorskip("openai", reason="comes with the engines")
 pytestmark = pytest.mark.slow
@@ -30,8 +30,6 @@ SAMPLING = Sampling(num_samples=2, max_new_tokens=6, max_total_tokens=64)
 
 
 class Words(EchoTask):
-    """Problems whose answers are scored as texts."""
-
     def score(self, index: int, response: str) -> float:
         return 1.0 + len(response) % 2
 
@@ -43,21 +41,13 @@ class WordsSpec(EchoSpec):
 
 
 class Talk(Conversing):
-    """Conversations of a program."""
+    sampling, max_turns = SAMPLING, 8
 
-    def __init__(self, *, max_rows: int = 64, **options: Any) -> None:
+    def __init__(self, function: str = "", *, max_rows: int = 64, **options: Any) -> None:
+        if function:
+            options["function"] = f"program_agents:{function}"
         spec = ProgramTaskSpec(task=WordsSpec(), **options)
         super().__init__(spec, WordsSpec(), batch_size=4, max_rows=max_rows)
-
-    def hold(
-        self,
-        sampling: Sampling = SAMPLING,
-        max_turns: int = 8,
-        *,
-        version: int = 0,
-        branch: bool = False,
-    ) -> Conversations:
-        return super().hold(sampling, max_turns, version=version, branch=branch)
 
     def metric(self, name: str) -> float:
         return drain_metrics(self.policy)[name].total
@@ -68,23 +58,8 @@ Talks = Callable[..., Talk]
 
 @pytest.fixture
 def talks() -> Iterator[Talks]:
-    made: list[Talk] = []
-
-    def make(function: str = "", **options: Any) -> Talk:
-        if function:
-            options["function"] = f"program_agents:{function}"
-        made.append(Talk(**options))
-        return made[-1]
-
-    yield make
-    for talk in made:
-        talk.agent.close()
-
-
-def same(one: Conversations, other: Conversations) -> bool:
-    return all(
-        torch.equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(one)
-    )
+    with talking(Talk) as make:
+        yield make
 
 
 def test_turns_of_one_text_are_one_row(talks: Talks) -> None:

@@ -1,13 +1,15 @@
-"""The calculator: calls, errors, final answers, and rows to imitate."""
+"""The calculator: expressions, calls, errors, final answers, and rows to imitate."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from penstock.dataflow.errors import ConfigError
+from hypothesis import given
+from hypothesis import strategies as st
 from penstock.workers.agents.environment import BadCall, Reply, ToolCall
 from penstock.workers.agents.tasks.calculator import (
+    BadExpression,
     CalculatorEnvironment,
     CalculatorTaskSpec,
     evaluate,
@@ -94,32 +96,6 @@ def test_a_template_says_what_to_do() -> None:
     assert spec.build().prompt_text(0).endswith("=? Call!")
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (
-            CalculatorTaskSpec(operators="+/"),
-            "'task.operators' is '+/'\n    give some of the characters + - *",
-        ),
-        (
-            CalculatorTaskSpec(prompt_template="?"),
-            "'task.prompt_template' is '?', which has no place for the expression\n"
-            "    write {expression} where it stands",
-        ),
-        (
-            CalculatorTaskSpec(max_terms=4, max_digits=4),
-            "task 'calculator' with 4 numbers of 4 digits has expressions that the calculator "
-            "refuses\n    lower task.max_terms or task.max_digits: at most 64 characters and "
-            "values of 15 digits",
-        ),
-    ],
-)
-def test_specs_that_are_refused(spec: CalculatorTaskSpec, message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        spec.build()
-    assert str(refused.value) == message
-
-
 def test_rows_to_imitate_train_the_turns_of_the_assistant_with_their_ends() -> None:
     task = CalculatorTaskSpec(num_train=16, num_held_out=4).build()
     tokenizer = TokenizerSpec(alphabet=task_alphabet(task), chat_template=TURNS).build()
@@ -143,3 +119,60 @@ def test_rows_to_imitate_train_the_turns_of_the_assistant_with_their_ends() -> N
             (True, f"{value}<eos>"),
         ]
     assert seen == {task.prompt_text(index) for index in task.train}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("83*47-1289", 2612),
+        (" 12 * 7 ", 84),
+        ("-(3-5)*+2", 4),
+        ("7//2", 3),
+        ("-7//2", -4),
+        ("2*(3+4)", 14),
+        ("999999999999999", 999999999999999),
+    ],
+)
+def test_values(text: str, value: int) -> None:
+    assert evaluate(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "empty"),
+        ("   ", "empty"),
+        ("1+" * 40 + "1", "too long"),
+        ("__import__('os')", "bad character"),
+        ("1.5+2", "bad character"),
+        ("1e9", "bad character"),
+        ("\u0661+1", "bad character"),
+        ("1_000", "bad character"),
+        ("1+1\n+1", "bad character"),
+        ("1+", "syntax"),
+        ("(1", "syntax"),
+        ("007", "syntax"),
+        ("1 2", "syntax"),
+        ("()", "bad operator"),
+        ("9**9", "bad operator"),
+        ("1/2", "bad operator"),
+        ("1(2)", "bad operator"),
+        ("1//0", "division by zero"),
+        ("5//(2-2)", "division by zero"),
+        ("9999999999999999", "too large"),
+        ("99999999*99999999", "too large"),
+    ],
+)
+def test_what_is_refused(text: str, why: str) -> None:
+    with pytest.raises(BadExpression) as refused:
+        evaluate(text)
+    assert str(refused.value) == why
+
+
+@given(st.text("0123456789+-*/() ", max_size=70))
+def test_any_text_has_a_value_or_a_reason(text: str) -> None:
+    try:
+        value = evaluate(text)
+    except BadExpression:
+        return
+    assert abs(value) <= 10**15

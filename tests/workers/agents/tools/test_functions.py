@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,48 +15,25 @@ import pytest
 from killer import killing
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.tools.functions import FunctionTool, FunctionTools
-from penstock.workers.agents.tools.tool import Tool, ToolText
+from penstock.workers.agents.tools.tool import ToolText
 from tool_functions import WAYS, add, describe, misbehave
+
+from .calling import Loop
 
 PLACES = ("tool_functions:misbehave", "tool_functions:add", "tool_functions:describe")
 
 Children = Callable[[], list[psutil.Process]]
 
 
-class Loop:
-    """One event loop for the tests of a tool, and the tool."""
-
-    def __init__(self, tool: Tool) -> None:
-        self.runner = asyncio.Runner()
-        self.tool = tool
-
-    def call(self, name: str, **arguments: Any) -> ToolText:
-        return self.runner.run(self._call(name, arguments))
-
-    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolText:
-        session = self.tool.open(0)
-        try:
-            return await session.call(name, arguments)
-        finally:
-            await session.close()
+def options(**given: Any) -> FunctionTools:
+    every: dict[str, Any] = {"functions": PLACES, "time_limit_s": 30, **given}
+    return FunctionTools(**every)
 
 
 @pytest.fixture
 def pooled() -> Iterator[Loop]:
-    """Functions in one process, which is replaced when need be."""
-    loop = Loop(FunctionTools(functions=PLACES, num_processes=1, time_limit_s=30).build())
-    yield loop
-    loop.runner.run(loop.tool.close())
-    loop.runner.close()
-
-
-@pytest.fixture
-def hasty() -> Iterator[Loop]:
-    """The same, with little time."""
-    loop = Loop(FunctionTools(functions=PLACES, num_processes=1, time_limit_s=0.3).build())
-    yield loop
-    loop.runner.run(loop.tool.close())
-    loop.runner.close()
+    with closing(Loop(options(num_processes=1))) as loop:
+        yield loop
 
 
 def test_a_schema_is_made_of_hints_and_docstring() -> None:
@@ -108,15 +87,8 @@ def test_what_a_function_is_called_with_is_checked(
     pooled: Loop, name: str, arguments: dict[str, Any], expected: ToolText
 ) -> None:
     assert pooled.call(name, **arguments) == expected
-
-
-@pytest.mark.parametrize(("name", "arguments", "expected"), _CHECKED)
-def test_a_quick_function_is_checked_in_the_same_way(
-    name: str, arguments: dict[str, Any], expected: ToolText
-) -> None:
-    with asyncio.Runner() as runner:
-        session = FunctionTool([add, describe]).open(0)
-        assert runner.run(_made(session.call(name, arguments))) == expected
+    session = FunctionTool([add, describe]).open(0)  # a quick one, in this process
+    assert pooled.run(_made(session.call(name, arguments))) == expected
 
 
 async def _made(call: Any) -> ToolText:
@@ -177,10 +149,10 @@ def test_whatever_is_returned_becomes_a_text(pooled: Loop, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", _OVERRUNS)
-def test_a_function_without_end_is_stopped(hasty: Loop, way: str) -> None:
-    assert hasty.call("misbehave", how=way) == ToolText(
-        "misbehave took longer than 0.3 s and was stopped", error=True, timed_out=True
-    )
+def test_a_function_without_end_is_stopped(way: str) -> None:
+    stopped = "misbehave took longer than 0.3 s and was stopped"
+    with closing(Loop(options(num_processes=1, time_limit_s=0.3))) as hasty:
+        assert hasty.call("misbehave", how=way) == ToolText(stopped, error=True, timed_out=True)
 
 
 def test_every_way_to_misbehave_is_tried() -> None:
@@ -193,32 +165,24 @@ def test_what_an_overrunning_function_has_started_is_killed(
 ) -> None:
     told = tmp_path / "pid"
     monkeypatch.setenv("LEFT_BEHIND", str(told))
-    loop = Loop(FunctionTools(functions=PLACES, time_limit_s=2).build())
-
-    assert loop.call("misbehave", how="fork and hang").timed_out
-
-    assert not psutil.pid_exists(int(told.read_text()))
-    loop.runner.run(loop.tool.close())
-    loop.runner.close()
+    with closing(Loop(options(time_limit_s=2))) as loop:
+        assert loop.call("misbehave", how="fork and hang").timed_out
+        assert not psutil.pid_exists(int(told.read_text()))
 
 
 def test_a_process_that_a_function_left_ends_with_the_tool() -> None:
-    loop = Loop(FunctionTools(functions=PLACES, time_limit_s=30).build())
-    left = int(loop.call("misbehave", how="fork that stays").text)
-    assert psutil.pid_exists(left)
-
-    loop.runner.run(loop.tool.close())
-
+    with closing(Loop(options())) as loop:
+        left = int(loop.call("misbehave", how="fork that stays").text)
+        assert psutil.pid_exists(left)
     assert not psutil.pid_exists(left)
-    loop.runner.close()
 
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_each_conversation_has_a_class_of_its_own(quick: bool, children: Children) -> None:
-    options = FunctionTools(functions=("tool_functions:Notes", PLACES[1]), quick=quick)
+    given = options(functions=("tool_functions:Notes", PLACES[1]), quick=quick)
 
     async def talk() -> list[list[str]]:
-        tool = options.build()
+        tool = given.build()
         assert tool.deterministic
         names = [schema["function"]["name"] for schema in tool.schemas]
         assert names == ["hang", "note", "notes", "add"]
@@ -238,7 +202,7 @@ def test_each_conversation_has_a_class_of_its_own(quick: bool, children: Childre
 
 def test_what_a_killed_process_remembered_is_not_begun_anew() -> None:
     async def talk() -> tuple[ToolText, ToolText]:
-        tool = FunctionTools(functions=("tool_functions:Notes",), time_limit_s=0.3).build()
+        tool = options(functions=("tool_functions:Notes",), time_limit_s=0.3).build()
         session = tool.open(0)
         late, after = await session.call("hang", {}), await session.call("note", {"text": "a"})
         await session.close()
@@ -274,7 +238,7 @@ def test_what_a_module_keeps_is_seen(
 
 def test_a_cancelled_call_ends_its_process(children: Children) -> None:
     async def cancelled() -> None:
-        tool = FunctionTools(functions=PLACES, time_limit_s=60).build()
+        tool = options().build()
         calling = asyncio.ensure_future(_made(tool.open(0).call("misbehave", {"how": "hang"})))
         while not children():
             await asyncio.sleep(0.01)
@@ -287,7 +251,7 @@ def test_a_cancelled_call_ends_its_process(children: Children) -> None:
 
 
 def test_calls_share_processes_and_an_event_loop_may_follow_another(children: Children) -> None:
-    tool = FunctionTools(functions=PLACES, num_processes=2, time_limit_s=30).build()
+    tool = options(num_processes=2).build()
 
     async def many() -> list[ToolText]:
         sessions = [tool.open(i) for i in range(6)]
@@ -302,16 +266,14 @@ def test_calls_share_processes_and_an_event_loop_may_follow_another(children: Ch
 
 
 def test_a_tool_that_is_forgotten_takes_its_processes_along() -> None:
-    tool = FunctionTools(functions=PLACES, time_limit_s=30).build()
+    tool = options().build()
     assert asyncio.run(_made(tool.open(0).call("add", {"a": 1}))).text == "2"
-
     del tool
-
     # The fixture of every test looks for processes that are left.
 
 
 def test_processes_that_cannot_import_a_function_cost_calls(tmp_path: Path) -> None:
-    tool = FunctionTools(functions=PLACES[1:2], time_limit_s=30).build()
+    tool = options(functions=PLACES[1:2]).build()
     folder = str(Path(__file__).parents[2])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "path", [one for one in sys.path if one != folder])
@@ -371,16 +333,10 @@ def test_numbers_out_of_range_are_refused() -> None:
 def test_a_call_whose_process_is_killed_is_made_again(
     tmp_path: Path, children: Children, *, deterministic: bool
 ) -> None:
-    places = ("tool_functions:linger",)
-    options = FunctionTools(
-        functions=places, num_processes=1, time_limit_s=60, deterministic=deterministic
-    )
-    loop, mark = Loop(options.build()), tmp_path / "mark"
-
-    with killing(lambda: [child.pid for child in children()], mark.exists):
-        found = loop.call("linger", mark=str(mark))
-
+    given = options(functions=("tool_functions:linger",), num_processes=1, time_limit_s=60)
     lost = ToolText("linger failed: its process ended by SIGKILL", error=True)
-    assert found == (ToolText("done") if deterministic else lost)
-    loop.runner.run(loop.tool.close())
-    loop.runner.close()
+    mark = tmp_path / "mark"
+    with closing(Loop(replace(given, deterministic=deterministic))) as loop:
+        with killing(lambda: [child.pid for child in children()], mark.exists):
+            found = loop.call("linger", mark=str(mark))
+        assert found == (ToolText("done") if deterministic else lost)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.library_logs import LibraryLines
 from penstock.workers.agents.tools import mcp_tools
 from penstock.workers.agents.tools.mcp_tools import McpTools
-from penstock.workers.agents.tools.tool import Tool, ToolText
+from penstock.workers.agents.tools.tool import ToolText
+
+from .calling import Loop
 
 pytestmark = pytest.mark.slow
 
@@ -27,33 +30,22 @@ BAD = (sys.executable, "-P", str(_FOLDER / "bad_mcp_server.py"))
 Children = Callable[[], list[psutil.Process]]
 
 
-class Server:
-    """A tool, and the event loop in which its server is called."""
-
-    def __init__(self, options: McpTools) -> None:
-        self.tool: Tool = options.build()
-        self.runner = asyncio.Runner()
-
-    def call(self, name: str, **arguments: Any) -> ToolText:
-        return self.runner.run(self._call(name, arguments))
-
-    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolText:
-        session = self.tool.open(0)
-        try:
-            return await session.call(name, arguments)
-        finally:
-            await session.close()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self.runner.run(coroutine)
-
-    def close(self) -> None:
-        self.runner.run(self.tool.close())
-        self.runner.close()
+Serve = Callable[..., Loop]
 
 
-def test_a_server_made_with_the_package_is_called() -> None:
-    server = Server(McpTools(command=GOOD, time_limit_s=60, max_bytes=100))
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    with ExitStack() as held:
+
+        def make(**given: Any) -> Loop:
+            every: dict[str, Any] = {"command": BAD, "time_limit_s": 60, **given}
+            return held.enter_context(closing(Loop(McpTools(**every))))
+
+        yield make
+
+
+def test_a_server_made_with_the_package_is_called(serve: Serve) -> None:
+    server = serve(command=GOOD, max_bytes=100)
 
     schema = server.tool.schemas[0]["function"]
     assert schema["name"] == "add"
@@ -76,27 +68,25 @@ def test_a_server_made_with_the_package_is_called() -> None:
         return await asyncio.gather(*calls)
 
     assert server.run(many()) == [ToolText(str(i + 1)) for i in range(5)]
-    server.close()
 
 
 async def _made(session: Any, name: str, arguments: dict[str, Any]) -> ToolText:
     return await session.call(name, arguments)
 
 
-def test_a_bad_answer_costs_its_call() -> None:
-    server = Server(McpTools(command=BAD, time_limit_s=60, max_restarts=0, max_bytes=20))
+def test_a_bad_answer_costs_its_call(serve: Serve) -> None:
+    server = serve(max_restarts=0, max_bytes=20)
 
     assert server.call("babble") == ToolText("babble")
     assert server.call("refuse").text.startswith("refuse failed: this ")
     assert server.call("odd").error
     assert server.call("flood") == ToolText("x" * 20 + "... (4999980 more characters)")
-    server.close()
 
 
 def test_a_server_that_prints_is_named_once(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    serve: Serve, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    server = Server(McpTools(command=BAD, time_limit_s=60, max_restarts=0))
+    server = serve(max_restarts=0)
     for handler in logging.getLogger("mcp").handlers:
         if isinstance(handler, LibraryLines):
             handler.num_seen.clear()  # of earlier tests
@@ -112,8 +102,8 @@ def test_a_server_that_prints_is_named_once(
     assert len("".join(capfd.readouterr())) < 2000
 
 
-def test_a_server_that_vanishes_costs_its_call_and_has_a_budget() -> None:
-    server = Server(McpTools(command=BAD, time_limit_s=60, max_restarts=1))
+def test_a_server_that_vanishes_costs_its_call_and_has_a_budget(serve: Serve) -> None:
+    server = serve(max_restarts=1)
     lost = ToolText("the tool's server ended during the call", error=True)
 
     assert server.call("vanish") == lost
@@ -122,11 +112,10 @@ def test_a_server_that_vanishes_costs_its_call_and_has_a_budget() -> None:
     assert server.call("add", a=1) == ToolText(
         "the tool's server is gone, after 1 restarts of it", error=True
     )
-    server.close()
 
 
-def test_what_a_server_has_started_ends_with_it() -> None:
-    server = Server(McpTools(command=BAD, time_limit_s=60))
+def test_what_a_server_has_started_ends_with_it(serve: Serve) -> None:
+    server = serve()
     left = int(server.call("leave").text)
     assert psutil.pid_exists(left)
 
@@ -135,31 +124,25 @@ def test_what_a_server_has_started_ends_with_it() -> None:
     assert not psutil.pid_exists(left)
 
 
-def test_a_call_that_takes_long_is_given_up_and_the_server_kept() -> None:
-    server = Server(McpTools(command=BAD, time_limit_s=1, max_restarts=0))
+def test_a_call_that_takes_long_is_given_up_and_the_server_kept(serve: Serve) -> None:
+    server = serve(time_limit_s=1, max_restarts=0)
 
     assert server.call("ignore") == ToolText(
         "ignore took longer than 1 s", error=True, timed_out=True
     )
     assert server.call("add", a=1) == ToolText("2")
-    server.close()
 
 
-def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.workers.agents.tools import mcp_tools
-
+def test_a_server_that_hangs_is_replaced(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_tools, "ANSWER_S", 0.2)
-    server = Server(McpTools(command=BAD, time_limit_s=1, max_restarts=1))
+    server = serve(time_limit_s=1, max_restarts=1)
 
     assert server.call("hang").timed_out
     assert server.call("add", a=1) == ToolText("2")
-    server.close()
 
 
-def test_each_conversation_may_have_a_server_of_its_own(children: Children) -> None:
-    server = Server(
-        McpTools(command=BAD, time_limit_s=60, per_conversation=True, allowed=("count",))
-    )
+def test_each_conversation_may_have_a_server_of_its_own(serve: Serve, children: Children) -> None:
+    server = serve(per_conversation=True, allowed=("count",))
 
     async def counted() -> list[str]:
         first, second = server.tool.open(0), server.tool.open(1)
@@ -171,7 +154,6 @@ def test_each_conversation_may_have_a_server_of_its_own(children: Children) -> N
 
     assert texts == ["1", "2", "1"]
     assert len(children()) == 1
-    server.close()
 
 
 def test_an_event_loop_may_follow_another(children: Children) -> None:
@@ -192,18 +174,19 @@ def test_a_server_that_never_answers_is_refused() -> None:
     assert "does not tell its tools: it did not answer in time" in str(caught.value)
 
 
-def test_a_server_that_never_answers_again_costs_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_again_costs_calls(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def listed(self: McpTools) -> list[dict[str, Any]]:
         return [{"type": "function", "function": {"name": "add"}}]
 
     monkeypatch.setattr(McpTools, "_listed", listed)
-    server = Server(McpTools(command=(*BAD, "mute"), start_limit_s=0.5, max_restarts=0))
+    server = serve(command=(*BAD, "mute"), start_limit_s=0.5, max_restarts=0)
 
     assert server.call("add", a=1) == ToolText(
         "the tool's server cannot be reached: it did not answer in time", error=True
     )
     assert server.call("add", a=1).text == "the tool's server is gone, after 0 restarts of it"
-    server.close()
 
 
 def test_a_server_that_ends_at_once_is_refused_with_what_it_said() -> None:
@@ -234,11 +217,9 @@ def test_what_cannot_be_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_deterministic_server_that_is_killed_is_told_again(
-    children: Children, *, own: bool
+    serve: Serve, children: Children, *, own: bool
 ) -> None:
-    server = Server(
-        McpTools(command=BAD, time_limit_s=60, per_conversation=own, deterministic=True)
-    )
+    server = serve(per_conversation=own, deterministic=True)
 
     async def calls() -> list[str]:
         session = server.tool.open(0)
@@ -251,13 +232,10 @@ def test_a_deterministic_server_that_is_killed_is_told_again(
         return texts
 
     assert server.run(calls()) == (["1", "2", "3"] if own else ["2", "2", "2"])
-    server.close()
 
 
-def test_and_so_is_one_that_ends_in_a_call_but_once(tmp_path: Path) -> None:
-    server = Server(
-        McpTools(command=BAD, time_limit_s=60, per_conversation=True, deterministic=True)
-    )
+def test_and_so_is_one_that_ends_in_a_call_but_once(serve: Serve, tmp_path: Path) -> None:
+    server = serve(per_conversation=True, deterministic=True)
     mark = tmp_path / "mark"
 
     async def calls() -> list[str]:
@@ -268,4 +246,3 @@ def test_and_so_is_one_that_ends_in_a_call_but_once(tmp_path: Path) -> None:
         return texts
 
     assert server.run(calls()) == ["1", "vanish", "2", "the tool's server ended during the call"]
-    server.close()

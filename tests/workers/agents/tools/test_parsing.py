@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 from typing import Any
 
 import pytest
@@ -10,13 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import BadCall, ToolCall
-from penstock.workers.agents.tools.parsing import (
-    FORMATS,
-    Call,
-    FormatName,
-    call_parser,
-    format_of,
-)
+from penstock.workers.agents.tools.parsing import FORMATS, Call, FormatName, call_parser, format_of
 from penstock.workers.models.tokenizer import TokenizerSpec
 
 OURS: tuple[FormatName, ...] = FORMATS[:-1]
@@ -27,46 +22,7 @@ def parse_calls(text: str, format: FormatName) -> tuple[str, tuple[Call, ...]]:
 
 
 _NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(
-    lambda name: (
-        name
-        not in (
-            "and",
-            "as",
-            "assert",
-            "async",
-            "await",
-            "break",
-            "class",
-            "continue",
-            "def",
-            "del",
-            "elif",
-            "else",
-            "except",
-            "false",
-            "finally",
-            "for",
-            "from",
-            "global",
-            "if",
-            "import",
-            "in",
-            "is",
-            "lambda",
-            "nonlocal",
-            "not",
-            "null",
-            "or",
-            "pass",
-            "raise",
-            "return",
-            "true",
-            "try",
-            "while",
-            "with",
-            "yield",
-        )
-    )  # fmt: skip
+    lambda name: not keyword.iskeyword(name) and name not in ("false", "null", "true")
 )
 _TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 _VALUES: st.SearchStrategy[Any] = st.recursive(

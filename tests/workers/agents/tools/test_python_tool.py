@@ -6,6 +6,8 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
 
 import psutil
 import pytest
@@ -21,17 +23,15 @@ Children = Callable[[], list[psutil.Process]]
 
 
 class Conversation:
-    """An interpreter and the event loop for it."""
-
-    def __init__(self, options: PythonTools | None = None, seed: int = 0) -> None:
-        self._options = options or PythonTools(time_limit_s=60, minimum=best_kind().name)
+    def __init__(self, **options: Any) -> None:
         self.runner = asyncio.Runner()
-        self.tool = self._options.build()
-        self.session: ToolSession = self.tool.open(seed)
+        every: dict[str, Any] = {"time_limit_s": 60, **options}
+        self.tool = PythonTools(**every).build()
+        self.session: ToolSession = self.tool.open(0)
 
-    def run(self, code: object) -> ToolText:
+    def run(self, code: object, **more: Any) -> ToolText:
         async def call() -> ToolText:
-            return await self.session.call("python", {"code": code})
+            return await self.session.call("python", {"code": code, **more})
 
         return self.runner.run(call())
 
@@ -42,9 +42,8 @@ class Conversation:
 
 @pytest.fixture
 def conversation() -> Iterator[Conversation]:
-    made = Conversation()
-    yield made
-    made.close()
+    with closing(Conversation(minimum=best_kind().name)) as made:
+        yield made
 
 
 def test_names_stay_defined_and_the_last_value_is_shown(conversation: Conversation) -> None:
@@ -94,9 +93,7 @@ def test_a_traceback_shows_the_code_and_none_of_our_files(conversation: Conversa
     assert "program.py" not in text
 
 
-def test_what_is_printed_is_cut_and_has_no_half_characters(
-    conversation: Conversation,
-) -> None:
+def test_what_is_printed_is_cut_and_has_no_half_characters(conversation: Conversation) -> None:
     long = conversation.run("print('a' * 100_000_000, end='')").text
 
     assert long == "a" * 16_384 + "... (99983616 more characters)"
@@ -106,24 +103,18 @@ def test_what_is_printed_is_cut_and_has_no_half_characters(
 
 
 def test_a_piece_without_end_costs_the_state() -> None:
-    made = Conversation(PythonTools(time_limit_s=0.5))
-    made.run("x = 1")
-
-    assert made.run("while True: pass") == ToolText(
-        f"the code took longer than 0.5 s{GONE}", error=True, timed_out=True
-    )
-    assert made.run("try: x\nexcept NameError: print('gone')") == ToolText("gone\n")
-    made.close()
+    with closing(Conversation(time_limit_s=0.5)) as made:
+        made.run("x = 1")
+        late = ToolText(f"the code took longer than 0.5 s{GONE}", error=True, timed_out=True)
+        assert made.run("while True: pass") == late
+        assert made.run("try: x\nexcept NameError: print('gone')") == ToolText("gone\n")
 
 
 def test_cpu_time_is_limited_over_all_pieces() -> None:
-    made = Conversation(PythonTools(time_limit_s=60, cpu_limit_s=1))
-
-    result = made.run("while True: pass")
-
+    with closing(Conversation(cpu_limit_s=1)) as made:
+        result = made.run("while True: pass")
     assert result.error
     assert result.text.endswith(GONE)
-    made.close()
 
 
 @pytest.mark.parametrize(
@@ -173,24 +164,24 @@ def test_between_two_calls_an_interpreter_has_no_time(
     assert not conversation.run("n > 0").error
 
 
-def test_conversations_share_no_names_and_begin_with_their_seed() -> None:
-    made = Conversation()
+def test_conversations_share_no_names_and_begin_with_their_seed(
+    conversation: Conversation,
+) -> None:
     code = "import random; (random.random(), hash('a'))"
 
     async def calls() -> list[ToolText]:
         results: list[ToolText] = []
         for seed in (1, 1, 2):
-            session = made.tool.open(seed)
+            session = conversation.tool.open(seed)
             results.append(await session.call("python", {"code": code}))
             results.append(await session.call("python", {"code": "dir()"}))
             await session.close()
         return results
 
-    first, names, again, _, other, _ = made.runner.run(calls())
+    first, names, again, _, other, _ = conversation.runner.run(calls())
     assert first == again
     assert first != other
     assert names.text == "['__builtins__', '__name__', 'random']\n"
-    made.close()
 
 
 @pytest.mark.parametrize("arguments", [{}, {"code": 3}, {"code": "1", "more": 2}, {"text": "1"}])

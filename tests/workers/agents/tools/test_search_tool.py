@@ -1,20 +1,24 @@
-"""The search tool: files, limits, and calls that cannot be made."""
+"""The search tool: files, limits, and BM25 against numbers worked out by hand."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
 from penstock.workers.agents.environment import Reply, ToolCall
 from penstock.workers.agents.tasks.calculator import CalculatorTaskSpec
 from penstock.workers.agents.tasks.tools_and_programs import TOOLBOXES, ToolTaskSpec
-from penstock.workers.agents.tools.search_tool import NOTHING, SearchTools
+from penstock.workers.agents.tools.search_tool import NOTHING, Bm25, SearchTools, words_of
 from penstock.workers.agents.tools.tool import ToolEnvironment, ToolText
+
+from .calling import Loop
 
 TEXTS = (
     "The mayor of Velden is Ana Koch.",
@@ -24,32 +28,24 @@ TEXTS = (
 
 
 def called(options: SearchTools, name: str = "search", **arguments: Any) -> ToolText:
-    tool = options.build()
-    assert tool.deterministic
-    return asyncio.run(call(tool.open(0), name, arguments))
+    with closing(Loop(options)) as loop:
+        assert loop.tool.deterministic
+        return loop.call(name, **arguments)
 
 
-async def call(session: Any, name: str, arguments: Mapping[str, Any]) -> ToolText:
-    try:
-        return await session.call(name, arguments)
-    finally:
-        await session.close()
-
-
-def test_the_best_texts_come_first() -> None:
-    options = SearchTools(texts=TEXTS, num_results=2)
-    assert called(options, query="mayor Velden").text == f"{TEXTS[0]}\n{TEXTS[1]}"
-    assert called(options, query="born: Koch?").text == f"{TEXTS[2]}\n{TEXTS[0]}"
-    assert called(SearchTools(texts=TEXTS, num_results=1), query="arla").text == TEXTS[1]
-
-
-def test_nothing_found_is_no_error() -> None:
-    assert called(SearchTools(texts=TEXTS), query="Zürich") == ToolText(NOTHING)
-
-
-def test_long_texts_are_cut() -> None:
-    assert called(SearchTools(texts=TEXTS, max_chars=9), query="arla").text == "The river..."
-    assert called(SearchTools(texts=TEXTS, max_chars=32), query="arla").text == TEXTS[1]
+@pytest.mark.parametrize(
+    ("options", "query", "found"),
+    [
+        ({"num_results": 2}, "mayor Velden", f"{TEXTS[0]}\n{TEXTS[1]}"),
+        ({"num_results": 2}, "born: Koch?", f"{TEXTS[2]}\n{TEXTS[0]}"),
+        ({"num_results": 1}, "arla", TEXTS[1]),
+        ({}, "Zürich", NOTHING),
+        ({"max_chars": 9}, "arla", "The river..."),
+        ({"max_chars": 32}, "arla", TEXTS[1]),
+    ],
+)
+def test_the_best_texts_come_first(options: dict[str, Any], query: str, found: str) -> None:
+    assert called(SearchTools(texts=TEXTS, **options), query=query) == ToolText(found)
 
 
 @pytest.mark.parametrize(
@@ -117,3 +113,62 @@ def test_is_a_kind_of_toolbox() -> None:
     reply = Reply(0, "", "", calls=(ToolCall("search", {"query": "arla"}),))
     (said,) = asyncio.run(environment.step(reply)).messages
     assert said == {"role": "tool", "name": "search", "content": "\n".join(TEXTS[1:2])}
+
+
+LETTERS = ["a b", "a a c", "d"]
+"""Three texts of 2, 3 and 1 words, so of 2 in the mean."""
+
+
+def found(query: str, most: int = 3, **options: float) -> list[tuple[int, float]]:
+    return Bm25(LETTERS, **options).find(query, most)
+
+
+@pytest.mark.parametrize(
+    ("query", "options", "scores"),
+    [
+        # idf = ln(1 + 1.5 / 2.5); 1 / (1 + 1.2) and 2 / (2 + 1.2 * (0.25 + 0.75 * 1.5))
+        ("a", {}, [(1, 0.257536), (0, 0.213638)]),
+        # idf = ln(1 + 2.5 / 1.5); 1 / (1 + 1.2 * (0.25 + 0.75 * 0.5)) and 1 / (1 + 1.65)
+        ("d c", {}, [(2, 0.560474), (1, 0.370124)]),
+        ("a", {"k1": 0}, [(0, 0.470004), (1, 0.470004)]),  # a word counts once
+        ("a", {"b": 0}, [(1, 0.293752), (0, 0.213638)]),  # 1 / 2.2 and 2 / 3.2 of ln 1.6
+    ],
+)
+def test_scores(query: str, options: dict[str, Any], scores: list[tuple[int, float]]) -> None:
+    assert found(query, **options) == [(n, pytest.approx(score, abs=1e-6)) for n, score in scores]
+
+
+def test_a_word_that_is_asked_for_twice_counts_once() -> None:
+    assert found("a a") == found("A") == found("a")
+
+
+def test_only_what_has_a_word_is_found_and_no_more_than_asked_for() -> None:
+    assert found("x") == found("") == found("?!") == []
+    assert [place for place, _ in found("a d", most=1)] == [2]
+    assert Bm25([]).find("a", 3) == []
+    assert Bm25(["", "!"]).find("a", 3) == []
+
+
+def test_equal_texts_stand_in_their_order() -> None:
+    same = Bm25(["b", "a", "a", "a"])
+    assert [place for place, _ in same.find("a", 2)] == [1, 2]
+
+
+def test_words() -> None:
+    assert words_of("Who's Ana-Koch, in 1954?") == ["who", "s", "ana", "koch", "in", "1954"]
+
+
+@pytest.mark.parametrize("options", [{"k1": -1.0}, {"b": 1.5}, {"b": -0.1}])
+def test_numbers_that_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        SearchTools(texts=LETTERS, **options)  # pyright: ignore[reportArgumentType] - one or the other
+
+
+@given(st.lists(st.text("abc ")), st.text("abcd "))
+def test_scores_fall_and_are_above_zero(texts: list[str], query: str) -> None:
+    scores = [score for _, score in Bm25(texts).find(query, len(texts))]
+    assert scores == sorted(scores, reverse=True)
+    assert all(score > 0 for score in scores)
+    places = {place for place, _ in Bm25(texts).find(query, len(texts))}
+    asked = set(words_of(query))
+    assert places == {place for place, text in enumerate(texts) if asked & set(words_of(text))}

@@ -21,6 +21,8 @@ from penstock.workers.agents.tools.tool import (
 )
 from tool_functions import add
 
+from ..conversing import converse
+
 
 def _length(answer: str) -> float:
     return float(len(answer))
@@ -28,17 +30,6 @@ def _length(answer: str) -> float:
 
 def _reply(*calls: ToolCall | BadCall, turn: int = 0, content: str = "") -> Reply:
     return Reply(turn=turn, text=content, content=content, calls=calls)
-
-
-def _talk(environment: ToolEnvironment, *replies: Reply) -> list[TurnResult]:
-    async def talk() -> list[TurnResult]:
-        environment.reset(0, 7)
-        try:
-            return [await environment.step(reply) for reply in replies]
-        finally:
-            await environment.close()
-
-    return asyncio.run(talk())
 
 
 class Bad(Tool):
@@ -75,7 +66,7 @@ def test_a_conversation_calls_tools_until_it_answers() -> None:
     said = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     content, calls = call_parser("hermes")(said)
 
-    first, second = _talk(
+    first, second = converse(
         environment,
         Reply(turn=0, text=said, content=content, calls=calls),
         _reply(turn=1, content="three"),
@@ -92,13 +83,13 @@ def test_an_answer_may_be_scored_by_something_that_waits() -> None:
         await asyncio.sleep(0)
         return 0.5
 
-    assert _talk(ToolEnvironment([], score), _reply()) == [TurnResult(reward=0.5, done=True)]
+    assert converse(ToolEnvironment([], score), _reply()) == [TurnResult(reward=0.5, done=True)]
 
 
 def test_what_is_no_call_is_told_counted_and_charged() -> None:
     environment = ToolEnvironment([FunctionTool([add])], _length, ToolLimits(penalty=0.25))
 
-    (result,) = _talk(
+    (result,) = converse(
         environment,
         _reply(BadCall("{", "the JSON is cut off"), ToolCall("sub"), ToolCall("add", {"a": "x"})),
     )
@@ -123,7 +114,7 @@ def test_calls_beyond_a_limit_are_not_made() -> None:
     environment = ToolEnvironment([FunctionTool([add])], _length, limits)
     call = ToolCall("add", {"a": 1})
 
-    first, second, third = _talk(
+    first, second, third = converse(
         environment, *(_reply(call, call, call, turn=turn) for turn in range(3))
     )
 
@@ -183,7 +174,7 @@ def test_no_tool_breaks_a_conversation(
         [tool, FunctionTool([add])], _length, ToolLimits(call_limit_s=0.05)
     )
 
-    (result,) = _talk(environment, _reply(ToolCall("bad"), ToolCall("add", {"a": 1})))
+    (result,) = converse(environment, _reply(ToolCall("bad"), ToolCall("add", {"a": 1})))
 
     assert result.messages[0]["content"].startswith(content)
     assert result.messages[1]["content"] == "2"
@@ -196,7 +187,7 @@ def test_no_tool_breaks_a_conversation(
 def test_a_tool_that_cannot_begin_fails_its_calls() -> None:
     environment = ToolEnvironment([Bad(unopened=_forever), FunctionTool([add])], _length)
 
-    (result,) = _talk(environment, _reply(ToolCall("unopened"), ToolCall("add", {"a": 1})))
+    (result,) = converse(environment, _reply(ToolCall("unopened"), ToolCall("add", {"a": 1})))
 
     assert [message["content"] for message in result.messages] == [
         "Error: the tool could not begin this conversation",

@@ -21,7 +21,7 @@ from penstock.workers.envs.task import EnvRowSource, GameRowSource
 from penstock.workers.envs.worker import EnvWorkerSpec
 from penstock.workers.training.optimizer import OptimizerSpec
 
-from ..workers.envs.toys import register
+from ..workers.envs.toys import register_all
 from .configured import Configured, configured
 from .eager import check_eager_equals_graph
 
@@ -30,7 +30,7 @@ STEPS = 6
 
 @pytest.fixture(autouse=True)
 def _toys() -> None:  # pyright: ignore[reportUnusedFunction]
-    register()
+    register_all()
 
 
 def recalling(units: int, **cfg: Any) -> Configured:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from penstock.algorithms.ops.returns import GaeTargets, gae
 from penstock.algorithms.roles.environment import Actor, Acts, Trajectories
 from penstock.dataflow.runtime.call_context import step_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
-
-__all__ = ["NoisyActor", "env_worker", "roll"]
 
 
 class NoisyActor(Actor):
@@ -28,7 +28,6 @@ class NoisyActor(Actor):
 
 
 def env_worker(spec: EnvSpec, seed: int = 1) -> EnvWorker:
-    """A worker of its own."""
     return EnvWorkerSpec(env=spec).build(WorkerContext("env", seed))
 
 
@@ -50,3 +49,26 @@ def roll(
         env, group = env[chosen], group[chosen]
     with step_scope(step):
         return worker.rollout(env, group, actor or NoisyActor(), horizon=horizon)
+
+
+def alike(one: Any, other: Any, rows: Any = slice(None), *, but: tuple[str, ...] = ()) -> bool:
+    """Whether two tables have equal columns, all but some of them."""
+    names = vars(one).keys() - set(but)
+    return all(torch.equal(vars(one)[name][rows], vars(other)[name][rows]) for name in names)
+
+
+def shown(worker: EnvWorker) -> dict[str, float]:
+    return {name: metric.value for name, metric in worker.metrics.items()}
+
+
+def targets(traj: Trajectories, value: torch.Tensor, bootstrap: torch.Tensor) -> GaeTargets:
+    """What steps are worth if nothing is discounted."""
+    return gae(
+        traj.mask,
+        reward=traj.reward,
+        value=value,
+        bootstrap_value=bootstrap,
+        terminated=traj.terminated,
+        truncated=traj.truncated,
+        lam=1.0,
+    )

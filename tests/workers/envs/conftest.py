@@ -1,12 +1,22 @@
-"""Environments that the tests of this folder use."""
+"""Environments that the tests of this folder use, and processes in which they run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from .toys import register
+from ..executors.spawned import SpawnedBackend
+from .toys import register_all
 
 
 @pytest.fixture(autouse=True)
 def _toys() -> None:  # pyright: ignore[reportUnusedFunction]
-    register()
+    register_all()
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[SpawnedBackend]:
+    backend = SpawnedBackend()
+    yield backend
+    backend.close()

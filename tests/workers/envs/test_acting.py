@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -148,7 +147,6 @@ def placed(server: str, num_workers: int, num_trainers: int = 1) -> Placement:
 
 
 def schedule_of(steps: list[StepResult]) -> tuple[Any, ...]:
-    """Which task read which versions."""
     spans = [span for step in steps for span in step.spans]
     return tuple(sorted((span.node, span.step, span.chunk or 0, span.versions) for span in spans))
 
@@ -177,57 +175,49 @@ def finish(
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[int, Found]:
-    """By lag: what one process with one worker does."""
-    return {max_lag: finish(InProcess(), "inline", max_lag) for max_lag in (0, 1)}
+def expected() -> dict[tuple[int, int], Found]:
+    """By lag and the actor's recurrent units: what one process with one worker does."""
+    return {
+        (max_lag, units): finish(InProcess(), "inline", max_lag, recurrent_units=units)
+        for max_lag, units in ((0, 0), (1, 0), (1, 8))
+    }
 
 
 @pytest.mark.parametrize("server", ["decoupled", "main", "policy"])
-@pytest.mark.parametrize("max_lag", [0, 1])
-@pytest.mark.parametrize("num_overlapped", [1, 2])
+@pytest.mark.parametrize(
+    ("max_lag", "num_overlapped", "units"), [(0, 1, 0), (0, 2, 0), (1, 1, 0), (1, 2, 0), (1, 2, 8)]
+)
 def test_in_one_process(
-    server: str, max_lag: int, num_overlapped: NumOverlapped, expected: dict[int, Found]
+    server: str, max_lag: int, num_overlapped: int, units: int, expected: dict[Any, Found]
 ) -> None:
-    assert finish(InProcess(), server, max_lag, num_overlapped=num_overlapped) == expected[max_lag]
-
-
-@pytest.fixture(scope="module")
-def remembering() -> Found:
-    """The same, of an actor that remembers."""
-    return finish(InProcess(), "inline", 1, recurrent_units=8)
-
-
-@pytest.mark.parametrize("server", ["decoupled", "main", "policy"])
-def test_with_a_recurrent_state_in_one_process(server: str, remembering: Found) -> None:
-    assert finish(InProcess(), server, 1, num_overlapped=2, recurrent_units=8) == remembering
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[SpawnedBackend]:
-    """Processes of their own."""
-    backend = SpawnedBackend()
-    yield backend
-    backend.close()
+    options: dict[str, Any] = {"num_overlapped": num_overlapped, "recurrent_units": units}
+    assert finish(InProcess(), server, max_lag, **options) == expected[max_lag, units]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("server", "max_lag", "num_workers"),
+    ("server", "max_lag", "num_workers", "units"),
     [
-        ("decoupled", 0, 2),
-        ("decoupled", 1, 1),
-        ("main", 0, 1),
-        ("main", 1, 2),
-        ("policy", 0, 1),
-        ("policy", 1, 2),
+        ("decoupled", 0, 2, 0),
+        ("decoupled", 1, 1, 0),
+        ("main", 0, 1, 0),
+        ("main", 1, 2, 0),
+        ("policy", 0, 1, 0),
+        ("policy", 1, 2, 0),
+        ("policy", 1, 2, 8),
     ],
 )
 def test_in_processes_of_their_own(
-    server: str, max_lag: int, num_workers: int, expected: dict[int, Found], apart: SpawnedBackend
+    server: str,
+    max_lag: int,
+    num_workers: int,
+    units: int,
+    expected: dict[Any, Found],
+    apart: SpawnedBackend,
 ) -> None:
-    executor = SpawnedExecutor(apart, 1)
     options: dict[str, Any] = {"num_workers": num_workers, "num_overlapped": 2, "random_s": 0.01}
-    assert finish(executor, server, max_lag, **options) == expected[max_lag]
+    found = finish(SpawnedExecutor(apart, 1), server, max_lag, recurrent_units=units, **options)
+    assert found == expected[max_lag, units]
 
 
 @pytest.mark.slow
@@ -256,32 +246,19 @@ def test_two_trainers_learn_from_three_workers_what_one_does(
 
 
 @pytest.mark.slow
-def test_with_a_recurrent_state_in_processes_of_their_own(
-    remembering: Found, apart: SpawnedBackend
-) -> None:
-    options: dict[str, Any] = {
-        "num_workers": 2,
-        "num_overlapped": 2,
-        "random_s": 0.01,
-        "recurrent_units": 8,
-    }
-    assert finish(SpawnedExecutor(apart, 1), "policy", 1, **options) == remembering
-
-
-@pytest.mark.slow
 def test_in_order_of_arrival_it_is_another_run(
-    expected: dict[int, Found], apart: SpawnedBackend
+    expected: dict[Any, Found], apart: SpawnedBackend
 ) -> None:
     """The control: whatever weights are there. By the second chunk they are newer."""
     options: dict[str, Any] = {"order": "arrival", "random_s": 0.01, "least_s": 0.7}
     found = finish(SpawnedExecutor(apart, 1), "decoupled", 1, **options)
-    assert found[1] != expected[1][1]
-    assert found[0] != expected[1][0]
+    assert found[1] != expected[1, 0][1]
+    assert found[0] != expected[1, 0][0]
 
 
 @pytest.mark.slow
 def test_killed_and_resumed_it_ends_the_same(
-    expected: dict[int, Found], tmp_path: Path, apart: SpawnedBackend
+    expected: dict[Any, Found], tmp_path: Path, apart: SpawnedBackend
 ) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
     given = workers(num_overlapped=2)
@@ -303,4 +280,4 @@ def test_killed_and_resumed_it_ends_the_same(
     with engine(InProcess()) as resumed:
         steps = list(resumed.run(SOURCES, STEPS, **saving))
         assert [step.step for step in steps] == [2, 3]
-        assert resumed.call("actor", "weights_sha256") == expected[1][0]
+        assert resumed.call("actor", "weights_sha256") == expected[1, 0][0]

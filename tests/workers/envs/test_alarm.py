@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium as gym
 import pytest
 from penstock.dataflow.runtime.call_context import DeadlineExceeded, deadline
 from penstock.workers.envs.group import StepAlarm, StepTooLong
 from penstock.workers.envs.spec import EnvSpec
 
 from .acting import env_worker, roll
-from .toys import Counting
+from .toys import Counting, register
 
 # SIGALRM, which pytest-timeout otherwise takes, is what is tested.
 pytestmark = pytest.mark.timeout(60, method="thread")
@@ -26,8 +25,6 @@ LIMIT_S = 0.1
 
 
 class Slow(Counting):
-    """Hangs where it is told to."""
-
     def __init__(self, where: str) -> None:
         super().__init__(length=100)
         self._where = where
@@ -62,11 +59,7 @@ class ClosesSlowly(Counting):
             time.sleep(SLEEP_S)
 
 
-@pytest.fixture(autouse=True)
-def _slow() -> None:  # pyright: ignore[reportUnusedFunction]
-    if "toys/Slow-v0" not in gym.registry:
-        gym.register("toys/Slow-v0", lambda **options: Slow(**options))
-        gym.register("toys/ClosesSlowly-v0", lambda **options: ClosesSlowly(**options))
+register(Slow=Slow, ClosesSlowly=ClosesSlowly)
 
 
 def interrupted(kind: type[BaseException], body: Callable[[], object]) -> None:

@@ -1,7 +1,8 @@
-"""Environments that go wrong: one of many is restarted, all of them are an error with a name."""
+"""Environments that go wrong: restarted, named in an error, and closed in the end."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ import gymnasium as gym
 import gymnasium.envs.registration as registered
 import pytest
 import torch
-from penstock.algorithms.ops.returns import gae
 from penstock.algorithms.roles.environment import Acts
 from penstock.dataflow.errors import ConfigError, StateError, WorkerError
+from penstock.dataflow.runtime.call_context import step_scope
 from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.task import EnvRowSource
 
 from ...copies import copies_end, fork
-from .acting import NoisyActor, env_worker, roll
-from .toys import Bad, Counting
+from .acting import NoisyActor, env_worker, roll, targets
+from .toys import Bad, Counting, register
 
 SAID = {
     "raises": r"raised RuntimeError: out of coffee \(toys.py:\d+\)",
@@ -99,15 +101,7 @@ def test_advantages_do_not_reach_over_a_restart() -> None:
     traj = roll(worker, 0, num_envs=8, group_size=8, horizon=20)
     row, t = (int(at[0]) for at in torch.nonzero(traj.truncated, as_tuple=True))
     value = torch.arange(traj.reward.numel(), dtype=torch.float32).view(traj.reward.shape)
-    target = gae(
-        traj.mask,
-        reward=traj.reward,
-        value=value,
-        bootstrap_value=torch.zeros(8),
-        terminated=traj.terminated,
-        truncated=traj.truncated,
-        lam=1.0,
-    )
+    target = targets(traj, value, torch.zeros(8))
     # Worth its reward and what the critic says of the state that the failed step was taken from.
     assert target.value_target[row, t] == traj.reward[row, t] + value[row, t + 1]
 
@@ -157,59 +151,61 @@ def test_one_that_fails_where_it_did_not_before_is_not_resumed(how: str, tmp_pat
         roll(worse, 1)
 
 
-@pytest.mark.parametrize("vectorized", [True, False])
-def test_an_environment_nobody_knows(vectorized: bool) -> None:
-    with pytest.raises(ConfigError, match="environment 'Cartpool-v7' cannot be made: .*Cartpool"):
-        EnvSpec(id="Cartpool-v7", vectorized=vectorized).spaces()
+NO_FORM = "environment 'Acrobot-v1' has no vectorized form; leave"
 
 
-def test_actions_that_nobody_can_give() -> None:
-    spec = EnvSpec(id="toys/Counting-v0", options={"actions": "text"})
-    with pytest.raises(ConfigError, match=r"'toys/Counting-v0' takes actions of Text\(1, 3, "):
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (EnvSpec(id="Cartpool-v7", vectorized=True), "'Cartpool-v7' cannot be made: .*Cartpool"),
+        (EnvSpec(id="Cartpool-v7", vectorized=False), "'Cartpool-v7' cannot be made: .*Cartpool"),
+        (
+            EnvSpec(id="toys/Counting-v0", options={"actions": "text"}),
+            r"'toys/Counting-v0' takes actions of Text\(1, 3, ",
+        ),
+        (EnvSpec(id="Acrobot-v1", vectorized=True), NO_FORM),
+    ],
+)
+def test_what_is_refused_before_anything_is_built(spec: EnvSpec, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         spec.spaces()
 
 
 def test_a_vectorized_form_that_is_not_there() -> None:
-    spec = EnvSpec(id="Acrobot-v1", vectorized=True)
-    with pytest.raises(ConfigError, match="environment 'Acrobot-v1' has no vectorized form; leave"):
-        spec.spaces()  # before anything is built
-    with pytest.raises(ConfigError, match="environment 'Acrobot-v1' has no vectorized form; leave"):
+    with pytest.raises(ConfigError, match=NO_FORM):
+        roll(env_worker(EnvSpec(id="Acrobot-v1", vectorized=True)), 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (
+            EnvSpec(id="toys/Counting-v0", options={"actions": "multi"}, masked=True),
+            r"environment 0 of 'toys/Counting-v0' \(seed \d+\) allows \[True, False, True\] at "
+            "step 0 of its episode; expected 5 booleans, one True for every component",
+        ),
+        (
+            EnvSpec(id="toys/Masks-v0", options={"at": 2}, masked=True, max_restarts=2),
+            r"^environment 0 of 'toys/Masks-v0' \(seed \d+\) raised RuntimeError: out of tea "
+            r"\(toys.py:\d+\) at step 2 of its episode, failure 3 of its group in one rollout; 2 "
+            r"may be made good by a restart \(task.max_restarts\)$",
+        ),
+        (
+            EnvSpec(id="Acrobot-v1", masked=True),
+            r"^environment 0 of 'Acrobot-v1' \(seed \d+\) has no method action_masks, and no "
+            "action_mask among what it says, which is nothing; set task.masked=false$",
+        ),
+    ],
+    ids=["nothing is allowed", "the method fails", "no masks"],
+)
+def test_masks_that_are_none(spec: EnvSpec, said: str) -> None:
+    with pytest.raises(WorkerError, match=said):
         roll(env_worker(spec), 0)
-
-
-def test_a_mask_that_allows_nothing() -> None:
-    spec = EnvSpec(id="toys/Counting-v0", options={"actions": "multi"}, masked=True)
-    with pytest.raises(
-        WorkerError,
-        match=r"environment 0 of 'toys/Counting-v0' \(seed \d+\) allows \[True, False, True\] at "
-        "step 0 of its episode; expected 5 booleans, one True for every component",
-    ):
-        roll(env_worker(spec), 0)
-
-
-def test_a_method_that_fails_to_say_what_is_allowed_is_a_failure_as_any_other() -> None:
-    worker = env_worker(EnvSpec(id="toys/Masks-v0", options={"at": 2}, masked=True, max_restarts=2))
-    with pytest.raises(
-        WorkerError,
-        match=r"^environment 0 of 'toys/Masks-v0' \(seed \d+\) raised RuntimeError: out of tea "
-        r"\(toys.py:\d+\) at step 2 of its episode, failure 3 of its group in one rollout; 2 may "
-        r"be made good by a restart \(task.max_restarts\)$",
-    ):
-        roll(worker, 0)
 
 
 def test_when_an_episode_is_over_nothing_need_be_allowed() -> None:
     traj = roll(env_worker(EnvSpec(id="toys/Masks-v0", masked=True)), 0)
     assert traj.action_mask.all()
-
-
-def test_masks_that_are_not_there() -> None:
-    with pytest.raises(
-        WorkerError,
-        match=r"^environment 0 of 'Acrobot-v1' \(seed \d+\) has no method action_masks, and no "
-        "action_mask among what it says, which is nothing; set task.masked=false$",
-    ):
-        roll(env_worker(EnvSpec(id="Acrobot-v1", masked=True)), 0)
 
 
 class Licensed(Bad):
@@ -230,9 +226,7 @@ class Licensed(Bad):
 
 @pytest.fixture
 def licensed() -> EnvSpec:
-    """Of an environment that always fails."""
-    if "toys/Licensed-v0" not in gym.registry:
-        gym.register("toys/Licensed-v0", lambda **options: Licensed(**options))
+    register(Licensed=Licensed)
     Licensed.left = Licensed.closed = 0
     return EnvSpec(id="toys/Licensed-v0", max_restarts=3)
 
@@ -262,3 +256,96 @@ def test_one_whose_constructor_fails_is_refused_with_the_place() -> None:
             EnvSpec(id="toys/Unmade-v0").spaces()
     finally:
         del gym.registry["toys/Unmade-v0"]
+
+
+STUCK = r"it is stuck \(test_bad_envs.py:\d+\) at step 0"
+
+
+class Door(Counting):
+    """Counts how many of it are open. Where it is told to it raises: `make`, `reset` or `close`."""
+
+    num_open = 0
+    may_open = 10**9
+    where = ""
+
+    def __init__(self, actions: str = "discrete") -> None:
+        super().__init__(actions=actions)
+        if not Door.may_open:
+            raise OSError("no more doors")
+        Door.may_open -= 1
+        Door.num_open += 1
+        self._is_open = True
+
+    def reset(self, **options: Any) -> Any:
+        if Door.where == "reset":
+            raise RuntimeError("it is stuck")
+        return super().reset(**options)
+
+    def close(self) -> None:
+        Door.num_open -= self._is_open
+        self._is_open = False
+        if Door.where == "close":
+            raise RuntimeError("it is stuck")
+
+
+@pytest.fixture
+def door() -> EnvSpec:
+    register(Door=Door)
+    Door.num_open, Door.may_open, Door.where = 0, 10**9, ""
+    return EnvSpec(id="toys/Door-v0", max_restarts=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "no more doors"),
+        ({"options": {"actions": "text"}}, "takes actions of Text"),  # in which nobody can act
+        ({"num_agents": 2}, "equal agents"),
+    ],
+)
+def test_those_made_before_it_is_refused_are_closed(
+    door: EnvSpec, given: dict[str, Any], said: str
+) -> None:
+    Door.may_open = 10**9 if given else 1
+    with pytest.raises(ConfigError, match=said):
+        roll(env_worker(EnvSpec(id=door.id, **given)), 0)
+    assert Door.num_open == 0
+
+
+def test_those_that_cannot_begin_are_closed(door: EnvSpec) -> None:
+    Door.where = "reset"
+    worker, rows = env_worker(door), EnvRowSource(4, 2).batch(0)
+    with pytest.raises(WorkerError, match=STUCK):
+        roll(worker, 0)
+    assert Door.num_open == 0
+    with step_scope(0), pytest.raises(WorkerError, match=STUCK):
+        worker.evaluate(rows.env, rows.group, NoisyActor(), num_episodes=1, max_episode_steps=9)
+    assert Door.num_open == 0
+
+
+def test_those_that_are_not_resumed_are_closed_and_their_state_stays(
+    door: EnvSpec, tmp_path: Path
+) -> None:
+    worker = env_worker(door)
+    roll(worker, 0, horizon=2)
+    worker.save_state(tmp_path)
+    file = tmp_path / "group-0.json"
+    state = json.loads(file.read_text())
+    state["envs"]["envs"][1]["obs"] = "of another run"
+    file.write_text(json.dumps(state))
+    worker.load_state(tmp_path)
+    for _ in range(2):
+        with pytest.raises(StateError, match="shows something else"):
+            roll(worker, 1)
+        assert Door.num_open == 0
+
+
+def test_one_that_cannot_be_closed_does_not_keep_the_others_open(door: EnvSpec) -> None:
+    worker = env_worker(door)
+    roll(worker, 0)
+    assert Door.num_open == 4
+    Door.where = "close"
+    with pytest.raises(RuntimeError, match="it is stuck"):
+        worker.close()
+    assert Door.num_open == 0
+    worker.close()

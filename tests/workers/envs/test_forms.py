@@ -24,8 +24,6 @@ STACK = spaces.Box(0, 255, (4, 3, 2), np.uint8)
 
 
 class Screen(gym.Env[Any, Any]):
-    """Shows one frame in color."""
-
     observation_space, action_space = FRAME, spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -37,8 +35,6 @@ class Screen(gym.Env[Any, Any]):
 
 
 class Screens(VectorEnv[Any, Any, Any]):
-    """Shows four small frames in grey."""
-
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 
     def __init__(self, num_envs: int, shown: spaces.Box = STACK, broken: bool = False) -> None:

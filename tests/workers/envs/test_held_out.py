@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -24,17 +23,15 @@ from penstock.workers.envs.task import EnvRowSource
 from penstock.workers.envs.worker import PIECE, EnvWorker
 from torch import Tensor
 
-from .acting import NoisyActor, env_worker, roll
+from .acting import NoisyActor, alike, env_worker, roll, shown
 from .test_acting import CARTPOLE, GRAPH, SOURCES, placed, workers
-from .toys import Counting
+from .toys import Counting, register
 
 SCALED = EnvSpec(id="CartPole-v1", normalization=Normalization(observations=True, rewards=True))
 TEAMS = EnvSpec(id="penstock.workers.envs.cover:penstock/Cover-v0", num_agents=3)
 
 
 class Notes(NoisyActor):
-    """Also keeps what it has seen."""
-
     def __init__(self) -> None:
         super().__init__(2)
         self.seen: list[Any] = []
@@ -69,8 +66,7 @@ def evaluated(
 def test_whole_episodes_are_counted() -> None:
     worker = env_worker(EnvSpec(id="toys/Counting-v0", options={"length": 70}))
     assert evaluated(worker, num_episodes=3).tolist() == [70.0] * 4
-    shown = {name: metric.value for name, metric in worker.metrics.items()}
-    assert shown == {
+    assert shown(worker) == {
         "episode_return": 70.0,
         "episode_length": 70.0,
         "episodes": 12.0,
@@ -94,17 +90,20 @@ class FailsOnce(Counting):
         return super().step(action)
 
 
+register(FailsOnce=FailsOnce)
+
+
 @pytest.mark.parametrize("at", [50, PIECE, PIECE + 1, PIECE + 2])
 def test_an_episode_that_is_given_up_does_not_count(at: int) -> None:
-    if "toys/FailsOnce-v0" not in gym.registry:
-        gym.register("toys/FailsOnce-v0", lambda **options: FailsOnce(**options))
     FailsOnce.failed = False
     worker = env_worker(EnvSpec(id="toys/FailsOnce-v0", options={"at": at}))
     assert evaluated(worker, num_envs=2).tolist() == [200.0, 200.0]
-    shown = {name: metric.value for name, metric in worker.metrics.items()}
-    assert shown["episode_length"] == 200.0
-    assert shown["episodes"] == 4.0
-    assert shown["env_restarts"] == 1.0
+    assert shown(worker) == {
+        "episode_return": 200.0,
+        "episode_length": 200.0,
+        "episodes": 4.0,
+        "env_restarts": 1.0,
+    }
 
 
 def test_an_environment_whose_episodes_never_end_well_is_named() -> None:
@@ -136,8 +135,7 @@ def test_they_are_the_same_each_time_and_rollouts_go_on_as_without(spec: EnvSpec
     before = evaluated(one)
     for step in range(3):
         with_, without = roll(one, step, horizon=40), roll(other, step, horizon=40)
-        assert all(torch.equal(a, b) for a, b in zip(vars(with_).values(), vars(without).values(),
-                                                     strict=True))  # fmt: skip
+        assert alike(with_, without)
         assert torch.equal(evaluated(one), before)  # for the actor does not look at what it sees
 
 

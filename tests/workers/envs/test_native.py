@@ -47,8 +47,6 @@ class Windy(CartPoleVectorEnv):
 
 
 class Doubles(VectorWrapper):
-    """Pays more with every step."""
-
     def __init__(self, env: Any) -> None:
         super().__init__(env)
         self.factor = 1.0
@@ -132,8 +130,6 @@ def test_what_does_not_come_to_where_it_was_is_refused(break_: str, tmp_path: Pa
 
 
 class Part:
-    """Refers to what it is a part of."""
-
     def __init__(self, number: int) -> None:
         self.number, self.whole = number, self
 

@@ -6,9 +6,7 @@ import threading
 import time
 from typing import Any
 
-import gymnasium as gym
 import pytest
-import torch
 from penstock.algorithms.roles.environment import Acts
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime.call_context import current_step
@@ -18,13 +16,11 @@ from penstock.workers.envs.overlapped_groups import NumOverlapped
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
 
-from .acting import NoisyActor, roll
-from .toys import Counting
+from .acting import NoisyActor, alike, roll
+from .toys import Counting, register
 
 
 class Sleepy(Counting):
-    """Sleeps before every step."""
-
     def __init__(self, sleep_s: float = 2e-3) -> None:
         super().__init__(length=7)
         self._sleep_s = sleep_s
@@ -40,19 +36,12 @@ class Raises(Counting):
 
 
 class Staged(Counting):
-    """Pays the number of the step that the run is in."""
-
     def step(self, action: Any) -> Any:
         obs, _, *rest = super().step(action)
         return obs, float(current_step()), *rest
 
 
-@pytest.fixture(autouse=True)
-def _sleepy() -> None:  # pyright: ignore[reportUnusedFunction]
-    if "toys/Sleepy-v0" not in gym.registry:
-        gym.register("toys/Sleepy-v0", lambda **options: Sleepy(**options))
-        gym.register("toys/Raises-v0", lambda **options: Raises(**options))
-        gym.register("toys/Staged-v0", lambda **options: Staged(**options))
+register(Sleepy=Sleepy, Raises=Raises, Staged=Staged)
 
 
 def worker(env: EnvSpec, num_overlapped: NumOverlapped) -> EnvWorker:
@@ -76,9 +65,7 @@ def test_a_rollout_does_not_depend_on_how_many_are_overlapped(env: EnvSpec) -> N
         one.close()
     for rolls, metrics in found[1:]:
         assert metrics == found[0][1]
-        for ours, first in zip(rolls, found[0][0], strict=True):
-            for name, column in vars(first).items():
-                assert torch.equal(getattr(ours, name), column), name
+        assert all(alike(*pair) for pair in zip(rolls, found[0][0], strict=True))
 
 
 @pytest.mark.parametrize("num_overlapped", [1, 2])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from penstock.algorithms.ops.returns import gae
 from penstock.algorithms.roles.environment import Actor, Acts, Trajectories
 from penstock.dataflow.errors import StateError, WorkerError
 from penstock.dataflow.runtime.in_process import InProcess
@@ -25,7 +23,7 @@ from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
 
 from ..executors.spawned import SpawnedBackend, SpawnedExecutor
 from . import toys
-from .acting import NoisyActor, env_worker, roll
+from .acting import NoisyActor, alike, env_worker, roll, shown, targets
 from .test_acting import Found, finish
 from .test_held_out import evaluated
 
@@ -52,7 +50,6 @@ def bad(how: str = "nan", *, at: int = 5, share: float = 1.1, **options: Any) ->
 
 
 def whose(how: str, numbers: str = r"\[0, 1, 2, 3\]", one: str = "1") -> str:
-    """What messages call them, as a pattern."""
     named = f"environment {one}" if how in ONE else f"environments {numbers}"
     since = "it was" if how in ONE else "they were"
     return (
@@ -60,12 +57,7 @@ def whose(how: str, numbers: str = r"\[0, 1, 2, 3\]", one: str = "1") -> str:
     )
 
 
-def alike(one: Trajectories, other: Trajectories) -> bool:
-    return all(torch.equal(column, vars(other)[name]) for name, column in vars(one).items())
-
-
 def rolled(worker: EnvWorker, **options: Any) -> Trajectories:
-    """A rollout of one group of four."""
     return roll(worker, 0, num_envs=4, group_size=4, **options)
 
 
@@ -90,8 +82,11 @@ def test_all_of_the_group_begin_anew_and_one_is_counted(
     assert torch.equal(traj.obs[:, :5], fine.obs[:, :5])
     assert traj.obs[:, 5].abs().max() <= 0.05 < fine.obs[:, 5].abs().max()
     assert torch.isfinite(traj.obs).all()
-    shown = {name: metric.value for name, metric in worker.metrics.items()}
-    assert (shown["episodes"], shown["env_steps"]) == (0, 28)  # what is given up is none that ended
+    counted = shown(worker)
+    assert (counted["episodes"], counted["env_steps"]) == (
+        0,
+        28,
+    )  # what is given up is none that ended
 
 
 @HOW
@@ -151,8 +146,6 @@ def test_what_is_replaced_is_closed_and_may_take_its_time_to_be_made() -> None:
 
 
 class Ponders(NoisyActor):
-    """Takes longer to answer than an environment may take to step."""
-
     def act(self, obs: Any, noise: Any, action_mask: Any, recurrent_state: Any = None) -> Acts:
         time.sleep(0.1)
         return super().act(obs, noise, action_mask)
@@ -168,15 +161,7 @@ def test_the_time_of_a_step_is_not_that_of_an_answer(backend: Any) -> None:
 def test_advantages_do_not_reach_over_a_restart() -> None:
     traj = rolled(env_worker(bad()))
     value = torch.arange(traj.reward.numel(), dtype=torch.float32).view(traj.reward.shape)
-    target = gae(
-        traj.mask,
-        reward=traj.reward,
-        value=value,
-        bootstrap_value=torch.zeros(4),
-        terminated=traj.terminated,
-        truncated=traj.truncated,
-        lam=1.0,
-    )
+    target = targets(traj, value, torch.zeros(4))
     # Worth its reward and what the critic says of the state that the failed step was taken from.
     assert torch.equal(target.value_target[:, 3], traj.reward[:, 3] + value[:, 4])
     assert torch.equal(target.advantage[:, 4], torch.zeros(4))
@@ -189,8 +174,8 @@ def test_what_went_wrong_never_enters_the_moments(how: str) -> None:
     state: Any = worker._live[0].moments()["normalizer"]  # pyright: ignore[reportPrivateUsage]
     # Of the first observations, and of what every step has shown, the one that failed included.
     assert state["obs"]["count"] == pytest.approx(4 * 9, abs=1e-3)
-    shown = np.concatenate([plain.obs.numpy().reshape(-1, 4), plain.last_obs.numpy()])
-    assert state["obs"]["mean"] == pytest.approx(shown.mean(axis=0), abs=1e-3)
+    seen = np.concatenate([plain.obs.numpy().reshape(-1, 4), plain.last_obs.numpy()])
+    assert state["obs"]["mean"] == pytest.approx(seen.mean(axis=0), abs=1e-3)
     assert state["returns"]["count"] == pytest.approx(4 * 7, abs=1e-3)
     assert torch.isfinite(scaled.reward).all()
     assert torch.equal(scaled.mask, plain.mask)
@@ -262,17 +247,16 @@ def test_a_rollout_does_not_depend_on_the_ring_or_on_who_has_which_group(
         assert all(alike(*pair) for pair in zip(rolls, found[0][0], strict=True))
     parts = [env_worker(spec), env_worker(spec)]
     for step in range(3):
-        shown = [
+        rolls = [
             roll(one, step, num_envs=8, group_size=2, horizon=12, groups=groups)
             for one, groups in zip(parts, ((0, 1), (2, 3)), strict=True)
         ]
-        joined = {name: torch.cat([vars(part)[name] for part in shown]) for name in vars(shown[0])}
+        joined = {name: torch.cat([vars(part)[name] for part in rolls]) for name in vars(rolls[0])}
         assert alike(found[0][0][step], Trajectories(**joined))
 
 
 @pytest.fixture(scope="module")
 def inline() -> Found:
-    """What one process does."""
     found = finish(InProcess(), "inline", 1, env=HALF)
     fine = replace(HALF, options={**HALF.options, "share": 0})
     assert found != finish(InProcess(), "inline", 1, env=fine)
@@ -282,14 +266,6 @@ def inline() -> Found:
 @pytest.mark.parametrize("server", ["decoupled", "main", "policy"])
 def test_wherever_acting_happens_it_ends_the_same(server: str, inline: Found) -> None:
     assert finish(InProcess(), server, 1, env=HALF, num_overlapped=2) == inline
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[SpawnedBackend]:
-    """Processes of their own."""
-    backend = SpawnedBackend()
-    yield backend
-    backend.close()
 
 
 @pytest.mark.slow
@@ -314,9 +290,8 @@ def test_held_out_episodes_that_are_given_up_with_it_do_not_count() -> None:
     worker = env_worker(bad(at=30, share=0.5, max_restarts=20))
     actor: Actor = NoisyActor(2)
     found = evaluated(worker, num_envs=8, num_episodes=4, actor=actor)
-    shown = {name: metric.value for name, metric in worker.metrics.items()}
-    assert shown["env_restarts"] > 0
-    assert shown["episodes"] == 32
+    assert worker.metrics["env_restarts"].value > 0
+    assert worker.metrics["episodes"].value == 32
     assert float(found.min()) >= 9
 
 

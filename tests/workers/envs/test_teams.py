@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -16,6 +15,7 @@ from penstock.workers.envs.cover import Cover
 from penstock.workers.envs.spec import EnvSpec
 
 from .acting import NoisyActor, env_worker, roll
+from .toys import register
 
 COVER = EnvSpec(id="penstock.workers.envs.cover:penstock/Cover-v0", num_agents=3)
 
@@ -32,8 +32,7 @@ class Deserted(Cover):
         self._far = far
 
 
-if "toys/Deserted-v0" not in gym.registry:
-    gym.register("toys/Deserted-v0", lambda **options: Deserted(**options))
+register(Deserted=Deserted)
 
 
 def deserted(far: int, **options: Any) -> EnvSpec:
@@ -58,16 +57,6 @@ def test_a_team_is_the_same_whoever_steps_with_it() -> None:
     together = roll(env_worker(COVER), 0, num_envs=12, group_size=12, horizon=30)
     apart = roll(env_worker(COVER), 0, num_envs=12, group_size=3, horizon=30)
     assert torch.equal(together.obs, apart.obs)
-
-
-def test_teams_go_on_from_a_checkpoint(tmp_path: Any) -> None:
-    first, second = env_worker(COVER), env_worker(COVER)
-    roll(first, 0, num_envs=6, group_size=6, horizon=17)
-    first.save_state(tmp_path)
-    second.load_state(tmp_path)
-    ours, its = (roll(one, 1, num_envs=6, group_size=6, horizon=17) for one in (first, second))
-    for name in vars(ours):
-        assert torch.equal(getattr(ours, name), getattr(its, name)), name
 
 
 def test_a_covered_mark_counts_once() -> None:

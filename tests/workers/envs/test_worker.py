@@ -1,28 +1,31 @@
-"""Rollouts: what they show at the ends of episodes, what they depend on, and going on elsewhere."""
+"""Rollouts: ends of episodes, what they depend on, and going on elsewhere to the last bit."""
 
 from __future__ import annotations
 
 import json
 import textwrap
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.algorithms.roles.environment import Trajectories
 from penstock.dataflow.errors import StateError
 from penstock.dataflow.runtime.call_context import call_scope
 from penstock.workers.envs.live import Normalization
-from penstock.workers.envs.spec import EnvSpec
+from penstock.workers.envs.spec import EnvSpec, why_not_exact
 from penstock.workers.envs.task import EnvRowSource
 
-from .acting import NoisyActor, env_worker, roll
+from .acting import NoisyActor, alike, env_worker, roll, shown
 
 COUNTING = EnvSpec(id="toys/Counting-v0", options={"length": 3})
 CARTPOLE = EnvSpec(id="CartPole-v1")
 SINGLE = EnvSpec(id="CartPole-v1", vectorized=False)
 SCALED = EnvSpec(
-    id="CartPole-v1",
-    vectorized=False,
-    normalization=Normalization(observations=True, rewards=True),
+    id="CartPole-v1", vectorized=False, normalization=Normalization(observations=True, rewards=True)
 )
 PENDULUM = EnvSpec(id="Pendulum-v1", options={})
 ALL = pytest.mark.parametrize(
@@ -32,11 +35,6 @@ ALL = pytest.mark.parametrize(
 
 def actor_for(spec: EnvSpec) -> NoisyActor:
     return NoisyActor(None if spec is PENDULUM else 2)
-
-
-def equal(one: object, other: object) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(vars(one).values(), vars(other).values(),
-                                                 strict=True))  # fmt: skip
 
 
 def test_the_step_after_an_episode_shows_where_it_ended_and_does_not_count() -> None:
@@ -70,7 +68,7 @@ def test_an_environment_may_come_with_the_module_that_registers_it(
     (tmp_path / "own_cartpole.py").write_text(textwrap.dedent(text))
     monkeypatch.syspath_prepend(tmp_path)
     own = roll(env_worker(EnvSpec(id="own_cartpole:OwnCartPole-v0")), 0)
-    assert equal(own, roll(env_worker(SINGLE), 0))
+    assert alike(own, roll(env_worker(SINGLE), 0))
 
 
 def test_time_limits_truncate() -> None:
@@ -86,8 +84,7 @@ def test_metrics_count_whole_episodes_over_rollouts_without_resets() -> None:
     assert worker.metrics["episodes"].value == 0
     worker.metrics.clear()
     roll(worker, 1, num_envs=1, group_size=1, horizon=6)
-    found = {name: metric.value for name, metric in worker.metrics.items()}
-    assert found == {
+    assert shown(worker) == {
         "episode_return": 3.0,
         "episode_length": 3.0,
         "episodes": 2.0,
@@ -110,7 +107,7 @@ def test_a_group_does_the_same_in_any_worker(spec: EnvSpec) -> None:
     for step in range(2):
         both = roll(together, step, actor=actor_for(spec), horizon=30)
         second = roll(alone, step, actor=actor_for(spec), horizon=30, groups=(1,))
-        assert equal(second, type(both)(**{k: v[2:] for k, v in vars(both).items()}))
+        assert alike(second, type(both)(**{k: v[2:] for k, v in vars(both).items()}))
 
 
 @ALL
@@ -118,24 +115,6 @@ def test_another_seed_does_something_else(spec: EnvSpec) -> None:
     one = roll(env_worker(spec, 1), 0, actor=actor_for(spec))
     other = roll(env_worker(spec, 2), 0, actor=actor_for(spec))
     assert not torch.equal(one.obs, other.obs)
-
-
-@ALL
-def test_what_was_saved_goes_on_bit_for_bit_in_other_workers(spec: EnvSpec, tmp_path: Path) -> None:
-    worker = env_worker(spec)
-    for step in range(2):
-        roll(worker, step, actor=actor_for(spec), horizon=17)
-    worker.save_state(tmp_path)
-    expected = roll(worker, 2, actor=actor_for(spec), horizon=25)
-    parts = []
-    for group in (0, 1):
-        other = env_worker(spec)
-        other.load_state(tmp_path)
-        parts.append(roll(other, 2, actor=actor_for(spec), horizon=25, groups=(group,)))
-    assert equal(
-        expected,
-        type(expected)(**{k: torch.cat([vars(p)[k] for p in parts]) for k in vars(expected)}),
-    )
 
 
 def test_an_environment_that_does_not_repeat_itself_is_not_resumed(tmp_path: Path) -> None:
@@ -228,3 +207,66 @@ def test_allowed_choices_are_a_column() -> None:
     masked = EnvSpec(id="toys/Counting-v0", masked=True)
     traj = roll(env_worker(masked), 0, horizon=4)
     assert traj.action_mask.tolist() == [[[True, False, True]] * 4] * 4
+
+
+MOMENTS = Normalization(observations=True, rewards=True)
+EXACT = [
+    EnvSpec(id="toys/Counting-v0", options={"length": 5}),
+    EnvSpec(id="toys/Masks-v0", masked=True),
+    EnvSpec(id="CartPole-v1", normalization=MOMENTS),
+    EnvSpec(id="CartPole-v1", vectorized=False, normalization=MOMENTS),
+    EnvSpec(id="Pendulum-v1", options={}),
+    EnvSpec(id="penstock.workers.envs.cover:penstock/Cover-v0", num_agents=3),
+]
+
+
+@pytest.mark.parametrize("spec", EXACT, ids=lambda spec: spec.id)
+def test_those_that_can_go_on_exactly_are_told_so(spec: EnvSpec) -> None:
+    assert why_not_exact(spec) is None
+
+
+@pytest.mark.parametrize(
+    ("on", "said"),
+    [
+        ("global", "do not come to where they were: environment 0 of 'toys/Worldly-v0'"),
+        ("episodes", "show something else "),
+    ],
+)
+def test_what_depends_on_more_is_found_out(on: str, said: str) -> None:
+    found = why_not_exact(EnvSpec(id="toys/Worldly-v0", options={"on": on}))
+    assert found is not None
+    assert found.startswith(said)
+
+
+@pytest.mark.parametrize("spec", EXACT, ids=lambda spec: spec.id)
+@settings(max_examples=8, deadline=None)
+@given(
+    before=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    after=st.integers(1, 20),
+    seed=st.integers(0, 3),
+)
+def test_what_is_saved_at_any_step_goes_on_to_the_last_bit(
+    spec: EnvSpec, before: list[int], after: int, seed: int
+) -> None:
+    actor = NoisyActor(None if "Pendulum" in spec.id else 2)
+    size = spec.num_agents
+    whole, first = env_worker(spec, seed), env_worker(spec, seed)
+    for step, horizon in enumerate(before):
+        for worker in (whole, first):
+            roll(worker, step, horizon=horizon, actor=actor, num_envs=2 * size, group_size=size)
+    apart = [env_worker(spec, seed) for _ in range(2)]  # with a group each
+    with TemporaryDirectory() as folder:
+        first.save_state(Path(folder))
+        for worker in apart:
+            worker.load_state(Path(folder))
+    options: dict[str, Any] = {"actor": actor, "num_envs": 2 * size, "group_size": size}
+    expected = roll(whole, len(before), horizon=after, **options)
+    parts = [
+        roll(worker, len(before), horizon=after, groups=(group,), **options)
+        for group, worker in enumerate(apart)
+    ]
+    joined = {name: torch.cat([vars(part)[name] for part in parts]) for name in vars(expected)}
+    assert alike(expected, Trajectories(**joined))
+    for name in ("episodes", "env_steps", "episode_return", "episode_length"):
+        *sums, total = (worker.metrics[name].total for worker in (first, *apart, whole))
+        assert sum(sums) == pytest.approx(total, abs=1e-9), name  # one sum in parts

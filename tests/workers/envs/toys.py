@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv, CartPoleVectorEnv
-
-__all__ = ["Bad", "BadCartPoles", "Counting", "Masks", "Recall", "Worldly", "damage", "register"]
 
 
 def damage(how: str, row: Any, obs: Any, reward: Any, seconds: float = 30.0) -> tuple[Any, Any]:
@@ -175,21 +175,21 @@ class Masks(Counting):
         return np.full(3, self._steps < self._length)
 
 
-def register() -> None:
-    """Make them known to Gymnasium under `toys/NAME-v0`."""
-    if "toys/Counting-v0" not in gym.registry:
-        gym.register("toys/Counting-v0", lambda **options: Counting(**options))
-        gym.register("toys/Bad-v0", lambda **options: Bad(**options))
-        gym.register("toys/Masks-v0", lambda **options: Masks(**options))
-        gym.register("toys/Recall-v0", lambda **options: Recall(**options))
+def register(**kinds: Callable[..., Any]) -> None:
+    """Make them known to Gymnasium as `toys/NAME-v0`."""
+    for name, kind in kinds.items():
+        if f"toys/{name}-v0" not in gym.registry:
+            gym.register(f"toys/{name}-v0", partial(kind))
+
+
+def register_all() -> None:
+    register(Counting=Counting, Bad=Bad, Masks=Masks, Recall=Recall, Worldly=Worldly)
+    if "toys/BadCartPoles-v0" not in gym.registry:
         gym.register(
             "toys/BadCartPoles-v0",
             lambda **options: CartPoleEnv(),
             vector_entry_point=lambda **options: BadCartPoles(**options),
         )
-
-
-register()  # in whatever process imports this, too
 
 
 class Worldly(Counting):
@@ -211,3 +211,6 @@ class Worldly(Counting):
         if self._on == "episodes":
             reward += self._episodes
         return obs, reward, over[0], over[1], info
+
+
+register_all()  # in whatever process imports this, too

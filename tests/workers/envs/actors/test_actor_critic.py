@@ -30,8 +30,6 @@ ROWS = 500
 
 
 class Fixed(EnvSpec):
-    """Says what there is to see and do, without an environment."""
-
     actions = DISCRETE
 
     def spaces(self) -> tuple[int, ActionSpace]:

@@ -31,8 +31,7 @@ from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.inference.link import InferenceClient, InferenceServer
 from penstock.workers.training.optimizer import OptimizerSpec
 
-from ..acting import env_worker, roll
-from ..toys import register
+from ..acting import alike, env_worker, roll
 
 NETWORK = PerceptronSpec(hidden_sizes=(16,), recurrent_units=8)
 COUNTING = {"length": 5}
@@ -47,11 +46,6 @@ ENVS = pytest.mark.parametrize(
     ],
     ids=["terminates", "truncates", "restarted", "restarted together", "numbers"],
 )
-
-
-@pytest.fixture(autouse=True)
-def _toys() -> None:  # pyright: ignore[reportUnusedFunction]
-    register()
 
 
 def actor_critic(env: EnvSpec, **options: Any) -> TorchActorCritic:
@@ -231,9 +225,7 @@ def test_whoever_serves_answers_bit_for_bit() -> None:
     finally:
         client.close()
         server.close()
-    for ours, theirs in zip(found, expected, strict=True):
-        for name, column in vars(theirs).items():
-            assert torch.equal(getattr(ours, name), column), name
+    assert all(alike(*pair) for pair in zip(found, expected, strict=True))
 
 
 @ENVS
@@ -246,9 +238,7 @@ def test_what_was_saved_goes_on_bit_for_bit(env: EnvSpec, tmp_path: Path) -> Non
     assert expected.recurrent_state.any()
     other = env_worker(env)
     other.load_state(tmp_path)
-    found = roll(other, 2, horizon=7, actor=actor)
-    for name, column in vars(expected).items():
-        assert torch.equal(getattr(found, name), column), name
+    assert alike(roll(other, 2, horizon=7, actor=actor), expected)
 
 
 def test_no_rows_have_the_width_of_others() -> None:

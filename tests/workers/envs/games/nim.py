@@ -85,7 +85,6 @@ class Nim(AECEnv[str, dict[str, Any], int]):
 
 
 def env(**options: Any) -> Nim:
-    """As PettingZoo's modules have it."""
     return Nim(**options)
 
 
@@ -100,13 +99,10 @@ def stateless() -> AECEnv[str, dict[str, Any], int]:
 
 
 def gym_env() -> Any:
-    """No game at all."""
     return gym.make("CartPole-v1")
 
 
 def parallel() -> Any:
-    """All players at once."""
-
     class Rain(ParallelEnv[str, Any, int]):
         possible_agents = ["one", "two"]  # noqa: RUF012
 
@@ -176,5 +172,4 @@ class Leaves(AECEnv[str, dict[str, Any], int]):
 
 
 def leaves(**options: Any) -> Leaves:
-    """Return a game that one player leaves early."""
     return Leaves(**options)

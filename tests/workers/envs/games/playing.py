@@ -14,34 +14,18 @@ from penstock.workers.envs.games.worker import BoardGameWorker
 
 
 class Scripted(Actor):
-    """Makes the same moves in all games, one after another."""
-
     def __init__(self, *choices: int) -> None:
         self.choices = list(choices)
         self.seen: list[NDArray[np.float32]] = []
 
-    def act(
-        self,
-        obs: NDArray[np.float32],
-        noise: NDArray[np.float64],
-        action_mask: NDArray[np.bool_] | None,
-        recurrent_state: NDArray[np.float32] | None = None,
-    ) -> Acts:
+    def act(self, obs: Any, noise: Any, action_mask: Any, recurrent_state: Any = None) -> Acts:
         self.seen.append(obs.copy())
         choice = np.full((len(obs), 1), self.choices.pop(0), np.float32)
         return Acts(choice, np.full(len(obs), -1.0, np.float32))
 
 
 class Random(Actor):
-    """Draws from what is allowed."""
-
-    def act(
-        self,
-        obs: NDArray[np.float32],
-        noise: NDArray[np.float64],
-        action_mask: NDArray[np.bool_] | None,
-        recurrent_state: NDArray[np.float32] | None = None,
-    ) -> Acts:
+    def act(self, obs: Any, noise: Any, action_mask: Any, recurrent_state: Any = None) -> Acts:
         assert action_mask is not None
         count = action_mask.sum(axis=1)
         place = np.minimum((noise[:, 0] * count).astype(int), count - 1)

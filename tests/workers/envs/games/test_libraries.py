@@ -16,13 +16,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.algorithms.roles.environment import ActionSpace, Trajectories
+from penstock.algorithms.roles.environment import ActionSpace
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.workers.envs.games.libraries import LibraryGameSpec
 from penstock.workers.envs.games.mnk_games import CONNECT_FOUR, TIC_TAC_TOE, BoardSpec
 from penstock.workers.envs.group import env_seed
 
 from ....copies import copies_end, fork
+from ..acting import alike
 from .playing import Random, Scripted, play
 
 pytestmark = pytest.mark.skipif(
@@ -36,11 +37,6 @@ def pool(game: str, max_turns: int = 40, **options: Any) -> LibraryGameSpec:
 
 def zoo(game: str, max_turns: int = 40, **options: Any) -> LibraryGameSpec:
     return LibraryGameSpec(id=game, backend="pettingzoo", max_turns=max_turns, options=options)
-
-
-def same(one: Trajectories, other: Trajectories, *but: str) -> None:
-    for name in vars(one).keys() - set(but):
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
 RULES = [
@@ -57,7 +53,7 @@ def test_the_rules_are_ours(ours: BoardSpec, theirs: LibraryGameSpec, seed: int)
     """Equal choices move by move: the same are allowed and win, and it is over at the same time."""
     one, _ = play(ours, Random(), Random(), games=8, seed=seed)
     other, _ = play(theirs, Random(), Random(), games=8, seed=seed)
-    same(one, other, "obs", "last_obs")
+    assert alike(one, other, but=("obs", "last_obs"))
     places = other.obs.unflatten(-1, (ours.num_places, 2))  # ours has one player's after another
     assert torch.equal(places.transpose(-1, -2).flatten(-2), one.obs)
 
@@ -66,7 +62,7 @@ def test_the_rules_are_ours(ours: BoardSpec, theirs: LibraryGameSpec, seed: int)
 def test_games_depend_neither_on_threads_nor_on_company(game: str) -> None:
     one, _ = play(pool(game, num_threads=1), Random(), Random(), games=12, group_size=12)
     other, _ = play(pool(game, num_threads=3), Random(), Random(), games=12, group_size=5)
-    same(one, other)
+    assert alike(one, other)
     later, _ = play(pool(game, num_threads=1), Random(), Random(), games=12, step=1)
     assert not torch.equal(one.action, later.action)
 
@@ -206,7 +202,7 @@ def test_a_game_of_ones_own(nim: Any) -> None:
     assert games.action_mask[1, 1].tolist() == [True, True, False]
     assert games.reward[:2, 1].tolist() == [-1, 1]
     assert worker.metrics["second_wins"].value == 1
-    same(games, play(nim(), Scripted(2, 0), Scripted(0, 1), games=6)[0])
+    assert alike(games, play(nim(), Scripted(2, 0), Scripted(0, 1), games=6)[0])
 
 
 def test_a_game_that_forks_does_not_double_the_run(
@@ -269,6 +265,7 @@ def test_a_game_that_does_not_let_a_player_go_is_refused(nim: Any) -> None:
         ("none", 2, r"raised TypeError: float\(\) argument must be a string or a real number, not "
          r"'NoneType' \(libraries.py:\d+\)"),
         ("stranger", 2, "says it is the turn of 'nobody'; expected '(one' or 'two|two' or 'one)'"),
+        ("hangs", 2, r"did not answer in time \(task.step_limit_s\)"),
     ],
 )  # fmt: skip
 def test_a_game_that_goes_wrong(nim: Any, wrong: str, move: int, said: str) -> None:
@@ -276,18 +273,9 @@ def test_a_game_that_goes_wrong(nim: Any, wrong: str, move: int, said: str) -> N
     where = (
         rf"^game 0 of 'board' \(seed 7\), move {move}: 'own_nim:env' of PettingZoo \(seed {own}\) "
     )
+    spec = replace(nim(wrong=wrong), step_limit_s=0.2 if wrong == "hangs" else 10.0)
     with pytest.raises(WorkerError, match=where + said + "$"):
-        play(nim(wrong=wrong), Scripted(0, 0, 0), Scripted(0, 0, 0), games=2, seed=7)
-
-
-def test_a_game_that_hangs_is_interrupted(nim: Any) -> None:
-    spec = replace(nim(wrong="hangs"), step_limit_s=0.2)
-    with pytest.raises(
-        WorkerError,
-        match=r"^game 0 of 'board' \(seed 0\), move 2: 'own_nim:env' of PettingZoo \(seed \d+\) "
-        r"did not answer in time \(task.step_limit_s\)$",
-    ):
-        play(spec, Scripted(0, 0, 0), Scripted(0, 0, 0))
+        play(spec, Scripted(0, 0, 0), Scripted(0, 0, 0), games=2, seed=7)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from penstock.algorithms.papers.self_play import side_of
 from penstock.algorithms.roles.environment import Acts
 from penstock.dataflow.errors import WorkerError
 from penstock.workers.envs.games.mnk_games import CONNECT_FOUR, TIC_TAC_TOE, BoardSpec
 
+from ..acting import alike
 from .playing import Random, Scripted, play
 
 
@@ -82,8 +84,7 @@ def test_games_belong_to_seed_step_and_number() -> None:
     apart, _ = play(TIC_TAC_TOE, Random(), Random(), games=12, group_size=3)
     other, _ = play(TIC_TAC_TOE, Random(), Random(), games=12, seed=1)
     later, _ = play(TIC_TAC_TOE, Random(), Random(), games=12, step=1)
-    for name in vars(whole):
-        assert torch.equal(getattr(whole, name), getattr(apart, name)), name
+    assert alike(whole, apart)
     assert not torch.equal(whole.obs, other.obs)
     assert not torch.equal(whole.obs, later.obs)
 
@@ -113,13 +114,7 @@ def test_a_move_that_is_not_allowed_names_game_and_move() -> None:
 @pytest.mark.parametrize("action", [True, False])
 def test_what_a_player_says_must_be_numbers(action: bool) -> None:
     class Lost(Random):
-        def act(
-            self,
-            obs: NDArray[np.float32],
-            noise: NDArray[np.float64],
-            action_mask: NDArray[np.bool_] | None,
-            recurrent_state: NDArray[np.float32] | None = None,
-        ) -> Acts:
+        def act(self, obs: Any, noise: Any, action_mask: Any, recurrent_state: Any = None) -> Acts:
             acts = super().act(obs, noise, action_mask)
             (acts.action[:, 0] if action else acts.logprob)[2] = np.nan
             return acts

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from penstock.algorithms.ops.returns import gae
 from penstock.algorithms.roles.environment import ActionSpace, Acts
 from penstock.dataflow.errors import WorkerError
 from penstock.workers.envs.games.worker import GameNames
 from penstock.workers.envs.group import env_seed
 
+from ..acting import targets
 from .playing import Random, play
 
 
@@ -122,31 +122,16 @@ def test_a_game_that_is_cut_off_is_worth_what_the_critics_say_of_it(spec: Told) 
     if spec.max_turns > 3:  # where an environment that resets shows the end
         assert games.obs[:, 3].tolist() == [[6, 0], [6, 1]]
         assert not games.mask[:, 3:].any()
-    target = gae(
-        games.mask,
-        reward=games.reward,
-        value=10.0 + games.obs[:, :, 0],
-        bootstrap_value=10.0 + games.last_obs[:, 0],
-        terminated=games.terminated,
-        truncated=games.truncated,
-        lam=1.0,
-    )
+    value, bootstrap = 10.0 + games.obs[:, :, 0], 10.0 + games.last_obs[:, 0]
+    target = targets(games, value, bootstrap)
     assert target.value_target[:, :3].tolist() == [[16.0] * 3, [18.0] * 3]
 
 
 def test_what_a_player_remembers_is_of_its_own_turns() -> None:
     class Counts(Random):
-        """Remembers how often it was asked."""
-
         seen: list[NDArray[np.float32] | None]
 
-        def act(
-            self,
-            obs: NDArray[np.float32],
-            noise: NDArray[np.float64],
-            action_mask: NDArray[np.bool_] | None,
-            recurrent_state: NDArray[np.float32] | None = None,
-        ) -> Acts:
+        def act(self, obs: Any, noise: Any, action_mask: Any, recurrent_state: Any = None) -> Acts:
             self.seen = [*getattr(self, "seen", []), recurrent_state]
             acts = super().act(obs, noise, action_mask)
             before = (

@@ -27,7 +27,7 @@ def killing(find: Callable[[], Iterable[int]], when: Callable[[], bool]) -> Gene
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
                         killed.append(process)
-                while any(map(_lives, killed)) and time.monotonic() < end_s:
+                while any(map(lives, killed)) and time.monotonic() < end_s:
                     time.sleep(0.01)
                 return
             time.sleep(0.01)
@@ -41,7 +41,8 @@ def killing(find: Callable[[], Iterable[int]], when: Callable[[], bool]) -> Gene
     assert killed
 
 
-def _lives(process: int) -> bool:
+def lives(process: int) -> bool:
+    """Whether it is there and not merely still to be waited for."""
     try:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

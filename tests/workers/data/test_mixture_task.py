@@ -22,7 +22,7 @@ from penstock.workers.verifiers.pool import VerifierPool
 
 def file_spec(folder: Path, name: str, count: int, **options: Any) -> FileTaskSpec:
     path = folder / f"{name}.jsonl"
-    rows = [{"prompt": f"{name}{i}", "answer": str(i)} for i in range(count)]
+    rows = [{"prompt": f"{name}{i}", "answer": str(i), "rate": i / count} for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return FileTaskSpec(path=str(path), **options)
 
@@ -97,10 +97,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"tasks": {"s": "chain_sum"}, "weights": {"s": -1}},
         "'task.weights.s' is -1\n    give a number that is at least 0",
     ),
-    (
-        {"tasks": {}},
-        "'task.tasks' is empty\n    give at least one: task.tasks={sums: chain_sum}",
-    ),
+    ({"tasks": {}}, "'task.tasks' is empty\n    give at least one: task.tasks={sums: chain_sum}"),
     (
         {"tasks": {"s": "chain_sun"}},
         "'task.tasks.s': there is no option 'chain_sun' of task=; did you mean 'chain_sum'?\n"
@@ -141,12 +138,11 @@ def test_what_one_task_holds_out_no_other_trains_on(tmp_path: Path) -> None:
     assert task.report.reasons["prompt is held out by another task"] == 2
 
 
-def rated(folder: Path, name: str, count: int, **options: Any) -> FileTaskSpec:
-    """A task whose problem i is solved in i of `count` tries."""
-    path = folder / f"{name}.jsonl"
-    rows = [{"prompt": f"{name}{i}", "answer": "1", "rate": i / count} for i in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return FileTaskSpec(path=str(path), pass_rate_field="rate", **options)
+@pytest.fixture
+def rated(tmp_path: Path) -> dict[str, FileTaskSpec]:
+    """Tasks whose problem i is solved in i of 20 or 10 tries."""
+    lengths = {"a": 20, "b": 10}
+    return {n: file_spec(tmp_path, n, k, pass_rate_field="rate") for n, k in lengths.items()}
 
 
 def steps(task: Task, num_steps: int, batch_size: int = 4, **order: Any) -> list[list[str]]:
@@ -156,15 +152,13 @@ def steps(task: Task, num_steps: int, batch_size: int = 4, **order: Any) -> list
     return [[task.prompt_text(index) for index in rows.at(step)] for step in range(num_steps)]
 
 
-def test_a_mixture_hands_on_the_pass_rates_of_its_parts(tmp_path: Path) -> None:
-    tasks = {"a": rated(tmp_path, "a", 20), "b": rated(tmp_path, "b", 10)}
-    task = MixtureTaskSpec(tasks=tasks).build()
+def test_a_mixture_hands_on_the_pass_rates_of_its_parts(rated: dict[str, FileTaskSpec]) -> None:
+    task = MixtureTaskSpec(tasks=rated).build()
     assert [task.pass_rate(index) for index in (0, 19, 20, 29)] == [0.0, 0.95, 0.0, 0.9]
 
 
-def test_a_curriculum_begins_with_the_easiest_of_each_part(tmp_path: Path) -> None:
-    tasks = {"a": rated(tmp_path, "a", 20), "b": rated(tmp_path, "b", 10)}
-    task = MixtureTaskSpec(tasks=tasks, weights={"a": 3}).build()
+def test_a_curriculum_begins_with_the_easiest_of_each_part(rated: dict[str, FileTaskSpec]) -> None:
+    task = MixtureTaskSpec(tasks=rated, weights={"a": 3}).build()
     found = steps(task, 60, kind="curriculum", curriculum_steps=10)
     assert Counter(prompt[0] for step in found for prompt in step) == {"a": 180, "b": 60}
     # A part has room for one item more than its share in a step: the 4 or 2 easiest.
@@ -173,16 +167,17 @@ def test_a_curriculum_begins_with_the_easiest_of_each_part(tmp_path: Path) -> No
     assert found == steps(task, 60, kind="curriculum", curriculum_steps=10)
 
 
-def test_a_band_of_pass_rates_holds_in_each_part(tmp_path: Path) -> None:
-    tasks = {"a": rated(tmp_path, "a", 20), "b": rated(tmp_path, "b", 10)}
-    task = MixtureTaskSpec(tasks=tasks).build()
+def test_a_band_of_pass_rates_holds_in_each_part(rated: dict[str, FileTaskSpec]) -> None:
+    task = MixtureTaskSpec(tasks=rated).build()
     found = steps(task, 40, batch_size=2, pass_rates=(0.5, 1.0))
     expected = {f"a{i}" for i in range(10, 20)} | {f"b{i}" for i in range(5, 10)}
     assert {prompt for step in found for prompt in step} == expected
 
 
-def test_only_parts_that_are_trained_on_need_pass_rates(tmp_path: Path) -> None:
-    tasks = {"a": rated(tmp_path, "a", 20), "b": file_spec(tmp_path, "b", 10)}
+def test_only_parts_that_are_trained_on_need_pass_rates(
+    rated: dict[str, FileTaskSpec], tmp_path: Path
+) -> None:
+    tasks = {"a": rated["a"], "b": file_spec(tmp_path, "b", 10)}
     task = MixtureTaskSpec(tasks=tasks, weights={"b": 0}).build()
     assert len(steps(task, 1, kind="priority")[0]) == 4
     with pytest.raises(ConfigError, match="'mixture' does not say how often its problems are"):

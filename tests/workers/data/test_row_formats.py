@@ -258,9 +258,7 @@ def test_whole_options_of_instructions_may_be_floats() -> None:
     assert BUILT_IN["instructions"]("", "green tea", answer) == 1.0
 
 
-def test_instructions_that_cannot_be_checked_are_left_out(
-    tmp_path: Path,
-) -> None:
+def test_instructions_that_cannot_be_checked_are_left_out(tmp_path: Path) -> None:
     wrong = [{"id": "keywords:nope"}, {**KEPT[1], "kwargs": {"words": ["tea"]}}]
     rows = [{"prompt": str(i), "answer": [answer]} for i, answer in enumerate([*wrong, KEPT[1]])]
     task = FORMATS["jsonl"](tmp_path, rows, reward="instructions", max_bad_fraction=1.0)

@@ -64,10 +64,7 @@ def test_a_step_is_a_file_of_its_first_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("piece", "expected"),
-    [
-        ([0, 1, 0, 0], [(0, 0), (0, 1), (1, 0), (2, 0)]),
-        ([0, 0, 0, 0], [(None, None)] * 4),
-    ],
+    [([0, 1, 0, 0], [(0, 0), (0, 1), (1, 0), (2, 0)]), ([0, 0, 0, 0], [(None, None)] * 4)],
 )
 def test_rows_of_one_conversation_are_told(
     tmp_path: Path, piece: list[int], expected: list[tuple[int | None, int | None]]

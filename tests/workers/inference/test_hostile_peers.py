@@ -36,12 +36,10 @@ from penstock.workers.inference.link import (
     request_from,
 )
 
-TOKEN = "open sesame"
+from .serving import TOKEN, answer_on, connected, serving
 
 
 class Doubled(NamedTuple):
-    """What the request returns."""
-
     value: Array
 
 
@@ -58,20 +56,14 @@ class Doubler(Role):
 
 @pytest.fixture
 def server() -> Iterator[InferenceServer]:
-    served_weights = ServedWeights("group 'math'")
-    served_weights.add("doubler", Doubler, Doubler())
-    served_weights.set_version("doubler", 7)
-    running = InferenceServer(served_weights, "127.0.0.1", TOKEN)
-    yield running
-    running.close()
+    with serving(Doubler()) as running:
+        yield running
 
 
 @pytest.fixture
 def client(server: InferenceServer) -> Iterator[InferenceClient]:
-    found = InferenceClient("group 'math'", 20.0)
-    found.connect(server.address, TOKEN)
-    yield found
-    found.close()
+    with connected(server.address) as found:
+        yield found
 
 
 def double(client: InferenceClient, value: float = 1.0, wait_s: float | None = None) -> list[float]:
@@ -153,11 +145,8 @@ def test_who_asks_for_what_is_not_served_is_told(server: InferenceServer) -> Non
     asked = InferenceRequest("doubler", "__init__", 7, ())
     with proven(server) as link:
         link.sendall(request_frame(asked))
-        reader = FrameReader()
-        while (found := reader.take()) is None:
-            reader.feed(link.recv(1 << 16))
-    with pytest.raises(WorkerError, match="'doubler' serves double, not '__init__'"):
-        answer_from(found, Doubled)
+        with pytest.raises(WorkerError, match="'doubler' serves double, not '__init__'"):
+            answer_on(link, Doubled)
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -200,12 +189,7 @@ def test_the_time_of_an_answer_is_not_taken_for_that_of_a_request(
         late.sendall(proof(TOKEN, late.recv(16)))
         late.sendall(whole)
         for one in (link, late):
-            reader = FrameReader()
-            while (found := reader.take()) is None:
-                piece = one.recv(1 << 16)
-                assert piece, "it was dropped"
-                reader.feed(piece)
-            assert answer_from(found, Doubled).value.sum() == 2000
+            assert answer_on(one, Doubled).value.sum() == 2000
 
 
 def test_a_second_request_waits_for_the_answer_to_the_first(
@@ -290,19 +274,17 @@ def test_what_is_too_large_is_not_sent(
 
 
 class Quitting(ServedWeights):
-    """Ends its process, as it thinks."""
-
     def answer_all(self, requests: Sequence[InferenceRequest]) -> list[object]:
         raise SystemExit(0)
 
 
 def test_a_role_that_calls_exit_is_told_of() -> None:
     server = InferenceServer(Quitting("group 'math'"), "127.0.0.1", TOKEN)
-    client = InferenceClient("group 'math'", 20.0)
-    client.connect(server.address, TOKEN)
-    with pytest.raises(WorkerError, match="has its process ended"):
+    with (
+        connected(server.address) as client,
+        pytest.raises(WorkerError, match="has its process ended"),
+    ):
         double(client)
-    client.close()
     with pytest.raises(WorkerError, match=r"a fault of its own, .*: SystemExit\(0\)$"):
         server.close()
 
@@ -330,12 +312,12 @@ def pretending(answer: Callable[[socket.socket], None]) -> Generator[tuple[str, 
 
 def test_more_than_one_answer_is_not_kept_for_the_next_request() -> None:
     answer = answer_frame(Doubled(np.array([3.0])))
-    client = InferenceClient("group 'math'", 5.0)
-    with pretending(lambda link: link.sendall(answer * 2)) as address:
-        client.connect(address, TOKEN)
-        with pytest.raises(WorkerError) as caught:
-            double(client)
-        client.close()
+    with (
+        pretending(lambda link: link.sendall(answer * 2)) as address,
+        connected(address, 5.0) as client,
+        pytest.raises(WorkerError) as caught,
+    ):
+        double(client)
     assert str(caught.value) == (
         "calling 'doubler.double' of group 'math' failed: it said more than its answer; has its "
         "process ended?"

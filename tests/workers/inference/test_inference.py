@@ -32,12 +32,10 @@ from penstock.workers.inference.link import (
     request_from,
 )
 
-TOKEN = "open sesame"
+from .serving import TOKEN, connected, serving
 
 
 class Doubled(NamedTuple):
-    """What the request returns."""
-
     value: Array
     hint: Array | None
 
@@ -66,21 +64,15 @@ def doubler() -> Doubler:
 
 @pytest.fixture
 def server(doubler: Doubler) -> Iterator[InferenceServer]:
-    served_weights = ServedWeights("group 'math'")
-    served_weights.add("doubler", Doubler, doubler)
-    served_weights.set_version("doubler", 7)
-    running = InferenceServer(served_weights, "127.0.0.1", TOKEN)
-    yield running
-    doubler.gate.set()
-    running.close()
+    with serving(doubler) as running:
+        yield running
+        doubler.gate.set()
 
 
 @pytest.fixture
 def client(server: InferenceServer) -> Iterator[InferenceClient]:
-    found = InferenceClient("group 'math'", 20.0)
-    found.connect(server.address, TOKEN)
-    yield found
-    found.close()
+    with connected(server.address) as found:
+        yield found
 
 
 def at(client: InferenceClient, version: int = 7) -> Doubler:
@@ -185,10 +177,8 @@ def test_no_wait_is_without_end(server: InferenceServer, doubler: Doubler) -> No
         "calling 'doubler.double' of group 'math' failed: no answer within 0.2 s"
     )
     doubler.gate.set()
-    patient = InferenceClient("group 'math'", 20.0)
-    patient.connect(server.address, TOKEN)
-    assert at(patient).double(np.ones(1), None).value.tolist() == [2]
-    patient.close()
+    with connected(server.address) as patient:
+        assert at(patient).double(np.ones(1), None).value.tolist() == [2]
 
 
 def test_a_server_that_has_gone_is_named(server: InferenceServer, client: InferenceClient) -> None:
@@ -207,11 +197,11 @@ class Faulty(ServedWeights):
 
 def test_a_server_that_fails_says_why_when_it_is_closed(caplog: pytest.LogCaptureFixture) -> None:
     server = InferenceServer(Faulty("group 'math'"), "127.0.0.1", TOKEN)
-    client = InferenceClient("group 'math'", 20.0)
-    client.connect(server.address, TOKEN)
-    with pytest.raises(WorkerError, match="of group 'math' failed: .*; has its process ended"):
+    with (
+        connected(server.address) as client,
+        pytest.raises(WorkerError, match="of group 'math' failed: .*; has its process ended"),
+    ):
         at(client).double(np.ones(1), None)
-    client.close()
     with pytest.raises(WorkerError) as caught:
         server.close()
     assert str(caught.value) == (
@@ -226,9 +216,10 @@ def test_a_server_that_fails_says_why_when_it_is_closed(caplog: pytest.LogCaptur
 def test_strangers_are_sent_away(
     server: InferenceServer, client: InferenceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guess = InferenceClient("group 'math'", 20.0)
-    guess.connect(server.address, "open barley")
-    with pytest.raises(WorkerError, match="it has closed the connection|reset|Broken pipe"):
+    with (
+        connected(server.address, token="open barley") as guess,
+        pytest.raises(WorkerError, match="it has closed the connection|reset|Broken pipe"),
+    ):
         at(guess).double(np.ones(1), None)
     monkeypatch.setattr(wire, "_PATIENCE_S", 0.1)
     with socket.create_connection(server.address, 20.0) as silent:

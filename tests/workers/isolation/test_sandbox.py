@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from killer import killing
+from killer import killing, lives
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.workers.isolation import sandbox
 from penstock.workers.isolation.confine import Unconfined
@@ -49,7 +49,6 @@ CONFINING = [*(k for k in (BUBBLEWRAP, NAMESPACES) if why_not(k) is None), LANDL
 
 @pytest.fixture(params=CONFINING, ids=lambda kind: kind.name)
 def kind(request: pytest.FixtureRequest) -> SandboxKind:
-    """Each kind that confines here."""
     return request.param
 
 
@@ -284,23 +283,21 @@ def attempt(statement: str, *, setup: str = "", limits: Limits | None = None) ->
     return ran.stdout.strip() or f"{ran.exit_code}: {ran.stderr}"
 
 
-def test_an_endless_loop_is_ended() -> None:
+DEAF = """
+import signal
+for s in (1, 2, 3, 15, 24):
+    signal.signal(s, signal.SIG_IGN)
+while True: pass
+"""
+
+
+@pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(60)", DEAF])
+def test_a_program_without_end_is_ended(program: str) -> None:
     start = time.monotonic()
-    ran = run_python("while True: pass", limits=Limits(time_s=0.5))
+    ran = run_python(program, limits=Limits(time_s=0.5))
     assert ran.timed_out
     assert ran.exit_code < 0
     assert time.monotonic() - start < 5
-    asleep = run_python("import time\ntime.sleep(60)", limits=Limits(time_s=0.5))
-    assert asleep.timed_out
-
-
-def test_a_program_that_ignores_signals_is_ended() -> None:
-    program = (
-        "import signal, time\n"
-        "for s in (1, 2, 3, 15, 24):\n    signal.signal(s, signal.SIG_IGN)\n"
-        "while True: pass\n"
-    )
-    assert run_python(program, limits=Limits(time_s=0.5)).timed_out
 
 
 def test_memory_is_bounded() -> None:
@@ -347,17 +344,9 @@ def test_a_program_ends_with_whoever_started_it(kind: SandboxKind) -> None:
     pids = [int(pid) for pid in ran.stdout.split()]
     assert len(pids) == 1 + kind.has_folder, ran.stderr
     deadline = time.monotonic() + 5
-    while any(map(_runs, pids)) and time.monotonic() < deadline:
+    while any(map(lives, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(_runs, pids))
-
-
-def _runs(pid: int) -> bool:
-    """Whether it is there and not merely still to be waited for."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    assert not any(map(lives, pids))
 
 
 def test_results_are_not_taken_from_the_program_s_own_writing() -> None:
@@ -506,19 +495,25 @@ def test_limits_out_of_range(options: dict[str, int]) -> None:
         Limits(**options)
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    found: list[subprocess.Popen[bytes]] = []
+    begin = sandbox.start
+
+    def start(*args: Any) -> subprocess.Popen[bytes]:
+        found.append(begin(*args))
+        return found[-1]
+
+    monkeypatch.setattr(sandbox, "start", start)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["at once", "while it runs"])
 @pytest.mark.parametrize("whom", ["front", "program"])
 def test_a_program_that_is_killed_from_outside_runs_again(
-    kind: SandboxKind, when: str, whom: str, monkeypatch: pytest.MonkeyPatch
+    kind: SandboxKind, when: str, whom: str, started: list[subprocess.Popen[bytes]]
 ) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-    begin = sandbox.start
-
-    def start(*args: Any) -> subprocess.Popen[bytes]:
-        started.append(begin(*args))
-        return started[-1]
-
     def busy_s() -> float:
         family = psutil.Process(started[0].pid)
         times = [one.cpu_times() for one in (family, *family.children(recursive=True))]
@@ -529,7 +524,6 @@ def test_a_program_that_is_killed_from_outside_runs_again(
         inside = [one.pid for one in front.children(recursive=True)]
         return inside[-1:] if whom == "program" and inside else [front.pid]
 
-    monkeypatch.setattr(sandbox, "start", start)
     code = "n = 0\nwhile n < 20_000_000: n += 1\nprint(n)"
     with killing(find, lambda: bool(started) and (when == "at once" or busy_s() > 0.3)):
         ran = run_in(kind, code, limits=Limits(time_s=60.0))
@@ -538,20 +532,13 @@ def test_a_program_that_is_killed_from_outside_runs_again(
 
 
 def test_one_that_takes_all_its_cpu_time_is_not_run_again(
-    kind: SandboxKind, monkeypatch: pytest.MonkeyPatch
+    kind: SandboxKind, started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[int] = []
-    begin, bounds = sandbox.start, sandbox.bounds
-
-    def start(*args: Any) -> subprocess.Popen[bytes]:
-        made = begin(*args)
-        started.append(made.pid)
-        return made
+    bounds = sandbox.bounds
 
     def less(limits: Limits) -> dict[str, int]:
         return {**bounds(limits), "cpu_s": 1}
 
-    monkeypatch.setattr(sandbox, "start", start)
     monkeypatch.setattr(sandbox, "bounds", less)
     ran = run_in(kind, "while True: pass", limits=Limits(time_s=60.0))
     assert ran.timed_out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import pickle
 import re
 import threading
@@ -15,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from penstock.algorithms.roles import Reward
 from penstock.dataflow.errors import ConfigError, WorkerError
-from penstock.dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
+from penstock.dataflow.runtime.worker_protocol import drain_metrics
 from penstock.workers.data.row_sources import FileTaskSpec
-from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
+from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rewards.judge import (
     ChatClient,
     ChatClientOptions,
@@ -32,10 +30,9 @@ from penstock.workers.rewards.judge import (
     read_score,
 )
 
-Reply = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
+from .responses import CONTEXT, scores_of
 
-TOKENIZER = TokenizerSpec().build()
-CONTEXT = WorkerContext(role="reward")
+Reply = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
 
 
 class Server:
@@ -136,14 +133,6 @@ def judge(server: Server, task: FileTaskSpec, **options: Any) -> Judge:
     return JudgeSpec(task=task, tokenizer=TokenizerSpec(), **given).build(CONTEXT)
 
 
-def score(reward: Reward, *responses: str) -> list[float]:
-    prompt = TOKENIZER.encode("?")
-    tokens = pad_rows([*prompt, *TOKENIZER.encode(r), TOKENIZER.eos_id] for r in responses)
-    mask = tokens >= 0
-    mask[:, :1] = False
-    return reward.score(tokens, mask, torch.zeros(len(responses), dtype=torch.int64)).tolist()
-
-
 def shares(reward: Reward) -> dict[str, float]:
     return {n.removeprefix("reward/"): m.value for n, m in drain_metrics(reward).items()}
 
@@ -160,7 +149,7 @@ def test_a_verdict_is_a_score_from_0_to_1(server: Server, task: FileTaskSpec) ->
     )
     reward = pickle.loads(pickle.dumps(spec)).build(CONTEXT)
     assert isinstance(reward, Reward)
-    assert score(reward, "1234", "1234567890", "") == pytest.approx([0.4, 1.0, 0.0])
+    assert scores_of(reward, "1234", "1234567890", "") == pytest.approx([0.4, 1.0, 0.0])
     request = server.requests[0]
     assert request["path"] == "/v1/chat/completions"
     assert (request["model"], request["temperature"], request["max_tokens"]) == ("tiny", 0, 256)
@@ -185,7 +174,7 @@ def test_a_verdict_is_a_score_from_0_to_1(server: Server, task: FileTaskSpec) ->
 def test_what_passes_is_tried_again(server: Server, task: FileTaskSpec) -> None:
     server.reply = in_turn(fails(503), fails(429, Retry_After="0.05"), says("Score: 5"))
     reward = judge(server, task)
-    assert score(reward, "a") == [0.5]
+    assert scores_of(reward, "a") == [0.5]
     assert shares(reward)["retries"] == 2
     assert len(server.requests) == 3
 
@@ -204,7 +193,7 @@ def test_rows_that_fail_are_counted_and_get_a_score(
     )
     reward = judge(server, task, concurrency=1, unscored=-1.0)
     with caplog.at_level(logging.WARNING, logger="penstock.reward"):
-        assert score(reward, *"abcdefg") == [1.0, -1, -1, -1, -1, -1, -1]
+        assert scores_of(reward, *"abcdefg") == [1.0, -1, -1, -1, -1, -1, -1]
     metrics = shares(reward)
     assert metrics["parse_errors"] == pytest.approx(2 / 7)
     assert metrics["errors"] == pytest.approx(4 / 7)
@@ -215,22 +204,15 @@ def test_rows_that_fail_are_counted_and_get_a_score(
     )
 
 
-def test_a_server_that_says_nothing_does_not_hold_up_the_step(
-    server: Server, task: FileTaskSpec
+@pytest.mark.parametrize("part", ["nothing", "headers", "body"])
+def test_a_server_that_says_nothing_or_drips_does_not_hold_up_the_step(
+    server: Server, task: FileTaskSpec, part: str
 ) -> None:
-    server.reply = lambda handler, request: time.sleep(3)
-    reward = judge(server, task, attempt_s=0.2, deadline_s=0.5)
-    start = time.monotonic()
-    assert all(map(math.isnan, score(reward, "a", "b")))
-    assert time.monotonic() - start < 2
-    assert shares(reward)["timeouts"] == 1.0
-
-
-@pytest.mark.parametrize("part", ["headers", "body"])
-def test_nor_does_one_that_drips(server: Server, task: FileTaskSpec, part: str) -> None:
     """Every byte starts a socket's own time limit again."""
 
     def drips(handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> None:
+        if part == "nothing":
+            time.sleep(3)
         if part == "body":
             handler.send_response(200)
             handler.send_header("Content-Length", "1000")
@@ -245,7 +227,7 @@ def test_nor_does_one_that_drips(server: Server, task: FileTaskSpec, part: str) 
     server.reply = drips
     reward = judge(server, task, attempt_s=0.3, deadline_s=0.5)
     start = time.monotonic()
-    assert all(map(math.isnan, score(reward, "a")))
+    assert scores_of(reward, "a", "b") == [None, None]
     assert time.monotonic() - start < 2
     assert shares(reward)["timeouts"] == 1.0
 
@@ -256,12 +238,12 @@ def test_connections_that_break_are_tried_again(server: Server, task: FileTaskSp
         handler.close_connection = True
 
     server.reply = in_turn(breaks, says("Score: 10"))
-    assert score(judge(server, task), "a") == [1.0]
+    assert scores_of(judge(server, task), "a") == [1.0]
 
 
 def test_nobody_listens(server: Server, task: FileTaskSpec) -> None:
     reward = judge(server, task, url="http://127.0.0.1:1/v1", max_attempts=2)
-    assert all(map(math.isnan, score(reward, "a")))
+    assert scores_of(reward, "a") == [None]
     metrics = shares(reward)
     assert (metrics["errors"], metrics["retries"]) == (1.0, 1.0)
 
@@ -272,9 +254,9 @@ def test_requests_at_once_are_bounded(server: Server, task: FileTaskSpec) -> Non
         says("Score: 10")(handler, request)
 
     server.reply = slowly
-    assert score(judge(server, task, concurrency=3), *"abcdefghijkl") == [1.0] * 12
+    assert scores_of(judge(server, task, concurrency=3), *"abcdefghijkl") == [1.0] * 12
     assert 2 <= server.most_at_once <= 3
-    assert score(judge(server, task), *[]) == []
+    assert scores_of(judge(server, task), *[]) == []
 
 
 def test_the_key_comes_from_the_environment_and_is_in_no_message(
@@ -291,14 +273,14 @@ def test_the_key_comes_from_the_environment_and_is_in_no_message(
     )
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
     reward = judge(server, task, api_key_env="JUDGE_KEY")
-    assert score(reward, "a") == [1.0]
+    assert scores_of(reward, "a") == [1.0]
     assert server.headers[0]["Authorization"] == "Bearer sk-very-secret"
     server.reply = fails(400, b"bad key sk-very-secret")
     with caplog.at_level(logging.DEBUG):
-        score(reward, "a")
+        scores_of(reward, "a")
     server.reply = fails(401, b"bad key sk-very-secret")
     with pytest.raises(WorkerError) as refused:
-        score(reward, "a", "b")
+        scores_of(reward, "a", "b")
     assert str(refused.value) == (
         f"the judge at {server.url} refuses requests: status 401: bad key ***\n"
         "    see its url, model and api_key_env"
@@ -329,12 +311,12 @@ def test_what_a_server_says_is_shown_without_the_key(
 def test_a_judge_that_never_works_ends_the_run(server: Server, task: FileTaskSpec) -> None:
     server.reply = says("No idea.")
     reward = judge(server, task)
-    score(reward, *["a"] * 40)
+    scores_of(reward, *["a"] * 40)
     with pytest.raises(
         WorkerError,
         match="(?s)gave 0 of the last 80 responses a score: it said no score on 80.*no verd",
     ):
-        score(reward, *["a"] * 40)
+        scores_of(reward, *["a"] * 40)
 
 
 def test_verdicts_in_words(server: Server, task: FileTaskSpec) -> None:
@@ -345,25 +327,15 @@ def test_verdicts_in_words(server: Server, task: FileTaskSpec) -> None:
         "high": 1.0,
     }
     reward = judge(server, task, concurrency=1, unscored=0.5, **options)
-    assert score(reward, *"abc") == [1.0, 0.0, 0.5]
-
-
-def test_a_template_may_hold_braces_of_latex_and_json() -> None:
-    template = '{response} \\boxed{N} \\frac{a}{b} x_{i} {"score": 1} {}'
-    JudgeSpec(
-        task=FileTaskSpec(path=""),
-        tokenizer=TokenizerSpec(),
-        url="http://h",
-        model="m",
-        template=template,
-    )
+    assert scores_of(reward, *"abc") == [1.0, 0.0, 0.5]
 
 
 def test_templates_and_scores_are_read() -> None:
+    latex = '{response} \\boxed{N} \\frac{a}{b} x_{i} {"score": 1} {}'  # holds braces of its own
+    given: Any = {"task": FileTaskSpec(path=""), "tokenizer": TokenizerSpec(), "model": "m"}
+    JudgeSpec(**given, url="http://h", template=latex)
     assert filled("{a}-{b}-{c}", {"a": "{b}", "b": "x"}) == "{b}-x-{c}"
-    spec: Any = JudgeSpec(
-        task=FileTaskSpec(path=""), tokenizer=TokenizerSpec(), url="http://h", model="m"
-    )
+    spec: Any = JudgeSpec(**given, url="http://h")
     assert read_score("score = 2\nSCORE: 7.5", spec) == 0.75
     assert read_score("Score: -1", spec) is None
     assert read_score("Score: ten", spec) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import pickle
-from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,21 +15,19 @@ import torch
 from penstock.algorithms.roles import Reward
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.graph.role import Metric
-from penstock.dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
+from penstock.dataflow.runtime.worker_protocol import drain_metrics
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
 from penstock.workers.data.row_sources import FileTaskSpec
 from penstock.workers.data.sources import DemonstrationSource
 from penstock.workers.data.task import Task, fingerprint
-from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
+from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rewards.rule_reward import RuleReward, RuleRewardSpec
-from torch import Tensor
 
-TOKENIZER = TokenizerSpec().build()
+from .responses import CONTEXT, TOKENIZER, rows, scores_of
+
 SUMS = ReasoningTaskSpec(
     name="chain_sum", config={"max_terms": 3, "max_digits": 1}, num_train=40, num_held_out=10
 )
-CONTEXT = WorkerContext(role="reward")
-
 MINE = """
 import sys
 
@@ -53,17 +51,14 @@ def f(prompt, response, answer):
 """
 
 
-def known(scores: Tensor) -> list[float | None]:
-    return [None if math.isnan(score) else score for score in scores.tolist()]
-
-
-def _rows(responses: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Rows of a prompt "?" and a response with its end of sequence."""
-    prompt = TOKENIZER.encode("?")
-    tokens = pad_rows([*prompt, *TOKENIZER.encode(r), TOKENIZER.eos_id] for r in responses)
-    mask = tokens >= 0
-    mask[:, 0] = False
-    return tokens, mask
+def scored(
+    task: FileTaskSpec, *responses: str, **options: Any
+) -> tuple[list[float | None], RuleReward]:
+    """What responses get of a reward that is closed then, and the reward."""
+    every: dict[str, Any] = {"num_processes": 1, **options}
+    reward = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), **every).build(CONTEXT)
+    with closing(reward):
+        return scores_of(reward, *responses), reward
 
 
 def _file_task(folder: Path, reward: str, *, here: bool = False) -> FileTaskSpec:
@@ -90,7 +85,6 @@ def test_right_answers_score_one() -> None:
 
 
 def rule_reward(task: Task, **options: Any) -> RuleReward:
-    """The reward of a task that is built already."""
     spec = RuleRewardSpec(task=cast("Any", None), tokenizer=TokenizerSpec(), **options)
     return RuleReward(spec, task, TOKENIZER)
 
@@ -98,11 +92,10 @@ def rule_reward(task: Task, **options: Any) -> RuleReward:
 def test_metrics_and_partial_credit() -> None:
     task = SUMS.build()
     answer = task.answer_text(0) or ""
-    tokens, mask = _rows([answer, f"{answer}, surely", "?", ""])
-    ids = torch.zeros(4, dtype=torch.int64)
+    table = rows(answer, f"{answer}, surely", "?", "")
     reward = rule_reward(task)
     part = len(answer) / len(f"{answer} surely")  # reasoning-gym takes commas out first
-    assert reward.score(tokens, mask, ids).tolist() == pytest.approx([1.0, part, 0.0, 0.0])
+    assert reward.score(*table).tolist() == pytest.approx([1.0, part, 0.0, 0.0])
     metrics = {name: metric.value for name, metric in drain_metrics(reward).items()}
     assert metrics == pytest.approx(
         {
@@ -117,18 +110,17 @@ def test_metrics_and_partial_credit() -> None:
         }
     )
     strict = rule_reward(task, partial_credit=False)
-    assert strict.score(tokens, mask, ids).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert strict.score(*table).tolist() == [1.0, 0.0, 0.0, 0.0]
     assert drain_metrics(strict)["reward/correct"].total == 1.0
 
 
 def test_a_verifier_that_fails_is_counted_and_shown_once(caplog: pytest.LogCaptureFixture) -> None:
     task = ReasoningTaskSpec(name="prime_factorization", num_train=5, num_held_out=1).build()
     reward = rule_reward(task)
-    tokens, mask = _rows([task.answer_text(0) or "", "x", "1/0"])
-    ids = torch.zeros(3, dtype=torch.int64)
     with caplog.at_level(logging.WARNING, logger="penstock.reward"):
         for _ in range(2):
-            assert known(reward.score(tokens, mask, ids)) == [1.0, None, None]
+            found = scores_of(reward, task.answer_text(0) or "", "x", "1/0")
+            assert found == [1.0, None, None]
     metrics = drain_metrics(reward)
     assert metrics["reward/errors"].total == metrics["reward/unscored"].total == 4.0
     assert metrics["reward/mean"] == Metric.mean(2.0, 2.0)  # of those that have a score
@@ -146,40 +138,34 @@ def test_a_verifier_that_fails_is_counted_and_shown_once(caplog: pytest.LogCaptu
 def test_a_users_function_that_loops_or_fails_costs_its_own_rows(tmp_path: Path) -> None:
     before = set(psutil.Process().children())  # those of another test, if any are left
     task = _file_task(tmp_path, "{folder}/mine.py:f")
-    spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), time_limit_s=1.0, num_processes=2)
-    reward = spec.build(CONTEXT)
-    tokens, mask = _rows(["1/2", "loop", "raise", "no", "loop", "1/2"])
-    score = reward.score(tokens, mask, torch.zeros(6, dtype=torch.int64))
-    assert known(score) == [1.0, None, None, -0.5, None, 1.0]
+    responses = ("1/2", "loop", "raise", "no", "loop", "1/2")
+    found, reward = scored(task, *responses, time_limit_s=1.0, num_processes=2)
+    assert found == [1.0, None, None, -0.5, None, 1.0]
     metrics = drain_metrics(reward)
     assert metrics["reward/timeouts"].total == 2.0
     assert metrics["reward/errors"].total == 1.0
     assert metrics["reward/mean"].total == 1.5
     assert "KeyError: '1/2+0='" in (reward.first_error or "")
-    reward.close()
     assert set(psutil.Process().children()) <= before
 
 
 @pytest.mark.slow
 def test_math_verify_runs_in_the_pool(tmp_path: Path) -> None:
     task = _file_task(tmp_path, "math_verify")
-    spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), time_limit_s=2.0, num_processes=1)
-    reward = spec.build(CONTEXT)
-    tokens, mask = _rows(["it is $0.5$", "1/3", "", "$\\frac{{{", "9**9**9"])
-    score = reward.score(tokens, mask, torch.zeros(5, dtype=torch.int64))
-    assert known(score) == [1.0, 0.0, 0.0, 0.0, None]
-    reward.close()
+    responses = ("it is $0.5$", "1/3", "", "$\\frac{{{", "9**9**9")
+    found, _ = scored(task, *responses, time_limit_s=2.0)
+    assert found == [1.0, 0.0, 0.0, 0.0, None]
 
 
 @pytest.mark.slow
 def test_a_verifier_that_evaluates_responses_runs_in_the_pool() -> None:
     spec = ReasoningTaskSpec(name="spiral_matrix", num_train=4, num_held_out=1, allow_eval=True)
     task = spec.build()
-    reward = rule_reward(task, num_processes=1, time_limit_s=2.0)
-    tokens, mask = _rows([task.answer_text(2) or "", "[9**9**9**9]"])
-    assert known(reward.score(tokens, mask, torch.tensor([2, 2]))) == [1.0, None]
+    tokens, mask, _ = rows(task.answer_text(2) or "", "[9**9**9**9]")
+    with closing(rule_reward(task, num_processes=1, time_limit_s=2.0)) as reward:
+        first, second = reward.score(tokens, mask, torch.tensor([2, 2])).tolist()
+    assert (first, math.isnan(second)) == (1.0, True)
     assert drain_metrics(reward)["reward/timeouts"].total == 1.0
-    reward.close()
 
 
 def test_another_task_than_the_prompts_is_refused() -> None:
@@ -197,7 +183,7 @@ def test_another_task_than_the_prompts_is_refused() -> None:
 
 def test_an_unknown_problem_is_refused() -> None:
     reward = rule_reward(SUMS.build())
-    tokens, mask = _rows(["1"])
+    tokens, mask, _ = rows("1")
     for index in (50, -1):
         with pytest.raises(WorkerError) as caught:
             reward.score(tokens, mask, torch.tensor([index]))
@@ -209,12 +195,7 @@ def test_an_unknown_problem_is_refused() -> None:
 
 def test_a_verifier_of_ones_own_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     task, name = _file_task(tmp_path, "{folder}/mine.py:f"), f"{tmp_path}/mine.py:f"
-    spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), num_processes=1, verifier=name)
-    reward = spec.build(CONTEXT)
-    try:
-        reward.score(*_rows(["raise"]), torch.zeros(1, dtype=torch.int64))
-    finally:
-        reward.close()
+    scored(task, "raise", verifier=name)
     (record,) = caplog.records
     said = f"the verifier '{name}' of task 'rows' failed on a response. "
     assert record.getMessage().startswith(said)
@@ -223,14 +204,10 @@ def test_a_verifier_of_ones_own_is_named(tmp_path: Path, caplog: pytest.LogCaptu
 def test_a_verifier_that_never_works_ends_the_run(tmp_path: Path) -> None:
     task = _file_task(tmp_path, "{folder}/mine.py:f")
     reward = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), num_processes=1).build(CONTEXT)
-    tokens, mask = _rows(["raise"] * 32)
-    ids = torch.zeros(32, dtype=torch.int64)
-    try:
-        assert known(reward.score(tokens, mask, ids)) == [None] * 32
+    with closing(reward):
+        assert scores_of(reward, *["raise"] * 32) == [None] * 32
         with pytest.raises(WorkerError) as raised:
-            reward.score(tokens, mask, ids)
-    finally:
-        reward.close()
+            scores_of(reward, *["raise"] * 32)
     told = str(raised.value).splitlines()
     assert told[0].startswith("the verifier of task '")
     assert told[0].endswith(
@@ -247,38 +224,25 @@ def test_a_verifier_that_never_works_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("here", [True, False])
 def test_a_users_function_cannot_end_the_run(tmp_path: Path, here: bool) -> None:
     task = _file_task(tmp_path, "{folder}/mine.py:f", here=here)
-    reward = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), num_processes=1).build(CONTEXT)
-    tokens, mask = _rows(["exit", "generator", "1/2"])
-    try:
-        score = reward.score(tokens, mask, torch.zeros(3, dtype=torch.int64))
-        assert known(score) == [None, None, 1]
-    finally:
-        reward.close()
+    found, reward = scored(task, "exit", "generator", "1/2")
+    assert found == [None, None, 1]
     assert drain_metrics(reward)["reward/errors"].total == 2.0
     assert (reward.first_error or "").endswith("SystemExit: 0")
 
 
 def test_an_interrupt_in_this_process_is_not_taken_for_the_verifier_s(tmp_path: Path) -> None:
     task = _file_task(tmp_path, "{folder}/mine.py:f", here=True)
-    reward = RuleRewardSpec(task=task, tokenizer=TokenizerSpec()).build(CONTEXT)
-    tokens, mask = _rows(["interrupt"])
     with pytest.raises(KeyboardInterrupt):
-        reward.score(tokens, mask, torch.zeros(1, dtype=torch.int64))
+        scored(task, "interrupt")
 
 
 @pytest.mark.parametrize("here", [True, False])
 def test_scores_beyond_float32_are_failures(tmp_path: Path, here: bool) -> None:
     task = _file_task(tmp_path, "{folder}/mine.py:f", here=here)
-    tokens, mask = _rows(["large", "nearly", "1/2"])
     told: list[str | None] = []
     for scale, expected in {1.0: [None, 3e38, 1.0], 2.0: [None, None, 2.0]}.items():
-        spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), num_processes=1, scale=scale)
-        reward = spec.build(CONTEXT)
-        try:
-            found = reward.score(tokens, mask, torch.zeros(3, dtype=torch.int64))
-        finally:
-            reward.close()
-        assert known(found) == pytest.approx(expected)
+        found, reward = scored(task, "large", "nearly", "1/2", scale=scale)
+        assert found == pytest.approx(expected)
         told.append(reward.first_error)
     assert told == [
         "the verifier returned -1e+300, which is beyond float32, whose largest number is "
@@ -290,16 +254,9 @@ def test_scores_beyond_float32_are_failures(tmp_path: Path, here: bool) -> None:
 
 def test_a_verifier_that_is_never_in_time_ends_the_run(tmp_path: Path) -> None:
     task = _file_task(tmp_path, "{folder}/mine.py:f")
-    spec = RuleRewardSpec(
-        task=task, tokenizer=TokenizerSpec(), num_processes=4, time_limit_s=0.05, scale=1.0
-    )
-    reward = spec.build(CONTEXT)
-    tokens, mask = _rows(["loop"] * 300)
-    try:
-        with pytest.raises(WorkerError) as raised:  # after the first 64 of them
-            reward.score(tokens, mask, torch.zeros(300, dtype=torch.int64))
-    finally:
-        reward.close()
+    options: dict[str, Any] = {"num_processes": 4, "time_limit_s": 0.05, "scale": 1.0}
+    with pytest.raises(WorkerError) as raised:  # after the first 64 of them
+        scored(task, *["loop"] * 300, **options)
     assert str(raised.value) == (
         "the verifier of task 'rows' gave 0 of the last 64 responses a score: it ran out of time "
         "on 64. There is nothing to learn from that. The first one:\n"
@@ -308,13 +265,8 @@ def test_a_verifier_that_is_never_in_time_ends_the_run(tmp_path: Path) -> None:
         "give, name a score for such responses in the reward's options: unscored=0, or "
         "unscored=nan to train on the others alone"
     )
-    reward = spec.build(CONTEXT)
-    tokens, mask = _rows(["loop", *["raise"] * 63])
-    try:
-        with pytest.raises(WorkerError) as raised:
-            reward.score(tokens, mask, torch.zeros(64, dtype=torch.int64))
-    finally:
-        reward.close()
+    with pytest.raises(WorkerError) as raised:
+        scored(task, "loop", *["raise"] * 63, **options)
     assert "a score: it failed on 63, ran out of time on 1. There" in str(raised.value)
     assert "KeyError" in str(raised.value)  # not the time-out, which came first
 

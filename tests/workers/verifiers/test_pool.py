@@ -9,9 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,82 +17,7 @@ from killer import killing
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.workers.verifiers.pool import Outcome, VerifierPool, VerifierSpec
 
-REWARD = """
-import ctypes, os, signal, subprocess, sys, time
-
-def make():
-    return act
-
-def act(what, value=None):
-    if what == "return":
-        return value
-    if what == "loop":
-        while True:
-            pass
-    if what == "spawn and loop":
-        subprocess.Popen([sys.executable, "-c", f"import time; {value!r}; time.sleep(600)"])
-        while True:
-            pass
-    if what == "spawn and hold the lock":
-        subprocess.Popen([sys.executable, "-c", f"import time; {value!r}; time.sleep(600)"])
-        ctypes.PyDLL(None).sleep(600)
-    if what == "raise":
-        raise ValueError(value)
-    if what == "exit":
-        sys.exit(value)
-    if what == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if what == "leave":
-        os._exit(value)
-    if what == "print":
-        print("noise " * 10_000)
-        return 1
-    if what == "sleep":
-        time.sleep(value)
-        return 1
-    if what == "length":
-        return len(value)
-    if what == "modules":
-        return "torch" in sys.modules or "numpy" in sys.modules
-    if what == "pid":
-        return os.getpid()
-    if what == "linger":
-        if not os.path.exists(value):
-            open(value, "w").close()
-            time.sleep(600)
-        return 0.5
-
-def linger():
-    mark = os.environ["LINGER"]
-    if not os.path.exists(mark):
-        open(mark, "w").close()
-        time.sleep(600)
-    return act
-
-def fail():
-    raise RuntimeError("no license")
-
-def slow():
-    time.sleep(600)
-"""
-
-MakePool = Callable[..., VerifierPool]
-
-
-@pytest.fixture
-def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[MakePool]:
-    (tmp_path / "pool_reward.py").write_text(REWARD)
-    monkeypatch.syspath_prepend(tmp_path)
-    pools: list[VerifierPool] = []
-
-    def make(factory: str = "make", **options: Any) -> VerifierPool:
-        spec = VerifierSpec(factory=f"pool_reward:{factory}", arguments={})
-        pools.append(VerifierPool(spec, **options))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
+from .odd_reward import MakePool, with_mark
 
 
 def test_outcomes_come_in_order(make_pool: MakePool) -> None:
@@ -105,7 +28,7 @@ def test_outcomes_come_in_order(make_pool: MakePool) -> None:
 
 
 def test_a_call_that_never_ends_is_killed_and_costs_one_row(make_pool: MakePool) -> None:
-    pool = make_pool(num_processes=1, time_limit_s=1.0)
+    pool = make_pool(time_limit_s=1.0)
     before = pool.process_ids
     started = time.monotonic()
     outcomes = pool.run([("return", 1), ("loop",), ("return", 2), ("sleep", 60), ("return", 3)])
@@ -119,32 +42,23 @@ def test_a_call_that_never_ends_is_killed_and_costs_one_row(make_pool: MakePool)
 
 def test_what_a_killed_verifier_started_ends_too(make_pool: MakePool) -> None:
     mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
-    pool = make_pool(num_processes=1, time_limit_s=0.5)
+    pool = make_pool(time_limit_s=0.5)
     assert pool.run([("spawn and loop", mark)])[0].timed_out
     deadline = time.monotonic() + 10
-    while _with_mark(mark):
+    while with_mark(mark):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def _with_mark(mark: str) -> list[int]:
-    return [
-        process.pid
-        for process in psutil.process_iter(["cmdline", "status"])
-        if any(mark in word for word in process.info["cmdline"] or ())
-        and process.info["status"] != psutil.STATUS_ZOMBIE
-    ]
-
-
 def test_failures_are_described(make_pool: MakePool) -> None:
-    pool = make_pool(num_processes=1)
+    pool = make_pool()
     calls = [("raise", "odd"), ("exit", 3), ("die",), ("leave", 7), ("return", None)]
     calls += [("return", "1"), ("return", float("nan")), ("return", True)]
     outcomes = pool.run(calls)
     assert [outcome.score for outcome in outcomes] == [None] * 7 + [1]
     errors = [outcome.error or "" for outcome in outcomes]
     assert errors[0].endswith("ValueError: odd\n")
-    assert "/pool_reward.py:" in errors[0]
+    assert "/odd_reward.py:" in errors[0]
     assert errors[1].endswith("SystemExit: 3\n")
     assert errors[2:] == [
         "the verifier's process ended by signal 9\n",
@@ -157,17 +71,17 @@ def test_failures_are_described(make_pool: MakePool) -> None:
 
 
 def test_printing_and_long_texts_do_no_harm(make_pool: MakePool) -> None:
-    pool = make_pool(num_processes=1)
+    pool = make_pool()
     outcomes = pool.run([("print",), ("length", "é\n" * 500_000), ("print",)])
     assert [o.score for o in outcomes] == [1, 1_000_000, 1]
 
 
 def test_a_process_imports_nothing_heavy(make_pool: MakePool) -> None:
-    assert make_pool(num_processes=1).run([("modules",)])[0] == Outcome(score=0.0)
+    assert make_pool().run([("modules",)])[0] == Outcome(score=0.0)
 
 
 def test_a_process_that_died_while_idle_costs_nothing(make_pool: MakePool) -> None:
-    pool = make_pool(num_processes=1)
+    pool = make_pool()
     assert pool.run([("return", 1)])[0].score == 1
     os.kill(pool.process_ids[0], signal.SIGKILL)
     deadline = time.monotonic() + 20
@@ -178,11 +92,11 @@ def test_a_process_that_died_while_idle_costs_nothing(make_pool: MakePool) -> No
 
 
 def test_a_verifier_that_cannot_be_made(make_pool: MakePool) -> None:
-    pool = make_pool("fail", num_processes=1)
+    pool = make_pool("fail")
     for _ in range(2):
         with pytest.raises(WorkerError, match="(?s)cannot be made:.*RuntimeError: no license"):
             pool.run([("return", 1)])
-    slow = make_pool("slow", num_processes=1, start_limit_s=0.5)
+    slow = make_pool("make_slowly", start_limit_s=0.5)
     with pytest.raises(WorkerError) as caught:
         slow.run([("return", 1)])
     assert str(caught.value) == (
@@ -208,7 +122,7 @@ def test_threads_take_turns(make_pool: MakePool) -> None:
 
 
 def test_calls_are_made_also_where_an_event_loop_is_running(make_pool: MakePool) -> None:
-    pool = make_pool(num_processes=1)
+    pool = make_pool()
 
     async def run() -> list[Outcome]:
         return pool.run([("return", 1)])
@@ -219,7 +133,7 @@ def test_calls_are_made_also_where_an_event_loop_is_running(make_pool: MakePool)
 def test_an_interrupted_run_is_not_gone_on_with(make_pool: MakePool, tmp_path: Path) -> None:
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("signals come to the main thread alone")
-    pool, mark = make_pool(num_processes=1, time_limit_s=60.0), tmp_path / "mark"
+    pool, mark = make_pool(time_limit_s=60.0), tmp_path / "mark"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt() -> None:
@@ -251,7 +165,7 @@ def test_close_ends_the_processes(make_pool: MakePool) -> None:
 
 
 def test_a_forgotten_pool_ends_its_processes(make_pool: MakePool, tmp_path: Path) -> None:
-    pool = VerifierPool(VerifierSpec(factory="pool_reward:make", arguments={}), num_processes=1)
+    pool = VerifierPool(VerifierSpec(factory="odd_reward:make", arguments={}), num_processes=1)
     ids = pool.process_ids
     del pool
     assert not any(psutil.pid_exists(pid) for pid in ids)
@@ -277,7 +191,7 @@ def test_a_killed_parent_leaves_nothing_running(
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from penstock.workers.data.task import VerifierSpec\n"
         "from penstock.workers.verifiers.pool import VerifierPool\n"
-        "pool = VerifierPool(VerifierSpec(factory='pool_reward:make', arguments={}), "
+        "pool = VerifierPool(VerifierSpec(factory='odd_reward:make', arguments={}), "
         "num_processes=1, time_limit_s=600)\n"
         "pool.run([('return', 1)])\nprint(pool.process_ids[0], flush=True)\n"
         f"pool.run([({what!r}, {mark!r})])"
@@ -286,20 +200,20 @@ def test_a_killed_parent_leaves_nothing_running(
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         until = time.monotonic() + 20
-        while len(_with_mark(mark)) < (1 if what == "loop" else 2):  # the parent is one of them
+        while len(with_mark(mark)) < (1 if what == "loop" else 2):  # the parent is one of them
             assert time.monotonic() < until
             time.sleep(0.01)
         time.sleep(0.2)  # for the call to be under way
         parent.kill()
     child.wait(timeout=20)
     until = time.monotonic() + 20
-    while _with_mark(mark):
+    while with_mark(mark):
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
 def test_numbers_out_of_range_are_refused() -> None:
-    spec = VerifierSpec(factory="pool_reward:make", arguments={})
+    spec = VerifierSpec(factory="odd_reward:make", arguments={})
     with pytest.raises(ConfigError) as caught:
         VerifierPool(spec, num_processes=0, time_limit_s=5)
     assert str(caught.value) == (
@@ -312,7 +226,7 @@ def test_numbers_out_of_range_are_refused() -> None:
 def test_what_a_killed_process_had_another_does(
     make_pool: MakePool, tmp_path: Path, whom: str
 ) -> None:
-    pool, mark = make_pool(num_processes=1, time_limit_s=60.0), tmp_path / "mark"
+    pool, mark = make_pool(time_limit_s=60.0), tmp_path / "mark"
 
     def find() -> list[int]:
         (supervisor,) = pool.process_ids
@@ -329,6 +243,6 @@ def test_one_that_is_killed_before_it_is_ready_is_replaced(
 ) -> None:
     mark = tmp_path / "mark"
     monkeypatch.setenv("LINGER", str(mark))
-    pool = make_pool("linger", num_processes=1)
+    pool = make_pool("make_later")
     with killing(lambda: pool.process_ids, mark.exists):
         assert pool.run([("return", 1)]) == [Outcome(score=1.0)]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -19,156 +17,16 @@ from no_more_files import no_more_files
 from penstock.dataflow.errors import WorkerError
 from penstock.workers.isolation import pool as pools
 from penstock.workers.isolation.pool import CallResult, NotSaid, read_answer
-from penstock.workers.verifiers.pool import Outcome, VerifierPool, VerifierSpec
+from penstock.workers.verifiers.pool import Outcome, VerifierPool
 
-REWARD = '''
-import glob, os, signal, subprocess, sys, time
+from .odd_reward import MakePool, with_mark
 
-def make():
-    return act
-
-def make_twice():
-    os.fork()
-    return act
-
-def make_and_exit():
-    sys.exit(0)
-
-def make_and_leave():
-    os._exit(0)
-
-def pipes():
-    """Descriptors of this process that can be written to, but for the standard ones."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            mode = open(f"/proc/self/fdinfo/{name}").read().split()[3]
-        except OSError:
-            continue
-        if int(name) > 2 and int(mode, 8) & 3 == os.O_WRONLY:
-            found.append(int(name))
-    return found
-
-def write(data, times=1):
-    for _ in range(times):
-        for number in pipes():
-            os.write(number, data)
-
-class Loud(Exception):
-    def __str__(self):
-        raise SystemExit(0)
-
-def act(what, value=None):
-    if what == "return":
-        return value
-    if what == "fork and return":
-        return value if os.fork() else -value
-    if what == "fork and answer":
-        parent = os.getpid()
-        if not os.fork():
-            os.getpid = lambda: parent
-        return value
-    if what == "write":
-        write(value.encode())
-        return 1
-    if what == "write and loop":
-        write(value.encode())
-        while True:
-            pass
-    if what == "drip":
-        while True:
-            write(b"x")
-            time.sleep(0.01)
-    if what == "flood":
-        write(b"x" * 60_000, 10_000)
-        return 1
-    if what == "late":
-        if not os.fork():
-            time.sleep(0.3)
-            write(value.encode())
-            os._exit(0)
-        return 1
-    if what == "close":
-        for number in pipes():
-            os.close(number)
-        time.sleep(600)
-    if what == "sleep":
-        time.sleep(value)
-        return 1
-    if what == "long":
-        raise ValueError("begin" + "x" * value + "end")
-    if what == "strange":
-        raise ValueError("\\ud800\\x00\\U0001f600" * value)
-    if what == "huge":
-        return 10**400
-    if what == "loud":
-        raise Loud()
-    if what == "interrupt":
-        raise KeyboardInterrupt
-    if what == "generator":
-        raise GeneratorExit
-    if what == "leave":
-        os._exit(value)
-    if what == "hide":
-        code = f"import os, time; os.setsid(); os.fork() and os._exit(0); {value!r}; time.sleep(99)"
-        for _ in range(3):
-            subprocess.Popen([sys.executable, "-c", code])
-        time.sleep(0.5)
-        return 1
-    if what == "hide and leave":
-        act("hide", value)
-        os._exit(0)
-    if what == "hide and loop":
-        act("hide", value)
-        while True:
-            pass
-    if what == "breed":
-        if not os.fork():
-            os.setsid()
-            until = time.time() + 20
-            while time.time() < until:
-                open(value, "a").write("x")
-                if os.fork():
-                    break
-            os._exit(0)
-        time.sleep(0.2)
-        return 1
-    if what == "length":
-        return len(value)
-'''
-
-MakePool = Callable[..., VerifierPool]
 NOT_A_REPLY = (
     "the verifier's process said something that is no reply to its call, such as a second one, so "
     "it is not believed\n    a reward must neither answer from a copy of its process nor write to "
     "descriptors that it has not opened\n"
 )
 linux = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
-
-
-@pytest.fixture
-def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[MakePool]:
-    (tmp_path / "hostile_reward.py").write_text(REWARD)
-    monkeypatch.syspath_prepend(tmp_path)
-    made: list[VerifierPool] = []
-
-    def make(factory: str = "make", **options: Any) -> VerifierPool:
-        spec = VerifierSpec(factory=f"hostile_reward:{factory}", arguments={})
-        made.append(VerifierPool(spec, **{"num_processes": 1, **options}))
-        return made[-1]
-
-    yield make
-    below = [p for pool in made for pid in pool.process_ids for p in _below(pid)]
-    for pool in made:
-        pool.close()
-    assert not [process for process in below if process.is_running()]
-
-
-def _below(pid: int) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    return []
 
 
 def test_a_reward_that_returns_on_both_sides_of_a_fork_moves_no_answer(make_pool: MakePool) -> None:
@@ -236,32 +94,10 @@ def test_bytes_of_any_kind_are_told_from_a_reply() -> None:
     assert read_answer(b'{"nonce": "4", "error": "why"}', "4") == CallResult(error="why")
 
 
-FORGING = """
-import json, os, sys
-
-def make():
-    return act
-
-def act(value):
-    frame = sys._getframe()
-    while "call" not in frame.f_locals or "answer_to" not in frame.f_locals:
-        frame = frame.f_back
-    nonce, replies = frame.f_locals["call"]["nonce"], frame.f_locals["replies"]
-    os.write(replies, b'{"nonce": "%s", "value": %s}\\n' % (nonce.encode(), value.encode()))
-    os.kill(os.getpid(), 19)
-"""
-
-
 @linux
 @pytest.mark.parametrize("value", ["1", "true", '"1"', "[1.0]", "NaN", "Infinity"])
-def test_a_forged_value_that_is_no_score_is_not_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
-    (tmp_path / "forging_reward.py").write_text(FORGING)
-    monkeypatch.syspath_prepend(tmp_path)
-    pool = VerifierPool(VerifierSpec(factory="forging_reward:make", arguments={}), num_processes=1)
-    assert pool.run([(value,)]) == [Outcome(error=NOT_A_REPLY)]
-    pool.close()
+def test_a_forged_value_that_is_no_score_is_not_believed(make_pool: MakePool, value: str) -> None:
+    assert make_pool().run([("forge", value)]) == [Outcome(error=NOT_A_REPLY)]
 
 
 @linux
@@ -298,7 +134,7 @@ def test_long_errors_are_cut_where_they_arise(make_pool: MakePool) -> None:
     long, strange = pool.run([("long", 100_000_000), ("strange", 100_000)])
     assert time.monotonic() - began < 5
     assert long.error is not None
-    assert "/hostile_reward.py:" in long.error.splitlines()[0]
+    assert "/odd_reward.py:" in long.error.splitlines()[0]
     assert "characters ...xxx" in long.error
     assert long.error.endswith("xxxend\n")
     assert len(long.error) < 4100
@@ -313,7 +149,7 @@ def test_odd_ends_are_failures_of_their_rows(make_pool: MakePool) -> None:
     ends = [error and error.rstrip().splitlines()[-1] for error in errors]
     assert (ends.pop(0) or "").endswith("000, not a finite number")
     assert ends == [
-        "hostile_reward.Loud: <exception str() failed>",
+        "odd_reward.Loud: <exception str() failed>",
         "KeyboardInterrupt",
         "GeneratorExit",
         "the verifier's process ended with exit code 0",
@@ -356,15 +192,6 @@ def test_who_closes_its_descriptors_and_goes_on_is_ended(
     assert make_pool().run([("close",), ("return", 2)]) == [Outcome(error=error), Outcome(2.0)]
 
 
-def _with_mark(mark: str) -> list[int]:
-    return [
-        process.pid
-        for process in psutil.process_iter(["cmdline", "status"])
-        if any(mark in word for word in process.info["cmdline"] or ())
-        and process.info["status"] != psutil.STATUS_ZOMBIE
-    ]
-
-
 @linux
 @pytest.mark.parametrize("what", ["hide", "hide and leave", "hide and loop"])
 def test_processes_that_leave_their_session_end_with_the_verifier(
@@ -376,9 +203,9 @@ def test_processes_that_leave_their_session_end_with_the_verifier(
     (outcome,) = pool.run([(what, mark)])
     if what == "hide":
         assert outcome == Outcome(1.0)
-        assert len(_with_mark(mark)) == 3, "a verifier may keep helpers between calls"
+        assert len(with_mark(mark)) == 3, "a verifier may keep helpers between calls"
         pool.close()
-    assert _with_mark(mark) == []
+    assert with_mark(mark) == []
 
 
 @linux

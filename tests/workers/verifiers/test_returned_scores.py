@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.data.row_sources import FileTaskSpec
-from penstock.workers.models.tokenizer import TokenizerSpec, pad_rows
+from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.rewards.rule_reward import RuleRewardSpec
 from penstock.workers.verifiers.verifiers import load_verifier
+
+from ..rewards.responses import CONTEXT, scores_of
 
 KINDS: dict[str, tuple[str, float | None | str]] = {
     "int": ("2", 2.0),
@@ -44,8 +45,6 @@ REWARD = (
     + ", ".join(f"{name!r}: lambda: {code}" for name, (code, _) in KINDS.items())
     + "}[response]()\n"
 )
-CONTEXT = WorkerContext(role="reward")
-TOKENIZER = TokenizerSpec().build()
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -58,17 +57,10 @@ def test_rewards_here_and_in_another_process_accept_the_same(tmp_path: Path, her
         reward_in_process=here,
     )
     spec = RuleRewardSpec(task=task, tokenizer=TokenizerSpec(), time_limit_s=20, num_processes=1)
-    reward = spec.build(CONTEXT)
-    prompt = TOKENIZER.encode("p")
-    tokens = pad_rows([*prompt, *TOKENIZER.encode(name), TOKENIZER.eos_id] for name in KINDS)
-    mask = tokens >= 0
-    mask[:, : len(prompt)] = False
-    try:
-        found = reward.score(tokens, mask, torch.zeros(len(KINDS), dtype=torch.int64)).tolist()
-    finally:
-        reward.close()
+    with closing(spec.build(CONTEXT)) as reward:
+        found = scores_of(reward, *KINDS)
     expected = [None if isinstance(score, str) else score for _, score in KINDS.values()]
-    assert [None if math.isnan(score) else score for score in found] == expected
+    assert found == expected
     faults = sum(isinstance(score, str) for _, score in KINDS.values())
     assert reward.metrics["reward/errors"].total == faults
     assert reward.metrics["reward/unscored"].total == sum(score is None for score in expected)
@@ -102,10 +94,7 @@ def test_functions_that_return_no_number_are_refused_when_they_are_loaded(
 @pytest.mark.parametrize(
     ("signature", "says"),
     [
-        (
-            "prompt, response, answer, difficulty=None",
-            "a parameter 'difficulty', a column",
-        ),
+        ("prompt, response, answer, difficulty=None", "a parameter 'difficulty', a column"),
         ("prompt, response, town", "a parameter 'town', a column of the data"),
         ("response, price, town", "has 'response' where prompt is passed"),
         ("prompt, answer, response", "has 'answer' where response is passed"),

@@ -71,6 +71,8 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
      "Hi.\nP. S. bye", "Hi. PS bye"),
     ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Hi.\nP.P.S bye", "P.S. bye"),
     ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a\n** b"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 3},
+     "* one\n- two\n** bold\n*three*", "* one\n- two"),
     ("detectable_format:constrained_response", {}, "Well: My answer is no.", "no"),
     ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* **b**", "*a* **"),
     ("detectable_format:multiple_sections",
@@ -199,22 +201,6 @@ def test_each_instruction(name: str, options: dict[str, Any], kept: str, broken:
     assert follows(kept, instruction)
     assert not follows(broken, instruction)
     assert not follows("  \n", instruction), "an empty response keeps nothing"
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "text"),
-    [
-        (
-            "detectable_format:number_bullet_lists",
-            {"num_bullets": 3},
-            "* one\n- two\n** bold\n*three*",
-        ),
-        ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name], [a b]"),
-        ("count:lowercase_counting", {"N": 2}, "Hi the Cat sat"),
-    ],
-)
-def test_what_is_counted(name: str, options: dict[str, Any], text: str) -> None:
-    assert follows(text, Instruction(name=name, options=options))
 
 
 def test_every_known_instruction_has_a_case() -> None:

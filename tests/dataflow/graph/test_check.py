@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,7 +31,8 @@ from penstock.dataflow.errors import FlowError
 from penstock.dataflow.graph.check import FlowWarning, check_lag
 from penstock.dataflow.graph.tracer import build, op
 
-Refuses = Callable[[Callable[..., object], str], None]
+from ..refused import refused
+
 SAMPLING = Sampling(num_samples=2)
 LOSS = ClippedPolicyLoss()
 
@@ -86,352 +86,219 @@ def batch_of(roll: Rollout, advantage: PerToken) -> PolicyBatch:
     )
 
 
-def test_a_sample_s_value_where_a_token_s_is_needed(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy, reward: Reward) -> TrainMetrics:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
-        return actor.train(LOSS, batch_of(roll, advantage=score))
-
-    refuses(
-        step,
-        """
-        test_check.py:{3}
-            return actor.train(LOSS, batch_of(roll, advantage=score))
-        node 'actor.train', input 'batch.advantage': expected f32[sample, token~], got f32[sample]
-            'reward.score.out' was produced at test_check.py:{2}
-            one value per sample was given where one per token is needed; use an op such as broadcast_over_tokens(..., mask=...)
-        """,
-    )
+@refused(
+    """node 'actor.train', input 'batch.advantage': expected f32[sample, token~], got f32[sample]
+        'reward.score.out' was produced at {2}
+        one value per sample was given where one per token is needed; use an op such as broadcast_over_tokens(..., mask=...)"""
+)
+def test_a_sample_s_value_where_a_token_s_is_needed(
+    prompts: Prompts, actor: Policy, reward: Reward
+) -> TrainMetrics:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    return actor.train(LOSS, batch_of(roll, advantage=score))
 
 
-def test_a_token_s_value_where_a_sample_s_is_needed(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        return per_sample(roll.behavior_logprob)
-
-    refuses(
-        step,
-        """
-        test_check.py:{2}
-            return per_sample(roll.behavior_logprob)
-        node 'per_sample', input 'score': expected f32[sample], got f32[sample, token~]
-            'actor.generate.behavior_logprob' was produced at test_check.py:{1}
-            one value per token was given where one per sample is needed; reduce it in an op
-        """,
-    )
+@refused(
+    """node 'per_sample', input 'score': expected f32[sample], got f32[sample, token~]
+        'actor.generate.behavior_logprob' was produced at {1}
+        one value per token was given where one per sample is needed; reduce it in an op"""
+)
+def test_a_token_s_value_where_a_sample_s_is_needed(prompts: Prompts, actor: Policy) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    return per_sample(roll.behavior_logprob)
 
 
-def test_prompt_rows_where_sample_rows_are_needed(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        return actor.logprob(prompts.prompt, roll.mask)
-
-    refuses(
-        step,
-        """
-        test_check.py:{2}
-            return actor.logprob(prompts.prompt, roll.mask)
-        node 'actor.logprob', input 'tokens': expected i64[sample, token~], got i64[prompt, token~]
-            'prompts.prompt' was produced at test_check.py:{0}
-            its rows are prompts where samples are needed; take the column from a table with those rows, or convert it in an op
-        """,
-    )
+@refused(
+    """node 'actor.logprob', input 'tokens': expected i64[sample, token~], got i64[prompt, token~]
+        'prompts.prompt' was produced at {0}
+        its rows are prompts where samples are needed; take the column from a table with those rows, or convert it in an op"""
+)
+def test_prompt_rows_where_sample_rows_are_needed(prompts: Prompts, actor: Policy) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    return actor.logprob(prompts.prompt, roll.mask)
 
 
-def test_a_wrong_dtype(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        return scale(roll.mask)
-
-    refuses(
-        step,
-        """
-        test_check.py:{2}
-            return scale(roll.mask)
-        node 'scale', input 'value': expected f32[sample, token~], got bool[sample, token~]
-            'actor.generate.mask' was produced at test_check.py:{1}
-            the dtype differs; convert to f32 inside an op
-        """,
-    )
+@refused(
+    """node 'scale', input 'value': expected f32[sample, token~], got bool[sample, token~]
+        'actor.generate.mask' was produced at {1}
+        the dtype differs; convert to f32 inside an op"""
+)
+def test_a_wrong_dtype(prompts: Prompts, actor: Policy) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    return scale(roll.mask)
 
 
-def test_a_number_where_a_column_is_needed(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        return add(roll.behavior_logprob, 0.5)  # pyright: ignore[reportArgumentType]
-
-    refuses(
-        step,
-        """
-        test_check.py:{2}
-            return add(roll.behavior_logprob, 0.5)  # pyright: ignore[reportArgumentType]
-        node 'add', input 'other': expected f32[sample, token~], got a float (0.5)
-            give a column: a field of a table, or what an op or a role's method returned
-        """,
-    )
+@refused(
+    """node 'add', input 'other': expected f32[sample, token~], got a float (0.5)
+        give a column: a field of a table, or what an op or a role's method returned"""
+)
+def test_a_number_where_a_column_is_needed(prompts: Prompts, actor: Policy) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    return add(roll.behavior_logprob, 0.5)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_whole_table_where_a_column_is_needed(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll: Any = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        return scale(roll)
-
-    refuses(
-        step,
-        """
-        test_check.py:{2}
-            return scale(roll)
-        node 'scale', input 'value': expected f32[sample, token~], got the whole table 'Rollout'
-            'actor.generate' was called at test_check.py:{1}
-            give one of its f32[sample, token~] columns: behavior_logprob
-        """,
-    )
+@refused(
+    """node 'scale', input 'value': expected f32[sample, token~], got the whole table 'Rollout'
+        'actor.generate' was called at {1}
+        give one of its f32[sample, token~] columns: behavior_logprob"""
+)
+def test_a_whole_table_where_a_column_is_needed(prompts: Prompts, actor: Policy) -> object:
+    roll: Any = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    return scale(roll)
 
 
-def test_a_whole_table_without_a_fitting_column(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        table: Any = prompts
-        return scale(table)
-
-    refuses(
-        step,
-        """
-        test_check.py:{2}
-            return scale(table)
-        node 'scale', input 'value': expected f32[sample, token~], got the whole table 'Prompts'
-            'prompts' was declared at test_check.py:{0}
-            none of its columns is f32[sample, token~]; it has prompt i64[prompt, token~], prompt_id i64[prompt]
-        """,
-    )
+@refused(
+    """node 'scale', input 'value': expected f32[sample, token~], got the whole table 'Prompts'
+        'prompts' was declared at {0}
+        none of its columns is f32[sample, token~]; it has prompt i64[prompt, token~], prompt_id i64[prompt]"""
+)
+def test_a_whole_table_without_a_fitting_column(prompts: Prompts, actor: Policy) -> object:
+    table: Any = prompts
+    return scale(table)
 
 
-def test_a_column_or_another_table_where_a_table_is_needed(refuses: Refuses) -> None:
-    def step(prompts: Prompts) -> object:
-        table: Any = prompts
-        return read_table(table)
-
-    refuses(
-        step,
-        """
-        test_check.py:{2}
-            return read_table(table)
-        node 'read_table', input 'roll': expected a Rollout, got the whole table 'Prompts'
-            'prompts' was declared at test_check.py:{0}
-            build a Rollout(prompt_id=..., tokens=..., mask=..., behavior_logprob=..., finished=..., version=...)
-        """,
-    )
+@refused(
+    """node 'read_table', input 'roll': expected a Rollout, got the whole table 'Prompts'
+        'prompts' was declared at {0}
+        build a Rollout(prompt_id=..., tokens=..., mask=..., behavior_logprob=..., finished=..., version=...)"""
+)
+def test_a_column_or_another_table_where_a_table_is_needed(prompts: Prompts) -> object:
+    table: Any = prompts
+    return read_table(table)
 
 
-def test_a_train_result_where_a_column_is_needed(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        trained: Any = actor.train(LOSS, batch_of(roll, roll.behavior_logprob))
-        return scale(trained)
-
-    refuses(
-        step,
-        """
-        test_check.py:{3}
-            return scale(trained)
-        node 'scale', input 'value': expected f32[sample, token~], got the result of 'actor.train', which exists only after the step has run
-            'actor.train' was called at test_check.py:{2}
-            give a column: a field of a table, or what an op or a role's method returned
-        """,
-    )
+@refused(
+    """node 'scale', input 'value': expected f32[sample, token~], got the result of 'actor.train', which exists only after the step has run
+        'actor.train' was called at {2}
+        give a column: a field of a table, or what an op or a role's method returned"""
+)
+def test_a_train_result_where_a_column_is_needed(prompts: Prompts, actor: Policy) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    trained: Any = actor.train(LOSS, batch_of(roll, roll.behavior_logprob))
+    return scale(trained)
 
 
-def test_a_train_result_as_an_option(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        trained: Any = actor.train(LOSS, batch_of(roll, roll.behavior_logprob))
-        return scale(roll.behavior_logprob, by=trained)
-
-    refuses(
-        step,
-        """
-        test_check.py:{3}
-            return scale(roll.behavior_logprob, by=trained)
-        node 'scale', input 'by': expected data, got the result of 'actor.train'
-            metrics exist only after the step has run; return them from the step instead
-        """,
-    )
+@refused(
+    """node 'scale', input 'by': expected data, got the result of 'actor.train'
+        metrics exist only after the step has run; return them from the step instead"""
+)
+def test_a_train_result_as_an_option(prompts: Prompts, actor: Policy) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    trained: Any = actor.train(LOSS, batch_of(roll, roll.behavior_logprob))
+    return scale(roll.behavior_logprob, by=trained)
 
 
-def test_a_role_where_a_column_is_needed(refuses: Refuses) -> None:
-    def step(actor: Policy) -> object:
-        role: Any = actor
-        return scale(role)
-
-    refuses(
-        step,
-        """
-        test_check.py:{2}
-            return scale(role)
-        node 'scale', input 'value': expected f32[sample, token~], got the role 'actor'; call one of its methods
-            give a column: a field of a table, or what an op or a role's method returned
-        """,
-    )
+@refused(
+    """node 'scale', input 'value': expected f32[sample, token~], got the role 'actor'; call one of its methods
+        give a column: a field of a table, or what an op or a role's method returned"""
+)
+def test_a_role_where_a_column_is_needed(actor: Policy) -> object:
+    role: Any = actor
+    return scale(role)
 
 
-def test_an_optional_column_may_be_left_out_but_not_be_wrong(refuses: Refuses) -> None:
-    def fine(prompts: Prompts, actor: Policy, reward: Reward) -> object:
+def test_an_optional_column_may_be_left_out() -> None:
+    def step(prompts: Prompts, actor: Policy, reward: Reward) -> object:
         roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
         score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
         return per_sample(score), per_sample(score, None), per_sample(score, roll.finished)
 
-    def step(prompts: Prompts, actor: Policy, reward: Reward) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
-        return per_sample(score, finished=roll.mask)
-
-    assert len(build(fine).nodes) == 6
-    refuses(
-        step,
-        """
-        test_check.py:{3}
-            return per_sample(score, finished=roll.mask)
-        node 'per_sample', input 'finished': expected bool[sample], got bool[sample, token~]
-            'actor.generate.mask' was produced at test_check.py:{1}
-            one value per token was given where one per sample is needed; reduce it in an op
-        """,
-    )
+    assert len(build(step).nodes) == 6
 
 
-def test_a_column_for_a_parameter_that_is_not_annotated_as_one(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        return unannotated(roll.behavior_logprob, roll.mask)
-
-    refuses(
-        step,
-        """
-        test_check.py:{2}
-            return unannotated(roll.behavior_logprob, roll.mask)
-        node 'unannotated', input 'value': got a column (f32[sample, token~]), but this parameter is not annotated as one
-            'actor.generate.behavior_logprob' was produced at test_check.py:{1}
-            annotate it with Annotated[Tensor, f32(...)], i64(...) or boolean(...)
-        """,
-    )
+@refused(
+    """node 'per_sample', input 'finished': expected bool[sample], got bool[sample, token~]
+        'actor.generate.mask' was produced at {1}
+        one value per token was given where one per sample is needed; reduce it in an op"""
+)
+def test_an_optional_column_may_not_be_wrong(
+    prompts: Prompts, actor: Policy, reward: Reward
+) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    return per_sample(score, finished=roll.mask)
 
 
-def test_a_column_inside_a_list(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        return takes_list([roll.behavior_logprob])
-
-    refuses(
-        step,
-        """
-        test_check.py:{2}
-            return takes_list([roll.behavior_logprob])
-        node 'takes_list', input 'values': got <column 'actor.generate.behavior_logprob' f32[sample, token~]> inside a list
-            give every column its own parameter or table field, and call a role's methods
-        """,
-    )
+@refused(
+    """node 'unannotated', input 'value': got a column (f32[sample, token~]), but this parameter is not annotated as one
+        'actor.generate.behavior_logprob' was produced at {1}
+        annotate it with Annotated[Tensor, f32(...)], i64(...) or boolean(...)"""
+)
+def test_a_column_for_a_parameter_that_is_not_annotated_as_one(
+    prompts: Prompts, actor: Policy
+) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    return unannotated(roll.behavior_logprob, roll.mask)
 
 
-def test_a_method_that_is_not_called(refuses: Refuses) -> None:
-    def step(actor: Policy) -> object:
-        return takes_list([], other=actor.generate)
-
-    refuses(
-        step,
-        """
-        test_check.py:{1}
-            return takes_list([], other=actor.generate)
-        node 'takes_list', input 'others': got <uncalled method 'actor.generate'> inside a dict
-            give every column its own parameter or table field, and call a role's methods
-        """,
-    )
+@refused(
+    """node 'takes_list', input 'values': got <column 'actor.generate.behavior_logprob' f32[sample, token~]> inside a list
+        give every column its own parameter or table field, and call a role's methods"""
+)
+def test_a_column_inside_a_list(prompts: Prompts, actor: Policy) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    return takes_list([roll.behavior_logprob])
 
 
-def test_an_op_without_a_return_annotation(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        return no_return(roll.behavior_logprob)
-
-    defined = inspect.getsourcelines(no_return)[1]
-    refuses(
-        step,
-        f"""
-        test_check.py:{{2}}
-            return no_return(roll.behavior_logprob)
-        'no_return' has no return annotation
-            it is defined at test_check.py:{defined}
-            annotate the return type with Annotated[Tensor, f32(...)] or a dataclass of such columns
-        """,
-    )
+@refused(
+    """node 'takes_list', input 'others': got <uncalled method 'actor.generate'> inside a dict
+        give every column its own parameter or table field, and call a role's methods"""
+)
+def test_a_method_that_is_not_called(actor: Policy) -> object:
+    return takes_list([], other=actor.generate)
 
 
-def test_an_op_that_returns_no_column(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        return returns_int(roll.behavior_logprob)
-
-    defined = inspect.getsourcelines(returns_int)[1]
-    refuses(
-        step,
-        f"""
-        test_check.py:{{2}}
-            return returns_int(roll.behavior_logprob)
-        'returns_int' is annotated to return int, which is neither a column nor a table of columns
-            it is defined at test_check.py:{defined}
-            annotate the return type with Annotated[Tensor, f32(...)] or a dataclass of such columns
-        """,
-    )
+@refused(
+    f"""'no_return' has no return annotation
+        it is defined at test_check.py:{inspect.getsourcelines(no_return)[1]}
+        annotate the return type with Annotated[Tensor, f32(...)] or a dataclass of such columns"""
+)
+def test_an_op_without_a_return_annotation(prompts: Prompts, actor: Policy) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    return no_return(roll.behavior_logprob)
 
 
-def test_columns_of_two_rollouts_mixed(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        one = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        two = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        return add(one.behavior_logprob, two.behavior_logprob)
-
-    refuses(
-        step,
-        """
-        test_check.py:{3}
-            return add(one.behavior_logprob, two.behavior_logprob)
-        node 'add': inputs 'one' and 'other' are both sample by token~, but of different rows: 'actor.generate' made the one and 'actor.generate#2' the other
-            'actor.generate.behavior_logprob' was produced at test_check.py:{1}; 'actor.generate#2.behavior_logprob' was produced at test_check.py:{2}
-            take both from one producer; their lengths differ row by row
-        """,
-    )
+@refused(
+    f"""'returns_int' is annotated to return int, which is neither a column nor a table of columns
+        it is defined at test_check.py:{inspect.getsourcelines(returns_int)[1]}
+        annotate the return type with Annotated[Tensor, f32(...)] or a dataclass of such columns"""
+)
+def test_an_op_that_returns_no_column(prompts: Prompts, actor: Policy) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    return returns_int(roll.behavior_logprob)
 
 
-def test_columns_of_two_rollouts_mixed_in_a_batch(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        one = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        two = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        return actor.train(LOSS, batch_of(one, advantage=scale(two.behavior_logprob)))
-
-    refuses(
-        step,
-        """
-        test_check.py:{3}
-            return actor.train(LOSS, batch_of(one, advantage=scale(two.behavior_logprob)))
-        node 'actor.train': inputs 'batch.tokens' and 'batch.advantage' are both sample by token~, but of different rows: 'actor.generate' made the one and 'actor.generate#2' the other
-            'actor.generate.tokens' was produced at test_check.py:{1}; 'scale.out' was produced at test_check.py:{3}
-            take both from one producer; their lengths differ row by row
-        """,
-    )
+@refused(
+    """node 'add': inputs 'one' and 'other' are both sample by token~, but of different rows: 'actor.generate' made the one and 'actor.generate#2' the other
+        'actor.generate.behavior_logprob' was produced at {1}; 'actor.generate#2.behavior_logprob' was produced at {2}
+        take both from one producer; their lengths differ row by row"""
+)
+def test_columns_of_two_rollouts_mixed(prompts: Prompts, actor: Policy) -> object:
+    one = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    two = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    return add(one.behavior_logprob, two.behavior_logprob)
 
 
-def test_a_loss_with_the_wrong_batch(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        batch = DemonstrationBatch(tokens=roll.tokens, mask=roll.mask)
-        return actor.train(LOSS, batch)  # pyright: ignore[reportArgumentType]
+@refused(
+    """node 'actor.train': inputs 'batch.tokens' and 'batch.advantage' are both sample by token~, but of different rows: 'actor.generate' made the one and 'actor.generate#2' the other
+        'actor.generate.tokens' was produced at {1}; 'scale.out' was produced at {3}
+        take both from one producer; their lengths differ row by row"""
+)
+def test_columns_of_two_rollouts_mixed_in_a_batch(prompts: Prompts, actor: Policy) -> object:
+    one = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    two = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    return actor.train(LOSS, batch_of(one, advantage=scale(two.behavior_logprob)))
 
-    refuses(
-        step,
-        """
-        test_check.py:{3}
-            return actor.train(LOSS, batch)  # pyright: ignore[reportArgumentType]
-        node 'actor.train', input 'batch': ClippedPolicyLoss reads a PolicyBatch, got a DemonstrationBatch
-            build a PolicyBatch(tokens=..., mask=..., behavior_logprob=..., advantage=...), or use the loss made for this batch
-        """,
-    )
+
+@refused(
+    """node 'actor.train', input 'batch': ClippedPolicyLoss reads a PolicyBatch, got a DemonstrationBatch
+        build a PolicyBatch(tokens=..., mask=..., behavior_logprob=..., advantage=...), or use the loss made for this batch"""
+)
+def test_a_loss_with_the_wrong_batch(prompts: Prompts, actor: Policy) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    batch = DemonstrationBatch(tokens=roll.tokens, mask=roll.mask)
+    return actor.train(LOSS, batch)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_batch_that_has_more_than_its_loss_reads_is_fine() -> None:
@@ -449,22 +316,15 @@ def test_a_batch_that_has_more_than_its_loss_reads_is_fine() -> None:
     assert build(step)["actor.train"].inputs[-1][0] == "batch.ref_logprob"
 
 
-def test_a_value_loss_on_a_policy(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy, critic: ValueModel) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-        value = critic.value(roll.tokens, roll.mask)
-        batch = ValueBatch(tokens=roll.tokens, mask=roll.mask, old_value=value, value_target=value)
-        return actor.train(ClippedValueLoss(), batch)  # pyright: ignore[reportArgumentType]
-
-    refuses(
-        step,
-        """
-        test_check.py:{4}
-            return actor.train(ClippedValueLoss(), batch)  # pyright: ignore[reportArgumentType]
-        node 'actor.train', input 'loss': ClippedValueLoss reads a ValueOutput, but this role's model makes a PolicyOutput
-            use a loss made for this kind of role
-        """,
-    )
+@refused(
+    """node 'actor.train', input 'loss': ClippedValueLoss reads a ValueOutput, but this role's model makes a PolicyOutput
+        use a loss made for this kind of role"""
+)
+def test_a_value_loss_on_a_policy(prompts: Prompts, actor: Policy, critic: ValueModel) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
+    value = critic.value(roll.tokens, roll.mask)
+    batch = ValueBatch(tokens=roll.tokens, mask=roll.mask, old_value=value, value_target=value)
+    return actor.train(ClippedValueLoss(), batch)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -474,20 +334,16 @@ def test_a_value_loss_on_a_policy(refuses: Refuses) -> None:
         (ClippedPolicyLoss, "the class 'ClippedPolicyLoss' itself; make an instance of it"),
     ],
 )
-def test_what_is_no_loss(loss: Any, got: str, refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
+def test_what_is_no_loss(loss: Any, got: str) -> None:
+    @refused(
+        f"""node 'actor.train', input 'loss': expected a Loss, got {got}
+            pass an instance of a class deriving from Loss[Batch, Output]"""
+    )
+    def check(prompts: Prompts, actor: Policy) -> object:
         roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
         return actor.train(loss, batch_of(roll, roll.behavior_logprob))
 
-    refuses(
-        step,
-        f"""
-        test_check.py:{{2}}
-            return actor.train(loss, batch_of(roll, roll.behavior_logprob))
-        node 'actor.train', input 'loss': expected a Loss, got {got}
-            pass an instance of a class deriving from Loss[Batch, Output]
-        """,
-    )
+    check()
 
 
 def test_an_output_nobody_reads_is_warned_of() -> None:

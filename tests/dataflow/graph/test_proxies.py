@@ -24,107 +24,66 @@ from penstock.dataflow.errors import FlowError
 from penstock.dataflow.graph.proxies import Column, nearest, table_type
 from penstock.dataflow.graph.tracer import build
 
-Refuses = Callable[[Callable[..., object], str], None]
+from ..refused import refused
 
 
-def test_torch_functions_are_refused(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, Sampling())
-        return torch.mean(roll.behavior_logprob)
-
-    refuses(
-        step,
-        """
-        test_proxies.py:{2}
-            return torch.mean(roll.behavior_logprob)
-        torch.mean was given the column 'actor.generate.behavior_logprob' (f32[sample, token~])
-            'actor.generate.behavior_logprob' was produced at test_proxies.py:{1}
-            call torch inside an @op function
-        """,
-    )
+@refused(
+    """torch.mean was given the column 'actor.generate.behavior_logprob' (f32[sample, token~])
+        'actor.generate.behavior_logprob' was produced at {1}
+        call torch inside an @op function"""
+)
+def test_torch_functions_are_refused(prompts: Prompts, actor: Policy) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, Sampling())
+    return torch.mean(roll.behavior_logprob)
 
 
-def test_numpy_is_refused(refuses: Refuses) -> None:
-    def step(prompts: Prompts) -> object:
-        return np.asarray(prompts.prompt_id)
-
-    refuses(
-        step,
-        """
-        test_proxies.py:{1}
-            return np.asarray(prompts.prompt_id)
-        numpy was given the column 'prompts.prompt_id' (i64[prompt])
-            'prompts.prompt_id' was produced at test_proxies.py:{0}
-            call numpy inside an @op function
-        """,
-    )
+@refused(
+    """numpy was given the column 'prompts.prompt_id' (i64[prompt])
+        'prompts.prompt_id' was produced at {0}
+        call numpy inside an @op function"""
+)
+def test_numpy_is_refused(prompts: Prompts) -> object:
+    return np.asarray(prompts.prompt_id)
 
 
-def test_numpy_functions_are_refused_at_the_user_s_line(refuses: Refuses) -> None:
-    def step(prompts: Prompts) -> object:
-        column: Any = prompts.prompt_id
-        return np.mean(column)
-
-    refuses(
-        step,
-        """
-        test_proxies.py:{2}
-            return np.mean(column)
-        numpy.mean was given the column 'prompts.prompt_id' (i64[prompt])
-            'prompts.prompt_id' was produced at test_proxies.py:{0}
-            call numpy inside an @op function
-        """,
-    )
+@refused(
+    """numpy.mean was given the column 'prompts.prompt_id' (i64[prompt])
+        'prompts.prompt_id' was produced at {0}
+        call numpy inside an @op function"""
+)
+def test_numpy_functions_are_refused_at_the_user_s_line(prompts: Prompts) -> object:
+    column: Any = prompts.prompt_id
+    return np.mean(column)
 
 
-def test_a_branch_is_refused(refuses: Refuses) -> None:
-    def step(demos: Demonstrations) -> object:
-        if demos.mask:
-            return demos.tokens
-        return None
-
-    refuses(
-        step,
-        """
-        test_proxies.py:{1}
-            if demos.mask:
-        an 'if', 'while', 'and', 'or' or 'not' looked at the column 'demos.mask' (bool[sample, token~])
-            'demos.mask' was produced at test_proxies.py:{0}
-            a step is recorded once and cannot branch on data; decide inside an @op function
-        """,
-    )
+@refused(
+    """an 'if', 'while', 'and', 'or' or 'not' looked at the column 'demos.mask' (bool[sample, token~])
+        'demos.mask' was produced at {0}
+        a step is recorded once and cannot branch on data; decide inside an @op function""",
+    line=1,
+)
+def test_a_branch_is_refused(demos: Demonstrations) -> object:
+    if demos.mask:
+        return demos.tokens
+    return None
 
 
-def test_a_loop_is_refused(refuses: Refuses) -> None:
-    def step(demos: Demonstrations) -> object:
-        return [row for row in demos.tokens]
-
-    refuses(
-        step,
-        """
-        test_proxies.py:{1}
-            return [row for row in demos.tokens]
-        a loop or unpacking went over the column 'demos.tokens' (i64[sample, token~])
-            'demos.tokens' was produced at test_proxies.py:{0}
-            loop over rows inside an @op function
-        """,
-    )
+@refused(
+    """a loop or unpacking went over the column 'demos.tokens' (i64[sample, token~])
+        'demos.tokens' was produced at {0}
+        loop over rows inside an @op function"""
+)
+def test_a_loop_is_refused(demos: Demonstrations) -> object:
+    return [row for row in demos.tokens]
 
 
-def test_arithmetic_is_refused(refuses: Refuses) -> None:
-    def step(demos: Demonstrations) -> object:
-        return demos.tokens + 1
-
-    refuses(
-        step,
-        """
-        test_proxies.py:{1}
-            return demos.tokens + 1
-        arithmetic or comparison was done on the column 'demos.tokens' (i64[sample, token~])
-            'demos.tokens' was produced at test_proxies.py:{0}
-            move it into an @op function and call that
-        """,
-    )
+@refused(
+    """arithmetic or comparison was done on the column 'demos.tokens' (i64[sample, token~])
+        'demos.tokens' was produced at {0}
+        move it into an @op function and call that"""
+)
+def test_arithmetic_is_refused(demos: Demonstrations) -> object:
+    return demos.tokens + 1
 
 
 ARITHMETIC = "arithmetic or comparison was done on"
@@ -187,105 +146,63 @@ def test_nothing_but_a_call_may_use_a_column(use: Callable[[Any], object], what:
     assert caught.value.where.file == __file__
 
 
-def test_setting_an_item_is_refused(refuses: Refuses) -> None:
-    def step(demos: Demonstrations) -> None:
-        demos.tokens[0] = 1
-
-    refuses(
-        step,
-        """
-        test_proxies.py:{1}
-            demos.tokens[0] = 1
-        an item was set in the column 'demos.tokens' (i64[sample, token~])
-            'demos.tokens' was produced at test_proxies.py:{0}
-            columns do not change; make a new one in an @op function
-        """,
-    )
+@refused(
+    """an item was set in the column 'demos.tokens' (i64[sample, token~])
+        'demos.tokens' was produced at {0}
+        columns do not change; make a new one in an @op function"""
+)
+def test_setting_an_item_is_refused(demos: Demonstrations) -> None:
+    demos.tokens[0] = 1
 
 
-def test_a_misspelt_column_is_refused(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        roll = actor.generate(prompts.prompt, prompts.prompt_id, Sampling())
-        return roll.maks  # pyright: ignore[reportAttributeAccessIssue]
-
-    refuses(
-        step,
-        """
-        test_proxies.py:{2}
-            return roll.maks  # pyright: ignore[reportAttributeAccessIssue]
-        table 'Rollout' has no column 'maks'
-            'actor.generate' was called at test_proxies.py:{1}
-            did you mean 'mask'?
-        """,
-    )
+@refused(
+    """table 'Rollout' has no column 'maks'
+        'actor.generate' was called at {1}
+        did you mean 'mask'?"""
+)
+def test_a_misspelt_column_is_refused(prompts: Prompts, actor: Policy) -> object:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, Sampling())
+    return roll.maks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_column_a_source_does_not_have_is_refused_with_those_it_has(refuses: Refuses) -> None:
-    def step(prompts: Prompts) -> object:
-        return prompts.answers  # pyright: ignore[reportAttributeAccessIssue]
-
-    refuses(
-        step,
-        """
-        test_proxies.py:{1}
-            return prompts.answers  # pyright: ignore[reportAttributeAccessIssue]
-        table 'Prompts' has no column 'answers'
-            'prompts' was declared at test_proxies.py:{0}
-            known: prompt, prompt_id
-        """,
-    )
+@refused(
+    """table 'Prompts' has no column 'answers'
+        'prompts' was declared at {0}
+        known: prompt, prompt_id"""
+)
+def test_a_column_a_source_does_not_have_is_refused_with_those_it_has(prompts: Prompts) -> object:
+    return prompts.answers  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_misspelt_method_is_refused(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        return actor.genrate(prompts.prompt)  # pyright: ignore[reportAttributeAccessIssue]
-
-    refuses(
-        step,
-        """
-        test_proxies.py:{1}
-            return actor.genrate(prompts.prompt)  # pyright: ignore[reportAttributeAccessIssue]
-        role 'actor' is a Policy, which has no 'genrate'
-            did you mean 'generate'?
-        """,
-    )
+@refused(
+    """role 'actor' is a Policy, which has no 'genrate'
+        did you mean 'generate'?"""
+)
+def test_a_misspelt_method_is_refused(prompts: Prompts, actor: Policy) -> object:
+    return actor.genrate(prompts.prompt)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_calling_a_role_is_refused(refuses: Refuses) -> None:
-    def step(prompts: Prompts, actor: Policy) -> object:
-        return actor(prompts.prompt)  # pyright: ignore[reportCallIssue]
-
-    refuses(
-        step,
-        """
-        test_proxies.py:{1}
-            return actor(prompts.prompt)  # pyright: ignore[reportCallIssue]
-        the role 'actor' was called as if it were a function
-            call one of its methods: converse, follow, generate, logprob, top_words, train
-        """,
-    )
+@refused(
+    """the role 'actor' was called as if it were a function
+        call one of its methods: converse, follow, generate, logprob, top_words, train"""
+)
+def test_calling_a_role_is_refused(prompts: Prompts, actor: Policy) -> object:
+    return actor(prompts.prompt)  # pyright: ignore[reportCallIssue]
 
 
 def train(demos: Demonstrations, actor: Policy) -> TrainMetrics:
     return actor.train(CrossEntropyLoss(), DemonstrationBatch(tokens=demos.tokens, mask=demos.mask))
 
 
-def test_reading_metrics_in_the_step_is_refused(refuses: Refuses) -> None:
-    def step(demos: Demonstrations, actor: Policy) -> object:
-        batch = DemonstrationBatch(tokens=demos.tokens, mask=demos.mask)
-        trained = actor.train(CrossEntropyLoss(), batch)
-        return trained.metrics["loss"]
-
-    refuses(
-        step,
-        """
-        test_proxies.py:{3}
-            return trained.metrics["loss"]
-        '.metrics' was asked of the result of 'actor.train'
-            'actor.train' was called at test_proxies.py:{2}
-            a train call returns metrics after the step has run; return it from the step function and read them from the engine's results
-        """,
-    )
+@refused(
+    """'.metrics' was asked of the result of 'actor.train'
+        'actor.train' was called at {2}
+        a train call returns metrics after the step has run; return it from the step function and read them from the engine's results"""
+)
+def test_reading_metrics_in_the_step_is_refused(demos: Demonstrations, actor: Policy) -> object:
+    batch = DemonstrationBatch(tokens=demos.tokens, mask=demos.mask)
+    trained = actor.train(CrossEntropyLoss(), batch)
+    return trained.metrics["loss"]
 
 
 RESULT_USES: list[tuple[Callable[[Any], object], str]] = [

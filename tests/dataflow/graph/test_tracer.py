@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,10 +39,11 @@ from penstock.dataflow.kinds import NodeKind, WeightRead
 from penstock.dataflow.runtime.placement import flow_of, one_group
 from torch import Tensor
 
+from ..refused import refused
+
 if TYPE_CHECKING:
     from decimal import Decimal
 
-Refuses = Callable[[Callable[..., object], str], None]
 SAMPLING = Sampling(num_samples=2)
 
 
@@ -295,49 +295,28 @@ def test_recording_ends_with_the_step_even_when_it_fails() -> None:
 # --- calls that cannot be bound -----------------------------------------------------------------
 
 
-def test_a_missing_argument(refuses: Refuses) -> None:
-    def step(demos: Demonstrations, reward: Reward) -> object:
-        return reward.score(demos.tokens, demos.mask)  # pyright: ignore[reportCallIssue]
-
-    refuses(
-        step,
-        """
-        test_tracer.py:{1}
-            return reward.score(demos.tokens, demos.mask)  # pyright: ignore[reportCallIssue]
-        node 'reward.score': missing a required argument: 'prompt_id'
-            its parameters are (tokens, mask, prompt_id)
-        """,
-    )
+@refused(
+    """node 'reward.score': missing a required argument: 'prompt_id'
+        its parameters are (tokens, mask, prompt_id)"""
+)
+def test_a_missing_argument(demos: Demonstrations, reward: Reward) -> object:
+    return reward.score(demos.tokens, demos.mask)  # pyright: ignore[reportCallIssue]
 
 
-def test_an_argument_too_many(refuses: Refuses) -> None:
-    def step(demos: Demonstrations, actor: Policy) -> object:
-        return scale(actor.logprob(demos.tokens, demos.mask), 2.0)  # pyright: ignore[reportCallIssue]
-
-    refuses(
-        step,
-        """
-        test_tracer.py:{1}
-            return scale(actor.logprob(demos.tokens, demos.mask), 2.0)  # pyright: ignore[reportCallIssue]
-        node 'scale': too many positional arguments
-            its parameters are (value, by)
-        """,
-    )
+@refused(
+    """node 'scale': too many positional arguments
+        its parameters are (value, by)"""
+)
+def test_an_argument_too_many(demos: Demonstrations, actor: Policy) -> object:
+    return scale(actor.logprob(demos.tokens, demos.mask), 2.0)  # pyright: ignore[reportCallIssue]
 
 
-def test_a_misspelt_parameter(refuses: Refuses) -> None:
-    def step(demos: Demonstrations, actor: Policy) -> object:
-        return actor.logprob(demos.tokens, demos.mask, temprature=1.0)  # pyright: ignore[reportCallIssue]
-
-    refuses(
-        step,
-        """
-        test_tracer.py:{1}
-            return actor.logprob(demos.tokens, demos.mask, temprature=1.0)  # pyright: ignore[reportCallIssue]
-        node 'actor.logprob': got an unexpected keyword argument 'temprature'
-            its parameters are (tokens, mask, temperature)
-        """,
-    )
+@refused(
+    """node 'actor.logprob': got an unexpected keyword argument 'temprature'
+        its parameters are (tokens, mask, temperature)"""
+)
+def test_a_misspelt_parameter(demos: Demonstrations, actor: Policy) -> object:
+    return actor.logprob(demos.tokens, demos.mask, temprature=1.0)  # pyright: ignore[reportCallIssue]
 
 
 def test_a_batch_takes_keywords_only() -> None:
@@ -353,19 +332,13 @@ def test_a_batch_takes_keywords_only() -> None:
         build(incomplete)
 
 
-def test_a_parameter_without_a_value(refuses: Refuses) -> None:
-    def step(demos: Demonstrations, actor: Policy, epochs: int) -> object:
-        return imitate(demos, actor)
-
-    refuses(
-        step,
-        """
-        test_tracer.py:{0}
-            def step(...)
-        parameter 'epochs' of 'step' is neither a table nor a role and has no value
-            pass it: build(step, epochs=...)
-        """,
-    )
+@refused(
+    """parameter 'epochs' of 'test_a_parameter_without_a_value' is neither a table nor a role and has no value
+        pass it: build(test_a_parameter_without_a_value, epochs=...)""",
+    line=0,
+)
+def test_a_parameter_without_a_value(demos: Demonstrations, actor: Policy, epochs: int) -> object:
+    return imitate(demos, actor)
 
 
 def test_a_value_for_a_parameter_that_is_not_there() -> None:
@@ -376,40 +349,29 @@ def test_a_value_for_a_parameter_that_is_not_there() -> None:
     assert caught.value.where.source == "build(ppo_step, cgf=PPO())"
 
 
-def test_an_annotation_that_only_the_type_checker_sees(refuses: Refuses) -> None:
-    def step(demos: Demonstrations, actor: Policy) -> object:
-        return priced(actor.logprob(demos.tokens, demos.mask), 3)  # pyright: ignore[reportArgumentType]
-
-    refuses(
-        step,
-        """
-        test_tracer.py:{1}
-            return priced(actor.logprob(demos.tokens, demos.mask), 3)  # pyright: ignore[reportArgumentType]
-        an annotation of 'priced' cannot be resolved: name 'Decimal' is not defined
-            define or import that name at the top level of the module, outside 'if TYPE_CHECKING'
-        """,
-    )
-
-
-def test_a_table_with_a_field_that_is_no_column(refuses: Refuses) -> None:
-    def step(odd: OddTable) -> object:
-        return odd.tokens
-
-    refuses(
-        step,
-        """
-        test_tracer.py:{0}
-            def step(...)
-        table 'OddTable', field 'size' is not a column
-            annotate it with Annotated[Tensor, f32(...)], i64(...) or boolean(...)
-        """,
-    )
+@refused(
+    """an annotation of 'priced' cannot be resolved: name 'Decimal' is not defined
+        define or import that name at the top level of the module, outside 'if TYPE_CHECKING'"""
+)
+def test_an_annotation_that_only_the_type_checker_sees(
+    demos: Demonstrations, actor: Policy
+) -> object:
+    return priced(actor.logprob(demos.tokens, demos.mask), 3)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OddTable:
     tokens: PerToken
     size: int
+
+
+@refused(
+    """table 'OddTable', field 'size' is not a column
+        annotate it with Annotated[Tensor, f32(...)], i64(...) or boolean(...)""",
+    line=0,
+)
+def test_a_table_with_a_field_that_is_no_column(odd: OddTable) -> object:
+    return odd.tokens
 
 
 # --- cost ---------------------------------------------------------------------------------------

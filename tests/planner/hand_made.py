@@ -47,8 +47,8 @@ def ppo() -> Graph:
     return build(ppo_step, cfg=PPO(), name="ppo")
 
 
-def h100(num_nodes: int = 2) -> ClusterSpec:
-    """Nodes of 8 devices with 80 GB, of which 3 are nobody's."""
+def h100(num_nodes: int = 2, devices_per_node: int = 8) -> ClusterSpec:
+    """Nodes of devices with 80 GB, of which 3 are nobody's."""
     device = DeviceSpec(
         name="h100",
         memory_bytes=80 * GB,
@@ -58,7 +58,9 @@ def h100(num_nodes: int = 2) -> ClusterSpec:
         reserved_bytes=3 * GB,
     )
     link = LinkSpec(bytes_per_s=450e9, latency_s=5e-6)
-    nodes = NodeGroup(num_nodes=num_nodes, devices_per_node=8, device=device, within=link)
+    nodes = NodeGroup(
+        num_nodes=num_nodes, devices_per_node=devices_per_node, device=device, within=link
+    )
     return ClusterSpec(
         name="h100", node_groups=(nodes,), between=LinkSpec(bytes_per_s=50e9, latency_s=1e-5)
     )

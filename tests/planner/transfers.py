@@ -26,32 +26,13 @@ from penstock.planner.resharding.storage import (
     transpose,
 )
 
+from .shapes import model_of
+
 Array = NDArray[np.int64]
 UNWRITTEN = -1
 
 
-def llama(
-    name: str, *, hidden: int, layers: int, heads: int, key_heads: int, inner: int
-) -> ModelShape:
-    """A Llama 2."""
-    return ModelShape(
-        name=name,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_key_heads=key_heads,
-        head_dim=hidden // heads,
-        intermediate_size=inner,
-        vocab_size=32000,
-    )
-
-
-LLAMA_70B = llama("llama2-70b", hidden=8192, layers=80, heads=64, key_heads=8, inner=28672)
-LLAMA_7B = llama("llama2-7b", hidden=4096, layers=32, heads=32, key_heads=32, inner=11008)
-TINY = ModelShape(
-    name="tiny", hidden_size=6, num_layers=2, num_heads=4, num_key_heads=2, head_dim=2,
-    intermediate_size=8, vocab_size=12,
-)  # fmt: skip
+TINY = model_of("tiny", 6, 2, 4, 2, 8, head_dim=2, vocab_size=12)
 
 
 def strided_generation(train: Layout, generate: Layout, devices: Sequence[int]) -> list[int]:

@@ -23,6 +23,7 @@ from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, M
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
 
+from ..shapes import model_of
 from .time_cases import call_time, mesh
 
 FIELDS = (
@@ -86,18 +87,10 @@ def cluster(num_devices: int = 2) -> ClusterSpec:
 
 
 def shape(width: int) -> ModelShape:
-    return ModelShape(
-        name=f"width {width}",
-        hidden_size=width,
-        num_layers=4,
-        num_heads=4,
-        num_key_heads=4,
-        head_dim=width // 4,
-        intermediate_size=3 * width,
-        vocab_size=64,
-        tied_embeddings=True,
+    return model_of(
+        f"width {width}", width, 4, 4, 4, 3 * width, vocab_size=64, tied_embeddings=True,
         dtype="float32",
-    )
+    )  # fmt: skip
 
 
 def call(kind: CallKind, width: int, rows: int, updates: int = 1, tokens: int = 32) -> Call:

@@ -25,7 +25,8 @@ from penstock.planner.inputs.calls import Call, Lengths
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
 
-from .memory_cases import LLAMA_7B, LLAMA_70B, MIXTURE, TINY, make_call
+from ..shapes import LLAMA_7B, LLAMA_70B
+from .memory_cases import MIXTURE, TINY, make_call
 
 # Numbers of weights of one device of LLaMA-2 7B at tp=8, by hand: matrices divided, norms not.
 _LAYER = (4 * 4096**2 + 3 * 4096 * 11008) // 8 + 2 * 4096

@@ -10,8 +10,8 @@ from penstock.planner.cost.time_parts import Work
 from penstock.planner.inputs.calls import Lengths
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.inputs.model_shape import ModelShape, shape_of
 
+from ..shapes import llama
 from .time_cases import IDEAL, MIXTURE, TINY, call, call_time, mesh, timed
 
 READING = mesh(flops=1e15, memory=1e6)
@@ -164,20 +164,6 @@ def test_a_cache_for_no_row_is_refused() -> None:
 
 
 # --- what was measured elsewhere
-
-
-def llama(billions: int) -> ModelShape:
-    """LLaMA-2."""
-    hidden, layers, heads, width = {7: (4096, 32, 32, 11008), 13: (5120, 40, 40, 13824)}[billions]
-    fields = {
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": width,
-    }
-    return shape_of(fields, name=f"llama-{billions}b")
 
 
 def gpus(nodes: int, *, memory: float, flops: float, within: float, between: float) -> Mesh:

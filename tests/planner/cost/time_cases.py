@@ -10,7 +10,8 @@ from penstock.planner.cost.time_parts import CallTime
 from penstock.planner.inputs.calls import Call, CallKind, Lengths
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
-from penstock.planner.inputs.model_shape import ModelShape
+
+from ..shapes import model_of
 
 IDEAL = Constants(
     matmul_efficiency=1.0,
@@ -23,16 +24,7 @@ IDEAL = Constants(
     source="nothing is lost",
 )
 
-TINY = ModelShape(
-    name="tiny",
-    hidden_size=8,
-    num_layers=2,
-    num_heads=2,
-    num_key_heads=1,
-    head_dim=4,
-    intermediate_size=16,
-    vocab_size=32,
-)
+TINY = model_of("tiny", 8, 2, 2, 1, 16, vocab_size=32)
 """Attention 8 x (2 + 2 x 1) x 4 + 2 x 4 x 8 = 192 weights, feed-forward 3 x 8 x 16 = 384, norms 16:
 592 in a layer; embedding and head 256 each; 16 bytes of keys and values per token and layer."""
 

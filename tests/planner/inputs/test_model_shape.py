@@ -27,7 +27,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from ..transfers import LLAMA_7B, LLAMA_70B, models
+from ..shapes import LLAMA_7B, LLAMA_70B
+from ..transfers import models
 
 SIZES: dict[str, Any] = {
     "hidden_size": 8,
@@ -57,7 +58,7 @@ def test_sizes_add_up_to_the_shapes_own_count(model: ModelShape, head: Head) -> 
 
 def test_known_models_have_their_known_numbers() -> None:
     sizes = {m.name: sum(p.num_elements for p in logical_params(m)) for m in (LLAMA_7B, LLAMA_70B)}
-    assert sizes == {"llama2-7b": 6_738_415_616, "llama2-70b": 68_976_648_192}
+    assert sizes == {"llama-7b": 6_738_415_616, "llama-70b": 68_976_648_192}
     assert len(logical_params(LLAMA_70B)) == 723
 
 

@@ -24,7 +24,9 @@ from penstock.planner.plan.plan import Plan
 from penstock.planner.plan.planner import place_ops, plan_step
 from penstock.planner.search.pins import Pins
 
-from .test_planner import WORKLOAD, h100, llama
+from ..hand_made import h100
+from ..shapes import llama
+from .test_planner import WORKLOAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ def test_its_weights_count_beside_those_it_follows() -> None:
 
 
 def planned(models: Mapping[str, ModelShape | None], pins: Pins) -> Plan:
-    return plan_step(GRAPH, models, h100(), WORKLOAD, max_lag=0, constants=GPU_DEFAULTS, pins=pins)
+    return plan_step(GRAPH, models, h100(1), WORKLOAD, max_lag=0, constants=GPU_DEFAULTS, pins=pins)
 
 
 def held_bytes(plan: Plan) -> Mapping[str, Mapping[str, int]]:

@@ -17,7 +17,7 @@ from penstock.planner.cost.calibration import GPU_DEFAULTS
 from penstock.planner.cost.engine_model import RoleEngines
 from penstock.planner.cost.memory import weight_bytes
 from penstock.planner.inputs.calls import Lengths, Workload, calls_of
-from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
+from penstock.planner.inputs.cluster import ClusterSpec, Mesh
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.plan.plan import Plan
@@ -27,57 +27,16 @@ from penstock.planner.search.option_table import ModelTable
 from penstock.planner.search.pins import Pins
 from penstock.workers.engines.torch_engine.declaration import TORCH
 
-from ..hand_made import CALLS, SPLIT, ppo
+from ..hand_made import CALLS, SPLIT, h100, ppo
+from ..shapes import llama
 
 PPO_GRAPH = build(ppo_step, cfg=PPO(epochs=1, num_minibatches=4))
 WORKLOAD = Workload(num_prompts=256, prompt=Lengths.constant(512), response=Lengths.constant(512))
 
 
-def llama(billions: int) -> ModelShape:
-    hidden, layers, heads, key_heads, width = {
-        1: (2048, 16, 32, 8, 8192),
-        7: (4096, 32, 32, 32, 11008),
-        70: (8192, 80, 64, 8, 28672),
-    }[billions]
-    return ModelShape(
-        name=f"llama-{billions}b",
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_key_heads=key_heads,
-        head_dim=hidden // heads,
-        intermediate_size=width,
-        vocab_size=32000,
-    )
-
-
-def h100(num_nodes: int = 1, devices_per_node: int = 8) -> ClusterSpec:
-    device = DeviceSpec(
-        name="h100",
-        memory_bytes=80 * 10**9,
-        flops_per_s={"bfloat16": 989e12},
-        memory_bytes_per_s=3.35e12,
-        host_bytes_per_s=40e9,
-        reserved_bytes=3 * 10**9,
-    )
-    nodes = NodeGroup(
-        num_nodes=num_nodes,
-        devices_per_node=devices_per_node,
-        device=device,
-        within=LinkSpec(bytes_per_s=450e9, latency_s=5e-6),
-    )
-    return ClusterSpec(
-        name="h100", node_groups=(nodes,), between=LinkSpec(bytes_per_s=50e9, latency_s=1e-5)
-    )
-
-
 def models(actor: int, critic: int) -> dict[str, ModelShape | None]:
-    return {
-        "actor": llama(actor),
-        "ref": llama(actor),
-        "critic": llama(critic),
-        "reward": llama(critic),
-    }
+    one, other = llama(actor), llama(critic)
+    return {"actor": one, "ref": one, "critic": other, "reward": other}
 
 
 def plan(cluster: ClusterSpec, actor: int = 1, critic: int = 1, **more: Any) -> Plan:

@@ -18,7 +18,7 @@ from penstock.planner.search.pins import Pins
 from penstock.workers.engines.fsdp_engine.declaration import FSDP
 from penstock.workers.engines.vllm_engine.declaration import VLLM
 
-from .test_planner import h100
+from ..hand_made import h100
 
 QWEN_7B = shape_of(option_file("model", "qwen2.5-7b")["architecture"])
 GRAPH = build(grpo_step, cfg=GRPO())

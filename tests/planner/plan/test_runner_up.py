@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
+from penstock.planner.inputs.cluster import Mesh
 from penstock.planner.plan.planner import runner_up
 from penstock.planner.search.options import Assignment, GroupAssignment, Option
 
-LINK = LinkSpec(bytes_per_s=1e9, latency_s=0.0)
-CLUSTER = ClusterSpec(
-    name="made-up",
-    node_groups=(
-        NodeGroup(
-            num_nodes=1,
-            devices_per_node=4,
-            device=DeviceSpec(
-                name="cpu",
-                memory_bytes=10**9,
-                flops_per_s={"float32": 1e9},
-                memory_bytes_per_s=1e9,
-                host_bytes_per_s=1e9,
-            ),
-            within=LINK,
-        ),
-    ),
-    between=LINK,
-)
+from ..search.tables import cluster_of, device
+
+CLUSTER = cluster_of((1, 4, device("cpu", 10**9)))
 
 
 def assignment(step_time_s: float, **busy_s: float) -> Assignment:

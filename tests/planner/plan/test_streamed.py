@@ -12,22 +12,12 @@ from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.kinds import NodeKind
 from penstock.planner.cost.time_parts import CallTime
 from penstock.planner.inputs.calls import Call, Lengths, Workload, calls_of
-from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.plan.planner import part_lengths, part_times
 from penstock.planner.plan.simulate import Simulation, simulate
 
-SHAPE = ModelShape(
-    name="tiny",
-    hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_key_heads=4,
-    head_dim=16,
-    intermediate_size=192,
-    vocab_size=64,
-    tied_embeddings=True,
-    dtype="float32",
-)
+from ..shapes import model_of
+
+SHAPE = model_of("tiny", 64, 2, 4, 4, 192, vocab_size=64, tied_embeddings=True, dtype="float32")
 GRAPH = build(grpo_step, cfg=GRPO(), name="grpo")
 GENERATE, TRAIN = "actor.generate", "actor.train"
 NODES = {node.name: "train" for node in GRAPH.nodes if node.kind is not NodeKind.SOURCE}

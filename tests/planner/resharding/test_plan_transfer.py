@@ -16,9 +16,8 @@ from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.resharding.plan_transfer import TransferPlan, plan_transfer
 from penstock.planner.resharding.sharding import Box, Sharding, Slice, StoredParam, shard, volume
 
+from ..shapes import LLAMA_7B, LLAMA_70B
 from ..transfers import (
-    LLAMA_7B,
-    LLAMA_70B,
     TINY,
     Tensors,
     carry_out,

@@ -10,7 +10,8 @@ from penstock.planner.inputs.layout import Layout, legal_layouts
 from penstock.planner.inputs.model_shape import LogicalParam, ModelShape, logical_params
 from penstock.planner.resharding.sharding import Rank, Sharding, Slice, StoredParam, rank_of, shard
 
-from ..transfers import LLAMA_70B, TINY, models
+from ..shapes import LLAMA_70B
+from ..transfers import TINY, models
 
 
 def copies(sharding: Sharding, param: StoredParam) -> set[int]:

@@ -11,12 +11,12 @@ from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.kinds import NodeKind
 from penstock.planner.inputs.calls import Call, Lengths, Workload, calls_of
-from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.plan.planner import place_ops
 from penstock.planner.plan.simulate import simulate
 from penstock.planner.search.option_table import call_nodes
 
 from ..hand_made import ppo
+from ..shapes import model_of
 from .tables import period
 
 GRAPHS = (
@@ -24,10 +24,7 @@ GRAPHS = (
     build(grpo_step, cfg=GRPO(), name="grpo"),
     build(reference_grpo_step, cfg=ReferenceGRPO(), name="reference_grpo"),
 )
-SHAPE = ModelShape(
-    name="small", hidden_size=8, num_layers=1, num_heads=1, num_key_heads=1, head_dim=8,
-    intermediate_size=16, vocab_size=32,
-)  # fmt: skip
+SHAPE = model_of("small", 8, 1, 1, 1, 16, vocab_size=32)
 WORKLOAD = Workload(num_prompts=4, prompt=Lengths.constant(4), response=Lengths.constant(4))
 
 

@@ -26,7 +26,8 @@ from penstock.workers.weight_sync.packets import (
     unpack_whole,
 )
 
-from ...planner.transfers import LLAMA_7B, LLAMA_70B, TINY, strided_generation, transfers
+from ...planner.shapes import LLAMA_7B, LLAMA_70B
+from ...planner.transfers import TINY, strided_generation, transfers
 from .transfer_engines import Engine, empty, engine, expected, is_same
 
 VERSION = 3

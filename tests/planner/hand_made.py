@@ -151,3 +151,8 @@ def split_plan() -> Plan:
         cluster=h100(),
         prediction=prediction(),
     )
+
+
+def predicting(**changes: object) -> Plan:
+    """`split_plan` with another prediction."""
+    return split_plan().model_copy(update={"prediction": prediction().model_copy(update=changes)})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,44 +28,33 @@ from penstock.planner.report.plan_texts import (
 
 from .hand_made import h100, ppo, split_plan
 
+TEXTS: dict[Callable[[Any], object], dict[Any, object]] = {
+    seconds_text: {
+        1234.5: "1,234 s", 123.4: "123 s", 12.34: "12.3 s", 1.0: "1.00 s", 0.9996: "1.00 s",
+        0.4567: "457 ms", 0.00123: "1.23 ms", 4.5e-6: "4.50 us", 0.0: "0 s", 99.97: "100 s",
+    },
+    bytes_text: {0: "0 B", 1023: "1023 B", 1536: "1.50 KiB", 77 * 10**9: "71.7 GiB",
+                 2**41: "2.00 TiB"},
+    percent_text: {0.0: "0 %", 0.0321: "3.2 %", 0.0996: "10 %", 0.5: "50 %", 1: "100 %"},
+    hours_text: {0.0: "0.00", 1e-5: "<0.001", 0.01234: "0.0123", 4.8: "4.80", 1234.4: "1,234"},
+    change_text: {0.0004: "same", 0.2: "+20 %", -0.5: "-50 %", -0.0321: "-3.2 %"},
+    bytes_of: {"6GiB": 6 * 2**30, "512 MiB": 2**29, "1.5TiB": 3 * 2**39},
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (1234.5, "1,234 s"), (123.4, "123 s"), (12.34, "12.3 s"), (1.0, "1.00 s"),
-        (0.9996, "1.00 s"), (0.4567, "457 ms"), (0.00123, "1.23 ms"), (4.5e-6, "4.50 us"),
-        (0.0, "0 s"), (99.97, "100 s"),
-    ],
-)  # fmt: skip
-def test_seconds_have_three_digits(seconds: float, text: str) -> None:
-    assert seconds_text(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.50 KiB"),
-        (77 * 10**9, "71.7 GiB"),
-        (2**41, "2.00 TiB"),
-    ],
+    ("function", "given", "expected"),
+    [(function, *case) for function, cases in TEXTS.items() for case in cases.items()],
 )
-def test_bytes_are_in_powers_of_1024(size: int, text: str) -> None:
-    assert bytes_text(size) == text
+def test_numbers_and_their_texts(
+    function: Callable[[Any], object], given: Any, expected: object
+) -> None:
+    assert function(given) == expected
 
 
 def test_a_column_of_bytes_has_one_unit() -> None:
     assert bytes_text(2**29, like=2**30) == "0.50 GiB"
     assert bytes_text(2**29, like=2**30, unit=False) == "0.50"
-
-
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [(0.0, "0 %"), (0.0321, "3.2 %"), (0.0996, "10 %"), (0.5, "50 %"), (1, "100 %")]
-)  # fmt: skip
-def test_percents(share: float, text: str) -> None:
-    assert percent_text(share) == text
 
 
 @given(devices=st.sets(st.integers(0, 60)))
@@ -101,28 +93,6 @@ def test_placements() -> None:
 
 def test_columns_stand_under_each_other() -> None:
     assert aligned([["a", "1"], ["bcd", "20"]], right=[1]) == ["a     1", "bcd  20"]
-
-
-@pytest.mark.parametrize(
-    ("hours", "text"),
-    [(0.0, "0.00"), (1e-5, "<0.001"), (0.01234, "0.0123"), (4.8, "4.80"), (1234.4, "1,234")],
-)
-def test_hours(hours: float, text: str) -> None:
-    assert hours_text(hours) == text
-
-
-@pytest.mark.parametrize(
-    ("share", "text"), [(0.0004, "same"), (0.2, "+20 %"), (-0.5, "-50 %"), (-0.0321, "-3.2 %")]
-)
-def test_changes(share: float, text: str) -> None:
-    assert change_text(share) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("6GiB", 6 * 2**30), ("512 MiB", 2**29), ("1.5TiB", 3 * 2**39)]
-)
-def test_sizes_are_read(text: str, size: int) -> None:
-    assert bytes_of(text) == size
 
 
 @pytest.mark.parametrize("text", ["6", "6GB", "-1GiB", "", "infGiB", "9" * 400 + "GiB"])

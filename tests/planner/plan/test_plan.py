@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
@@ -37,47 +39,46 @@ def test_a_group_has_a_rank_per_device() -> None:
     assert plan.num_devices == 16
 
 
-def test_ranks_that_are_not_the_devices_are_refused() -> None:
-    with pytest.raises(PlanError) as caught:
-        GroupPlan(name="a", num_ranks=2, devices=(0, 1, 2))
-    assert str(caught.value) == (
-        "group 'a' has 2 ranks on 3 devices; a rank has one device: leave num_ranks out"
-    )
+@pytest.mark.parametrize(
+    ("layouts", "said"),
+    [
+        (
+            {"actor.train": Layout(tp=2, dp=3)},
+            "node 'actor.train' has layout tp2 dp3, which uses 6 of the 8 devices of group 'a'; "
+            "tp x pp x dp x cp must be 8",
+        ),
+        ({"gae": Layout()}, "has a layout for 'gae', which is no call of graph 'ppo'"),
+    ],
+    ids=["unused devices", "no call"],
+)
+def test_a_layout_that_does_not_fit_is_refused(layouts: dict[str, Layout], said: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(said)):
+        split_plan().model_copy(update={"layouts": layouts}).placement(ppo())
 
 
-def test_a_layout_that_leaves_devices_unused_is_refused() -> None:
-    plan = split_plan().model_copy(update={"layouts": {"actor.train": Layout(tp=2, dp=3)}})
-    with pytest.raises(PlanError) as caught:
-        plan.placement(ppo())
-    assert str(caught.value) == (
-        "node 'actor.train' has layout tp2 dp3, which uses 6 of the 8 devices of group 'a'; "
-        "tp x pp x dp x cp must be 8"
-    )
-
-
-def test_a_layout_of_no_call_is_refused() -> None:
-    plan = split_plan().model_copy(update={"layouts": {"gae": Layout()}})
-    with pytest.raises(PlanError, match="has a layout for 'gae', which is no call of graph 'ppo'"):
-        plan.placement(ppo())
-
-
-def test_groups_may_share_devices_and_processes_of_a_group_may_not() -> None:
+def test_groups_may_share_devices() -> None:
     groups = (GroupPlan(name="a", devices=(0, 1)), GroupPlan(name="b", devices=(1, 2)))
     plan = Plan(groups=groups, nodes={"actor.generate": "b"})
     assert plan.num_devices == 3
     assert [group.devices for group in plan.placement(ppo()).groups] == [(0, 1), (1, 2)]
-    with pytest.raises(PlanError, match="device 0 is in group 'a' twice over"):
-        Plan(groups=(GroupPlan(name="a", devices=(0, 0)),))
 
 
-def test_group_names_are_unique() -> None:
-    with pytest.raises(PlanError, match="two groups of the plan are named 'a'"):
-        Plan(groups=(GroupPlan(name="a"), GroupPlan(name="a")))
-
-
-def test_a_device_that_the_cluster_lacks_is_refused() -> None:
-    with pytest.raises(PlanError, match="cluster 'h100' has no device 16; its 16 devices"):
-        Plan(groups=(GroupPlan(name="a", devices=(16,)),), cluster=h100())
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (
+            [{"name": "a", "num_ranks": 2, "devices": (0, 1, 2)}],
+            "group 'a' has 2 ranks on 3 devices; a rank has one device: leave num_ranks out",
+        ),
+        ([{"name": "a", "devices": (0, 0)}], "device 0 is in group 'a' twice over"),
+        ([{"name": "a"}, {"name": "a"}], "two groups of the plan are named 'a'"),
+        ([{"name": "a", "devices": (16,)}], "cluster 'h100' has no device 16; its 16 devices"),
+    ],
+    ids=["ranks", "twice", "names", "unknown device"],
+)
+def test_groups_that_cannot_be_are_refused(groups: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(said)):
+        Plan(groups=tuple(GroupPlan(**group) for group in groups), cluster=h100())
 
 
 def test_a_file_that_is_no_plan_is_refused_with_its_key(tmp_path: Path) -> None:

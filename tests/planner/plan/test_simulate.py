@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.dataflow.errors import PlanError
 from penstock.dataflow.kinds import NodeKind
-from penstock.planner.plan.plan import Plan, one_group_plan
+from penstock.planner.plan.plan import one_group_plan
 from penstock.planner.plan.simulate import Simulation, simulate, simulate_plan
 
 from ..hand_made import CALLS, SPLIT, ppo, split_plan
@@ -123,24 +125,25 @@ def test_the_window_shows_one_cycle_and_cuts_what_sticks_out() -> None:
     assert sum(s.end_s - s.start_s for s in spans if s.group == "all") == pytest.approx(34.0)
 
 
-def test_a_plan_without_a_prediction_cannot_be_played() -> None:
-    with pytest.raises(PlanError, match="the plan has no prediction, so nothing says how long"):
-        simulate_plan(GRAPH, one_group_plan())
-
-
-def test_a_step_without_any_duration_has_no_length() -> None:
-    with pytest.raises(PlanError, match="no node of 'ppo' takes any time"):
-        simulate(GRAPH, COLOCATED, {})
-
-
-def test_a_duration_of_an_unknown_node_is_refused() -> None:
-    with pytest.raises(PlanError, match="there is a duration for 'judge.score'"):
-        simulate(GRAPH, COLOCATED, {"judge.score": 1.0})
-
-
-def test_a_plan_for_another_graph_is_refused() -> None:
-    plan = Plan(
-        groups=split_plan().groups, nodes={"judge": "a"}, prediction=split_plan().prediction
-    )
-    with pytest.raises(PlanError, match="names node 'judge', which graph 'ppo' does not have"):
-        simulate_plan(GRAPH, plan)
+@pytest.mark.parametrize(
+    ("play", "said"),
+    [
+        (
+            lambda: simulate_plan(GRAPH, one_group_plan()),
+            "the plan has no prediction, so nothing says how long",
+        ),
+        (lambda: simulate(GRAPH, COLOCATED, {}), "no node of 'ppo' takes any time"),
+        (
+            lambda: simulate(GRAPH, COLOCATED, {"judge.score": 1.0}),
+            "there is a duration for 'judge.score'",
+        ),
+        (
+            lambda: simulate_plan(GRAPH, split_plan().model_copy(update={"nodes": {"judge": "a"}})),
+            "names node 'judge', which graph 'ppo' does not have",
+        ),
+    ],
+    ids=["no prediction", "no durations", "unknown node", "another graph"],
+)
+def test_what_cannot_be_played_is_refused(play: Callable[[], Simulation], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        play()

@@ -12,7 +12,7 @@ from penstock.planner.report.comparison import Alternative, PlanComparison, comp
 from penstock.planner.report.html_report import to_html
 from penstock.planner.report.json_report import to_json
 
-from ..hand_made import ppo, prediction, split_plan
+from ..hand_made import ppo, predicting, prediction, split_plan
 
 GOLDEN = """\
 what if
@@ -29,16 +29,11 @@ slowest calls that differ
 
 def slow_plan() -> Plan:
     """The same groups; generation takes half as long again."""
-    found = prediction()
-    slow = found.nodes["actor.generate"].model_copy(update={"duration_s": 18.0})
-    nodes = {**found.nodes, "actor.generate": slow}
-    plan = split_plan()
-    return plan.model_copy(
-        update={
-            "layouts": {**plan.layouts, "actor.generate": Layout(tp=8)},
-            "prediction": found.model_copy(update={"step_time_s": 36.0, "nodes": nodes}),
-        }
-    )
+    nodes = prediction().nodes
+    slow = nodes["actor.generate"].model_copy(update={"duration_s": 18.0})
+    plan = predicting(step_time_s=36.0, nodes={**nodes, "actor.generate": slow})
+    layouts = {**plan.layouts, "actor.generate": Layout(tp=8)}
+    return plan.model_copy(update={"layouts": layouts})
 
 
 def compared(*, by_call: bool = True) -> PlanComparison:
@@ -73,8 +68,7 @@ def test_the_answer_stands_below() -> None:
 
 
 def test_a_lag_and_a_search_that_was_stopped_are_named() -> None:
-    stopped = prediction().model_copy(update={"stopped_at_deadline": True})
-    plan = split_plan().model_copy(update={"max_lag": 1, "prediction": stopped})
+    plan = predicting(stopped_at_deadline=True).model_copy(update={"max_lag": 1})
     text = comparison_text(
         ppo(), PlanComparison("compare", "what if", Alternative("this plan", plan), ())
     )

@@ -10,7 +10,7 @@ from penstock.planner.plan.simulate import simulate_plan
 from penstock.planner.report.explain import explain
 from penstock.planner.report.html_report import to_html
 
-from ..hand_made import memory_a, ppo, prediction, split_plan
+from ..hand_made import memory_a, ppo, predicting, prediction, split_plan
 
 GOLDEN = """\
 plan of ppo on h100: 2 nodes x 8 h100 = 16 devices, max_lag 0
@@ -110,46 +110,44 @@ placement
     )
 
 
-def test_a_search_that_proved_its_plan_says_so() -> None:
-    exact = prediction().model_copy(update={"lower_bound_s": 30.0, "runner_up": None})
-    text = explain(ppo(), split_plan().model_copy(update={"prediction": exact}))
-    assert "  bound        no plan is faster\n" in text
-    assert "runner-up" not in text
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lower_bound_s": 30.0}, "  bound        no plan is faster\n"),
+        ({"stopped_at_deadline": True}, "  search       1.25 s, stopped at its deadline\n"),
+        (
+            {"lower_bound_s": 0.0},
+            "  bound        nothing is proved: the search had too little",
+        ),
+        ({"models": {}}, "node            group  layout"),
+    ],
+    ids=["proved", "stopped", "nothing proved", "no models"],
+)
+def test_what_is_found_or_missing_is_said(changes: dict[str, object], said: str) -> None:
+    assert said in explain(ppo(), predicting(**changes))
 
 
-def test_a_search_that_was_stopped_says_so() -> None:
-    stopped = prediction().model_copy(update={"stopped_at_deadline": True})
-    text = explain(ppo(), split_plan().model_copy(update={"prediction": stopped}))
-    assert "  search       1.25 s, stopped at its deadline\n" in text
+def test_a_search_that_proved_nothing_says_so_on_the_page() -> None:
+    page = to_html(ppo(), predicting(lower_bound_s=0.0))
+    assert "too little time to prove anything" in page
 
 
-def test_a_search_that_proved_nothing_says_so() -> None:
-    found = prediction().model_copy(update={"lower_bound_s": 0.0})
-    plan = split_plan().model_copy(update={"prediction": found})
-    assert "  bound        nothing is proved: the search had too little" in explain(ppo(), plan)
-    assert "too little time to prove anything" in to_html(ppo(), plan)
-
-
-def test_models_that_are_not_named_have_no_column() -> None:
-    unnamed = prediction().model_copy(update={"models": {}})
-    text = explain(ppo(), split_plan().model_copy(update={"prediction": unnamed}))
-    assert "node            group  layout" in text
+def test_without_a_runner_up_none_is_named() -> None:
+    assert "runner-up" not in explain(ppo(), predicting(runner_up=None))
 
 
 def test_lines_stay_readable() -> None:
     lost = prediction().runner_up
     assert lost is not None
     lost = lost.model_copy(update={"why": "it is slower for a reason " * 8})
-    found = prediction().model_copy(update={"runner_up": lost})
-    text = explain(ppo(), split_plan().model_copy(update={"prediction": found}))
+    text = explain(ppo(), predicting(runner_up=lost))
     assert max(map(len, text.splitlines())) <= 105
 
 
 def test_a_call_shorter_than_a_column_is_still_seen() -> None:
-    found = prediction()
-    short = found.nodes["reward.score"].model_copy(update={"duration_s": 0.01})
-    nodes = {**found.nodes, "reward.score": short}
-    plan = split_plan().model_copy(update={"prediction": found.model_copy(update={"nodes": nodes})})
+    nodes = prediction().nodes
+    short = nodes["reward.score"].model_copy(update={"duration_s": 0.01})
+    plan = predicting(nodes={**nodes, "reward.score": short})
     bars = [line for line in explain(ppo(), plan).splitlines() if "|" in line]
     assert "B" in bars[1]
 
@@ -160,8 +158,7 @@ def test_a_share_of_memory_is_of_the_capacity(held: int) -> None:
         update={"resident_bytes": {"x": {"weights": held}}, "transient_bytes": {},
                 "capacity_bytes": 200}
     )  # fmt: skip
-    found = prediction().model_copy(update={"memory": {"a": memory}})
-    text = explain(ppo(), split_plan().model_copy(update={"prediction": found}))
+    text = explain(ppo(), predicting(memory={"a": memory}))
     share = text[text.index("memory of each device of a") :].splitlines()[0]
     assert f"{held} of 200 B" in share
 

@@ -14,7 +14,7 @@ from penstock.planner.plan.plan import Plan
 from penstock.planner.report.gantt import round_text, ticks
 from penstock.planner.report.html_report import to_html
 
-from ..hand_made import CALLS, GB, memory_a, ppo, prediction, split_plan
+from ..hand_made import CALLS, GB, memory_a, ppo, predicting, split_plan
 
 Element: TypeAlias = ElementTree.Element
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -33,13 +33,9 @@ def text_of(element: Element) -> str:
     return " ".join("".join(element.itertext()).split())
 
 
-def test_nothing_is_loaded_from_elsewhere() -> None:
+def test_nothing_is_loaded_from_elsewhere_and_it_follows_the_reader_s_theme() -> None:
     html = to_html(ppo(), split_plan())
     assert re.findall(r"https?:|url\(|@import|<link|src=", html) == []
-
-
-def test_it_follows_the_readers_theme() -> None:
-    html = to_html(ppo(), split_plan())
     assert "color-scheme: light dark" in html
     assert "@media (prefers-color-scheme: dark)" in html
 
@@ -131,9 +127,7 @@ def test_memory_bars_are_to_scale_with_the_capacity() -> None:
 
 
 def test_a_plan_without_memory_has_no_memory_bars() -> None:
-    bare = prediction().model_copy(update={"memory": {}})
-    html = to_html(ppo(), split_plan().model_copy(update={"prediction": bare}))
-    assert "Memory of a device" not in html
+    assert "Memory of a device" not in to_html(ppo(), predicting(memory={}))
 
 
 def test_the_table_lists_every_call() -> None:
@@ -146,11 +140,13 @@ def test_the_table_lists_every_call() -> None:
 def test_the_tiles_and_the_reasons() -> None:
     root = page()
     tiles = [text_of(e) for e in root.iter("div") if e.get("class") == "tile"]
-    assert tiles[0] == "30.0 sper step"
-    assert tiles[1] == "69,905tokens per second"
-    assert tiles[2] == "2.0 %could be gained at most; no plan beats 29.4 s"
-    assert tiles[3] == "23 %of device time idle, 16 devices"
-    assert tiles[4] == "86 %of memory used on the fullest device"
+    assert tiles[:5] == [
+        "30.0 sper step",
+        "69,905tokens per second",
+        "2.0 %could be gained at most; no plan beats 29.4 s",
+        "23 %of device time idle, 16 devices",
+        "86 %of memory used on the fullest device",
+    ]
     reasons = text_of(by_id(root, "why"))
     assert "34.5 s (1.15 x)" in reasons
     assert "max_lag 1" in reasons
@@ -158,10 +154,7 @@ def test_the_tiles_and_the_reasons() -> None:
 
 def test_names_cannot_break_the_page() -> None:
     odd = memory_a().model_copy(update={"resident_bytes": {"<b>&'\"": {"<i>": 3}}})
-    found = prediction().model_copy(
-        update={"memory": {"a": odd}, "calibration": "<script>alert(1)</script>"}
-    )
-    root = page(split_plan().model_copy(update={"prediction": found}))
+    root = page(predicting(memory={"a": odd}, calibration="<script>alert(1)</script>"))
     assert len(list(root.iter("script"))) == 1
 
 

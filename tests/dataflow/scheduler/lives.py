@@ -86,29 +86,19 @@ class Mortal(Recorded):
 
 @dataclass
 class Lives:
-    """What has become of a run so far.
-
-    Attributes:
-        handed: Steps handed out, in order.
-        reads: Versions read by every task that counts: computed, and not lost since.
-        saves: Checkpoints written.
-        groups: Group -> its ranks when the last life ended.
-        place: Where the next life begins; None for the start.
-        deaths: How many there were.
-        lost: Why it ended before its end, if it did.
-        num_resized: How often a group had other ranks.
-    """
+    """What has become of a run so far."""
 
     flow: Flow
     schedule: Schedule
     num_steps: int
     every: int | None
     rng: random.Random
-    handed: list[int] = field(default_factory=list[int])
+    handed: list[int] = field(default_factory=list[int])  # steps, in order
+    # Of every task that counts: computed, and not lost since.
     reads: dict[NodeTask, Versions] = field(default_factory=dict[NodeTask, Versions])
     ever: dict[NodeTask, Versions] = field(default_factory=dict[NodeTask, Versions])
     saves: list[SaveCheckpoint] = field(default_factory=list[SaveCheckpoint])
-    place: SaveCheckpoint | None = None
+    place: SaveCheckpoint | None = None  # where the next life begins; None for the start
     groups: dict[str, int] = field(default_factory=dict[str, int])
     deaths: int = 0
     lost: WorkerLost | None = None

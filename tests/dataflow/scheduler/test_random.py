@@ -196,6 +196,16 @@ def test_whatever_stops_answering_is_noticed(
         assert scheduler.done
 
 
+def grpo_on_two_groups(num_chunks: int = 1) -> Flow:
+    read = WeightRead("actor", 0, True)
+    nodes = (
+        FlowNode("prompts", "source"),
+        FlowNode("generate", "rollout", True, "b", ("prompts",), (read,)),
+        FlowNode("train", "train", False, "a", ("generate",), trains="actor"),
+    )
+    return Flow("grpo", nodes, {"a": 1, "b": 1}, {"actor": "a"}, {"actor": 1}, num_chunks)
+
+
 def _seconds(work: object, train_s: float) -> float:
     if isinstance(work, RunTrain):
         return train_s
@@ -204,25 +214,12 @@ def _seconds(work: object, train_s: float) -> float:
 
 def test_arrival_order_depends_on_timing() -> None:
     """What step order buys: the same flow reads other versions when something is slower."""
-    flow = Flow(
-        "grpo",
-        (
-            FlowNode("prompts", "source"),
-            FlowNode(
-                "generate", "rollout", True, "b", ("prompts",), (WeightRead("actor", 0, True),)
-            ),
-            FlowNode("train", "train", False, "a", ("generate",), trains="actor"),
-        ),
-        {"a": 1, "b": 1},
-        {"actor": "a"},
-        {"actor": 1},
-    )
+    flow = grpo_on_two_groups()
 
     def versions(order: str, train_s: float) -> list[int]:
         schedule = Schedule(max_lag=2, order=order)  # pyright: ignore[reportArgumentType]
         scheduler = Recorded(flow, schedule, 6)
-        simulation = dry_run(scheduler, lambda work: _seconds(work, train_s))
-        reads = simulation.reads
+        reads = dry_run(scheduler, lambda work: _seconds(work, train_s)).reads
         return [dict(reads[NodeTask("generate", step, 0)])["actor"] for step in range(6)]
 
     assert versions("step", 0.1) == versions("step", 10.0) == [0, 0, 0, 1, 2, 3]
@@ -232,20 +229,7 @@ def test_arrival_order_depends_on_timing() -> None:
 
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_memory_does_not_grow_with_steps(max_lag: int) -> None:
-    flow = Flow(
-        "loop",
-        (
-            FlowNode("prompts", "source"),
-            FlowNode(
-                "generate", "rollout", True, "b", ("prompts",), (WeightRead("actor", 0, True),)
-            ),
-            FlowNode("train", "train", False, "a", ("generate",), trains="actor"),
-        ),
-        {"a": 1, "b": 1},
-        {"actor": "a"},
-        {"actor": 1},
-        2,
-    )
+    flow = grpo_on_two_groups(num_chunks=2)
     scheduler = Scheduler(flow, Schedule(max_lag=max_lag), 300, max_log=100)
     sizes: list[int] = []
 

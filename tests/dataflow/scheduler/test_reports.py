@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.dataflow.kinds import WeightRead
@@ -72,6 +73,11 @@ def started(max_lag: int = 0) -> Scheduler:
     return scheduler
 
 
+def finish(scheduler: Scheduler, node: str, chunks: Sequence[int], at_s: float) -> None:
+    for chunk in chunks:
+        scheduler.handle(TaskDone(NodeTask(node, 0, chunk), at_s))
+
+
 def abort_text(instructions: list[Instruction]) -> str:
     assert len(instructions) == 1
     assert isinstance(instructions[0], Abort)
@@ -110,10 +116,8 @@ weights:
 
 def test_a_hung_training_names_all_its_ranks() -> None:
     scheduler = started()
-    for chunk in (1, 3):
-        scheduler.handle(TaskDone(NodeTask("actor.generate", 0, chunk), 10.0))
-    for chunk in (1, 3):
-        scheduler.handle(TaskDone(NodeTask("reward.score", 0, chunk), 11.0))
+    finish(scheduler, "actor.generate", (1, 3), 10.0)
+    finish(scheduler, "reward.score", (1, 3), 11.0)
     lines = abort_text(scheduler.handle(Tick(100.0))).splitlines()
     assert lines[:4] == [
         "no progress within 60 s (Schedule.deadline_s), at 100.0 s",
@@ -125,10 +129,8 @@ def test_a_hung_training_names_all_its_ranks() -> None:
 
 def test_a_hung_publication_is_named() -> None:
     scheduler = started()
-    for chunk in (1, 3):
-        scheduler.handle(TaskDone(NodeTask("actor.generate", 0, chunk), 10.0))
-    for chunk in (1, 3):
-        scheduler.handle(TaskDone(NodeTask("reward.score", 0, chunk), 11.0))
+    finish(scheduler, "actor.generate", (1, 3), 10.0)
+    finish(scheduler, "reward.score", (1, 3), 11.0)
     instructions = scheduler.handle(TaskDone(NodeTask("actor.train", 0), 12.0))
     assert instructions[-1] == Publish("actor", 1)
     text = abort_text(scheduler.handle(Tick(100.0)))
@@ -164,9 +166,7 @@ def test_a_checkpoint_that_is_never_saved_is_noticed() -> None:
 def test_what_waits_for_weights_says_so() -> None:
     scheduler = started(max_lag=1)
     scheduler.handle(SourceReady(1, 9.9))
-    for chunk in range(4):
-        if chunk % 2:
-            scheduler.handle(TaskDone(NodeTask("actor.generate", 0, chunk), 10.0))
+    finish(scheduler, "actor.generate", (1, 3), 10.0)
     text = describe(scheduler)
     assert text.splitlines()[0] == (
         "flow 'grpo_step': 0 of 5 steps complete, 2 in flight, 2 task(s) running"
@@ -276,8 +276,7 @@ def test_a_part_of_a_training_that_hangs_names_its_rows() -> None:
     for chunk, size in ((0, 8), (1, 10)):
         done = NodeTask("actor.generate", 0, chunk)
         scheduler.handle(TaskDone(done, 10.0, num_rows=(32,), size=size))
-    for chunk in range(4):
-        scheduler.handle(TaskDone(NodeTask("reward.score", 0, chunk), 11.0))
+    finish(scheduler, "reward.score", range(4), 11.0)
     lines = abort_text(scheduler.handle(Tick(100.0))).splitlines()
     assert lines[:5] == [
         "no progress within 60 s (Schedule.deadline_s), at 100.0 s",
@@ -292,14 +291,19 @@ def test_a_part_of_a_training_that_hangs_names_its_rows() -> None:
 # --- deadlines of calls that a plan predicts
 
 
-def generating(predicted_s: float | None, deadline_s: float | None = None) -> Scheduler:
-    """The rollout's four chunks have run on two ranks since 0 s, or wait for those."""
-    nodes = tuple(
+def expecting(predicted_s: float | None) -> Flow:
+    """The flow with a prediction of the rollout's time."""
+    nodes = (
         replace(node, predicted_s=predicted_s) if node.kind == "rollout" else node
         for node in FLOW.nodes
     )
+    return replace(FLOW, nodes=tuple(nodes))
+
+
+def generating(predicted_s: float | None, deadline_s: float | None = None) -> Scheduler:
+    """The rollout's four chunks have run on two ranks since 0 s, or wait for those."""
     schedule = Schedule() if deadline_s is None else Schedule(deadline_s=deadline_s)
-    scheduler = Scheduler(replace(FLOW, nodes=nodes), schedule, 5)
+    scheduler = Scheduler(expecting(predicted_s), schedule, 5)
     scheduler.start(0.0)
     scheduler.handle(SourceReady(0, 0.0))
     return scheduler
@@ -332,13 +336,11 @@ def test_what_is_predicted_to_be_short_has_ten_minutes() -> None:
 
 
 def test_a_call_with_less_time_is_missed_while_an_older_one_has_more() -> None:
-    nodes = tuple(
-        replace(node, predicted_s=2400.0 if node.kind == "rollout" else None) for node in FLOW.nodes
-    )
+    flow = expecting(2400.0)
     apart = tuple(
-        replace(node, group="train") if node.name == "reward.score" else node for node in nodes
+        replace(node, group="train") if node.name == "reward.score" else node for node in flow.nodes
     )
-    scheduler = Scheduler(replace(FLOW, nodes=apart), Schedule(), 5)
+    scheduler = Scheduler(replace(flow, nodes=apart), Schedule(), 5)
     scheduler.start(0.0)
     scheduler.handle(SourceReady(0, 0.0))
     scheduler.handle(TaskDone(NodeTask("actor.generate", 0, 0), 100.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -78,14 +77,6 @@ class Driver:
         return self.send(SourceReady(step, 0.0))
 
 
-@pytest.fixture
-def drivers() -> Iterator[list[Driver]]:
-    made: list[Driver] = []
-    yield made
-    for driver in made:
-        validate(driver.scheduler)
-
-
 def out(node: str, step: int, chunk: int = 0) -> Output:
     return Output(node, step, chunk)
 
@@ -98,9 +89,8 @@ def train(step: int, version: int, ranks: tuple[int, ...] = (0,)) -> RunTrain:
     return RunTrain("train", step, ranks, (("actor", version),))
 
 
-def test_grpo_synchronous_on_one_group(drivers: list[Driver]) -> None:
+def test_grpo_synchronous_on_one_group() -> None:
     d = Driver(grpo(), Schedule(), 2)
-    drivers.append(d)
     assert d.start() == [AdmitStep(0)]
     assert d.ready(0) == [call("generate", 0, 0, actor=0)]
     assert d.done("generate", 0, 0) == [Release((out("prompts", 0),)), call("score", 0, 0)]
@@ -123,9 +113,8 @@ def test_grpo_synchronous_on_one_group(drivers: list[Driver]) -> None:
     assert d.scheduler.done
 
 
-def test_one_step_ahead_on_one_group_generates_before_it_trains(drivers: list[Driver]) -> None:
+def test_one_step_ahead_on_one_group_generates_before_it_trains() -> None:
     d = Driver(grpo(), Schedule(max_lag=1), 3)
-    drivers.append(d)
     assert d.start() == [AdmitStep(0), AdmitStep(1)]
     assert d.ready(0) == [call("generate", 0, 0, actor=0)]
     assert d.ready(1) == []
@@ -149,9 +138,8 @@ def test_one_step_ahead_on_one_group_generates_before_it_trains(drivers: list[Dr
     assert d.done("generate", 2, 0) == [Release((out("prompts", 2),)), train(1, 1)]
 
 
-def test_one_step_ahead_on_two_groups_overlaps(drivers: list[Driver]) -> None:
+def test_one_step_ahead_on_two_groups_overlaps() -> None:
     d = Driver(grpo("rollout"), Schedule(max_lag=1), 4)
-    drivers.append(d)
     d.start()
     d.ready(0)
     d.ready(1)
@@ -227,9 +215,8 @@ def ppo() -> Flow:
     )
 
 
-def test_ppo_runs_independent_nodes_on_disjoint_groups_at_once(drivers: list[Driver]) -> None:
+def test_ppo_runs_independent_nodes_on_disjoint_groups_at_once() -> None:
     d = Driver(ppo(), Schedule(), 1)
-    drivers.append(d)
     d.start()
     d.ready(0)
     assert d.done("generate", 0, 0) == [
@@ -255,11 +242,10 @@ def test_ppo_runs_independent_nodes_on_disjoint_groups_at_once(drivers: list[Dri
     ]
 
 
-def test_reward_streams_behind_generation(drivers: list[Driver]) -> None:
+def test_reward_streams_behind_generation() -> None:
     flow = grpo("rollout", num_chunks=2)
     nodes = tuple(replace(n, group="gpu") if n.name == "score" else n for n in flow.nodes)
     d = Driver(replace(flow, nodes=nodes), Schedule(), 1)
-    drivers.append(d)
     d.start()
     assert d.ready(0) == [call("generate", 0, 0, actor=0)]
     assert d.done("generate", 0, 0) == [
@@ -272,9 +258,8 @@ def test_reward_streams_behind_generation(drivers: list[Driver]) -> None:
     assert d.done("score", 0, 1) == [call("advantage", 0, None)]
 
 
-def test_chunks_go_round_the_ranks_and_training_takes_them_all(drivers: list[Driver]) -> None:
+def test_chunks_go_round_the_ranks_and_training_takes_them_all() -> None:
     d = Driver(grpo(num_chunks=3, num_ranks=2), Schedule(), 1)
-    drivers.append(d)
     d.start()
     assert d.ready(0) == [call("generate", 0, 0, 0, actor=0), call("generate", 0, 1, 1, actor=0)]
     assert d.done("generate", 0, 1) == [Release((out("prompts", 0, 1),)), call("score", 0, 1, 1)]
@@ -287,7 +272,7 @@ def test_chunks_go_round_the_ranks_and_training_takes_them_all(drivers: list[Dri
     assert d.done("advantage", 0)[1:] == [train(0, 0, ranks=(0, 1))]
 
 
-def test_two_trainings_of_a_role_in_one_step(drivers: list[Driver]) -> None:
+def test_two_trainings_of_a_role_in_one_step() -> None:
     """Offsets name the line: the second log-probability reads what the first training made."""
     reads = (WeightRead("actor", 1),)
     flow = Flow(
@@ -303,7 +288,6 @@ def test_two_trainings_of_a_role_in_one_step(drivers: list[Driver]) -> None:
         {"actor": 2},
     )
     d = Driver(flow, Schedule(), 2)
-    drivers.append(d)
     d.start()
     assert d.ready(0) == [train(0, 0)]
     assert d.done("train", 0) == [Publish("actor", 1)]
@@ -323,7 +307,7 @@ def test_two_trainings_of_a_role_in_one_step(drivers: list[Driver]) -> None:
     assert d.ready(1) == [train(1, 2)]
 
 
-def test_a_waiting_training_is_not_starved(drivers: list[Driver]) -> None:
+def test_a_waiting_training_is_not_starved() -> None:
     """An SPMD task that is first in line keeps its ranks from starting what is behind it."""
     flow = Flow(
         "busy",
@@ -338,7 +322,6 @@ def test_a_waiting_training_is_not_starved(drivers: list[Driver]) -> None:
         num_chunks=4,
     )
     d = Driver(flow, Schedule(max_lag=1), 2)
-    drivers.append(d)
     d.start()
     assert d.ready(1) == [call("log", 1, 0, 0), call("log", 1, 1, 1)]
     assert d.ready(0) == []
@@ -366,29 +349,27 @@ def test_no_steps_is_a_finished_run() -> None:
     assert scheduler.handle(Tick(1e9)) == []
 
 
+def ended(node: str, step: int, chunk: int | None = None) -> TaskDone:
+    return TaskDone(NodeTask(node, step, chunk), 9.0)
+
+
 @pytest.mark.parametrize(
     ("event", "message"),
     [
         (
-            TaskDone(NodeTask("generate", 0, 0), 9.0),
+            ended("generate", 0, 0),
             "TaskDone for 'generate step 0 chunk 0', which is done already",
         ),
         (
-            TaskDone(NodeTask("generat", 0, 0), 9.0),
+            ended("generat", 0, 0),
             "TaskDone for 'generat step 0 chunk 0', which is not a task of flow 'grpo_step'",
         ),
         (
-            TaskDone(NodeTask("generate", 0, 7), 9.0),
+            ended("generate", 0, 7),
             "TaskDone for 'generate step 0 chunk 7', which is not a task of flow 'grpo_step'",
         ),
-        (
-            TaskDone(NodeTask("train", 0), 9.0),
-            "TaskDone for 'train step 0', which is waiting for 1 input part(s)",
-        ),
-        (
-            TaskDone(NodeTask("train", 3), 9.0),
-            "TaskDone for 'train step 3', which is of a step not admitted yet",
-        ),
+        (ended("train", 0), "TaskDone for 'train step 0', which is waiting for 1 input part(s)"),
+        (ended("train", 3), "TaskDone for 'train step 3', which is of a step not admitted yet"),
         (
             TaskDone(Publish("actor", 1), 9.0),
             "TaskDone for 'publish actor@1', which is not asked for",
@@ -396,7 +377,7 @@ def test_no_steps_is_a_finished_run() -> None:
         (SourceReady(0, 9.0), "SourceReady for step 0, whose batch nobody awaits"),
         (CheckpointSaved(1, 9.0), "CheckpointSaved(1), which nobody asked for"),
         (
-            TaskDone(NodeTask("score", 0, 0), 9.0, num_rows=(3, 4)),
+            replace(ended("score", 0, 0), num_rows=(3, 4)),
             "'score' of step 0 made 1 chunk(s), but the event counts the rows of 2",
         ),
     ],

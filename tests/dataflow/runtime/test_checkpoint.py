@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError, WorkerError
@@ -17,7 +18,7 @@ from penstock.dataflow.graph.role import WriteState
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime import checkpoint as checkpoint_module
 from penstock.dataflow.runtime.checkpoint import Interval, Pauses, SavedRun, write_run_state
-from penstock.dataflow.runtime.engine import Engine
+from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.placement import Placement, one_group
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore, CheckpointWarning, checkpoints_in
@@ -99,40 +100,39 @@ def other_step(keys: Keys, model: Model) -> object:
     return model.train(AnyLoss(), Batch(score=model.sample(keys.key))), model.sample(keys.key)
 
 
-def test_a_checkpoint_of_another_graph_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "num_steps", "said"),
+    [
+        (
+            {"graph": build(other_step)},
+            8,
+            " was written by graph 'count_step', which differs from this run's 'other_step'; "
+            "resume with the configuration that wrote it, or start a new run",
+        ),
+        (
+            {"seed": 1},
+            8,
+            " was written with seed 0, this run has seed 1; use the same seed to resume",
+        ),
+        ({}, 1, ": cannot resume at step 2 of a run of 1 steps"),
+        (
+            {"max_lag": 1},
+            8,
+            ": cannot resume at step 2: 'model.sample step 2 chunk 0' reads weights older than the "
+            "checkpoint's and is not part of it. The checkpoint is the end of a shorter run or was "
+            "made with a smaller Schedule.max_lag; resume with max_lag=0, or from a checkpoint at "
+            "least max_lag steps before that run's end",
+        ),
+    ],
+    ids=["another graph", "another seed", "past the end", "without older samples"],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, change: dict[str, Any], num_steps: int, said: str
+) -> None:
     folder = checkpoint(tmp_path)
     with pytest.raises(ConfigError) as raised:
-        run(engine(build(other_step)), tmp_path, 8)
-    assert str(raised.value) == (
-        f"{folder} was written by graph 'count_step', which differs from this run's 'other_step'; "
-        "resume with the configuration that wrote it, or start a new run"
-    )
-
-
-def test_a_checkpoint_of_another_seed_is_refused(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path)
-    with pytest.raises(ConfigError) as raised:
-        run(engine(seed=1), tmp_path, 8)
-    assert str(raised.value) == (
-        f"{folder} was written with seed 0, this run has seed 1; use the same seed to resume"
-    )
-
-
-def test_a_checkpoint_past_the_end_of_the_run_is_refused(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path)
-    with pytest.raises(ConfigError) as raised:
-        run(engine(), tmp_path, 1)
-    assert str(raised.value) == f"{folder}: cannot resume at step 2 of a run of 1 steps"
-
-
-def test_a_checkpoint_without_the_older_weights_samples_is_refused(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path)
-    with pytest.raises(ConfigError) as raised:
-        run(engine(max_lag=1), tmp_path, 8)
-    assert str(raised.value).startswith(
-        f"{folder}: cannot resume at step 2: 'model.sample step 2 chunk 0' reads weights older "
-        "than the checkpoint's and is not part of it."
-    )
+        run(engine(**change), tmp_path, num_steps)
+    assert str(raised.value) == f"{folder}{said}"
 
 
 def test_a_checkpoint_every_no_steps_is_refused(tmp_path: Path) -> None:
@@ -171,8 +171,26 @@ def engine_of(worker: Counter, deadline_s: float = LIMIT_S) -> Engine:
     )
 
 
+def taken(
+    worker: Counter, store: CheckpointStore, num_steps: int, every: int = 1, **more: Any
+) -> list[StepResult]:
+    """The steps of a whole run, whose engine is closed."""
+    with engine_of(worker) as one:
+        return list(one.run(SOURCES, num_steps, checkpoint_every=every, checkpoints=store, **more))
+
+
 def full(path: str) -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+def full_at(*steps: float) -> Later:
+    """Its disk is full when it writes the checkpoints of these steps."""
+
+    def before(weight: float, is_unwanted: object) -> None:
+        if weight in steps:
+            raise full("runs/w")
+
+    return Later(before)
 
 
 def weight_of(folder: Path) -> float:
@@ -210,25 +228,16 @@ def test_an_engine_that_is_closed_has_written_its_checkpoint(tmp_path: Path) -> 
 
 def test_a_full_disk_costs_one_warning_and_the_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=9)
-
-    def before(weight: float, is_unwanted: object) -> None:
-        if weight in (2, 3):
-            raise full("runs/w")
-
-    with engine_of(Later(before)) as one, pytest.warns(CheckpointWarning) as caught:
-        assert len(list(one.run(SOURCES, 5, checkpoint_every=1, checkpoints=store))) == 5
+    with pytest.warns(CheckpointWarning) as caught:
+        assert len(taken(full_at(2, 3), store, 5)) == 5
     assert [str(one.message) for one in caught] == [
         "the checkpoint of step 2 was not written, and that of step 1 counts. The run goes on, "
         "tries again at the next one, and says no more of it until it is written: 'runs/w': No "
         "space left on device\n    free some space, or choose another folder"
     ]
     assert list(checkpoints_in(tmp_path)) == [1, 4, 5]
+    assert len(list(tmp_path.iterdir())) == 3
     assert store.num_missed == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "step-00000001",
-        "step-00000004",
-        "step-00000005",
-    ]
 
 
 def test_a_folder_that_cannot_be_made_costs_no_more(tmp_path: Path) -> None:
@@ -241,11 +250,8 @@ def test_a_folder_that_cannot_be_made_costs_no_more(tmp_path: Path) -> None:
         return real(step)
 
     store.begin = begin
-    with (
-        engine_of(Counter()) as one,
-        pytest.warns(CheckpointWarning, match="there is no older one"),
-    ):
-        assert len(list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=store))) == 2
+    with pytest.warns(CheckpointWarning, match="there is no older one"):
+        assert len(taken(Counter(), store, 2)) == 2
     assert list(checkpoints_in(tmp_path)) == [2]
 
 
@@ -256,8 +262,8 @@ def test_a_state_that_is_written_at_once_costs_no_more_either(tmp_path: Path) ->
                 raise full("runs/y")
             super().save_state(folder)
 
-    with engine_of(Once()) as one, pytest.warns(CheckpointWarning, match="runs/y"):
-        list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=CheckpointStore(tmp_path)))
+    with pytest.warns(CheckpointWarning, match="runs/y"):
+        taken(Once(), CheckpointStore(tmp_path), 2)
     assert list(checkpoints_in(tmp_path)) == [2]
 
 
@@ -269,27 +275,16 @@ def test_the_last_checkpoint_is_tried_twice(tmp_path: Path) -> None:
         if tries == [1, 2]:
             raise full("runs/w")
 
-    with (
-        engine_of(Later(before)) as one,
-        pytest.warns(CheckpointWarning, match="of step 2 was not"),
-    ):
-        list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=CheckpointStore(tmp_path)))
+    with pytest.warns(CheckpointWarning, match="of step 2 was not"):
+        taken(Later(before), CheckpointStore(tmp_path), 2)
     assert tries == [1, 2, 2]
     assert list(checkpoints_in(tmp_path)) == [1, 2]
 
 
 def test_a_run_whose_last_checkpoint_is_not_there_has_failed(tmp_path: Path) -> None:
-    def before(weight: float, is_unwanted: object) -> None:
-        if weight == 2:
-            raise full("runs/w")
-
     store = CheckpointStore(tmp_path)
-    with (
-        pytest.warns(CheckpointWarning),
-        pytest.raises(WorkerError) as raised,
-        engine_of(Later(before)) as one,
-    ):
-        list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=store))
+    with pytest.warns(CheckpointWarning), pytest.raises(WorkerError) as raised:
+        taken(full_at(2), store, 2)
     assert str(raised.value) == (
         "the last checkpoint, of step 2, was not written, and that of step 1 counts: 'runs/w': No "
         "space left on device\n    free some space, or choose another folder"
@@ -308,10 +303,8 @@ def test_a_slow_disk_costs_checkpoints_and_one_warning(tmp_path: Path) -> None:
                 (pending,) = tmp_path.iterdir()
                 assert pending.name == "step-00000001.writing"
 
-    with (
-        engine_of(Later(lambda weight, _: gate.wait(LIMIT_S)), deadline_s=2.0) as one,
-        pytest.warns(CheckpointWarning) as caught,
-    ):
+    slow = Later(lambda weight, _: gate.wait(LIMIT_S))
+    with engine_of(slow, deadline_s=2.0) as one, pytest.warns(CheckpointWarning) as caught:
         take(one)
     assert [str(one.message) for one in caught] == [
         "the checkpoint of step 2 was not written, and there is no older one. The run goes on, "
@@ -328,11 +321,8 @@ def test_what_is_no_matter_of_the_disk_ends_the_run(tmp_path: Path) -> None:
     def before(weight: float, is_unwanted: object) -> None:
         raise ValueError("no such number")
 
-    with (
-        pytest.raises(WorkerError, match="ValueError: no such number"),
-        engine_of(Later(before)) as one,
-    ):
-        list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=CheckpointStore(tmp_path)))
+    with pytest.raises(WorkerError, match="ValueError: no such number"):
+        taken(Later(before), CheckpointStore(tmp_path), 2)
     assert not checkpoints_in(tmp_path)
 
 
@@ -385,8 +375,8 @@ def test_what_was_given_up_is_written_whole_when_it_is_tried_again(
     tries: list[Path] = []
     monkeypatch.setattr(checkpoint_module, "write_run_state", write)
     store = CheckpointStore(tmp_path)
-    with engine_of(Partly()) as one, pytest.warns(CheckpointWarning, match="of step 2 was not"):
-        list(one.run(SOURCES, 2, checkpoint_every=1, checkpoints=store))
+    with pytest.warns(CheckpointWarning, match="of step 2 was not"):
+        taken(Partly(), store, 2)
     assert len(refused) == 1
     assert weight_of(tmp_path / "step-00000002") == 2.0
     assert store.num_missed == 0, "it is there after all"
@@ -400,11 +390,10 @@ def test_a_checkpoint_is_there_before_a_pause(tmp_path: Path) -> None:
         assert list(checkpoints_in(tmp_path)) == [2]
         return True
 
-    with engine_of(Later(lambda weight, _: threading.Event().wait(0.3))) as one:
-        pauses = Pauses(frozenset({2}), between)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            list(one.run(SOURCES, 6, checkpoint_every=2, checkpoints=store, pauses=pauses))
+    slow = Later(lambda weight, _: threading.Event().wait(0.3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        taken(slow, store, 6, every=2, pauses=Pauses(frozenset({2}), between))
 
 
 def test_a_checkpoint_that_was_refused_is_not_taken_for_saved_in_a_pause(tmp_path: Path) -> None:
@@ -420,10 +409,7 @@ def test_a_checkpoint_that_was_refused_is_not_taken_for_saved_in_a_pause(tmp_pat
             raise full("runs/w")
 
     pauses, store = Pauses(frozenset({2}), between), CheckpointStore(tmp_path)
-    with (
-        engine_of(Later(before)) as one,
-        pytest.warns(CheckpointWarning, match="of step 2 was not"),
-    ):
-        list(one.run(SOURCES, 6, checkpoint_every=2, checkpoints=store, pauses=pauses))
+    with pytest.warns(CheckpointWarning, match="of step 2 was not"):
+        taken(Later(before), store, 6, every=2, pauses=pauses)
     assert said == [False]
     assert list(checkpoints_in(tmp_path)) == [2], "the run has ended, so it is there"

@@ -190,6 +190,26 @@ def call_work(node: str, chunk: int | None, step: int = 0, **inputs: Part | list
     return work(Host.call, node_call(node, chunk, step, **inputs))
 
 
+def perform(node: str, chunk: int | None, **inputs: Part | list[Part]) -> Result:
+    """By a rank that has done nothing yet."""
+    return host().perform(call_work(node, chunk, **inputs))
+
+
+def values() -> list[Part]:
+    return list(perform("model.value", None, data=CHUNKS).parts)
+
+
+def pairs() -> list[Part]:
+    return list(perform("pair", None, data=CHUNKS, model__value=values()).parts)
+
+
+def shifted(pairs: list[Part]) -> tuple[list[Result], Result]:
+    """Chunk by chunk, and all at once."""
+    totals = list(perform("total", None, pair=pairs).parts)
+    chunks = [perform("shift", i, pair=pairs[i], total=totals[i]) for i in range(2)]
+    return chunks, perform("shift", None, pair=pairs, total=totals)
+
+
 def dense(results: list[Result], graph: Graph, node: str) -> list[Tensor]:
     """Every output column of a node, all parts joined."""
     parts = [part for result in results for part in result.parts]
@@ -212,13 +232,8 @@ def test_a_chunked_call_is_the_whole_call_in_pieces() -> None:
     ]
 
 
-def values() -> list[Part]:
-    return list(host().perform(call_work("model.value", None, data=CHUNKS)).parts)
-
-
 def test_a_table_of_outputs_is_stored_column_by_column() -> None:
-    work = call_work("pair", 1, data=CHUNKS[1], model__value=values()[1])
-    result = host().perform(work)
+    result = perform("pair", 1, data=CHUNKS[1], model__value=values()[1])
     paired, score = result.parts[0]
     assert score.values.tolist() == [26, 0, 76]
     assert paired.values.tolist() == [13, 15, 17, 19, 21, 23]
@@ -229,13 +244,15 @@ def test_a_table_of_outputs_is_stored_column_by_column() -> None:
 
 
 def test_a_whole_batch_s_output_is_cut_like_its_inputs() -> None:
-    pairs = host().perform(call_work("pair", None, data=CHUNKS, model__value=values())).parts
-    result = host().perform(call_work("center", None, pair=list(pairs)))
+    paired = pairs()
+    result = perform("center", None, pair=paired)
     assert result.report.num_rows == (2, 3)
-    expected = dense([host().perform(call_work("center", None, pair=list(pairs)))], GRAPH, "center")
-    unpacked = unpack(concatenate([pairs[0][0], pairs[1][0]]), GRAPH["pair"].outputs[0].spec.dtype)
+    (expected,) = dense([result], GRAPH, "center")
+    unpacked = unpack(
+        concatenate([part[0] for part in paired]), GRAPH["pair"].outputs[0].spec.dtype
+    )
     inside = torch.arange(unpacked.shape[1]) < torch.tensor([3, 1, 2, 0, 4])[:, None]
-    assert torch.equal(expected[0], torch.where(inside, unpacked - unpacked.mean(), 0.0))
+    assert torch.equal(expected, torch.where(inside, unpacked - unpacked.mean(), 0.0))
 
 
 @op(scope="row")
@@ -248,66 +265,53 @@ def test_an_op_that_works_in_place_leaves_its_inputs_as_they_are() -> None:
         score = pair(model.value(data.ids), data.ids).score
         return spoil(score), shift(score, total(score))
 
-    rank = host(build(step))
-    pairs = rank.perform(call_work("pair", None, data=CHUNKS, model__value=values())).parts
-    for chunk, part in enumerate(pairs):
+    rank, paired = host(build(step)), pairs()
+    for chunk, part in enumerate(paired):
         rank.perform(call_work("spoil", chunk, pair=part))
-    assert torch.cat([part[1].values for part in pairs]).tolist() == [12, 10, 26, 0, 76]
+    assert torch.cat([part[1].values for part in paired]).tolist() == [12, 10, 26, 0, 76]
 
 
 def test_a_scalar_reaches_every_chunk() -> None:
-    pairs = host().perform(call_work("pair", None, data=CHUNKS, model__value=values())).parts
-    totals = host().perform(call_work("total", None, pair=list(pairs))).parts
+    totals = perform("total", None, pair=pairs()).parts
     assert [part[0].values.item() for part in totals] == [124, 124]
-    shifted = [
-        host().perform(call_work("shift", i, pair=pairs[i], total=totals[i])) for i in range(2)
-    ]
-    assert torch.cat([result.parts[0][0].values for result in shifted]).tolist() == [
-        136, 134, 150, 124, 200,
-    ]  # fmt: skip
-    every = call_work("shift", None, pair=list(pairs), total=list(totals))
-    assert dense([host().perform(every)], GRAPH, "shift")[0].tolist() == [136, 134, 150, 124, 200]
+    expected = [136, 134, 150, 124, 200]
+    chunks, whole = shifted(pairs())
+    assert torch.cat([result.parts[0][0].values for result in chunks]).tolist() == expected
+    assert dense([whole], GRAPH, "shift")[0].tolist() == expected
 
 
 def test_a_returned_column_with_one_number_per_row_is_reported_as_its_mean() -> None:
-    pairs = host().perform(call_work("pair", None, data=CHUNKS, model__value=values())).parts
-    totals = host().perform(call_work("total", None, pair=list(pairs))).parts
-    chunked = [
-        host().perform(call_work("shift", i, pair=pairs[i], total=totals[i])) for i in range(2)
-    ]
-    assert [result.report.metrics for result in chunked] == [
+    chunks, whole = shifted(pairs())
+    assert [result.report.metrics for result in (*chunks, whole)] == [
         {"mean": Metric.mean(270, 2)},
         {"mean": Metric.mean(474, 3)},
+        {"mean": Metric.mean(744, 5)},
     ]
-    whole = host().perform(call_work("shift", None, pair=list(pairs), total=list(totals)))
-    assert whole.report.metrics == {"mean": Metric.mean(744, 5)}
 
 
 def test_rows_that_are_nan_are_counted_beside_the_mean_of_the_others() -> None:
-    pairs = host().perform(call_work("pair", None, data=CHUNKS, model__value=values())).parts
-    totals = host().perform(call_work("total", None, pair=list(pairs))).parts
+    paired = pairs()
+    totals = perform("total", None, pair=paired).parts
     score = next(i for i, output in enumerate(GRAPH["pair"].outputs) if output.name == "score")
-    pairs[0][score].values[0] = torch.nan
-    chunks = [
-        host().perform(call_work("shift", i, pair=pairs[i], total=totals[i])) for i in range(2)
-    ]
-    first, second = (result.report.metrics for result in chunks)
-    assert (first["mean"], first["mean_nan"]) == (Metric.mean(134, 1), Metric.sum(1))
-    assert second == {"mean": Metric.mean(474, 3)}
-    pairs[0][score].values[:] = torch.nan
-    (result,) = [host().perform(call_work("shift", 0, pair=pairs[0], total=totals[0]))]
-    assert math.isnan(result.report.metrics["mean"].value)
-    assert result.report.metrics["mean_nan"].value == 2
+
+    def reported(chunk: int) -> Mapping[str, Metric]:
+        return perform("shift", chunk, pair=paired[chunk], total=totals[chunk]).report.metrics
+
+    paired[0][score].values[0] = torch.nan
+    assert reported(0) == {"mean": Metric.mean(134, 1), "mean_nan": Metric.sum(1)}
+    assert reported(1) == {"mean": Metric.mean(474, 3)}
+    paired[0][score].values[:] = torch.nan
+    assert math.isnan(reported(0)["mean"].value)
+    assert reported(0)["mean_nan"].value == 2
 
 
 def test_neither_ids_nor_columns_that_the_step_keeps_are_reported() -> None:
-    assert host().perform(call_work("drop_first", None, data=CHUNKS)).report.metrics == {}
-    pairs = host().perform(call_work("pair", None, data=CHUNKS, model__value=values()))
-    assert pairs.report.metrics == {}
+    assert perform("drop_first", None, data=CHUNKS).report.metrics == {}
+    assert perform("pair", None, data=CHUNKS, model__value=values()).report.metrics == {}
 
 
 def test_new_rows_are_cut_evenly_between_groups() -> None:
-    result = host().perform(call_work("drop_first", None, data=CHUNKS))
+    result = perform("drop_first", None, data=CHUNKS)
     assert [part[0].values.tolist() for part in result.parts] == [[4], [7, 7, 7]]
 
 
@@ -489,10 +493,7 @@ class Wrong(Model):
             "'model.value.out' is f32[row, step~], with 2 rows of up to 3 steps, but the call "
             "returned float32[2, 2]",
         ),
-        (
-            [0.0, 1.0],
-            "'model.value.out' should be f32[row, step~], but the call returned a list",
-        ),
+        ([0.0], "'model.value.out' should be f32[row, step~], but the call returned a list"),
         (None, "'model.value.out' should be f32[row, step~], but the call returned a NoneType"),
     ],
     ids=["dtype", "rows", "width", "list", "none"],
@@ -521,9 +522,9 @@ def test_rows_that_vanish_are_noticed() -> None:
         return halve(pair(model.value(data.ids), data.ids).score)
 
     graph = build(step)
-    pairs = (values()[1][0], Packed(torch.zeros(3)))
+    paired = (values()[1][0], Packed(torch.zeros(3)))
     with pytest.raises(WorkerError) as caught:
-        host(graph).perform(call_work("halve", 0, pair=pairs))
+        host(graph).perform(call_work("halve", 0, pair=paired))
     assert str(caught.value) == (
         "'halve.out' is f32[row]: expected 3 rows like its inputs from 'data', got 2; declare the "
         "op with makes_rows=True if it changes rows"

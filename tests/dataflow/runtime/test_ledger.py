@@ -166,10 +166,13 @@ def test_steps_that_do_not_add_up_are_named(steps: list[int], said: str) -> None
 # --- with an engine
 
 
+Handles = tuple[Handle, ...]
+
+
 class Tampering(InProcess):
     """Gives the training of step 2 something else than what was made."""
 
-    def __init__(self, tamper: Callable[[tuple[Handle, ...]], tuple[Handle, ...]]) -> None:
+    def __init__(self, tamper: Callable[[Handles], Handles]) -> None:
         super().__init__()
         self._tamper = tamper
 
@@ -179,21 +182,6 @@ class Tampering(InProcess):
             inputs = {node: self._tamper(handles) for node, handles in call.inputs.items()}
             work = replace(work, arguments=(replace(call, inputs=inputs),))
         super().submit(ticket, program, group, rank, work)
-
-
-Handles = tuple[Handle, ...]
-
-
-def without_first(parts: Handles) -> Handles:
-    return parts[1:]
-
-
-def first_again(parts: Handles) -> Handles:
-    return (*parts, parts[0])
-
-
-def first_for_second(parts: Handles) -> Handles:
-    return (parts[0], parts[0], *parts[2:])
 
 
 def run(
@@ -236,19 +224,19 @@ def test_a_run_s_ledger_adds_up() -> None:
     assert [from_json(as_json(line)) for line in lines] == lines
 
 
-@pytest.mark.parametrize(
-    ("tamper", "said"),
-    [
-        (without_first, "is missing (6 rows were made, 4 were given)"),
-        (first_again, "was given twice (6 rows were made, 8 were given)"),
-        (
-            first_for_second,
-            "has been changed on the way (6 rows were made, 6 were given)",
-        ),
-    ],
-)
+TAMPERED: list[tuple[Callable[[Handles], Handles], str]] = [
+    (lambda parts: parts[1:], "is missing (6 rows were made, 4 were given)"),
+    (lambda parts: (*parts, parts[0]), "was given twice (6 rows were made, 8 were given)"),
+    (
+        lambda parts: (parts[0], parts[0], *parts[2:]),
+        "has been changed on the way (6 rows were made, 6 were given)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tamper", "said"), TAMPERED)
 def test_what_a_rank_is_really_given_is_what_counts(
-    tamper: Callable[[tuple[Handle, ...]], tuple[Handle, ...]], said: str
+    tamper: Callable[[Handles], Handles], said: str
 ) -> None:
     with pytest.raises(LedgerError) as raised:
         run(Ledger(COUNT, lambda _: None), executor=Tampering(tamper))

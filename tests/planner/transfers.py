@@ -12,19 +12,8 @@ from numpy.typing import NDArray
 from penstock.planner.inputs.layout import Layout, legal_layouts
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.resharding.plan_transfer import Move, TransferPlan, window
-from penstock.planner.resharding.sharding import (
-    Box,
-    Sharding,
-    Slice,
-    StoredParam,
-    rank_of,
-    shard,
-)
-from penstock.planner.resharding.storage import (
-    concatenate,
-    interleave_qkv,
-    transpose,
-)
+from penstock.planner.resharding.sharding import Box, Sharding, Slice, StoredParam, rank_of, shard
+from penstock.planner.resharding.storage import concatenate, interleave_qkv, transpose
 
 from .shapes import model_of
 

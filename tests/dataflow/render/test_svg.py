@@ -77,9 +77,7 @@ def test_the_same_drawing_is_laid_out_the_same(
 def test_lines_that_need_not_cross_do_not() -> None:
     layers = [["a", "b"], ["c", "d"]]
     layout = lay_out(
-        layers,
-        dict.fromkeys("abcd", 50.0),
-        [("a", "d", "stream"), ("b", "c", "stream")],
+        layers, dict.fromkeys("abcd", 50.0), [("a", "d", "stream"), ("b", "c", "stream")]
     )
     x = {name: item.x for name, item in layout.boxes.items()}
     assert (x["a"] < x["b"]) == (x["d"] < x["c"])

@@ -164,10 +164,7 @@ class Later(Counter):
 
 def engine_of(worker: Counter, deadline_s: float = LIMIT_S) -> Engine:
     return Engine(
-        COUNT,
-        one_group(COUNT),
-        workers={"model": worker},
-        schedule=Schedule(deadline_s=deadline_s),
+        COUNT, one_group(COUNT), workers={"model": worker}, schedule=Schedule(deadline_s=deadline_s)
     )
 
 

@@ -163,10 +163,7 @@ GRAPH = build(whole_step)
 def data_part(keys: list[int], rows: list[list[int]]) -> Part:
     width = max(len(row) for row in rows)
     ids = torch.tensor([row + [-1] * (width - len(row)) for row in rows])
-    return (
-        Packed(torch.tensor(keys)),
-        pack("ids", ids, i64(ROW, STEP), lengths_of(ids)),
-    )
+    return (Packed(torch.tensor(keys)), pack("ids", ids, i64(ROW, STEP), lengths_of(ids)))
 
 
 KEYS = [4, 4, 7, 7, 7]

@@ -92,9 +92,7 @@ SIZES = st.lists(st.integers(1, 4), min_size=2, max_size=5)
 
 @given(SIZES, st.data(), st.sampled_from([None, missing, doubled, swapped, changed]))
 def test_any_fault_of_rows_is_found_and_nothing_else(
-    sizes: list[int],
-    data: st.DataObject,
-    fault: Callable[[list[Part], int], list[Part]] | None,
+    sizes: list[int], data: st.DataObject, fault: Callable[[list[Part], int], list[Part]] | None
 ) -> None:
     values = torch.arange(sum(sizes), dtype=torch.float32) * 2
     pieces: list[Part] = [(Packed(one),) for one in torch.split(values, sizes)]

@@ -241,8 +241,7 @@ SERVED = {"model": "server"}
         ),
         (
             moved(
-                server=DeviceGroup("server", devices=(0,)),
-                main=DeviceGroup("main", devices=(0,)),
+                server=DeviceGroup("server", devices=(0,)), main=DeviceGroup("main", devices=(0,))
             ),
             "group 'server' cannot serve 'model' to group 'watch': it shares devices, so it "
             "sleeps; give it its own",

@@ -50,9 +50,7 @@ STREAMED = replace(
     FLOW,
     nodes=tuple(
         replace(
-            node,
-            streams=node.kind == "rollout",
-            order_of="actor.generate" if node.trains else "",
+            node, streams=node.kind == "rollout", order_of="actor.generate" if node.trains else ""
         )
         for node in FLOW.nodes
     ),

@@ -40,10 +40,7 @@ def test_a_flow_that_cannot_run_is_refused(change: dict[str, Any], message: str)
         ),
         ({"streaming": -1}, "Schedule.streaming must be at least 0 parts, got -1"),
         ({"order": "random"}, "Schedule.order must be 'step' or 'arrival', got 'random'"),
-        (
-            {"deadline_s": 0.0},
-            "Schedule.deadline_s must be a positive number of seconds, got 0.0",
-        ),
+        ({"deadline_s": 0.0}, "Schedule.deadline_s must be a positive number of seconds, got 0.0"),
     ],
 )
 def test_a_schedule_out_of_range_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -121,10 +121,7 @@ def test_one_step_ahead_on_one_group_generates_before_it_trains() -> None:
     assert d.done("generate", 0, 0) == [Release((out("prompts", 0),)), call("score", 0, 0)]
     assert d.done("score", 0, 0) == [call("advantage", 0, None)]
     # Training would overwrite version 0, which step 1 must still read.
-    assert d.done("advantage", 0) == [
-        Release((out("score", 0),)),
-        call("generate", 1, 0, actor=0),
-    ]
+    assert d.done("advantage", 0) == [Release((out("score", 0),)), call("generate", 1, 0, actor=0)]
     assert d.done("generate", 1, 0) == [Release((out("prompts", 1),)), train(0, 0)]
     assert d.done("train", 0) == [
         Release((out("generate", 0), out("advantage", 0))),
@@ -144,10 +141,7 @@ def test_one_step_ahead_on_two_groups_overlaps() -> None:
     d.ready(0)
     d.ready(1)
     d.done("generate", 0, 0)
-    assert d.done("score", 0, 0) == [
-        call("generate", 1, 0, actor=0),
-        call("advantage", 0, None),
-    ]
+    assert d.done("score", 0, 0) == [call("generate", 1, 0, actor=0), call("advantage", 0, None)]
     assert d.done("advantage", 0) == [Release((out("score", 0),)), train(0, 0)]
     running: set[Task] = {NodeTask("generate", 1, 0), NodeTask("train", 0)}
     assert set(d.scheduler.running) == running
@@ -160,10 +154,7 @@ def test_one_step_ahead_on_two_groups_overlaps() -> None:
     d.ready(2)
     # The replica may not leave version 0 before step 1 has read it.
     assert d.send(TaskDone(Publish("actor", 1), 0.0)) == []
-    assert d.done("generate", 1, 0) == [
-        Release((out("prompts", 1),)),
-        Load("actor", 1, "rollout"),
-    ]
+    assert d.done("generate", 1, 0) == [Release((out("prompts", 1),)), Load("actor", 1, "rollout")]
     assert d.send(TaskDone(Load("actor", 1, "rollout"), 0.0)) == [
         DropSnapshot("actor", 1),
         call("score", 1, 0),
@@ -299,11 +290,7 @@ def test_two_trainings_of_a_role_in_one_step() -> None:
     again = RunTrain("again", 0, (0,), (("actor", 1),))
     assert d.done("logprob", 0, 0) == [Release((out("prompts", 0),)), again]
     # Nobody reads version 2 on the other group, so it is not published.
-    assert d.done("again", 0) == [
-        Release((out("logprob", 0),)),
-        StepCompleted(0),
-        AdmitStep(1),
-    ]
+    assert d.done("again", 0) == [Release((out("logprob", 0),)), StepCompleted(0), AdmitStep(1)]
     assert d.ready(1) == [train(1, 2)]
 
 
@@ -356,10 +343,7 @@ def ended(node: str, step: int, chunk: int | None = None) -> TaskDone:
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (
-            ended("generate", 0, 0),
-            "TaskDone for 'generate step 0 chunk 0', which is done already",
-        ),
+        (ended("generate", 0, 0), "TaskDone for 'generate step 0 chunk 0', which is done already"),
         (
             ended("generat", 0, 0),
             "TaskDone for 'generat step 0 chunk 0', which is not a task of flow 'grpo_step'",

@@ -18,10 +18,7 @@ ASKS = LoopTimes(step_s=1e-3, step_cpu_s=1e-3, ask_s=1e-3, ask_cpu_s=1e-4)
 
 TIMES = st.tuples(*[st.floats(1e-5, 1e-1) for _ in range(4)]).map(
     lambda found: LoopTimes(
-        step_s=found[0],
-        step_cpu_s=min(found[:2]),
-        ask_s=found[2],
-        ask_cpu_s=min(found[2:]),
+        step_s=found[0], step_cpu_s=min(found[:2]), ask_s=found[2], ask_cpu_s=min(found[2:])
     )
 )
 

@@ -102,8 +102,7 @@ def test_a_last_smaller_micro_batch_counts_its_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "sync", "gather", "states"),
-    [(0, 2, 0, 1), (1, 1, 1, 2), (2, 3, 1, 2), (3, 3, 6, 2)],
+    ("zero", "sync", "gather", "states"), [(0, 2, 0, 1), (1, 1, 1, 2), (2, 3, 1, 2), (3, 3, 6, 2)]
 )
 def test_zero_trades_messages_for_memory(zero: int, sync: int, gather: int, states: int) -> None:
     # Two ranks, 3 micro-batches of one row each; a gather moves the half that a rank lacks:

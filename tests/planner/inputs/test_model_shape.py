@@ -64,8 +64,7 @@ def test_known_models_have_their_known_numbers() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    "config",
-    [LlamaConfig, Qwen2Config, Qwen3Config, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig],
+    "config", [LlamaConfig, Qwen2Config, Qwen3Config, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig]
 )
 def test_names_and_shapes_are_hugging_faces(config: type[PretrainedConfig], tied: bool) -> None:
     settings: dict[str, Any] = {**SIZES, "tie_word_embeddings": tied}

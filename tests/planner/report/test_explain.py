@@ -115,10 +115,7 @@ placement
     [
         ({"lower_bound_s": 30.0}, "  bound        no plan is faster\n"),
         ({"stopped_at_deadline": True}, "  search       1.25 s, stopped at its deadline\n"),
-        (
-            {"lower_bound_s": 0.0},
-            "  bound        nothing is proved: the search had too little",
-        ),
+        ({"lower_bound_s": 0.0}, "  bound        nothing is proved: the search had too little"),
         ({"models": {}}, "node            group  layout"),
     ],
     ids=["proved", "stopped", "nothing proved", "no models"],

@@ -51,12 +51,7 @@ def test_groups_say_who_shares_what() -> None:
 def test_the_critical_path_is_as_long_as_a_step() -> None:
     path = to_json(ppo(), split_plan())["critical_path"]
     assert sum(item["seconds"] for item in path) == 30.0
-    assert path[1] == {
-        "node": "reward.score",
-        "step": 0,
-        "seconds": 2.0,
-        "waited_for": "input",
-    }
+    assert path[1] == {"node": "reward.score", "step": 0, "seconds": 2.0, "waited_for": "input"}
 
 
 def test_where_nothing_fits_the_same_keys_say_so() -> None:

@@ -31,16 +31,10 @@ BYTES = 2
 
 
 @pytest.mark.slow
-@given(
-    transfers(),
-    st.sampled_from([1, 200, 10**6]),
-    st.sampled_from([1, 30, 10**6]),
-)
+@given(transfers(), st.sampled_from([1, 200, 10**6]), st.sampled_from([1, 30, 10**6]))
 @settings(max_examples=200, deadline=None)
 def test_every_shard_arrives_whole_and_nothing_arrives_for_nothing(
-    pair: tuple[Sharding, Sharding],
-    bucket_bytes: int,
-    min_part_bytes: int,
+    pair: tuple[Sharding, Sharding], bucket_bytes: int, min_part_bytes: int
 ) -> None:
     source, destination = pair
     plan = plan_transfer(

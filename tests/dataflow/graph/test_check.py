@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from penstock.algorithms.grpo import GRPO, grpo_step
 from penstock.algorithms.losses import ClippedPolicyLoss, ClippedValueLoss, CrossEntropyLoss
-from penstock.algorithms.ops.rollout_correction import RolloutCorrection
+from penstock.algorithms.ops.rollout_correction import RolloutCorrection, corrected_batch
 from penstock.algorithms.roles import (
     DemonstrationBatch,
     PerSample,
@@ -427,13 +427,41 @@ def test_lag_is_fine_where_an_op_passes_the_behavior_on() -> None:
     def filtered(prompts: Prompts, actor: Policy, reward: Reward) -> TrainMetrics:
         roll = actor.generate(prompts.prompt, prompts.prompt_id, Sampling())
         kept = best_half(roll, reward.score(roll.tokens, roll.mask, roll.prompt_id))
-        batch = PolicyBatch(
-            tokens=kept.tokens,
-            mask=kept.mask,
-            behavior_logprob=kept.behavior_logprob,
-            advantage=kept.behavior_logprob,
-        )
-        return actor.train(ClippedPolicyLoss(), batch)
+        return actor.train(LOSS, batch_of(kept, kept.behavior_logprob))
 
     check_lag(build(filtered), 3)
     check_lag(build(grpo_step, cfg=GRPO(correction=RolloutCorrection())), 3)
+
+
+# --- filtered sampling
+
+
+def filtered_step(
+    prompts: Prompts, actor: Policy, correction: RolloutCorrection | None = None
+) -> TrainMetrics:
+    filtered = Sampling(num_samples=2, top_p=0.9, min_p=0.05)
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, filtered)
+    batch = corrected_batch(actor, roll, roll.behavior_logprob, correction, 1.0)
+    return actor.train(LOSS, batch)
+
+
+test_a_ratio_with_a_filtered_distribution_is_refused = refused(
+    """'actor.train' compares log-probabilities of the whole distribution with those of 'actor.generate', which samples from a filtered one (top_p=0.9, min_p=0.05); nothing makes up for what is never sampled.
+        Leave out top_p=0.9, min_p=0.05; or set algorithm.cfg.correction.mode=none where the algorithm has a correction, to compare two passes of the trainer and leave the filter uncorrected."""
+)(filtered_step)
+
+
+def test_a_correction_does_not_make_up_for_a_filter() -> None:
+    with pytest.raises(FlowError, match=r"samples from a filtered one"):
+        build(filtered_step, correction=RolloutCorrection())
+
+
+def test_a_filter_is_fine_where_no_behavior_log_probability_is_read() -> None:
+    def uncorrected(prompts: Prompts, actor: Policy) -> TrainMetrics:
+        filtered = Sampling(num_samples=2, top_k=5)
+        roll = actor.generate(prompts.prompt, prompts.prompt_id, filtered)
+        advantage = actor.logprob(roll.tokens, roll.mask)
+        correction = RolloutCorrection(mode="none")
+        return actor.train(LOSS, corrected_batch(actor, roll, advantage, correction, 1.0))
+
+    assert "top_k=5" in str(build(uncorrected))

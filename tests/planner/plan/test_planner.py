@@ -21,13 +21,15 @@ from penstock.planner.inputs.cluster import ClusterSpec, Mesh
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
 from penstock.planner.plan.plan import Plan
-from penstock.planner.plan.planner import place_ops, plan_step
+from penstock.planner.plan.planner import place_ops, plan_step, runner_up
 from penstock.planner.plan.simulate import simulate, simulate_plan
 from penstock.planner.search.option_table import ModelTable
+from penstock.planner.search.options import Assignment, GroupAssignment, Option
 from penstock.planner.search.pins import Pins
 from penstock.workers.engines.torch_engine.declaration import TORCH
 
 from ..hand_made import CALLS, SPLIT, h100, ppo
+from ..search.tables import cluster_of, device
 from ..shapes import llama
 
 PPO_GRAPH = build(ppo_step, cfg=PPO(epochs=1, num_minibatches=4))
@@ -261,3 +263,63 @@ def test_an_unknown_call_is_refused() -> None:
 def test_no_call_at_all_is_refused() -> None:
     with pytest.raises(PlanError, match="no node of graph 'ppo' is placed"):
         place_ops(GRAPH, {}, {})
+
+
+# --- why the second best plan lost, in step times that agree with those beside it
+
+CLUSTER = cluster_of((1, 4, device("cpu", 10**9)))
+
+
+def assignment(step_time_s: float, **busy_s: float) -> Assignment:
+    """Two devices for each call group, which is that busy."""
+    groups = tuple(
+        GroupAssignment(
+            (call_group,),
+            Mesh(CLUSTER, (2,)),
+            (2 * i, 2 * i + 1),
+            {call_group: Option({f"{call_group}.call": seconds}, 0, {f"{call_group}.call": 0}, {})},
+        )
+        for i, (call_group, seconds) in enumerate(busy_s.items())
+    )
+    return Assignment(groups, 0, step_time_s)
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        (
+            assignment(12.0, actor=11.5, ref=3.0),
+            "its group of actor on 2 devices is busy 11.5 s of each step, longer than the 10.0 s "
+            "of a whole step of the best plan",
+        ),
+        (
+            assignment(12.0, actor=9.5, ref=3.0),
+            "its busiest group, actor on 2 devices, works 9.50 s of each step and waits the rest "
+            "for other groups",
+        ),
+        (
+            assignment(10.02, actor=10.02, ref=3.0),
+            "only 20.0 ms slower: its group of actor on 2 devices is busy 10.0 s of each step, "
+            "longer than a whole step of the best plan takes",
+        ),
+        (
+            assignment(10.02, actor=9.5, ref=3.0),
+            "only 20.0 ms slower: its busiest group, actor on 2 devices, works 9.50 s of each step "
+            "and waits the rest for other groups",
+        ),
+        (
+            assignment(10.0, actor=10.0, ref=3.0),
+            "as fast as the best plan; of plans that take the same time the first one found wins",
+        ),
+    ],
+)
+def test_the_reason_compares_with_the_step_that_is_shown(second: Assignment, why: str) -> None:
+    lost = runner_up(second, assignment(10.0, actor=8.0, ref=2.0))
+    assert lost is not None
+    assert lost.description == "actor on 2; ref on 2"
+    assert lost.step_time_s == second.step_time_s
+    assert lost.why == why
+
+
+def test_no_other_plan() -> None:
+    assert runner_up(None, assignment(10.0, actor=8.0)) is None

@@ -81,6 +81,21 @@ class Shell:
         self.completed = first_step
         self.ended: list[Task] = []
 
+    @classmethod
+    def at(cls, place: SaveCheckpoint, flow: Flow, schedule: Schedule) -> Shell:
+        """As a run finds it that goes on from a checkpoint."""
+        shell = cls(flow, schedule, place.step)
+        shell.before, shell.stored = place.resume.done, set(place.live)
+        for task in sorted(place.resume.done, key=lambda t: (size(t), t.chunk or 0)):
+            if task.chunk is not None:
+                shell.answered.setdefault((task.node, task.step), []).append(task.chunk)
+        return shell
+
+    def replay(self, scheduler: Recorded) -> Shell:
+        for message in scheduler.trace:
+            self.take(message)
+        return self
+
     def take(self, message: Event | Instruction) -> None:
         getattr(self, f"on_{type(message).__name__}", lambda message: None)(message)  # pyright: ignore[reportUnknownLambdaType]
 
@@ -275,9 +290,7 @@ def run(
     scheduler = Recorded(flow, schedule, num_steps, checkpoint_every=checkpoint_every)
     # Of every other history several events are told together.
     simulation = dry_run(scheduler, timing(seed), size=size, within_s=0.5 * (seed % 2))
-    shell = Shell(flow, schedule)
-    for message in scheduler.trace:
-        shell.take(message)
+    shell = Shell(flow, schedule).replay(scheduler)
     assert scheduler.done
     assert shell.completed == num_steps
     assert len(shell.ended) == len(set(shell.ended))

@@ -138,14 +138,9 @@ class Lives:
         return replace(self.flow, groups=groups) if self.rng.random() < 0.5 else self.flow
 
     def act_out(self, life: Mortal) -> None:
-        shell = Shell(life.flow, self.schedule, self.place.step if self.place else 0)
+        shell = Shell(life.flow, self.schedule)
         if self.place:
-            shell.before = self.place.resume.done
-            shell.stored = set(self.place.live)
-            done = sorted(self.place.resume.done, key=lambda t: (size(t), t.chunk or 0))
-            for task in done:
-                if task.chunk is not None:
-                    shell.answered.setdefault((task.node, task.step), []).append(task.chunk)
+            shell = Shell.at(self.place, life.flow, self.schedule)
         begun: dict[NodeTask, Versions] = {}
         asked: list[SaveCheckpoint] = []
         for message in life.trace:

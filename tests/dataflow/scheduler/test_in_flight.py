@@ -75,13 +75,7 @@ def test_a_resumed_run_does_what_is_left(
     save = data.draw(st.sampled_from(saves))
     resumed = Recorded(flow, schedule, num_steps, checkpoint_every=every, resume=save.resume)
     rest = dry_run(resumed, timing(seed + 1), size=size).reads
-    shell = Shell(flow, schedule, save.step)
-    shell.stored = set(save.live)
-    for task in sorted(save.resume.done, key=lambda t: (size(t), t.chunk or 0)):
-        if task.chunk is not None:
-            shell.answered.setdefault((task.node, task.step), []).append(task.chunk)
-    for message in resumed.trace:
-        shell.take(message)
+    Shell.at(save, flow, schedule).replay(resumed)
     before = {t for t in reads if t.step < save.step or t in save.resume.done}
     assert rest.keys() == reads.keys() - before
     check_bounds(flow, schedule, num_steps, rest)
@@ -108,11 +102,8 @@ def acted(flow: Flow, schedule: Schedule, num_steps: int, chunk_s: float) -> tup
         return 1.0 if isinstance(work, RunTrain) else 0.1
 
     dry_run(scheduler, seconds, size=size)
-    shell = Shell(flow, schedule)
-    for message in scheduler.trace:
-        shell.take(message)
     assert scheduler.done
-    return scheduler, shell
+    return scheduler, Shell(flow, schedule).replay(scheduler)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

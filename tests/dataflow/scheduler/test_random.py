@@ -89,10 +89,7 @@ def test_a_resumed_run_does_exactly_what_is_left(
     assert set(stored) == set(save.live)
 
     rest = dry_run(resumed, timing(seed + 1), size=size).reads
-    shell = Shell(flow, schedule, save.step)
-    shell.stored = set(save.live)
-    for message in resumed.trace:
-        shell.take(message)
+    Shell.at(save, flow, schedule).replay(resumed)
     before = {t: v for t, v in reads.items() if t.step < save.step or t in save.resume.done}
     assert rest.keys() == reads.keys() - before.keys()
     if arrival:
@@ -263,8 +260,6 @@ def test_a_served_copy_stays_in_order_of_arrival_too(at: str) -> None:
     schedule = Schedule(max_lag=1, order="arrival")
     scheduler = Recorded(flow, schedule, 4)
     simulation = dry_run(scheduler, lambda work: 10.0 if isinstance(work, RunCall) else 0.1)
-    shell = Shell(flow, schedule)
-    for message in scheduler.trace:
-        shell.take(message)
+    Shell(flow, schedule).replay(scheduler)
     assert scheduler.done
     assert simulation.reads == expected_reads(flow, schedule, 4)

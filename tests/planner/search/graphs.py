@@ -42,6 +42,11 @@ def units_of(calls: tuple[CallNode, ...]) -> list[str]:
     return list(dict.fromkeys(call.call_group for call in calls))
 
 
+def groups_of(calls: tuple[CallNode, ...], data: st.DataObject) -> dict[str, int]:
+    """Call group -> one of three groups."""
+    return {name: data.draw(st.integers(0, 2), name) for name in units_of(calls)}
+
+
 PPO = (
     CallNode("actor.generate", "actor.generate", (), "actor", reads_older=True),
     CallNode("reward.score", "reward", ("actor.generate",), "reward"),

@@ -12,7 +12,7 @@ from penstock.planner.search.bounds import StepBound
 from penstock.planner.search.options import CallNode
 from penstock.planner.search.step_time import StepTimer
 
-from .graphs import PPO, steps, units_of
+from .graphs import PPO, groups_of, steps, units_of
 
 
 def durations(rng: random.Random, count: int) -> list[float]:
@@ -25,9 +25,7 @@ def durations(rng: random.Random, count: int) -> list[float]:
 def test_no_schedule_is_faster_even_if_calls_take_longer(
     calls: tuple[CallNode, ...], max_lag: int, data: st.DataObject
 ) -> None:
-    group_of = {
-        call_group: data.draw(st.integers(0, 2), call_group) for call_group in units_of(calls)
-    }
+    group_of = groups_of(calls, data)
     groups = [group_of[call.call_group] for call in calls]
     rng = random.Random(data.draw(st.integers(0, 10_000), "seed"))
     least = durations(rng, len(calls))

@@ -17,6 +17,7 @@ from penstock.planner.search.option_table import call_nodes
 
 from ..hand_made import ppo
 from ..shapes import model_of
+from .graphs import groups_of
 from .tables import period
 
 GRAPHS = (
@@ -38,10 +39,7 @@ def calls(graph: Graph) -> tuple[Call, ...]:
 def test_the_objective_equals_the_simulation(data: st.DataObject, max_lag: int) -> None:
     graph = data.draw(st.sampled_from(GRAPHS), label="graph")
     found = calls(graph)
-    call_groups = dict.fromkeys(call.call_group for call in found)
-    group_of = {
-        call_group: data.draw(st.integers(0, 2), label=call_group) for call_group in call_groups
-    }
+    group_of = groups_of(call_nodes(found), data)
     durations_s = {c.name: float(data.draw(st.integers(1, 40), label=c.name)) for c in found}
     expected_s = period(call_nodes(found), group_of, durations_s, max_lag)
     placed = place_ops(

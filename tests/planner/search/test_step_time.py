@@ -16,7 +16,7 @@ from penstock.dataflow.scheduler.simulate import dry_run
 from penstock.planner.search.options import CallNode
 from penstock.planner.search.step_time import StepTimer
 
-from .graphs import steps, units_of
+from .graphs import groups_of, steps
 from .tables import period
 
 
@@ -75,9 +75,7 @@ def completions_s(
 def test_equals_the_schedulers_long_run_time_per_step(
     calls: tuple[CallNode, ...], max_lag: int, data: st.DataObject
 ) -> None:
-    group_of = {
-        call_group: data.draw(st.integers(0, 2), call_group) for call_group in units_of(calls)
-    }
+    group_of = groups_of(calls, data)
     rng = random.Random(data.draw(st.integers(0, 10_000), "seed"))
     durations_s = {call.name: rng.choice([0.1, 1.0, 1.0, 5.0]) * rng.random() for call in calls}
     timer = StepTimer(calls, [group_of[call.call_group] for call in calls], max_lag)

@@ -12,9 +12,10 @@ from penstock.dataflow.graph.axes import Axis, GroupId, f32, i64
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.role import Loss, Metric, Role, call
 from penstock.dataflow.graph.tracer import build
-from penstock.dataflow.runtime.engine import StepResult
-from penstock.dataflow.runtime.placement import DeviceGroup, Placement
-from penstock.dataflow.runtime.worker_protocol import WorkerContext
+from penstock.dataflow.runtime.engine import Engine, StepResult
+from penstock.dataflow.runtime.placement import DeviceGroup, Placement, one_group
+from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
+from penstock.dataflow.scheduler.schedule import Schedule
 from torch import Tensor
 
 ROW = Axis("row")
@@ -125,6 +126,25 @@ def apart(graph: Graph, *, num_chunks: int = 1, **nodes: str) -> Placement:
     }
     groups = dict.fromkeys(["main", *chosen.values()])
     return Placement(tuple(map(DeviceGroup, groups)), placed, num_chunks)
+
+
+def engine(
+    placement: Placement | None = None,
+    *,
+    graph: Graph = COUNT,
+    worker: Role | WorkerSpec = CounterSpec(),
+    max_lag: int = 0,
+    deadline_s: float = 30.0,
+    **more: Any,
+) -> Engine:
+    """An engine with one worker, or recipe of it, for every role."""
+    return Engine(
+        graph,
+        placement or one_group(graph),
+        workers=dict.fromkeys(graph.roles, worker),
+        schedule=Schedule(max_lag=max_lag, deadline_s=deadline_s),
+        **more,
+    )
 
 
 def seen(steps: list[StepResult]) -> list[float]:

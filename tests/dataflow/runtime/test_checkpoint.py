@@ -13,29 +13,26 @@ from typing import Any
 import pytest
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.files import WrittenFile, write_hashed
-from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.role import WriteState
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime import checkpoint as checkpoint_module
 from penstock.dataflow.runtime.checkpoint import Interval, Pauses, SavedRun, write_run_state
 from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.placement import Placement, one_group
-from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore, CheckpointWarning, checkpoints_in
 
-from ..counter import COUNT, SOURCES, AnyLoss, Batch, Counter, CounterSpec, Keys, Model, apart, seen
-
-
-def engine(
-    graph: Graph = COUNT, *, placement: Placement | None = None, max_lag: int = 0, seed: int = 0
-) -> Engine:
-    return Engine(
-        graph,
-        placement or one_group(graph),
-        workers={"model": CounterSpec()},
-        schedule=Schedule(max_lag=max_lag, deadline_s=30),
-        seed=seed,
-    )
+from ..counter import (
+    COUNT,
+    SOURCES,
+    AnyLoss,
+    Batch,
+    Counter,
+    Keys,
+    Model,
+    apart,
+    engine,
+    seen,
+)
 
 
 def run(one: Engine, folder: Path, num_steps: int) -> list[float]:
@@ -162,17 +159,11 @@ class Later(Counter):
         return write
 
 
-def engine_of(worker: Counter, deadline_s: float = LIMIT_S) -> Engine:
-    return Engine(
-        COUNT, one_group(COUNT), workers={"model": worker}, schedule=Schedule(deadline_s=deadline_s)
-    )
-
-
 def taken(
     worker: Counter, store: CheckpointStore, num_steps: int, every: int = 1, **more: Any
 ) -> list[StepResult]:
     """The steps of a whole run, whose engine is closed."""
-    with engine_of(worker) as one:
+    with engine(worker=worker) as one:
         return list(one.run(SOURCES, num_steps, checkpoint_every=every, checkpoints=store, **more))
 
 
@@ -198,7 +189,7 @@ def test_a_run_goes_on_while_its_checkpoint_is_written(tmp_path: Path) -> None:
     gate = threading.Event()
     store = CheckpointStore(tmp_path, keep=9)
     worker = Later(lambda weight, _: gate.wait(LIMIT_S))
-    with engine_of(worker) as one:
+    with engine(worker=worker) as one:
         steps = one.run(SOURCES, 6, checkpoint_every=3, checkpoints=store)
         taken = [next(steps) for _ in range(5)]
         assert (tmp_path / "step-00000003.writing").is_dir(), "five steps, and it is not there"
@@ -215,7 +206,7 @@ def test_a_run_goes_on_while_its_checkpoint_is_written(tmp_path: Path) -> None:
 
 def test_an_engine_that_is_closed_has_written_its_checkpoint(tmp_path: Path) -> None:
     gate = threading.Event()
-    with engine_of(Later(lambda weight, _: gate.wait(LIMIT_S))) as one:
+    with engine(worker=Later(lambda weight, _: gate.wait(LIMIT_S))) as one:
         steps = one.run(SOURCES, 6, checkpoint_every=1, checkpoints=CheckpointStore(tmp_path))
         next(steps)
         next(steps)  # the first is taken before it
@@ -301,7 +292,7 @@ def test_a_slow_disk_costs_checkpoints_and_one_warning(tmp_path: Path) -> None:
                 assert pending.name == "step-00000001.writing"
 
     slow = Later(lambda weight, _: gate.wait(LIMIT_S))
-    with engine_of(slow, deadline_s=2.0) as one, pytest.warns(CheckpointWarning) as caught:
+    with engine(worker=slow, deadline_s=2.0) as one, pytest.warns(CheckpointWarning) as caught:
         take(one)
     assert [str(one.message) for one in caught] == [
         "the checkpoint of step 2 was not written, and there is no older one. The run goes on, "
@@ -336,7 +327,7 @@ def test_an_interrupted_run_waits_for_nothing(tmp_path: Path) -> None:
             if one.call("model", "count") == 3:
                 raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), engine_of(Later(before)) as one:
+    with pytest.raises(KeyboardInterrupt), engine(worker=Later(before)) as one:
         take(one)
     assert ended == [True]
     assert not checkpoints_in(tmp_path)

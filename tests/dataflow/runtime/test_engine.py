@@ -17,21 +17,20 @@ from penstock.dataflow.runtime.placement import Placement, flow_of, one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerSpec
 from penstock.dataflow.scheduler.schedule import Schedule
 
-from ..counter import COUNT, LOOK, SOURCES, Counter, CounterSpec, Keys, Model, apart, seen
+from ..counter import (
+    COUNT,
+    LOOK,
+    SOURCES,
+    Counter,
+    CounterSpec,
+    Keys,
+    Model,
+    apart,
+    engine,
+    seen,
+)
 
 APART = apart(COUNT, model__sample="rollout")
-
-
-def engine(
-    placement: Placement | None = None, *, max_lag: int = 0, also: dict[str, Program] | None = None
-) -> Engine:
-    return Engine(
-        COUNT,
-        placement or one_group(COUNT),
-        workers={"model": CounterSpec()},
-        schedule=Schedule(max_lag=max_lag, deadline_s=5),
-        also=also,
-    )
 
 
 def look_twice_step(keys: Keys, model: Model, judge: Model) -> object:
@@ -93,7 +92,7 @@ def test_an_engine_started_again_begins_with_new_workers() -> None:
 
 def test_a_live_worker_is_used_as_it_is() -> None:
     model = Counter()
-    with Engine(COUNT, one_group(COUNT), workers={"model": model}) as one:
+    with engine(worker=model) as one:
         list(one.run(SOURCES, 2))
     assert model.count() == 2
 
@@ -133,9 +132,7 @@ def test_after_breaking_out_of_a_run_another_can_begin(
 
 def test_what_a_run_left_behind_does_not_reach_the_next_one() -> None:
     graph = build(look_twice_step)
-    placement = apart(graph, judge__sample="other")
-    workers = {"model": CounterSpec(), "judge": CounterSpec()}
-    with Engine(graph, placement, workers=workers, schedule=Schedule(max_lag=2)) as one:
+    with engine(apart(graph, judge__sample="other"), graph=graph, max_lag=2) as one:
         next(one.run(SOURCES, 5))
         assert [step.step for step in one.run(SOURCES, 5)] == [0, 1, 2, 3, 4]
 
@@ -198,8 +195,7 @@ class Listening(InProcess):
 
 def test_what_workers_do_now_is_said_in_words() -> None:
     listening = Listening()
-    one = Engine(COUNT, APART, workers={"model": CounterSpec()}, executor=listening)
-    with one:
+    with engine(APART, executor=listening) as one:
         listening.ask = one.working
         assert one.working() is None
         list(one.run(SOURCES, 2))

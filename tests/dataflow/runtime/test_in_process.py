@@ -5,20 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from penstock.dataflow.errors import ConfigError, WorkerError
-from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime import worker_protocol as worker
 from penstock.dataflow.runtime.eager import run_eagerly
 from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.in_process import InProcess
-from penstock.dataflow.runtime.placement import Placement, one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.dataflow.scheduler.schedule import Schedule
 
-from ..counter import COUNT, SOURCES, Counter, Key, Keys, Model, Score, apart
+from ..counter import SOURCES, Counter, Key, Keys, Model, Score, apart, engine
 
 # The deadline in this process is SIGALRM's, which pytest-timeout otherwise takes.
 pytestmark = pytest.mark.timeout(120, method="thread")
@@ -56,20 +54,8 @@ FOUR = build(four_samples_step)
 ON_FOUR_GROUPS = apart(FOUR, a__sample="a", b__sample="b", c__sample="c", d__sample="d")
 
 
-def slow_engine(
-    sample_s: float,
-    deadline_s: float,
-    *,
-    graph: Graph = COUNT,
-    placement: Placement | None = None,
-    max_lag: int = 0,
-) -> Engine:
-    return Engine(
-        graph,
-        placement or one_group(graph),
-        workers=dict.fromkeys(graph.roles, SlowSpec(sample_s)),
-        schedule=Schedule(max_lag=max_lag, deadline_s=deadline_s),
-    )
+def slow_engine(sample_s: float, deadline_s: float, **more: Any) -> Engine:
+    return engine(worker=SlowSpec(sample_s), deadline_s=deadline_s, **more)
 
 
 # --- deadlines
@@ -77,8 +63,8 @@ def slow_engine(
 
 def test_a_call_that_outlives_its_deadline_is_interrupted_and_reported() -> None:
     began_s = time.monotonic()
-    with slow_engine(60, 0.5) as engine, pytest.raises(WorkerError) as raised:
-        list(engine.run(SOURCES, 1))
+    with slow_engine(60, 0.5) as one, pytest.raises(WorkerError) as raised:
+        list(one.run(SOURCES, 1))
     assert time.monotonic() - began_s < 30
     text = str(raised.value)
     assert "no progress within 0.5 s (Schedule.deadline_s)" in text
@@ -87,23 +73,23 @@ def test_a_call_that_outlives_its_deadline_is_interrupted_and_reported() -> None
 
 
 def test_an_answer_that_does_not_come_in_time_is_reported() -> None:
-    with slow_engine(0, 0.5) as engine:
+    with slow_engine(0, 0.5) as one:
         with pytest.raises(WorkerError) as raised:
-            engine.call("model", "nap", 60)
+            one.call("model", "nap", 60)
         assert str(raised.value) == (
             "call_method on group 'all' took longer than 0.5 s (Schedule.deadline_s); rank(s) "
             "[0] did not answer"
         )
-        assert engine.call("model", "nap", 0) == "slept"
-        assert [step.step for step in engine.run(SOURCES, 2)] == [0, 1]
+        assert one.call("model", "nap", 0) == "slept"
+        assert [step.step for step in one.run(SOURCES, 2)] == [0, 1]
 
 
 def test_outside_the_main_thread_a_call_takes_what_it_takes() -> None:
     steps: list[StepResult] = []
 
     def run() -> None:
-        with slow_engine(0.4, 0.2) as engine:
-            steps.extend(engine.run(SOURCES, 2))
+        with slow_engine(0.4, 0.2) as one:
+            steps.extend(one.run(SOURCES, 2))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -115,15 +101,15 @@ def test_outside_the_main_thread_a_call_takes_what_it_takes() -> None:
 
 
 def test_waiting_in_line_does_not_count() -> None:
-    with slow_engine(0.5, 1.5, graph=FOUR, placement=ON_FOUR_GROUPS) as engine:
-        assert [step.step for step in engine.run(SOURCES, 1)] == [0]
+    with slow_engine(0.5, 1.5, graph=FOUR, placement=ON_FOUR_GROUPS) as one:
+        assert [step.step for step in one.run(SOURCES, 1)] == [0]
 
 
 def test_an_answer_s_time_begins_when_those_before_it_are_there() -> None:
     """The ask below waits for samples of the next step, longer than one of them may take."""
-    with slow_engine(0.5, 1.5, graph=FOUR, placement=ON_FOUR_GROUPS, max_lag=1) as engine:
-        next(engine.run(SOURCES, 2))
-        assert engine.call("a", "nap", 0.5) == "slept"
+    with slow_engine(0.5, 1.5, graph=FOUR, placement=ON_FOUR_GROUPS, max_lag=1) as one:
+        next(one.run(SOURCES, 2))
+        assert one.call("a", "nap", 0.5) == "slept"
 
 
 class SideBySide(InProcess):
@@ -133,15 +119,12 @@ class SideBySide(InProcess):
 
 
 def test_the_time_that_the_receiver_of_the_steps_needs_does_not_count() -> None:
-    with Engine(
-        FOUR,
-        ON_FOUR_GROUPS,
-        workers=dict.fromkeys(FOUR.roles, SlowSpec(0)),
-        schedule=Schedule(max_lag=1, deadline_s=0.5),
-        executor=SideBySide(),
-    ) as engine:
+    executor = SideBySide()
+    with slow_engine(
+        0, 0.5, graph=FOUR, placement=ON_FOUR_GROUPS, max_lag=1, executor=executor
+    ) as one:
         found: list[int] = []
-        for step in engine.run(SOURCES, 3):
+        for step in one.run(SOURCES, 3):
             found.append(step.step)
             if step.step == 0:
                 time.sleep(1)
@@ -185,20 +168,20 @@ def four_workers(closed: list[str], **fail: str) -> dict[str, ClosingSpec]:
 
 def test_workers_built_here_are_closed_once_and_built_anew_for_the_next_start() -> None:
     closed: list[str] = []
-    engine = Engine(FOUR, ON_FOUR_GROUPS, workers=four_workers(closed))
+    one = Engine(FOUR, ON_FOUR_GROUPS, workers=four_workers(closed))
     for times in (1, 2):
-        with engine:
-            list(engine.run(SOURCES, 1))
+        with one:
+            list(one.run(SOURCES, 1))
             assert closed == ["a", "b", "c", "d"] * (times - 1)
         assert closed == ["a", "b", "c", "d"] * times
-    engine.close()
+    one.close()
     assert len(closed) == 8
 
 
 def test_a_live_worker_is_its_owner_s_to_close() -> None:
     closed: list[str] = []
-    with Engine(COUNT, one_group(COUNT), workers={"model": Closing("live", closed)}) as engine:
-        list(engine.run(SOURCES, 1))
+    with engine(worker=Closing("live", closed)) as one:
+        list(one.run(SOURCES, 1))
     assert closed == []
 
 
@@ -209,9 +192,9 @@ def test_if_a_worker_cannot_be_built_those_before_it_are_closed(
     how: str, error: type[BaseException]
 ) -> None:
     closed: list[str] = []
-    engine = Engine(FOUR, ON_FOUR_GROUPS, workers=four_workers(closed, c=how))
+    one = Engine(FOUR, ON_FOUR_GROUPS, workers=four_workers(closed, c=how))
     with pytest.raises(error, match="on purpose"):
-        engine.start()
+        one.start()
     assert closed == ["a", "b"]
 
 

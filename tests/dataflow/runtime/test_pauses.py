@@ -10,23 +10,16 @@ from penstock.dataflow.runtime.checkpoint import Interval, Pauses
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.executor import Program
 from penstock.dataflow.runtime.placement import Placement, one_group
-from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 
-from ..counter import COUNT, LOOK, SOURCES, CounterSpec, apart, seen
+from ..counter import COUNT, LOOK, SOURCES, apart, engine, seen
 
 TOGETHER, APART = one_group(COUNT), apart(COUNT, model__sample="rollout")
 
 
-def engine(placement: Placement, max_lag: int = 0) -> Engine:
+def looking(placement: Placement, max_lag: int = 0) -> Engine:
     looks = one_group(LOOK) if placement is TOGETHER else apart(LOOK, model__sample="rollout")
-    return Engine(
-        COUNT,
-        placement,
-        workers={"model": CounterSpec()},
-        schedule=Schedule(max_lag=max_lag, deadline_s=30),
-        also={"look": Program(LOOK, looks)},
-    )
+    return engine(placement, max_lag=max_lag, also={"look": Program(LOOK, looks)})
 
 
 class Looks:
@@ -50,7 +43,7 @@ class Looks:
 def test_another_program_between_steps_sees_their_weights_and_changes_nothing(
     tmp_path: Path, placement: Placement, max_lag: int
 ) -> None:
-    with engine(placement, max_lag) as one:
+    with looking(placement, max_lag) as one:
         looks = Looks(one)
         pauses = Pauses(frozenset({1, 2, 5, 6}), looks)
         store = CheckpointStore(tmp_path / "checkpoints")
@@ -64,12 +57,12 @@ def test_another_program_between_steps_sees_their_weights_and_changes_nothing(
 @pytest.mark.parametrize("max_lag", [0, 2])
 def test_a_run_resumed_at_a_pause_pauses_first(tmp_path: Path, max_lag: int) -> None:
     store = CheckpointStore(tmp_path)
-    with engine(APART, max_lag) as one:
+    with looking(APART, max_lag) as one:
         looks = Looks(one, last=4)
         pauses = Pauses(frozenset({4}), looks)
         assert len(list(one.run(SOURCES, 8, checkpoint_every=2, checkpoints=store, pauses=pauses)))
     assert (looks.found, looks.saved) == ({4: 4}, [4])
-    with engine(APART, max_lag) as one:
+    with looking(APART, max_lag) as one:
         looks = Looks(one)
         pauses = Pauses(frozenset({2, 4}), looks)
         steps = one.run(SOURCES, 8, checkpoint_every=2, checkpoints=store, pauses=pauses)
@@ -88,19 +81,19 @@ def test_a_checkpoint_written_at_a_pause_is_one_to_resume_from(
         interval.save()
         return True
 
-    with engine(APART, max_lag) as one:
+    with looking(APART, max_lag) as one:
         pauses = Pauses(frozenset({3}), save)
         steps = one.run(SOURCES, 8, checkpoint_every=100, checkpoints=store, pauses=pauses)
         assert len(list(steps)) == 3, "it ends where it is told to"
         assert one.call("model", "count") == 3
-    with engine(TOGETHER, max_lag) as one:
+    with looking(TOGETHER, max_lag) as one:
         steps = one.run(SOURCES, 8, checkpoint_every=100, checkpoints=store)
         assert seen(list(steps)) == [float(max(0, step - max_lag)) for step in range(3, 8)]
 
 
 def test_a_run_asked_to_stop_at_a_pause_ends_after_what_begins_next(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    with engine(APART, 1) as one:
+    with looking(APART, 1) as one:
         looks = Looks(one)
         steps = one.run(
             SOURCES,
@@ -119,6 +112,6 @@ def test_a_run_asked_to_stop_at_a_pause_ends_after_what_begins_next(tmp_path: Pa
 
 @pytest.mark.parametrize("step", [0, 8, -1])
 def test_a_pause_lies_between_two_steps(step: int) -> None:
-    with engine(TOGETHER) as one, pytest.raises(ConfigError) as raised:
+    with looking(TOGETHER) as one, pytest.raises(ConfigError) as raised:
         list(one.run(SOURCES, 8, pauses=Pauses(frozenset({step}), lambda _: True)))
     assert str(raised.value) == f"cannot pause after {step} of 8 steps"

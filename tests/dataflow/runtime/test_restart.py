@@ -14,9 +14,8 @@ from penstock.dataflow.runtime.executor import Completion, Restart
 from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.messages import RankWork
-from penstock.dataflow.scheduler.schedule import Schedule
 
-from ..counter import COUNT, SOURCES, CounterSpec, apart, seen
+from ..counter import COUNT, SOURCES, apart, engine, seen
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,7 @@ class _Owed:
 class Timed(InProcess):
     """Groups that work at the same time, for as long as the test says; the clock is the test's.
 
-    Args:
-        takes_s: How long a call takes: of a node, or a method of a worker. The rest takes no time.
-        dies_s: When the group "rollout" dies.
-        start_s: How long it takes to start again.
+    `takes_s` says how long a call of a node, or of a worker's method, takes: others take no time.
     """
 
     one_at_a_time = False
@@ -75,7 +71,7 @@ class Timed(InProcess):
         return Restart("rollout", self.start_s, held_up_s=self.start_s)
 
 
-def engine(
+def timed_engine(
     monkeypatch: pytest.MonkeyPatch,
     deadline_s: float,
     takes_s: dict[str, float],
@@ -85,40 +81,35 @@ def engine(
 ) -> Engine:
     executor = Timed(takes_s, dies_s, start_s)
     monkeypatch.setattr(dispatcher, "time", SimpleNamespace(monotonic=lambda: executor.now_s))
-    return Engine(
-        COUNT,
-        apart(COUNT, model__sample="rollout"),
-        workers={"model": CounterSpec()},
-        executor=executor,
-        schedule=Schedule(max_lag=max_lag, deadline_s=deadline_s),
-    )
+    placement = apart(COUNT, model__sample="rollout")
+    return engine(placement, max_lag=max_lag, deadline_s=deadline_s, executor=executor)
 
 
 def test_starting_may_take_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine(monkeypatch, 60.0, {"model.sample": 10.0}, [5.0, 120.0], 90.0) as one:
+    with timed_engine(monkeypatch, 60.0, {"model.sample": 10.0}, [5.0, 120.0], 90.0) as one:
         assert seen(list(one.run(SOURCES, 3))) == [0, 1, 2]
 
 
 def test_what_others_finish_meanwhile_is_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training from 0 s to 550 s, while the group that samples is away from 500 s to 620 s."""
     takes_s = {"model.train": 550.0, "model.sample": 550.0}
-    with engine(monkeypatch, 600.0, takes_s, [1050.0], 120.0, max_lag=1) as one:
+    with timed_engine(monkeypatch, 600.0, takes_s, [1050.0], 120.0, max_lag=1) as one:
         assert seen(list(one.run(SOURCES, 2))) == [0, 0]
 
 
 def test_what_a_group_does_again_has_all_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine(monkeypatch, 60.0, {"model.sample": 50.0}, [40.0], 5.0) as one:
+    with timed_engine(monkeypatch, 60.0, {"model.sample": 50.0}, [40.0], 5.0) as one:
         assert seen(list(one.run(SOURCES, 2))) == [0, 1]
 
 
 def test_but_no_more_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
-        engine(monkeypatch, 60.0, {"model.sample": 70.0}, [40.0], 90.0) as one,
+        timed_engine(monkeypatch, 60.0, {"model.sample": 70.0}, [40.0], 90.0) as one,
         pytest.raises(WorkerError, match=r"model\.sample of step 0 has run for 61\.0 s"),
     ):
         list(one.run(SOURCES, 2))
 
 
 def test_a_call_beside_the_run_has_all_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine(monkeypatch, 60.0, {"count": 50.0}, [40.0], 90.0) as one:
+    with timed_engine(monkeypatch, 60.0, {"count": 50.0}, [40.0], 90.0) as one:
         assert one.call("model", "count") == 0

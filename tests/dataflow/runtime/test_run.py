@@ -10,25 +10,18 @@ import pytest
 import torch
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.dispatcher import Submission
-from penstock.dataflow.runtime.engine import Engine, Source
+from penstock.dataflow.runtime.engine import Source
 from penstock.dataflow.runtime.executor import Completion, Restart
 from penstock.dataflow.runtime.messages import Report
-from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.run import OpenStreams
 from penstock.dataflow.scheduler.events import NodeTask, RunStream
-from penstock.dataflow.scheduler.schedule import Schedule
 
-from ..counter import COUNT, SOURCES, CounterSpec, Keys, Numbers, count_step
+from ..counter import SOURCES, Keys, Numbers, count_step, engine
 
 # The deadline of a source is SIGALRM's, which pytest-timeout otherwise takes.
 pytestmark = pytest.mark.timeout(120, method="thread")
 
 LINE = count_step.__code__.co_firstlineno
-
-
-def engine(deadline_s: float = 60.0) -> Engine:
-    schedule = Schedule(deadline_s=deadline_s)
-    return Engine(COUNT, one_group(COUNT), workers={"model": CounterSpec()}, schedule=schedule)
 
 
 class FromStepOne(Numbers):
@@ -44,7 +37,7 @@ class FromStepOne(Numbers):
 
 def fail_with(source: Source, deadline_s: float = 60.0) -> WorkerError:
     steps: list[int] = []
-    with engine(deadline_s) as one:
+    with engine(deadline_s=deadline_s) as one:
         with pytest.raises(WorkerError) as raised:
             steps.extend(step.step for step in one.run({"keys": source}, 3))
         assert len(list(one.run(SOURCES, 1))) == 1, "the workers are as good as before"

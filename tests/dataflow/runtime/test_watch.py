@@ -12,27 +12,20 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.checkpoint import Interval, Pauses
 from penstock.dataflow.runtime.engine import Engine, StepResult
 from penstock.dataflow.runtime.executor import Program
-from penstock.dataflow.runtime.in_process import InProcess
 from penstock.dataflow.runtime.placement import one_group
 from penstock.dataflow.runtime.run import EngineRun
-from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.run_dir.checkpoint import CheckpointStore
 
 from ...algorithms import runs
-from ..counter import COUNT, LOOK, SOURCES, CounterSpec, apart
+from ..counter import COUNT, LOOK, SOURCES, apart, engine
 
 SAMPLED = "model.sample"
 
 
-def engine(max_lag: int = 0, num_chunks: int = 2) -> Engine:
+def watched(max_lag: int = 0, num_chunks: int = 2) -> Engine:
+    look = Program(LOOK, apart(LOOK, model__sample="rollout"))
     placement = apart(COUNT, num_chunks=num_chunks, model__sample="rollout")
-    return Engine(
-        COUNT,
-        placement,
-        workers={"model": CounterSpec()},
-        schedule=Schedule(max_lag=max_lag, deadline_s=30),
-        also={"look": Program(LOOK, apart(LOOK, model__sample="rollout"))},
-    )
+    return engine(placement, max_lag=max_lag, also={"look": look})
 
 
 def sampled(steps: Sequence[StepResult]) -> list[list[float]]:
@@ -41,7 +34,7 @@ def sampled(steps: Sequence[StepResult]) -> list[list[float]]:
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
 def test_each_step_has_its_own_column_with_its_chunks_in_order(max_lag: int) -> None:
-    with engine(max_lag) as one:
+    with watched(max_lag) as one:
         steps = list(one.run(SOURCES, 5, keep=[SAMPLED, "keys.key"]))
     assert sampled(steps) == [[float(max(0, step - max_lag))] * 4 for step in range(5)]
     assert all(step.kept["keys.key"].tolist() == [0, 1, 2, 3] for step in steps)
@@ -49,7 +42,7 @@ def test_each_step_has_its_own_column_with_its_chunks_in_order(max_lag: int) -> 
 
 
 def test_a_run_that_is_asked_for_nothing_keeps_nothing() -> None:
-    with engine() as one:
+    with watched() as one:
         (step,) = one.run(SOURCES, 1)
     assert step.kept == {}
 
@@ -70,7 +63,7 @@ def test_what_is_kept_is_forgotten_once_it_has_been_handed_out(
             return made
 
         monkeypatch.setattr(EngineRun, "_result", counted)
-        with engine(max_lag=1) as one:
+        with watched(max_lag=1) as one:
             list(one.run(SOURCES, 6, keep=[SAMPLED] if keeps else []))
     assert stored[True] == stored[False]
     assert len(stored[True]) == 6
@@ -78,7 +71,7 @@ def test_what_is_kept_is_forgotten_once_it_has_been_handed_out(
 
 @pytest.mark.parametrize("max_lag", [0, 2])
 def test_a_pause_loses_nothing_of_what_is_kept(max_lag: int) -> None:
-    with engine(max_lag) as one:
+    with watched(max_lag) as one:
 
         def looked(_: Interval) -> bool:
             (step,) = one.run(SOURCES, 1, program="look", keep=[SAMPLED])
@@ -92,11 +85,11 @@ def test_a_pause_loses_nothing_of_what_is_kept(max_lag: int) -> None:
 
 def test_a_resumed_run_keeps_what_is_made_since(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    with engine(max_lag=1) as one:
+    with watched(max_lag=1) as one:
         for step in one.run(SOURCES, 5, checkpoint_every=2, checkpoints=store):
             if step.step == 2:
                 break
-    with engine(max_lag=1) as one:
+    with watched(max_lag=1) as one:
         steps = list(one.run(SOURCES, 5, checkpoint_every=2, checkpoints=store, keep=[SAMPLED]))
     assert [step.step for step in steps] == [2, 3, 4]
     assert sampled(steps) == [[1.0] * 4, [2.0] * 4, [3.0] * 4]
@@ -137,7 +130,6 @@ def test_ragged_columns_and_tables_come_as_the_step_has_them() -> None:
     ],
 )
 def test_a_name_of_which_nothing_is_made_is_refused_at_once(name: str, said: str) -> None:
-    one = Engine(COUNT, one_group(COUNT), workers={"model": CounterSpec()}, executor=InProcess())
     with pytest.raises(ConfigError) as raised:
-        one.run(SOURCES, 3, keep=[name])
+        engine().run(SOURCES, 3, keep=[name])
     assert str(raised.value) == said

@@ -18,12 +18,13 @@ from penstock.planner.cost.calibration import (
     default_constants,
 )
 from penstock.planner.cost.calibration_fit import Fit, Timed, fit_constants
-from penstock.planner.inputs.calls import Call, CallKind, Lengths
+from penstock.planner.inputs.calls import Call, CallKind
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, Mesh, NodeGroup
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
 
 from ..shapes import model_of
+from .time_cases import call as call_of
 from .time_cases import call_time, mesh
 
 FIELDS = (
@@ -94,17 +95,8 @@ def shape(width: int) -> ModelShape:
 
 
 def call(kind: CallKind, width: int, rows: int, updates: int = 1, tokens: int = 32) -> Call:
-    return Call(
-        name=f"actor.{kind}",
-        role="actor",
-        kind=kind,
-        model=shape(width),
-        head="vocabulary",
-        trained=True,
-        num_sequences=rows,
-        prompt=Lengths.constant(tokens),
-        response=Lengths.constant(tokens),
-        updates=updates,
+    return call_of(
+        kind, rows=rows, prompt=tokens, response=tokens, model=shape(width), updates=updates
     )
 
 

@@ -11,10 +11,11 @@ from penstock.dataflow.render.svg import DrawingLayout, Item, lay_out
 KINDS = ("stream", "barrier", "weights")
 
 
+Drawing = tuple[list[list[str]], dict[str, float], list[tuple[str, str, str]]]
+
+
 @st.composite
-def drawings(
-    draw: st.DrawFn,
-) -> tuple[list[list[str]], dict[str, float], list[tuple[str, str, str]]]:
+def drawings(draw: st.DrawFn) -> Drawing:
     """Layers of named boxes, their widths, and arrows that point down."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
     layers = [[f"{depth}.{i}" for i in range(size)] for depth, size in enumerate(sizes)]
@@ -26,9 +27,7 @@ def drawings(
 
 
 @given(drawing=drawings())
-def test_items_keep_their_distance_and_stay_in_the_picture(
-    drawing: tuple[list[list[str]], dict[str, float], list[tuple[str, str, str]]],
-) -> None:
+def test_items_keep_their_distance_and_stay_in_the_picture(drawing: Drawing) -> None:
     layout = lay_out(*drawing)
     for layer in layout.layers:
         for left, right in pairwise(layer):
@@ -54,9 +53,7 @@ def follow(layout: DrawingLayout, source: Item, target: Item, kind: str) -> bool
 
 
 @given(drawing=drawings())
-def test_every_arrow_is_a_chain_of_lines(
-    drawing: tuple[list[list[str]], dict[str, float], list[tuple[str, str, str]]],
-) -> None:
+def test_every_arrow_is_a_chain_of_lines(drawing: Drawing) -> None:
     layers, _, arrows = drawing
     layout = lay_out(*drawing)
     assert {name: item.layer for name, item in layout.boxes.items()} == {
@@ -67,9 +64,7 @@ def test_every_arrow_is_a_chain_of_lines(
 
 
 @given(drawing=drawings())
-def test_the_same_drawing_is_laid_out_the_same(
-    drawing: tuple[list[list[str]], dict[str, float], list[tuple[str, str, str]]],
-) -> None:
+def test_the_same_drawing_is_laid_out_the_same(drawing: Drawing) -> None:
     one, two = lay_out(*drawing), lay_out(*drawing)
     assert {n: i.x for n, i in one.boxes.items()} == {n: i.x for n, i in two.boxes.items()}
 

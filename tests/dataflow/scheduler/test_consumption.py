@@ -50,18 +50,6 @@ def test_a_chunk_has_its_place_as_soon_as_it_can(
     assert consumption.sizes == dict(enumerate(sizes))
 
 
-def test_a_rank_that_is_silent_holds_back_only_what_sorts_after_it() -> None:
-    consumption = Consumption(num_chunks=4, num_ranks=2)
-    consumption.answered(0, 3)
-    assert consumption.order == []  # rank 1 may still answer something shorter
-    consumption.answered(1, 5)
-    assert consumption.order == [0]
-    consumption.answered(2, 9)
-    assert consumption.order == [0, 1]  # rank 0 has nothing left, and rank 1 is at 5
-    consumption.answered(3, 7)
-    assert consumption.order == [0, 1, 3, 2]
-
-
 @pytest.mark.parametrize(
     ("first", "second"), [((2, 5), (0, 4)), ((2, 5), (0, 5)), ((0, 5), (0, 5))]
 )

@@ -116,25 +116,6 @@ def test_weights_come_while_a_step_is_sampled(num_ranks: int) -> None:
     assert shell.num_swaps == 0
 
 
-def test_no_rank_begins_anything_while_weights_come() -> None:
-    scheduler, _ = acted(grpo(2), replace(IN_FLIGHT, max_lag=2), 6, 0.7)
-    loading = False
-    for message in scheduler.trace:
-        if isinstance(message, Load):
-            loading = True
-        elif isinstance(message, TaskDone) and isinstance(message.task, Load):
-            loading = False
-        assert not (loading and isinstance(message, RunStream))
-
-
-def test_parts_are_trained_on_as_they_come() -> None:
-    """Their lengths depend on timing, so an order of lengths would be none."""
-    scheduler, shell = acted(grpo(2), IN_FLIGHT, 3, 1.0)
-    for step in range(3):
-        assert shell.trained["train", step] == shell.answered["generate", step]
-    assert scheduler.completed == 3
-
-
 def test_weights_wait_for_what_cannot_take_them() -> None:
     """Another node of the group has the rank: they come when it has ended."""
     score = FlowNode("score", "forward", True, "b", ("generate",))

@@ -67,8 +67,8 @@ def test_known_models_have_their_known_numbers() -> None:
     "config", [LlamaConfig, Qwen2Config, Qwen3Config, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig]
 )
 def test_names_and_shapes_are_hugging_faces(config: type[PretrainedConfig], tied: bool) -> None:
-    settings: dict[str, Any] = {**SIZES, "tie_word_embeddings": tied}
     mixture = {name: size for name, size in MIXTURE.items() if hasattr(config(), name)}
+    settings = {**SIZES, "tie_word_embeddings": tied}
     made = config(**settings, **(mixture if "num_experts_per_tok" in mixture else {}))
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(made).named_parameters()
@@ -87,10 +87,9 @@ def test_names_and_shapes_are_hugging_faces(config: type[PretrainedConfig], tied
 def test_adapters_are_as_many_as_peft_makes(
     config: type[PretrainedConfig], targets: tuple[str, ...]
 ) -> None:
-    settings: dict[str, Any] = {**SIZES}
-    if config is Qwen3MoeConfig:
-        settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
-    made = config(**settings)
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    mixture = {name: MIXTURE[name] for name in names if config is Qwen3MoeConfig}
+    made = config(**SIZES, **mixture)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(made)
     theirs = insert_adapters(
@@ -104,8 +103,7 @@ def test_adapters_are_as_many_as_peft_makes(
 
 
 def test_a_scalar_head_is_called_score() -> None:
-    settings: dict[str, Any] = {**SIZES, "num_labels": 1}
-    made = LlamaConfig(**settings)
+    made = LlamaConfig(**SIZES, num_labels=1)
     with torch.device("meta"):
         theirs = AutoModelForSequenceClassification.from_config(made).named_parameters()
     ours = logical_params(shape_of(made.to_dict()), "scalar")

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.grpo import GRPO, grpo_step
+from penstock.algorithms.losses import ClippedPolicyLoss
+from penstock.algorithms.ops.advantages import broadcast_over_tokens, group_advantage
 from penstock.algorithms.ppo import PPO, ppo_step
-from penstock.algorithms.roles import Sampling
+from penstock.algorithms.roles import (
+    Policy,
+    Prompts,
+    ReferencePolicyBatch,
+    Reward,
+    Sampling,
+    TrainMetrics,
+)
 from penstock.dataflow import build
 from penstock.dataflow.errors import PlanError
 from penstock.dataflow.kinds import NodeKind
 from penstock.planner.cost.calibration import GPU_DEFAULTS
 from penstock.planner.cost.engine_model import RoleEngines
 from penstock.planner.cost.memory import weight_bytes
-from penstock.planner.inputs.calls import Lengths, Workload, calls_of
+from penstock.planner.inputs.calls import Call, Lengths, Workload, calls_of
 from penstock.planner.inputs.cluster import ClusterSpec, Mesh
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
@@ -323,3 +334,111 @@ def test_the_reason_compares_with_the_step_that_is_shown(second: Assignment, why
 
 def test_no_other_plan() -> None:
     assert runner_up(None, assignment(10.0, actor=8.0)) is None
+
+
+# --- a role that follows another
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average:
+    """Options of the step."""
+
+    sampling: Sampling = Sampling(num_samples=8, max_new_tokens=8)
+    loss: ClippedPolicyLoss = ClippedPolicyLoss()
+
+
+def average_step(
+    prompts: Prompts, ref: Policy, actor: Policy, reward: Reward, cfg: Average
+) -> tuple[TrainMetrics, TrainMetrics]:
+    roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
+    score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
+    batch = ReferencePolicyBatch(
+        tokens=roll.tokens,
+        mask=roll.mask,
+        behavior_logprob=roll.behavior_logprob,
+        advantage=broadcast_over_tokens(group_advantage(score, roll.prompt_id), roll.mask),
+        ref_logprob=ref.logprob(roll.tokens, roll.mask),
+    )
+    return actor.train(cfg.loss, batch), ref.follow(actor, share=0.1)
+
+
+FOLLOWING = build(average_step, cfg=Average())
+FOLLOWED = {"actor": llama(1), "ref": llama(1), "reward": None}
+
+
+def test_it_is_trained_but_does_not_learn() -> None:
+    assert set(FOLLOWING.trains_per_step) == {"actor", "ref"}
+    assert FOLLOWING.learning_roles == {"actor"}
+
+
+def test_it_is_one_call_group_with_what_it_follows_and_its_moves_cost_nothing() -> None:
+    calls = {call.name: call for call in calls_of(FOLLOWING, WORKLOAD, FOLLOWED)}
+    assert list(calls) == ["actor.generate", "ref.logprob", "actor.train"]
+    assert {name: call.call_group for name, call in calls.items()} == {
+        "actor.generate": "actor.generate",
+        "ref.logprob": "actor",
+        "actor.train": "actor",
+    }
+    assert not calls["ref.logprob"].trained
+
+
+def test_without_a_model_to_follow_it_is_a_call_group_of_its_own() -> None:
+    calls = calls_of(FOLLOWING, WORKLOAD, {**FOLLOWED, "actor": None})
+    assert [(call.name, call.call_group) for call in calls] == [("ref.logprob", "ref")]
+
+
+def test_a_leader_with_another_model_is_refused() -> None:
+    with pytest.raises(PlanError) as refused:
+        calls_of(FOLLOWING, WORKLOAD, {**FOLLOWED, "actor": llama(7)})
+    assert str(refused.value) == (
+        "'ref.follow': 'ref' follows 'actor' with another model, whose weights it cannot take; "
+        "give both the same one"
+    )
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_plan_holds_both_in_one_layout(apart: bool) -> None:
+    pins = Pins(apart=(("actor.generate", "actor"),) if apart else ())
+    plan = planned(FOLLOWED, pins)
+    home = plan.nodes["actor.train"]
+    assert plan.nodes["ref.logprob"] == plan.nodes["ref.follow"] == home
+    shared = [
+        plan.layouts[name].model_dump(exclude={"micro_batch"})
+        for name in ("ref.logprob", "actor.train")
+    ]
+    assert shared[0] == shared[1]
+
+
+def test_its_weights_count_beside_those_it_follows() -> None:
+    layout = {"tp": 2, "pp": 1, "dp": 4, "zero": 1, "checkpointing": False}
+    pins = Pins(layouts={"actor.train": layout})
+    alone, both = (
+        held_bytes(planned(models, pins)) for models in ({**FOLLOWED, "ref": None}, FOLLOWED)
+    )
+    assert alone["actor"]["weights"] > 0
+    assert both == {**alone, "ref": {"weights": alone["actor"]["weights"]}}
+
+
+def planned(models: Mapping[str, ModelShape | None], pins: Pins) -> Plan:
+    return plan_step(
+        FOLLOWING, models, h100(1), WORKLOAD, max_lag=0, constants=GPU_DEFAULTS, pins=pins
+    )
+
+
+def held_bytes(plan: Plan) -> Mapping[str, Mapping[str, int]]:
+    """What is always held on a device, and for whom."""
+    assert plan.prediction is not None
+    (memory,) = plan.prediction.memory.values()
+    return memory.resident_bytes
+
+
+def test_a_train_call_without_a_time_runs_where_its_role_is_asked() -> None:
+    calls = {"actor.generate": "rollout", "ref.logprob": "train", "actor.train": "train"}
+    for home in ("train", "rollout"):
+        placed = place_ops(FOLLOWING, {**calls, "ref.logprob": home}, dict.fromkeys(calls, 1.0))
+        assert placed["ref.follow"] == home
+
+
+def test_calls_know_whom_they_follow() -> None:
+    calls: tuple[Call, ...] = calls_of(FOLLOWING, WORKLOAD, FOLLOWED)
+    assert [call.leader for call in calls] == ["", "actor", ""]

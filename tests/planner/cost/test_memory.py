@@ -45,28 +45,30 @@ def test_one_device_holds_all_weights_of_every_shape() -> None:
             assert weight_bytes(shape, head, Layout()) == expected
 
 
-def test_tensor_parallel_ranks_share_all_but_the_norms() -> None:
+FROZEN = make_call("forward", trained=False)
+_TINY = TINY.num_params()
+
+
+@pytest.mark.parametrize(
+    ("call", "layout", "expected"),
+    [
+        (FROZEN, Layout(tp=8, dp=2), Parts(weights=2 * _AT_TP8)),
+        (FROZEN, Layout(tp=8, dp=2, zero=3), Parts(weights=2 * _AT_TP8)),
+        (make_call(), Layout(tp=8), Parts(2 * _AT_TP8, 4 * _AT_TP8, 12 * _AT_TP8)),
+        (make_call(model=TINY), Layout(), Parts(4 * _TINY, 4 * _TINY, 8 * _TINY)),
+    ],
+    ids=["all but the norms are shared", "ZeRO leaves frozen roles alone",
+         "18 bytes per weight of 16 bits", "16 bytes per weight of 32 bits"],
+)  # fmt: skip
+def test_what_a_device_always_holds(call: Call, layout: Layout, expected: Parts) -> None:
     assert _AT_TP8 == 842_534_912
-    parts = resident_parts(make_call("forward", trained=False), Layout(tp=8, dp=2))
-    assert parts == Parts(weights=2 * _AT_TP8)
-
-
-def test_a_trained_role_holds_18_bytes_per_weight_of_16_bits() -> None:
-    parts = resident_parts(make_call(), Layout(tp=8))
-    assert parts == Parts(2 * _AT_TP8, 4 * _AT_TP8, 12 * _AT_TP8)
-
-
-def test_a_trained_role_holds_16_bytes_per_weight_of_32_bits() -> None:
-    parts = resident_parts(make_call(model=TINY), Layout())
-    params = TINY.num_params()
-    assert parts == Parts(4 * params, 4 * params, 8 * params)
+    assert resident_parts(call, layout) == expected
 
 
 def test_the_worst_stage_has_the_embedding_or_the_head() -> None:
     layout = Layout(tp=8, pp=4)
-    frozen = make_call("forward", trained=False)
     last = 8 * _LAYER + _EMBEDDING + 4096
-    assert resident_parts(frozen, layout).weights == 2 * last
+    assert resident_parts(FROZEN, layout).weights == 2 * last
     values = make_call("forward", trained=False, head="scalar")
     first = 8 * _LAYER + _EMBEDDING
     assert resident_parts(values, layout).weights == 2 * first
@@ -123,11 +125,6 @@ def test_zero_shares_experts_among_the_ranks_that_have_the_same() -> None:
     experts = 4 * 8 * 3 * 1024 * 512
     dense = MIXTURE.num_params() - experts
     assert held.optimizer == 12 * (dense // 8 + experts // 4 // 2)
-
-
-def test_zero_leaves_frozen_roles_alone() -> None:
-    call = make_call("forward", trained=False)
-    assert resident_parts(call, Layout(tp=8, dp=2, zero=3)) == Parts(weights=2 * _AT_TP8)
 
 
 def test_zero_3_gathers_two_layers_and_scatters_the_gradients_of_one() -> None:

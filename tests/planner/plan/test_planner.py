@@ -27,7 +27,7 @@ from penstock.dataflow.kinds import NodeKind
 from penstock.planner.cost.calibration import GPU_DEFAULTS
 from penstock.planner.cost.engine_model import RoleEngines
 from penstock.planner.cost.memory import weight_bytes
-from penstock.planner.inputs.calls import Call, Lengths, Workload, calls_of
+from penstock.planner.inputs.calls import Lengths, Workload, calls_of
 from penstock.planner.inputs.cluster import ClusterSpec, Mesh
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.inputs.model_shape import ModelShape
@@ -175,12 +175,9 @@ def test_illegal_pins_are_refused(layouts: dict[str, dict[str, int]], message: s
 
 
 def test_a_pin_that_the_engine_does_not_run_is_refused() -> None:
+    pins = Pins(layouts={"actor.train": {"tp": 2}})
     with pytest.raises(PlanError) as refused:
-        plan(
-            h100(1),
-            engines=RoleEngines(TORCH.planned),
-            pins=Pins(layouts={"actor.train": {"tp": 2}}),
-        )
+        plan(h100(1), engines=RoleEngines(TORCH.planned), pins=pins)
     assert str(refused.value) == (
         "pin layouts.actor.train is tp2, but the torch engine runs data-parallel only"
     )
@@ -374,11 +371,8 @@ def test_it_is_trained_but_does_not_learn() -> None:
 def test_it_is_one_call_group_with_what_it_follows_and_its_moves_cost_nothing() -> None:
     calls = {call.name: call for call in calls_of(FOLLOWING, WORKLOAD, FOLLOWED)}
     assert list(calls) == ["actor.generate", "ref.logprob", "actor.train"]
-    assert {name: call.call_group for name, call in calls.items()} == {
-        "actor.generate": "actor.generate",
-        "ref.logprob": "actor",
-        "actor.train": "actor",
-    }
+    assert [call.call_group for call in calls.values()] == ["actor.generate", "actor", "actor"]
+    assert [call.leader for call in calls.values()] == ["", "actor", ""]
     assert not calls["ref.logprob"].trained
 
 
@@ -437,8 +431,3 @@ def test_a_train_call_without_a_time_runs_where_its_role_is_asked() -> None:
     for home in ("train", "rollout"):
         placed = place_ops(FOLLOWING, {**calls, "ref.logprob": home}, dict.fromkeys(calls, 1.0))
         assert placed["ref.follow"] == home
-
-
-def test_calls_know_whom_they_follow() -> None:
-    calls: tuple[Call, ...] = calls_of(FOLLOWING, WORKLOAD, FOLLOWED)
-    assert [call.leader for call in calls] == ["", "actor", ""]

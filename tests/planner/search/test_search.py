@@ -286,13 +286,7 @@ def test_a_plan_prints() -> None:
 CLUSTER = cluster_of((2, 4, device("a", 40)))
 
 
-def nothing_by_then() -> SearchResult:
-    """No option anywhere, and a clock that goes on by a second whenever somebody looks."""
-    ticks = count()
-    none = RandomTable(PPO, 1, missing=1.0)
-    return search(PPO, none, CLUSTER, max_lag=0, deadline_s=5, now_s=lambda: float(next(ticks)))
-
-
+NOTHING = RandomTable(PPO, 1, missing=1.0)
 NO_CALLS: tuple[CallNode, ...] = ()
 
 
@@ -309,7 +303,8 @@ NO_CALLS: tuple[CallNode, ...] = ()
          "deadline_s is 0.0; expected a positive number of seconds"),
         (lambda: search(PPO, TABLE, CLUSTER, max_lag=0, max_gap=1.0),
          "max_gap is 1.0; expected a share from 0 to below 1"),
-        (nothing_by_then, "no plan was found in 6 s; give deadline_s more time"),
+        (lambda: search(PPO, NOTHING, CLUSTER, max_lag=0, deadline_s=5, now_s=ticking(1.0)),
+         "no plan was found in 6 s; give deadline_s more time"),
     ],
 )  # fmt: skip
 def test_refused(ask: Callable[[], SearchResult], expected: str) -> None:

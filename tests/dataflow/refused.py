@@ -18,14 +18,15 @@ def refused(
 ) -> Callable[[Callable[..., object]], Callable[[], None]]:
     """Make a step into a test: recording it fails at a line, and says `expected` behind that line.
 
-    Lines are counted from the step's `def`; by default it is the last one. `{n}` in the text stands
-    for the place of the n-th; line 0 is where the function begins, which is at its decorator.
+    Lines are those of the step's body, from 1 on; by default it is the last one. `{n}` in the text
+    stands for the place of the n-th. Line 0 is where the function begins: at its decorator.
     """
 
     def test_of(step: Callable[..., object]) -> Callable[[], None]:
         def check() -> None:
             lines, first = inspect.getsourcelines(step)
-            start = next(n for n, text in enumerate(lines) if text.lstrip().startswith("def "))
+            begins = next(n for n, text in enumerate(lines) if text.lstrip().startswith("def "))
+            start = next(n for n in range(begins, len(lines)) if lines[n].endswith(":\n"))
             numbers = [first, *range(first + start + 1, first + len(lines))]
             places = [f"{Path(step.__code__.co_filename).name}:{number}" for number in numbers]
             at = len(places) - 1 if line is None else line
@@ -34,8 +35,13 @@ def refused(
                 warnings.simplefilter("ignore", FlowWarning)
                 with pytest.raises(FlowError) as caught:
                     build(step)
-            text = inspect.cleandoc(expected).format(*places)
-            assert str(caught.value) == f"{places[at]}\n    {source}\n{text}"
+            said = [line.strip() for line in expected.format(*places).splitlines()]
+            assert str(caught.value).splitlines() == [
+                places[at],
+                f"    {source}",
+                said[0],
+                *(f"    {line}" for line in said[1:]),
+            ]
 
         return check
 

@@ -11,7 +11,7 @@ def model_of(
     name: str, hidden: int, layers: int, heads: int, key_heads: int, inner: int, **more: Any
 ) -> ModelShape:
     """A model of these sizes; `more` are further fields, by default those of LLaMA-2."""
-    sizes = {"head_dim": hidden // heads, "vocab_size": 32000, **more}
+    sizes: dict[str, Any] = {"head_dim": hidden // heads, "vocab_size": 32000, **more}
     return ModelShape(
         name=name,
         hidden_size=hidden,

@@ -189,7 +189,7 @@ def call_work(node: str, chunk: int | None, step: int = 0, **inputs: Part | list
 
 def perform(node: str, chunk: int | None, **inputs: Part | list[Part]) -> Result:
     """By a rank that has done nothing yet."""
-    return host().perform(call_work(node, chunk, **inputs))
+    return host().perform(work(Host.call, node_call(node, chunk, 0, **inputs)))
 
 
 def values() -> list[Part]:

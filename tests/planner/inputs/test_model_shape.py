@@ -103,7 +103,8 @@ def test_adapters_are_as_many_as_peft_makes(
 
 
 def test_a_scalar_head_is_called_score() -> None:
-    made = LlamaConfig(**SIZES, num_labels=1)
+    settings = {**SIZES, "num_labels": 1}
+    made = LlamaConfig(**settings)
     with torch.device("meta"):
         theirs = AutoModelForSequenceClassification.from_config(made).named_parameters()
     ours = logical_params(shape_of(made.to_dict()), "scalar")

@@ -68,7 +68,7 @@ def test_known_models_have_their_known_numbers() -> None:
 )
 def test_names_and_shapes_are_hugging_faces(config: type[PretrainedConfig], tied: bool) -> None:
     mixture = {name: size for name, size in MIXTURE.items() if hasattr(config(), name)}
-    settings = {**SIZES, "tie_word_embeddings": tied}
+    settings: dict[str, Any] = {**SIZES, "tie_word_embeddings": tied}
     made = config(**settings, **(mixture if "num_experts_per_tok" in mixture else {}))
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(made).named_parameters()
@@ -103,7 +103,7 @@ def test_adapters_are_as_many_as_peft_makes(
 
 
 def test_a_scalar_head_is_called_score() -> None:
-    settings = {**SIZES, "num_labels": 1}
+    settings: dict[str, Any] = {**SIZES, "num_labels": 1}
     made = LlamaConfig(**settings)
     with torch.device("meta"):
         theirs = AutoModelForSequenceClassification.from_config(made).named_parameters()

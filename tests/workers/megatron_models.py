@@ -1,4 +1,4 @@
-"""Tiny models and batches shared by the Megatron tests and the processes they start."""
+"""Models, batches and comparisons of tests of divided engines, and of the processes they start."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.runtime.call_context import Piece, call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.roles import PolicyWorker
-from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
+from penstock.workers.engines.torch_engine.specs import (
+    TorchPolicySpec,
+    TorchRewardModelSpec,
+    TorchValueSpec,
+)
 from penstock.workers.models.lora import LoraSpec
 from penstock.workers.models.spec import ModelSpec
+from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
 from penstock.workers.training.host_memory import HostCopy
 from penstock.workers.training.microbatch import take_rows
 from penstock.workers.training.network import MicroBatches
 from penstock.workers.training.optimizer import OptimizerSpec
 from torch import Tensor
-from torch_models import architecture, make_prompts
+from torch_models import architecture, assert_top_words, make_prompts, module_of
 
 FAMILIES = (
     "llama",
@@ -125,27 +130,19 @@ def make_rows() -> dict[str, Tensor]:
     }
 
 
-def frozen_policy(folder: Path) -> PolicyWorker:
-    """The torch engine's, some of whose parameters never move."""
-    model = ModelSpec(folder=str(folder / "qwen2-tied"))
-    return torch_policy(model, optimizer=dataclasses.replace(OPTIMIZER, frozen=FROZEN))
+def resumable(folder: Path, **options: Any) -> PolicyWorker:
+    """The torch engine's, of which states are saved and loaded."""
+    model = ModelSpec(folder=str(folder / "qwen2-tied"), **options)
+    return torch_policy(model, optimizer=OPTIMIZER)
 
 
-def assert_followed(before: Mapping[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Exactly: a follower with a quarter share is a quarter of the way to what was trained.
-
-    Returns:
-        What was found apart from that.
-    """
-    found = dict(found)
-    for name, weight in before.items():
-        assert torch.equal(found.pop(f"follower/{name}"), torch.lerp(weight, found[name], 0.25))
-    return found
+def under(found: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    start = f"{prefix}/"
+    return {n.removeprefix(start): value for n, value in found.items() if n.startswith(start)}
 
 
-def is_frozen(name: str) -> bool:
-    """Whether a parameter is one of `FROZEN`."""
-    return any(fnmatchcase(name, pattern) for pattern in FROZEN)
+def saved_state(folder: Path, kind: str) -> dict[str, Tensor]:
+    return read_whole(open_state(folder, read_state_json(folder), kind))
 
 
 def load_batch(folder: Path) -> dict[str, Tensor]:
@@ -198,13 +195,7 @@ def train_in_pieces(
 
 
 def numbers_saved(policy: Any, tokens: Tensor, num_parts: int = 1) -> int:
-    """Numbers kept for the backward pass of some rows, weights left out.
-
-    Args:
-        policy: A worker.
-        tokens: i64[rows, T].
-        num_parts: Processes that take micro-batches in turn: each gets these rows.
-    """
+    """Numbers kept for the backward pass of some rows, weights left out."""
     weights = {tensor.data_ptr() for tensor in policy.local_tensors().values()}
     saved: dict[int, Tensor] = {}
 
@@ -301,3 +292,116 @@ def read_found(folder: Path, tp: int, dp: int, pp: int, part: str) -> list[dict[
         safetensors.torch.load_file(folder / f"{name}-{process}.safetensors")
         for process in range(tp * dp * pp)
     ]
+
+
+Learnt = tuple[dict[str, Tensor], dict[str, Tensor]]
+"""Weights (and what a model said before), and metrics."""
+
+
+def torch_learns(folder: Path, families: Sequence[str]) -> dict[str, Learnt]:
+    """What the torch engine learns: policies of some families, a critic and a reward model."""
+    batch = load_batch(folder)
+    learnt: dict[str, Learnt] = {}
+    for family in families:
+        model = ModelSpec(folder=str(folder / family))
+        policy = torch_policy(model, optimizer=optimizer_of(family))
+        metrics = train_policy(policy, batch)
+        learnt[family] = policy.export_weights(), metrics
+    options: dict[str, Any] = {
+        "model": ModelSpec(folder=str(folder / "qwen2-tied")),
+        "optimizer": OPTIMIZER,
+    }
+    critic = TorchValueSpec(zero_init_head=False, **options).build(WorkerContext("critic", seed=7))
+    before = {"before": critic.value(batch["tokens"], batch["mask"])}
+    metrics = train_value(critic, batch)
+    learnt["value"] = critic.export_weights() | before, metrics
+    reward = TorchRewardModelSpec(**options).build(WorkerContext("reward", seed=7))
+    rows = torch.arange(len(batch["tokens"]))
+    before = {"before": reward.score(batch["tokens"], batch["mask"], rows)}
+    metrics = train_pairs(reward, batch)
+    learnt["reward"] = reward.export_weights() | before, metrics
+    return learnt
+
+
+def assert_metrics(said: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
+    """Each within 1e-4 of itself."""
+    assert said.keys() == metrics.keys()
+    # Whether the clipped error is the larger one is decided by rounding where both are the same.
+    for name in metrics.keys() - {"value_clip_fraction"}:
+        torch.testing.assert_close(said[name], metrics[name], atol=2e-6, rtol=1e-4, msg=name)
+
+
+def assert_as_torch(found: dict[str, Tensor], weights: Any, metrics: dict[str, Tensor]) -> None:
+    """Weights within 1e-5, every metric within 1e-4 of itself."""
+    got = {n: value for n, value in found.items() if not n.startswith("metric/")}
+    torch.testing.assert_close(got, weights, atol=1e-5, rtol=0)
+    assert_metrics(under(found, "metric"), metrics)
+
+
+def assert_says_the_same(
+    folder: Path, family: str, parts: Sequence[dict[str, Tensor]], tensor: int
+) -> None:
+    """What processes say of a batch: logits are Hugging Face's, and so is all that follows.
+
+    Every tensor-parallel process has its own part of the vocabulary and no more.
+    """
+    batch, policy = load_batch(folder), torch_policy(ModelSpec(folder=str(folder / family)))
+    rows = batch["tokens"][:3]
+    with torch.no_grad():
+        logits = module_of(policy)(
+            input_ids=rows.clamp(min=0), attention_mask=(rows >= 0).long()
+        ).logits[rows >= 0]
+    for begin in range(0, len(parts), tensor):
+        found = torch.cat([p[f"{family}/logits"] for p in parts[begin : begin + tensor]], dim=-1)
+        torch.testing.assert_close(found, logits, atol=1e-5, rtol=0)
+    expected = {
+        "words": torch.log_softmax(logits / 0.7, -1)[:, :5],
+        "logprob": policy.logprob(batch["tokens"], batch["mask"]),
+        "cold": policy.logprob(batch["tokens"], batch["mask"], temperature=0.7),
+    }
+    for part in parts:
+        for name, numbers in expected.items():
+            torch.testing.assert_close(part[f"{family}/{name}"], numbers, atol=1e-5, rtol=0)
+        top = under(part, f"{family}/top")
+        assert_top_words(top["words"], top["logprob"], policy, batch)
+
+
+def assert_frozen_stay(folder: Path, found: dict[str, Tensor]) -> None:
+    """The others learn as in the torch engine, and a follower with a quarter share is exactly a
+    quarter of the way to what was trained.
+    """
+    model, found = ModelSpec(folder=str(folder / "qwen2-tied")), dict(found)
+    policy = torch_policy(model, optimizer=dataclasses.replace(OPTIMIZER, frozen=FROZEN))
+    before = policy.export_weights()
+    metrics = train_policy(policy, load_batch(folder))
+    for name, weight in before.items():
+        assert torch.equal(found.pop(f"follower/{name}"), torch.lerp(weight, found[name], 0.25))
+    assert_as_torch(found, policy.export_weights(), metrics)
+    still = {name for name in before if torch.equal(before[name], found[name])}
+    assert still == {n for n in before if any(fnmatchcase(n, pattern) for pattern in FROZEN)}
+
+
+def assert_torch_goes_on(folder: Path, state: str) -> None:
+    """From a state that other processes saved after two calls."""
+    whole, policy = resumable(folder), resumable(folder)
+    train_policy(whole, load_batch(folder), range(3))
+    policy.load_state(folder / state)
+    train_policy(policy, load_batch(folder), range(2, 3))
+    torch.testing.assert_close(policy.export_weights(), whole.export_weights(), atol=1e-5, rtol=0)
+
+
+def assert_learns_in_16_bits(folder: Path, found: dict[str, Tensor], state: str) -> float:
+    """Weights in bfloat16 learn through a float32 copy; the torch engine's norm of the gradient."""
+    policy = resumable(folder, dtype="bfloat16")
+    before = policy.export_weights()
+    metrics = train_policy(policy, load_batch(folder))
+    weights, trained = policy.export_weights(), under(found, "trained")
+    assert trained.keys() == weights.keys()
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"):
+        moved = (weights[name].float() - before[name].float()).abs().mean()
+        apart = (weights[name].float() - trained[name].float()).abs().mean()
+        assert apart < 0.2 * moved, name
+    masters = saved_state(folder / state, "optimizer")
+    for name, weight in trained.items():
+        assert torch.equal(masters[f"master/{name}"].bfloat16(), weight), name
+    return float(metrics["grad_norm"])

@@ -17,29 +17,27 @@ import transformers
 from forked_ranks import is_night, night, run_groups
 from megatron_models import (
     FAMILIES,
-    OPTIMIZER,
-    assert_followed,
+    Learnt,
+    assert_as_torch,
+    assert_frozen_stay,
+    assert_learns_in_16_bits,
     assert_ruined_alike,
-    frozen_policy,
-    is_frozen,
+    assert_says_the_same,
+    assert_torch_goes_on,
     load_batch,
-    optimizer_of,
     read_found,
     read_weights,
+    resumable,
+    saved_state,
+    torch_learns,
     torch_policy,
     train_in_pieces,
-    train_pairs,
     train_policy,
-    train_value,
+    under,
     write_models,
 )
-from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.workers.engines.roles import PolicyWorker
-from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec, TorchValueSpec
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
 from torch import Tensor
-from torch_models import assert_top_words, module_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -69,41 +67,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return made
 
 
-def resumable(folder: Path, **options: Any) -> PolicyWorker:
-    model = ModelSpec(folder=str(folder / "qwen2-tied"), **options)
-    return torch_policy(model, optimizer=OPTIMIZER)
-
-
 def lead(folder: Path, layout: Layout, part: str) -> dict[str, Tensor]:
     """What the process that answers for rank 0 found."""
     tp, dp, pp = layout
     return read_found(folder, *layout, part)[tp * dp * (pp - 1)]
-
-
-def saved_state(folder: Path, kind: str) -> dict[str, Tensor]:
-    return read_whole(open_state(folder, read_state_json(folder), kind))
-
-
-def under(found: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    start = f"{prefix}/"
-    return {n.removeprefix(start): value for n, value in found.items() if n.startswith(start)}
-
-
-def split(found: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and metrics."""
-    weights = {n: value for n, value in found.items() if not n.startswith("metric/")}
-    return weights, under(found, "metric")
-
-
-def assert_as_torch(found: dict[str, Tensor], weights: Any, metrics: dict[str, Tensor]) -> None:
-    """Weights within 1e-5, every metric within 1e-4 of itself."""
-    got, said = split(found)
-    torch.testing.assert_close(got, weights, atol=1e-5, rtol=0)
-    assert said.keys() == metrics.keys()
-    # Whether the clipped error is the larger one is decided by rounding where both are the same.
-    loose = {"value_clip_fraction"}
-    for name in metrics.keys() - loose:
-        torch.testing.assert_close(said[name], metrics[name], atol=2e-6, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("layout", [TP2, PP2, DP2])
@@ -117,13 +84,7 @@ def test_rows_in_pieces_teach_what_the_whole_batch_teaches(folder: Path, layout:
 def test_frozen_parameters_stay_and_the_others_learn_as_in_the_torch_engine(
     folder: Path, layout: Layout
 ):
-    policy = frozen_policy(folder)
-    before = policy.export_weights()
-    metrics = train_policy(policy, load_batch(folder))
-    found = assert_followed(before, lead(folder, layout, "frozen"))
-    assert_as_torch(found, policy.export_weights(), metrics)
-    still = {name for name in before if torch.equal(before[name], found[name])}
-    assert still == {name for name in before if is_frozen(name)}
+    assert_frozen_stay(folder, lead(folder, layout, "frozen"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,27 +93,9 @@ def test_logits_and_log_probabilities_equal_hugging_faces(
     folder: Path, layout: Layout, family: str
 ):
     # Each of two data-parallel ranks computes with tp 1 and pp 1, and all rows here.
-    batch = load_batch(folder)
-    found = read_found(folder, *layout, "logits")
-    policy = torch_policy(ModelSpec(folder=str(folder / family)))
-    rows = batch["tokens"][:3]
-    with torch.no_grad():
-        expected = module_of(policy)(
-            input_ids=rows.clamp(min=0), attention_mask=(rows >= 0).long()
-        ).logits[rows >= 0]
-    words = torch.log_softmax(expected / 0.7, -1)[:, :5]
-    # Every tensor-parallel process has its own part of the vocabulary and no more.
-    last = found[-layout[0] :]
-    logits = torch.cat([part[f"{family}/logits"] for part in last], dim=-1)
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-    for name, temperature in (("logprob", 1.0), ("cold", 0.7)):
-        expected = policy.logprob(batch["tokens"], batch["mask"], temperature=temperature)
-        for part in last:
-            torch.testing.assert_close(part[f"{family}/{name}"], expected, atol=1e-5, rtol=0)
-    for part in last:
-        top = under(part, f"{family}/top")
-        assert_top_words(top["words"], top["logprob"], policy, batch)
-        torch.testing.assert_close(part[f"{family}/words"], words, atol=1e-5, rtol=0)
+    tensor = layout[0]
+    last = read_found(folder, *layout, "logits")[-tensor:]
+    assert_says_the_same(folder, family, last, tensor)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -173,29 +116,8 @@ def test_exported_weights_are_the_loaded_ones(folder: Path, layout: Layout, fami
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """What the torch engine learns from the same: weights and metrics by role."""
-    batch = load_batch(folder)
-    learnt: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
-    for family in TRAINED:
-        model = ModelSpec(folder=str(folder / family))
-        policy = torch_policy(model, optimizer=optimizer_of(family))
-        metrics = train_policy(policy, batch)
-        learnt[family] = policy.export_weights(), metrics
-    options: dict[str, Any] = {
-        "model": ModelSpec(folder=str(folder / "qwen2-tied")),
-        "optimizer": OPTIMIZER,
-    }
-    critic = TorchValueSpec(zero_init_head=False, **options).build(WorkerContext("critic", seed=7))
-    before = {"before": critic.value(batch["tokens"], batch["mask"])}
-    metrics = train_value(critic, batch)
-    learnt["value"] = critic.export_weights() | before, metrics
-    reward = TorchRewardModelSpec(**options).build(WorkerContext("reward", seed=7))
-    rows = torch.arange(len(batch["tokens"]))
-    before = {"before": reward.score(batch["tokens"], batch["mask"], rows)}
-    metrics = train_pairs(reward, batch)
-    learnt["reward"] = reward.export_weights() | before, metrics
-    return learnt
+def expected(folder: Path) -> dict[str, Learnt]:
+    return torch_learns(folder, TRAINED)
 
 
 @pytest.mark.parametrize(
@@ -206,10 +128,7 @@ def expected(folder: Path) -> dict[str, tuple[dict[str, Tensor], dict[str, Tenso
     ],
 )
 def test_four_steps_learn_what_the_torch_engine_learns(
-    folder: Path,
-    expected: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]],
-    layout: Layout,
-    role: str,
+    folder: Path, expected: dict[str, Learnt], layout: Layout, role: str
 ):
     # Micro-batches are of 60 to 200 tokens here and of 4096 there; one of the policies trains with
     # sequence parallelism, and on two data-parallel ranks one shares no optimizer state.
@@ -274,30 +193,13 @@ def test_activations_computed_again_change_nothing(folder: Path, layout: Layout)
 
 @pytest.mark.parametrize("layout", ["tp2dp1pp1", "tp1dp1pp2", "tp1dp2pp1", "tp2dp1pp2"])
 def test_the_torch_engine_goes_on_with_a_megatron_state(folder: Path, layout: str):
-    whole = resumable(folder)
-    train_policy(whole, load_batch(folder), range(3))
-    policy = resumable(folder)
-    policy.load_state(folder / f"state-{layout}")
-    train_policy(policy, load_batch(folder), range(2, 3))
-    torch.testing.assert_close(policy.export_weights(), whole.export_weights(), atol=1e-5, rtol=0)
+    assert_torch_goes_on(folder, f"state-{layout}")
 
 
 def test_bfloat16_weights_learn_through_a_float32_copy(folder: Path):
     found = lead(folder, TP2, "half")
-    policy = resumable(folder, dtype="bfloat16")
-    before = policy.export_weights()
-    metrics = train_policy(policy, load_batch(folder))
-    weights = policy.export_weights()
-    trained = under(found, "trained")
-    assert trained.keys() == weights.keys()
-    for name in ("model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"):
-        moved = (weights[name].float() - before[name].float()).abs().mean()
-        apart = (weights[name].float() - trained[name].float()).abs().mean()
-        assert apart < 0.2 * moved, name
-    assert float(found["metric/grad_norm"]) == pytest.approx(float(metrics["grad_norm"]), rel=0.05)
-    state = saved_state(folder / "half-tp2dp1pp1", "optimizer")
-    for name, weight in trained.items():
-        assert torch.equal(state[f"master/{name}"].bfloat16(), weight), name
+    norm = assert_learns_in_16_bits(folder, found, "half-tp2dp1pp1")
+    assert float(found["metric/grad_norm"]) == pytest.approx(norm, rel=0.05)
     saved = resumable(folder)
     saved.load_state(folder / "state-torch")
     for name, weight in saved.export_weights().items():

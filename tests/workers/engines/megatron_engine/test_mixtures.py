@@ -21,10 +21,12 @@ from megatron_models import (
     OPTIMIZER,
     load_batch,
     mixture_optimizer,
+    saved_state,
     tiny,
     torch_policy,
     train_pairs,
     train_policy,
+    under,
     write_models,
 )
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
@@ -37,7 +39,6 @@ from penstock.planner.resharding.sharding import Sharding, unsharded
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.training.checkpoint_files import open_state, read_state_json, read_whole
 from torch import Tensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -77,15 +78,6 @@ def lead(folder: Path, layout: str, part: str) -> dict[str, Tensor]:
     """What the process that answers for rank 0 found: the first of the last stage."""
     process = {PP2: 1, STAGES: 2}.get(layout, 0)
     return safetensors.torch.load_file(folder / f"{part}-{layout}-{process}.safetensors")
-
-
-def under(found: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    start = f"{prefix}/"
-    return {n.removeprefix(start): value for n, value in found.items() if n.startswith(start)}
-
-
-def saved_state(folder: Path, kind: str) -> dict[str, Tensor]:
-    return read_whole(open_state(folder, read_state_json(folder), kind))
 
 
 def assert_metrics(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -20,6 +20,7 @@ import ssl
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -279,12 +280,13 @@ def _retry_after(value: str | None) -> float | None:
 
 def in_loop(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine; `asyncio.run` would wait for a name that does not resolve."""
-    loop = asyncio.new_event_loop()
-    try:
-        return loop.run_until_complete(work)
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+    with closing(work):  # also where there is no loop for it
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(work)
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
 
 
 @option_class
@@ -298,7 +300,7 @@ class JudgeSpec(ChatClientOptions):
     system: str | None = None
     """A system message."""
     template: str = _TEMPLATE
-    """What the judge reads; {prompt}, {response} and {answer} are filled in."""
+    """The judge's prompt; {prompt}, {response} and {answer} are filled in."""
     pattern: str = r"score\s*[:=][\s*]*(-?\d+(?:\.\d+)?)"
     """Regular expression, in any case, whose last match's group 1 is the verdict."""
     words: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -427,6 +429,8 @@ class Judge(Reward):
                 in_loop(judge_all())
             except ExceptionGroup as errors:  # refusals, or faults of ours
                 raised.extend(errors.exceptions)
+            except Exception as error:  # noqa: BLE001 - there is no loop, for want of descriptors
+                raised.append(error)
 
         thread = threading.Thread(target=work, daemon=True, name="judge")
         thread.start()

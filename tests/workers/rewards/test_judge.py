@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import pickle
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from penstock.algorithms.roles import Reward
@@ -246,6 +247,20 @@ def test_nobody_listens(server: Server, task: FileTaskSpec) -> None:
     assert scores_of(reward, "a") == [None]
     metrics = shares(reward)
     assert (metrics["errors"], metrics["retries"]) == (1.0, 1.0)
+
+
+def test_a_fault_before_anything_is_asked_is_raised(
+    server: Server, task: FileTaskSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row counts as late only if the judge was."""
+
+    def none_left() -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    reward = judge(server, task)
+    monkeypatch.setattr("asyncio.new_event_loop", none_left)
+    with pytest.raises(OSError, match="Too many open files"):
+        scores_of(reward, "a")
 
 
 def test_requests_at_once_are_bounded(server: Server, task: FileTaskSpec) -> None:

@@ -369,8 +369,10 @@ def state_of(record: RunRecord) -> State:
     except OSError:
         pass  # nobody has run it here, or the file is none of ours
     else:
-        holder = lock_holder(descriptor)
-        os.close(descriptor)
+        try:
+            holder = lock_holder(descriptor)
+        finally:
+            os.close(descriptor)
         if holder is not None:
             return "running"
     if record.fault:

@@ -210,7 +210,7 @@ def supported_shape(config: Any, dtype: str) -> ModelShape:
     computed: dict[str, tuple[Any, Any]] = {  # field -> what it is, and what it must be
         "hidden_act": (config.hidden_act, "silu"),
         "mlp_bias": (getattr(config, "mlp_bias", None) or None, None),
-        "attention_bias": (kind != "qwen2" and getattr(config, "attention_bias", False), False),
+        "attention_bias": (kind != "qwen2" and bool(getattr(config, "attention_bias", 0)), False),
         "sliding_window": (config.sliding_window if kind in ("mistral", "mixtral") else None, None),
         "router_jitter_noise": (getattr(config, "router_jitter_noise", None) or None, None),
         "decoder_sparse_step": (getattr(config, "decoder_sparse_step", 1), 1),

@@ -620,13 +620,6 @@ class PlanOptions(Section):
     """Whether to say what a step takes with twice as much of each thing the hardware has."""
 
 
-class PlanSchedule(Section):
-    """How far generation may run ahead of training."""
-
-    max_lag: Count | Literal["auto"] = 0
-    """Steps, or `auto` to find out whether lag helps."""
-
-
 class PlanConfig(Section):
     """What a plan needs beside the run it is for."""
 

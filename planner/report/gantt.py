@@ -295,7 +295,7 @@ def _bar(
         for style, at, line in (("on", middle, label), ("on thin", middle + 18, whole))
         if line
     )
-    tip = _tip(graph, plan, span, on_path)
+    tip = _tip(plan, span, on_path)
     return (
         f'<g data-node="{escape(span.node)}" data-tip="{attribute(tip)}" '
         f'data-start-s="{start_s:.6g}" data-end-s="{end_s:.6g}" tabindex="0" role="img" '
@@ -313,7 +313,7 @@ def _label(node: str, width: float) -> str:
     return ""
 
 
-def _tip(graph: Graph, plan: Plan, span: TaskSpan, on_path: bool) -> str:
+def _tip(plan: Plan, span: TaskSpan, on_path: bool) -> str:
     lines = [f"{span.node}, step {span.step}"]
     found = plan.prediction.nodes.get(span.node) if plan.prediction else None
     seconds = found.duration_s if found else span.end_s - span.start_s

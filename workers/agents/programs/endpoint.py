@@ -246,7 +246,6 @@ _MOST_BYTES = 4 << 20  # of a request's body
 _MOST_DIGITS = 18  # most digits of a conversation's number
 _SHOWN = 200  # most characters of an address that are shown
 _START_LIMIT_S = 30.0
-_ENDED = "the server in front of the policy has ended at its start"
 _CLOSE_LIMIT_S = 2
 
 

@@ -267,7 +267,7 @@ def link_times(
 def link_constants(times: LinkTimes, start: Constants) -> tuple[LinkSpec, Constants]:
     """The link, and what collectives make of it, such that both predict what was measured.
 
-    A sum over n ranks is 2 (n - 1) hops of 1/n of the bytes each (`collectives` in `planner/cost`).
+    A sum over n ranks is 2 (n - 1) hops of 1/n of the bytes each (`planner/cost/time_parts.py`).
     Where sums are faster than messages, the link is as fast as sums show it to be.
     """
     latency_s = times.short_message_s

@@ -147,7 +147,7 @@ class EnvSpec:
     """Step a group as one numpy object (True) or as single environments (False). By default as one
     object if the environment has such a form, which shows and takes the same, and no options."""
     num_agents: PositiveInt = 1
-    """Agents of one environment, each of them a row; see `teams`."""
+    """Agents of one environment, each of them a row."""
     masked: bool = False
     """Whether it says which choices are allowed: `info["action_mask"]`, or a method
     `action_masks`; of EnvPool also `info["legal_action_mask"]`."""

@@ -56,7 +56,7 @@ class AgentGRPO(GRPO):
     """Options of GRPO on conversations."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=256, max_total_tokens=2048)
-    """How turns are sampled; see `Policy.converse` for its lengths."""
+    """Sampling of turns; see `Policy.converse` for its lengths."""
     max_turns: int = 8
     """Most turns of the policy in a conversation."""
 

@@ -39,7 +39,7 @@ from .roles.language_tables import PerSample, TrainMetrics
 
 @option_class
 class KLTarget:
-    """Where the KL should settle, and how fast the coefficient follows it."""
+    """Target of the KL, and the rate at which the coefficient follows it."""
 
     target_kl: PositiveFloat = 6.0
     """Nats per response, summed over its tokens; a mean per token needs another number."""
@@ -107,7 +107,7 @@ def next_log_multiplier(
 
 @option_class
 class Ascent:
-    """How a multiplier follows the costs."""
+    """Update rule of a multiplier."""
 
     lr: NonNegativeFloat = 0.1
     """Step size, of the multiplier's logarithm."""

@@ -41,14 +41,14 @@ WhenShort = Literal["train", "error"]
 
 @option_class
 class DynamicSampling:
-    """Which groups are kept, and how long more are sampled."""
+    """Rules of keeping groups, and limits of sampling more."""
 
     max_rounds: PositiveInt = 3
-    """How often a step may sample. It reads this many times the prompts it trains on."""
+    """Most times that a step samples; it reads this many times the prompts it trains on."""
     oversample: Annotated[FiniteFloat, Ge(1)] = 2.0
-    """How many prompts a later round asks for each group that is missing."""
+    """Prompts that a later round asks for, per group that is missing."""
     metric: Literal["accuracy", "score"] = "accuracy"
-    """What must differ within a group: whether responses are correct, or the verifier's scores."""
+    """The metric that must differ within a group: correctness of responses, or verifier scores."""
     correct_score: FiniteFloat = 1.0
     """From which score on a response counts as correct."""
     when_short: WhenShort = "train"
@@ -253,9 +253,9 @@ class DAPO(GRPO):
     """Options of DAPO."""
 
     sampling: Sampling = Sampling(num_samples=16, max_new_tokens=20480)
-    """How responses are sampled; `num_samples` is the size of a group."""
+    """Sampling of the responses; `num_samples` is the size of a group."""
     filling: DynamicSampling = DynamicSampling()
-    """Which groups are kept, and how long more are sampled."""
+    """Rules of keeping groups, and limits of sampling more."""
     signed: bool = True
     """Reward a correct response with 1 and another with -1, in place of the verifier's score."""
     overlong: Literal["piecewise", "linear", "none"] = "piecewise"

@@ -33,7 +33,7 @@ class Distillation:
     """Options of distillation."""
 
     sampling: Sampling = Sampling(max_new_tokens=1024)
-    """How the student's responses are sampled; the divergence is at the same temperature."""
+    """Sampling of the student's responses; the divergence is at the same temperature."""
     num_words: PositiveInt = 64
     """Words that the teacher names in the place of each token; from the vocabulary's size on the
     divergence is exact."""
@@ -42,7 +42,7 @@ class Distillation:
     num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     loss: DistillationLoss = DistillationLoss()
-    """Which divergence, and how tokens and rows are weighed."""
+    """Divergence, and the weighing of tokens and rows."""
 
     def __post_init__(self) -> None:
         self.sampling.check_explores()

@@ -16,7 +16,7 @@ class DPO:
     """Options of direct preference optimization."""
 
     loss: DPOLoss = DPOLoss()
-    """Which function of the two log-ratios, and its beta."""
+    """Function of the two log-ratios, and its beta."""
     epochs: PositiveInt = 1
     """Passes over each step's pairs."""
     num_minibatches: PositiveInt = 1

@@ -22,7 +22,7 @@ from .roles import PerStep, StepMask, TrainMetrics, ValueOutput
 from .roles.environment import Env, EnvRows, QBatch, QNetwork, Replay
 
 ErrorNorm = Literal["squared", "huber"]
-"""How an error counts: half its square, or that up to 1 and linearly beyond."""
+"""Norm of an error: half its square, or that up to 1 and linear beyond."""
 
 
 @option_class
@@ -38,7 +38,7 @@ class TemporalDifferenceLoss(TokenAggregation, Loss[QBatch, ValueOutput]):
     tolerates_lag: ClassVar[bool] = True
 
     norm: ErrorNorm = "squared"
-    """How an error counts."""
+    """Norm of the temporal-difference error."""
 
     def totals(self, batch: QBatch) -> Tensor:
         """f64[3], see `aggregation_totals`."""
@@ -94,7 +94,7 @@ class DQN:
     min_stored: PositiveInt = 1000
     """Train only once the replay holds so many steps."""
     target_share: PositiveFraction = 1.0
-    """How far the slower copy moves: 1 copies the network, 0.005 follows it slowly."""
+    """Step of the slower copy: 1 copies the network, 0.005 follows it slowly."""
     target_every: PositiveInt = 1
     """Steps from one such move to the next."""
     loss: TemporalDifferenceLoss = TemporalDifferenceLoss()

@@ -54,7 +54,7 @@ def env_ppo_step(rows: EnvRows, env: Env, actor: ActorCritic, cfg: EnvPPO) -> Tr
 
 
 def learn(traj: Trajectories, actor: ActorCritic, cfg: EnvPPO) -> TrainMetrics:
-    """What PPO does with trajectories, for steps that come by theirs in another way."""
+    """Train on trajectories as PPO does; also for steps that make trajectories in another way."""
     values = actor.value(traj.obs, traj.last_obs, traj.recurrent_state, traj.mask)
     target = gae_of(traj, values, discount=cfg.discount, gae_lambda=cfg.gae_lambda)
     if cfg.percentile_scaling:

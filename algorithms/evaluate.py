@@ -20,7 +20,7 @@ class Evaluation:
     """Options of evaluation."""
 
     sampling: Sampling = Sampling(temperature=0.0)
-    """How responses are sampled; greedily by default."""
+    """Sampling of the responses; greedy by default."""
     max_turns: int = 8
     """Most turns of a conversation, where there are some."""
 
@@ -55,7 +55,7 @@ class EnvEvaluation:
 
 
 def env_evaluate_step(rows: EnvRows, env: Env, actor: Actor, cfg: EnvEvaluation) -> PerEnv:
-    """What an actor earns for an episode in each environment."""
+    """Measure an actor's return per episode in each environment."""
     return env.evaluate(
         rows.env,
         rows.group,

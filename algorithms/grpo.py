@@ -21,7 +21,7 @@ class GRPO:
     """Options of GRPO."""
 
     sampling: Sampling = Sampling(num_samples=64, max_new_tokens=1024)
-    """How responses are sampled; `num_samples` is the size of a group."""
+    """Sampling of the responses; `num_samples` is the size of a group."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: PositiveInt = 1

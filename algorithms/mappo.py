@@ -32,7 +32,7 @@ from .roles.environment import (
 
 @dataclass(frozen=True, kw_only=True)
 class Joint:
-    """What teams see, once for each agent: its own observation first."""
+    """Joint observations of teams, once for each agent: its own observation first."""
 
     obs: Observations
     last_obs: LastObservation

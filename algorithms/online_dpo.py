@@ -27,22 +27,22 @@ class OnlineDPO:
     """Options of online DPO."""
 
     sampling: Sampling = Sampling(num_samples=2, temperature=0.7, max_new_tokens=53)
-    """How responses are sampled; of more than two the best and the worst make the pair."""
+    """Sampling of the responses; of more than two the best and the worst make the pair."""
     epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
     num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     loss: DPOLoss = DPOLoss()
-    """Which function of the two log-ratios, and its beta."""
+    """Function of the two log-ratios, and its beta."""
     ties: Ties = "drop"
     """Prompts whose responses all score the same: left out ("drop"), or the first one wins."""
     no_eos: NoEos = "replace"
-    """What happens to the score of a response that was cut off: "replace" it, "subtract" from it,
+    """Treatment of the score of a response that was cut off: "replace" it, "subtract" from it,
     set it to "zero", or "none"."""
     no_eos_score: FiniteFloat = -1.0
     """The score that "replace" gives such a response."""
     no_eos_penalty: FiniteFloat = 1.0
-    """What "subtract" takes from its score."""
+    """Amount that "subtract" takes from its score."""
 
     def __post_init__(self) -> None:
         self.sampling.check_explores()

@@ -43,7 +43,7 @@ class SampledUpdates(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """How responses are sampled."""
+        """Sampling of the responses."""
         ...
 
     @property
@@ -145,7 +145,7 @@ class PairUpdates:
     """
 
     sampling: Sampling = Sampling(num_samples=2, max_new_tokens=53)
-    """How responses are sampled, two per prompt."""
+    """Sampling of the responses, two per prompt."""
     epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
     num_minibatches: PositiveInt = 1
@@ -204,7 +204,7 @@ def gae_of(traj: Trajectories, values: Values, *, discount: float, gae_lambda: f
 
 
 def actor_critic_batch(traj: Trajectories, values: Values, target: GaeTargets) -> ActorCriticBatch:
-    """What the losses of an actor and a critic read.
+    """The batch of the losses of an actor and a critic.
 
     Args:
         traj: What the actor did.

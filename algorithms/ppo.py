@@ -51,7 +51,7 @@ class PPO:
     """Options of PPO."""
 
     sampling: Sampling = Sampling(temperature=0.7, max_new_tokens=53)
-    """How responses are sampled."""
+    """Sampling of the responses."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: PositiveInt = 4
@@ -73,23 +73,23 @@ class PPO:
     gae_lambda: Fraction = 0.95
     """lambda of the advantage estimate; 0 trusts the critic fully, 1 not at all."""
     gae_masking: Masking = "transparent"
-    """What tokens inside a response that the policy did not sample do: nothing ("transparent"), or
+    """Tokens inside a response that the policy did not sample: they do nothing ("transparent"), or
     count as steps without reward ("zeroed")."""
     kl_coef: NonNegativeFloat = 0.05
     """Reward taken per nat of KL to the reference; with 0 there is no reference."""
     kl_estimator: KLEstimator = "k1"
-    """Which estimate of the KL."""
+    """Estimator of the KL."""
     score_clip: PositiveFloat | None = None
     """Bound on the size of a score."""
     score_slot: ScoreSlot = "last_token"
-    """Where the score is added: on the "last_token", or "after_last", on the state after it."""
+    """Slot where the score is added: the "last_token", or "after_last", on the state after it."""
     no_eos: NoEos = "replace"
-    """What happens to the score of a response that was cut off: "replace" it, "subtract" from it,
+    """Treatment of the score of a response that was cut off: "replace" it, "subtract" from it,
     set it to "zero" and bootstrap from the value of the final state, or "none"."""
     no_eos_score: FiniteFloat = -1.0
     """The score that "replace" gives such a response."""
     no_eos_penalty: NonNegativeFloat = 1.0
-    """What "subtract" takes from its score."""
+    """Amount that "subtract" takes from its score."""
     policy_loss: ClippedPolicyLoss = ClippedPolicyLoss(report_entropy=True)
     """The actor's loss, which clips the probability ratio."""
     value_loss: ClippedValueLoss = ClippedValueLoss(coef=0.1)

@@ -22,9 +22,9 @@ class ReferenceGRPO(GRPO):
     kl_coef: FiniteFloat = 0.04
     """Weight of the KL term; to go without one, use `grpo_step`."""
     kl_estimator: KLEstimator = "k3"
-    """Which estimate of the KL."""
+    """Estimator of the KL."""
     kl_gradient: KLGradient = "as_is"
-    """How that estimate is differentiated."""
+    """Gradient of that estimate."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

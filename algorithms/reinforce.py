@@ -21,7 +21,7 @@ class Reinforce:
     """Options of REINFORCE."""
 
     sampling: Sampling = Sampling(max_new_tokens=53)
-    """How responses are sampled."""
+    """Sampling of the responses."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: PositiveInt = 1
@@ -29,9 +29,9 @@ class Reinforce:
     num_minibatches: PositiveInt = 1
     """Optimizer steps per pass."""
     baseline: Literal["batch_mean", "none"] = "batch_mean"
-    """What is taken off every score."""
+    """Number that is subtracted from every score."""
     loss: ReinforceLoss = ReinforceLoss(aggregation="seq-mean-token-sum", report_entropy=True)
-    """How tokens and rows are weighed; the sum over tokens is the response's log-probability."""
+    """Weighing of tokens and rows; the sum over tokens is the response's log-probability."""
 
     def __post_init__(self) -> None:
         self.sampling.check_explores()

@@ -30,7 +30,7 @@ class ReinforcePP:
     """Options of REINFORCE++."""
 
     sampling: Sampling = Sampling(max_new_tokens=1024)
-    """How responses are sampled."""
+    """Sampling of the responses."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: PositiveInt = 1
@@ -40,16 +40,16 @@ class ReinforcePP:
     kl_coef: NonNegativeFloat = 0.01
     """Reward taken per nat of KL to the reference; with 0 there is no reference."""
     kl_estimator: KLEstimator = "k1"
-    """Which estimate of the KL."""
+    """Estimator of the KL."""
     score_clip: PositiveFloat | None = None
     """Bound on the size of a score."""
     no_eos: NoEos = "replace"
-    """What happens to the score of a response that was cut off: "replace" it, "subtract" from it,
+    """Treatment of the score of a response that was cut off: "replace" it, "subtract" from it,
     or "none"."""
     no_eos_score: FiniteFloat = -1.0
     """The score that "replace" gives such a response."""
     no_eos_penalty: NonNegativeFloat = 1.0
-    """What "subtract" takes from its score."""
+    """Amount that "subtract" takes from its score."""
     discount: Fraction = 1.0
     """gamma, per token."""
     whitening_variance: Variance = "unbiased"
@@ -94,7 +94,7 @@ class ReinforcePPBaseline:
     """Options of REINFORCE++ with a baseline."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
-    """How responses are sampled; `num_samples` is the size of a group."""
+    """Sampling of the responses; `num_samples` is the size of a group."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: PositiveInt = 1

@@ -21,7 +21,7 @@ class RLOO:
     """Options of RLOO."""
 
     sampling: Sampling = Sampling(num_samples=4, max_new_tokens=53)
-    """How responses are sampled; 2 or 4 samples per prompt are usual."""
+    """Sampling of the responses; 2 or 4 samples per prompt are usual."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: PositiveInt = 1

@@ -12,7 +12,7 @@ class SFT:
     """Options of supervised fine-tuning."""
 
     loss: CrossEntropyLoss = CrossEntropyLoss()
-    """How tokens of the responses are weighed."""
+    """Weighing of tokens of the responses."""
     epochs: PositiveInt = 1
     """Passes over each step's demonstrations."""
     num_minibatches: PositiveInt = 1

@@ -1,4 +1,4 @@
-"""What a person configures: YAML groups for Hydra, and the schema that validates the result.
+"""The configuration: YAML groups for Hydra, and the schema that validates the result.
 
 What is made of a configuration is in `launch`.
 """

@@ -1,4 +1,4 @@
-"""What a configuration names: an option of a group, an entry of a registry, or `module:name`.
+"""References in a configuration: an option of a group, an entry of a registry, or `module:name`.
 
 An option of a group is a YAML file of this package. For `module:name` of the user's own the working
 directory is on the search path, so a module need not be installed.
@@ -23,7 +23,7 @@ from ..dataflow.files import check_regular, read_bytes
 from ..dataflow.registry import Registry
 
 _IMPORT_DEADLINE_S = 40.0
-"""How long a module may take to be imported; torch and a model library take ten at worst."""
+"""Longest import of a module; torch and a model library take ten seconds at worst."""
 
 CONFIGS = "penstock.configs"
 """The package in which they are."""

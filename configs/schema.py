@@ -1,4 +1,4 @@
-"""What a run is configured with: frozen models that validate what Hydra composed.
+"""The configuration of a run: frozen models that validate what Hydra composed.
 
 A key is declared once, at its owner. Sections that belong to the launcher are declared here; the
 algorithm's own config (`algorithm.cfg`), the schedule, the optimizer and the task's options are the
@@ -52,14 +52,14 @@ class Section(BaseModel):
 
 
 class RoleConfig(Section):
-    """What plays a role of the step, where its contract alone does not say it well enough."""
+    """The player of a role of the step, where the role's contract alone does not determine it."""
 
     worker: str | None = None
     """`policy`, `value`, `reward_model`, `process_reward`; a reward: `rule`, `exact`, `math`,
     `instructions`, `code`, `judge`, `mixture`; or `module:factory` of a worker. By default what the
     role's contract asks for."""
     start: str | None = None
-    """Where its weights come from: `model`, the name of an earlier stage, a model folder, or a
+    """Source of its weights: `model`, the name of an earlier stage, a model folder, or a
     model of a hub, `org/name` or `org/name@revision`."""
     start_mean: dict[str, float] = Field(default_factory=dict[str, float])
     """Instead of `start`: several of these and how much of each, for the mean of their weights."""
@@ -67,16 +67,16 @@ class RoleConfig(Section):
     """Added to `model.init_seed` for this role: several that start from random weights start from
     different ones."""
     optimizer: OptimizerSpec | None = None
-    """Of a trained role; the algorithm's by default."""
+    """Optimizer of a trained role; the algorithm's by default."""
     frozen: list[str] = Field(default_factory=list[str])
     """Parameters of a trained role that never move, as patterns: `["model.embed_tokens.*"]`."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further fields of the worker's spec, such as `micro_batch_tokens` or `time_limit_s`."""
     engine: str | None = None
-    """What trains and evaluates this role, an option of `engine=`; the run's by default, whose
+    """Engine that trains and evaluates it, an option of `engine=`; the run's by default, whose
     `engine.options` are for no other."""
     rollout: str | None = None
-    """What generates with it, an option of `rollout=` or `same`; the run's by default."""
+    """Engine that generates, an option of `rollout=` or `same`; the run's by default."""
 
     @field_validator("engine")
     @classmethod
@@ -103,9 +103,9 @@ class AlgorithmConfig(Section):
     num_groups: dict[str, AtLeastOne] = Field(default_factory=dict[str, int])
     """For a table of environments or games, the least number of groups that they fall into."""
     optimizer: OptimizerSpec = OptimizerSpec()
-    """Of every trained role that has none of its own."""
+    """Optimizer of every trained role that has none of its own."""
     seed: Seed | None = None
-    """Of the stage's data order and random numbers; the run's by default."""
+    """Seed of the stage's data order and random numbers; the run's by default."""
     roles: dict[str, RoleConfig] = Field(default_factory=dict[str, RoleConfig])
     """Role name -> what plays it; roles that are left out follow their contract."""
     before: dict[str, AlgorithmConfig] = Field(default_factory=dict[str, Any])
@@ -182,7 +182,7 @@ class TaskConfig(BaseModel):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further variables of the chat template: `{enable_thinking: false}`."""
     order: Literal["shuffled", "curriculum", "priority"] = "shuffled"
-    """How prompts are chosen. `shuffled`: every one once in an epoch. `curriculum`: the easiest
+    """Choice of prompts. `shuffled`: every one once in an epoch. `curriculum`: the easiest
     first. `priority`: each with a weight of 1 - pass rate. The last two need `pass_rate_field`."""
     curriculum_steps: AtLeastOne = 100
     """Steps until a curriculum takes from all prompts."""
@@ -201,7 +201,7 @@ class TaskConfig(BaseModel):
 
 
 class ExecutorConfig(Section):
-    """Where nodes run."""
+    """Placement of nodes."""
 
     kind: str = DEFAULT_EXECUTOR
     """An executor: an option of `executor=`, or `module:EXECUTOR` for one of your own."""
@@ -229,7 +229,7 @@ class ExecutorConfig(Section):
     """The most memory that all processes of a run may need together, such as `6GiB`: one that is
     predicted to need more is refused before it starts. For language models on CPUs."""
     transport: Transport = DEFAULT_TRANSPORT
-    """How slices of new weights get from group to group: through the executor's object store, or in
+    """Path of new weights from group to group: through the executor's object store, or in
     the memory of a GPU that both are on (`cuda_ipc`)."""
 
     @field_validator("transport", mode="before")
@@ -269,7 +269,7 @@ class ExecutorConfig(Section):
 
 
 class EngineConfig(Section):
-    """What trains and evaluates the models."""
+    """Engine that trains and evaluates the models."""
 
     kind: str = DEFAULT.name
     """An engine that trains: an option of `engine=`, or `module:ENGINE` for one of your own."""
@@ -283,7 +283,7 @@ class EngineConfig(Section):
 
 
 class RolloutConfig(Section):
-    """What samples from policies."""
+    """Engine that samples from policies."""
 
     kind: str = SAME
     """`same`: the engine that trains. Others, options of `rollout=` or `module:ENGINE`, generate
@@ -299,7 +299,7 @@ class RolloutConfig(Section):
 
 
 class MismatchConfig(Section):
-    """How far the engine that samples may be from the one that trains, on the same weights.
+    """Limits of the mismatch between the engines that sample and train, on the same weights.
 
     Both bounds are in nats per token, by the k3 estimator, over the first minibatch of a train
     call. What ran ahead of the training is not judged.
@@ -315,7 +315,7 @@ class MismatchConfig(Section):
 
 
 class RecoveryConfig(Section):
-    """How often a run goes on by itself after processes died, and how long it waits before."""
+    """Number of times that a run goes on by itself after processes died, and the pause before."""
 
     max_restarts: Count = 20
     """Times in all; 0 ends the run with the first death of what cannot be started again beside it.
@@ -329,7 +329,7 @@ class RecoveryConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is kept beside the checkpoints on the disk."""
+    """Checkpoints that are kept beside those on the disk."""
 
     mirror: Literal["none", "neighbor"] = "none"
     """`neighbor`: the state after every step is kept in the machine's memory besides, outside the
@@ -340,7 +340,7 @@ class SuiteConfig(Section):
     """Problems to evaluate on besides the task's own."""
 
     task: TaskConfig
-    """Where they come from, as in the section `task`: its held-out problems, or all problems of a
+    """Source of its problems, as in the section `task`: its held-out problems, or all problems of a
     task that holds out none. `+task@evaluation.suites.NAME.task=chain_sum` takes an option of
     `task=`."""
     num_prompts: AtLeastOne | None = None
@@ -385,7 +385,7 @@ class EvaluationConfig(Section):
 
 
 class SamplesConfig(Section):
-    """What is kept of the responses of each step, for `penstock samples`."""
+    """Responses of each step that are kept, for `penstock samples`."""
 
     max_rows: Annotated[int, Field(ge=0, le=100_000)] = 64
     """Responses of a step, whole prompts first; 0 keeps none."""
@@ -402,7 +402,7 @@ class SamplesConfig(Section):
 
 
 class TrackerConfig(Section):
-    """Where metrics go besides metrics.jsonl, which is always written."""
+    """Trackers of metrics besides metrics.jsonl, which is always written."""
 
     kind: str | None = "tensorboard"
     """`tensorboard`: event files in the run's folder. `wandb`: files there for `wandb sync`, unless
@@ -434,33 +434,33 @@ class RunConfig(Section):
     """A whole run."""
 
     algorithm: AlgorithmConfig
-    """What is computed; see `algorithm=`."""
+    """The algorithm; see `algorithm=`."""
     model: ModelConfig
-    """What is trained; see `model=`."""
+    """The model to train; see `model=`."""
     task: TaskConfig
-    """What on; see `task=`."""
+    """The task to train on; see `task=`."""
     executor: ExecutorConfig = ExecutorConfig()
     """Where; see `executor=`."""
     engine: EngineConfig = EngineConfig()
-    """What trains and evaluates; see `engine=`."""
+    """Engine that trains and evaluates; see `engine=`."""
     rollout: RolloutConfig = RolloutConfig()
-    """What generates; see `rollout=`."""
+    """Engine that generates; see `rollout=`."""
     mismatch: MismatchConfig = MismatchConfig()
-    """When to complain that two engines disagree."""
+    """Limits beyond which two engines disagree."""
     placement: FileName = "auto"
     """`auto`: with several ranks the planner chooses where nodes run. Or the file of a plan, which
     `penstock plan output=FILE` wrote."""
     calibration: FileName | None = None
-    """What `penstock profile` found of this machine, for `placement: auto`; by default
+    """Result of `penstock profile` on this machine, for `placement: auto`; by default
     `calibration.json` in the folder of runs, if it is there."""
     schedule: Schedule = Schedule()
-    """How far generation may run ahead of training; see `schedule=`."""
+    """Distance by which generation may run ahead of training; see `schedule=`."""
     tracker: TrackerConfig = TrackerConfig()
-    """Where metrics go; see `tracker=`."""
+    """Trackers of metrics; see `tracker=`."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """How accuracy is measured."""
+    """Measurement of accuracy."""
     samples: SamplesConfig = SamplesConfig()
-    """What is kept of the responses."""
+    """Responses that are kept."""
     seed: Seed = 0
     """All randomness of the run derives from it."""
     checkpoint_every: AtLeastOne = 50
@@ -468,13 +468,13 @@ class RunConfig(Section):
     keep_checkpoints: AtLeastOne = 2
     """Checkpoints kept per stage, the newest ones."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What is kept beside them."""
+    """Checkpoints that are kept beside them."""
     recovery: RecoveryConfig = RecoveryConfig()
-    """What a run does when processes die."""
+    """Reaction to processes that die."""
     runs: FileName = "runs"
     """The folder in which run folders are made."""
     progress: Literal["auto", "plain", "quiet", "json"] = "auto"
-    """How a run tells how it goes. `auto`: a live line on a terminal, else as `plain`: lines now
+    """Display of a run's progress. `auto`: a live line on a terminal, else as `plain`: lines now
     and then. `quiet`: warnings, errors and the last line. `json`: an object per line on standard
     output."""
 
@@ -483,26 +483,26 @@ StepKept = Annotated[int, Field(ge=0)] | Literal["best"] | None
 
 
 class EvalConfig(Section):
-    """What `penstock eval` takes besides the keys of a run."""
+    """Keys of `penstock eval` besides those of a run."""
 
     run: FileName | None = None
     """A run's folder, whose policy is evaluated; null for the section `model`."""
     step: StepKept = None
-    """Of a run: steps that were complete at one of its checkpoints, or `best`; by default the
+    """Step of the run: steps that were complete at a checkpoint, or `best`; by default the
     newest."""
     output: FileName | None = None
     """A JSON file for what was found, problem by problem."""
 
 
 class ExportConfig(Section):
-    """What `penstock export` takes."""
+    """Keys of `penstock export`."""
 
     run: FileName
     """A run's folder; the run may be going on."""
     step: StepKept = None
     """Steps that were complete at one of its checkpoints, or `best`; by default the newest."""
     role: str | None = None
-    """Which trained role; the policy by default."""
+    """Name of a trained role; the policy by default."""
     adapter: bool = False
     """Write the adapter alone, as peft reads it, instead of the model that it is merged into."""
     output: FileName | None = None
@@ -526,20 +526,20 @@ def model_spec(config: ModelConfig, **architecture: Any) -> ModelSpec:
 
 
 Width = Annotated[int, Field(ge=16, le=1 << 16, multiple_of=16)]
-"""Of a model whose heads are 16 wide or more."""
+"""Width of a model, whose heads are 16 wide or more."""
 
 
 class ClusterConfig(Section):
-    """What the plan is for: equal nodes, or groups of them."""
+    """The cluster that a plan is for: equal nodes, or groups of them."""
 
     name: FileName
-    """What the plan calls it."""
+    """Name of the cluster in the plan."""
     num_nodes: AtLeastOne = 1
     """Nodes; all equal."""
     devices_per_node: AtLeastOne = 8
     """Devices in each."""
     device: DeviceSpec | None = None
-    """What they are; or the name of a cluster whose device it is: `device: h100`."""
+    """The devices; or the name of a cluster whose device it is: `device: h100`."""
     within: LinkSpec | None = None
     """Between devices of one node; that cluster's, if `device` is a name."""
     between: LinkSpec | None = None
@@ -549,7 +549,7 @@ class ClusterConfig(Section):
 
 
 class WorkloadConfig(Section):
-    """How much one step computes. What is null follows from the algorithm and the task."""
+    """Amount of work of one step. What is null follows from the algorithm and the task."""
 
     num_prompts: AtLeastOne | None = None
     """Prompts per step; by default `algorithm.per_step`."""
@@ -621,18 +621,18 @@ class PlanOptions(Section):
 
 
 class PlanConfig(Section):
-    """What a plan needs beside the run it is for."""
+    """Keys of a plan besides those of the run it is for."""
 
     cluster: ClusterConfig
     """Where; see `cluster=`."""
     workload: WorkloadConfig = WorkloadConfig()
-    """How much one step computes."""
+    """Amount of work of one step."""
     plan: PlanOptions = PlanOptions()
     """The search."""
 
 
 class ProfileConfig(Section):
-    """What is measured, and where the result goes."""
+    """The measurement, and where the result goes."""
 
     output: FileName = "runs/calibration.json"
     """The file to write; a run looks for `calibration.json` in the folder of its runs."""
@@ -649,14 +649,14 @@ class ProfileConfig(Section):
     widths: Annotated[list[Width], Field(min_length=1)] | None = None
     """Hidden sizes of the models that are timed; by default 64 to 512, or 512 to 4096 on CUDA."""
     dtypes: Annotated[list[Literal["float32", "bfloat16"]], Field(min_length=1)] | None = None
-    """Of their weights; by default bfloat16 on CUDA, and on a CPU float32 and, where the processor
+    """Weight types; by default bfloat16 on CUDA, and on a CPU float32 and, where the processor
     computes it fast, bfloat16."""
     rows: Annotated[int, Field(ge=1, le=1 << 16)] = 16
     """Rows of a timed training call; the others follow from it."""
     seconds: Annotated[float, Field(gt=0)] = 0.5
-    """How long each thing is repeated, about; longer is steadier."""
+    """Seconds for which each thing is repeated, about; longer is steadier."""
     deadline_s: Annotated[float, Field(gt=0)] = 900.0
-    """When to give up."""
+    """Seconds after which to give up."""
 
     @field_validator("dispatch")
     @classmethod

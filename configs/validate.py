@@ -349,7 +349,7 @@ def _by_key(data: Mapping[str, Any], error: ValidationError) -> list[tuple[list[
 
 
 def _fault(kind: type, data: Mapping[str, Any], at: str, path: list[str], errors: list[Any]) -> str:
-    """What is wrong with one key, in our words."""
+    """Describe the fault of one key, in our words."""
     error = errors[0]
     key = ".".join([at, *path]) if at else ".".join(path)
     owner, depth, doc = _owner(kind, data, path)

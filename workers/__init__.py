@@ -1,4 +1,4 @@
-"""What runs the nodes of a graph: engines, executors, environments, rewards and data.
+"""Workers, which run the nodes of a graph: engines, executors, environments, rewards and data.
 
 Nothing here knows an algorithm, a configuration file or the command line.
 """

@@ -29,7 +29,7 @@ from ..roles.language_tables import DistillationBatch, PolicyOutput
 from .tokens import TokenAggregation, token_metric
 
 Rest = Literal["one_word", "left_out"]
-"""What becomes of words that are not among the likeliest.
+"""Treatment of words that are not among the likeliest.
 
 `one_word`: all of them together are one more word, so that the divergence is at most that over the
 whole vocabulary, and a student that says other things is told so. `left_out`: probabilities of the
@@ -37,7 +37,7 @@ likeliest are scaled to add up to 1.
 """
 
 _LEAST_REST = 1e-6
-"""What other words have together at least: float32 sums of probabilities are this exact."""
+"""Least probability of all other words together: float32 sums of probabilities are this exact."""
 
 
 def complete_distribution(logprob: Tensor, rest: Rest) -> Tensor:
@@ -107,7 +107,7 @@ class DistillationLoss(TokenAggregation, Loss[DistillationBatch, PolicyOutput]):
     """1: reverse KL, the student keeps to what the teacher prefers. 0: forward KL, it covers all
     that the teacher may say. Between: the generalized Jensen-Shannon divergence."""
     rest: Rest = "one_word"
-    """What becomes of all other words: they count as one more, or are left out."""
+    """Treatment of all other words: they count as one more, or are left out."""
 
     def totals(self, batch: DistillationBatch) -> Tensor:
         return aggregation_totals(batch.mask)

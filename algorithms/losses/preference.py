@@ -40,7 +40,7 @@ from ..roles.language_tables import (
 from .tokens import CountedMean, bradley_terry_loss
 
 DPOLossType = Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust"]
-"""What a pair's loss is as a function of h, chosen less rejected log-ratio; see `dpo_loss`."""
+"""A pair's loss as a function of h, chosen less rejected log-ratio; see `dpo_loss`."""
 
 IPOLength = Literal["sum", "average"]
 """Whether IPO compares log-ratios of whole responses ("sum") or their means per token."""
@@ -207,7 +207,7 @@ class DPOLoss(CountedMean, Loss[ReferencePairBatch, PolicyOutput]):
     tolerates_lag: ClassVar[bool] = True
 
     beta: PositiveFloat = 0.1
-    """How hard the policy is pulled to the reference; IPO's tau."""
+    """Strength of the pull to the reference; IPO's tau."""
     loss_type: DPOLossType = "sigmoid"
     """"sigmoid" is DPO, "sigmoid_norm" divides log-ratios by lengths, "ipo", "hinge", "robust"."""
     label_smoothing: Annotated[FiniteFloat, Ge(0), Lt(0.5)] = 0.0
@@ -270,7 +270,7 @@ class KTOLoss(CountedMean, Loss[FeedbackBatch, PolicyOutput]):
     tolerates_lag: ClassVar[bool] = True
 
     beta: PositiveFloat = 0.1
-    """How hard the policy is pulled to the reference."""
+    """Strength of the pull to the reference."""
     desirable_weight: NonNegativeFloat = 1.0
     """Weight of desirable responses."""
     undesirable_weight: NonNegativeFloat = 1.0
@@ -309,7 +309,7 @@ class BradleyTerryLoss(CountedMean, Loss[PairBatch, ScoreOutput]):
     tolerates_lag: ClassVar[bool] = True
 
     margin: FiniteFloat = 0.0
-    """How much better the chosen response should score."""
+    """Least difference between the scores of the chosen and the rejected response."""
     centering_coef: NonNegativeFloat = 0.0
     """Weight of the term that keeps scores around 0; 0.01 is usual."""
 

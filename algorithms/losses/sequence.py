@@ -80,7 +80,7 @@ def rebel_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPairBatch:
-    """What a loss on two scored responses to one prompt reads; they share `prompt_id`."""
+    """Columns of a loss on two scored responses to one prompt; they share `prompt_id`."""
 
     prompt_id: PromptId
     tokens: TokenIds
@@ -93,7 +93,7 @@ _Metrics = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def _movement(output: PolicyOutput, batch: PolicyBatch | ComparedPairBatch) -> _Metrics:
-    """How far the policy is from the one that sampled, and its entropy if that was computed."""
+    """Metrics of the distance to the policy that sampled, and of the entropy if it was computed."""
     logprob = output.logprob.detach()
     log_ratio = zero_where_masked_out(logprob - batch.behavior_logprob, batch.mask)
     k3 = kl_estimate(
@@ -110,7 +110,7 @@ def _movement(output: PolicyOutput, batch: PolicyBatch | ComparedPairBatch) -> _
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceLoss(Loss[PolicyBatch, PolicyOutput]):
-    """What losses of single responses share."""
+    """Base of losses on single responses."""
 
     report_entropy: bool = False
     """Compute and log the entropy."""

@@ -41,7 +41,7 @@ from ..roles.language_tables import (
 )
 
 RatioLevel = Literal["token", "sequence_mean", "sequence_product", "sequence_mean_token"]
-"""Of what the probability ratio is taken.
+"""Level at which the probability ratio is taken.
 
 `token`: of each token. `sequence_mean`: of the whole response, the geometric mean over its tokens
 (GSPO). `sequence_product`: of the whole response, the product over its tokens (RLOO).
@@ -258,10 +258,10 @@ def cross_entropy(logprob: Tensor) -> Tensor:
 
 @option_class
 class TokenAggregation:
-    """How a token loss becomes a number. See `reductions` for the modes."""
+    """Reduction of a token loss to a number. See `reductions` for the modes."""
 
     aggregation: Aggregation = "token-mean"
-    """How tokens of one row are weighed against tokens of another."""
+    """Weighing of tokens of one row against tokens of another."""
     aggregation_length: PositiveInt | None = None
     """Tokens per row that mode "constant" divides by; usually `Sampling.max_new_tokens`."""
     count_empty_rows: bool = False
@@ -319,7 +319,7 @@ def token_metric(column: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 KLGradient = Literal["as_is", "is_corrected", "straight_through_k2"]
-"""How a KL estimate inside a loss is differentiated.
+"""Gradient of a KL estimate inside a loss.
 
 `as_is`: as written; right for k2, but k3 then follows the KL from reference to policy.
 `is_corrected`: the estimate times the probability ratio, whose gradient for k3 is that of
@@ -331,7 +331,7 @@ _Metrics = Mapping[str, tuple[Tensor, Tensor]]
 
 @option_class
 class TokenPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
-    """What policy-gradient losses share: masking, aggregation, an entropy bonus and metrics."""
+    """Base of policy-gradient losses: masking, aggregation, an entropy bonus and metrics."""
 
     log_ratio_clamp: PositiveFloat | None = 20.0
     """Bound on the log of the ratio."""
@@ -407,13 +407,13 @@ class ClippedPolicyLoss(TokenPolicyLoss):
     """
 
     eps_low: FiniteFloat = 0.2
-    """How far the probability ratio may fall below 1 before the update stops."""
+    """Distance below 1 at which the probability ratio is clipped and the update stops."""
     eps_high: FiniteFloat = 0.2
-    """How far the probability ratio may rise above 1 before the update stops."""
+    """Distance above 1 at which the probability ratio is clipped and the update stops."""
     dual_clip: FiniteFloat | None = None
     """Bound, in multiples of the advantage, on the loss of a bad token that became likelier."""
     ratio_level: RatioLevel = "token"
-    """What the probability ratio is taken of; see `RatioLevel`."""
+    """Level of the probability ratio; see `RatioLevel`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -532,9 +532,9 @@ class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
     kl_coef: FiniteFloat = 0.04
     """Weight of the KL term. Without one, use the plain policy loss: it needs no reference."""
     kl_estimator: KLEstimator = "k3"
-    """Which estimator; see `kl`."""
+    """Estimator of the KL; see `kl`."""
     kl_gradient: KLGradient = "as_is"
-    """Which gradient; see `KLGradient`."""
+    """Gradient of the estimate; see `KLGradient`."""
     kl_log_ratio_clamp: PositiveFloat | None = 20.0
     """Bound on the log of policy over reference."""
     kl_value_clamp: PositiveFloat | None = None
@@ -621,7 +621,7 @@ class ClippedValueLoss(TokenAggregation, Loss[ValueBatch, ValueOutput]):
     tolerates_lag: ClassVar[bool] = True
 
     eps: NonNegativeFloat | None = 0.2
-    """How far one update may move a prediction from the old one; None for the plain error."""
+    """Largest change of a prediction in one update; None for the plain error."""
     coef: NonNegativeFloat = 1.0
     """Factor on the whole loss."""
 

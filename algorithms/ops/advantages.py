@@ -33,7 +33,7 @@ StdScores = Literal["raw", "centered"]
 mean. They differ where groups have different means."""
 
 KLPlacement = Literal["own_token", "return_to_go"]
-"""Which KL is subtracted from a token's advantage: its own, or its own and that of all after it."""
+"""KL that is subtracted from a token's advantage: its own, or its own and that of all after it."""
 
 
 @op(scope="batch")
@@ -118,7 +118,7 @@ def group_advantage(
     singleton_group: SingletonGroup = "error",
     missing: MissingScore = "zero",
 ) -> PerSample:
-    """How much better a sample is than its group: `(score - mean) / (std + eps)`.
+    """Advantage of a sample over its group: `(score - mean) / (std + eps)`.
 
     Shao et al., "DeepSeekMath", 2024, section 4.1. Without the division: Liu et al.,
     "Understanding R1-Zero-Like Training", 2025, section 3.
@@ -292,7 +292,7 @@ def remax_advantage(
     difference_clip: float | None = None,
     discount: float = 1.0,
 ) -> PerToken:
-    """How much better a sample is than the greedy response, less the KL to a reference.
+    """Advantage of a sample over the greedy response, less the KL to a reference.
 
     `own_token`: `discount^(L - t) * (score - greedy_score) - kl_coef * kl_t`, for token t of L,
     counted from 0. `return_to_go`: the discounted sum of all rewards from t on, minus the greedy

@@ -111,7 +111,7 @@ def _after_last(mask: Tensor) -> Tensor:
 def bootstrap_of(
     value: PerToken, mask: TokenMask, states: TokenMask, finished: SampleFlag
 ) -> PerSample:
-    """What a critic expects after responses that were cut off; 0 after finished ones.
+    """A critic's value of the final state of responses that were cut off; 0 after finished ones.
 
     Args:
         value: f32[rows, T], the critic's values of `states`.

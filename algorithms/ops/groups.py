@@ -14,7 +14,7 @@ SingletonGroup = Literal["error", "score", "zero"]
 """Advantage of a sample alone in its group: refuse, the score itself, or 0."""
 
 MissingScore = Literal["zero", "propagate"]
-"""How to treat a row without a score (nan): "zero" leaves it out of all statistics and gives it
+"""Treatment of a row without a score (nan): "zero" leaves it out of all statistics and gives it
 advantage 0, "propagate" leaves no finite number in its group."""
 
 

@@ -28,13 +28,13 @@ from .groups import floating
 from .reductions import check_token_columns, zero_where_masked_out
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
-"""Which function of the log-ratio estimates the KL; see the table at the top of this module."""
+"""Function of the log-ratio that estimates the KL; see the table at the top of this module."""
 
 ScoreSlot = Literal["last_token", "after_last"]
-"""Where a row's score is added: on its last sampled token, or one slot later if there is one."""
+"""Slot where a row's score is added: its last sampled token, or one slot later if there is one."""
 
 NoEos = Literal["none", "replace", "subtract", "zero"]
-"""What happens to the score of a response that was cut off before its end of sequence.
+"""Treatment of the score of a response that was cut off before its end of sequence.
 
 "zero" takes the score away, for a step that bootstraps such rows: `gae(..., bootstrap_value=...)`.
 """

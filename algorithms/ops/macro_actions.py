@@ -29,14 +29,14 @@ from .reductions import check_token_columns, zero_where_masked_out
 from .returns import GaeTargets, gae
 
 MacroId = Annotated[Tensor, i64(SAMPLE, TOKEN)]
-"""Which macro action of its row a token belongs to, from 0; -1 where the mask is False."""
+"""Number of a token's macro action in its row, from 0; -1 where the mask is False."""
 
 Termination = Literal["fixed", "random", "perplexity"]
-"""Where a macro action ends: after a fixed number of tokens, after a number sampled from a few, or
+"""End of a macro action: after a fixed number of tokens, after a number sampled from a few, or
 where the next token is no more likely than the one before it."""
 
 MacroValue = Literal["equal", "unit", "position"]
-"""How the values of a macro action's tokens weigh in its own: alike, the last one alone, or the
+"""Weights of tokens' values in that of a macro action: alike, the last one alone, or the
 i-th with 1 / i."""
 
 MacroReward = Literal["sum", "mean"]

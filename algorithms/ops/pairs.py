@@ -20,7 +20,7 @@ from ..roles.language_tables import (
 )
 
 Ties = Literal["drop", "first"]
-"""What becomes of a prompt whose responses all score the same: its pair is not trained on, or its
+"""Treatment of a prompt whose responses all score the same: its pair is not trained on, or its
 first response counts as the better one and its last as the worse."""
 
 

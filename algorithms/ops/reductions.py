@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "constant"]
-"""How a token loss becomes a number; see the table at the top of this module."""
+"""Reduction of a token loss to a number; see the table at the top of this module."""
 
 Variance = Literal["biased", "unbiased"]
 """Divide squared deviations by n ("biased") or by n - 1 ("unbiased")."""
@@ -156,7 +156,7 @@ def _exact(tokens: Tensor, mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor
 
 
 def variance_correction(variance: Variance) -> int:
-    """What is subtracted from n before squared deviations are divided by it.
+    """The number that is subtracted from n before squared deviations are divided by it.
 
     Raises:
         ValueError: If `variance` is unknown.
@@ -178,7 +178,7 @@ def _tokens_of(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def aggregation_totals(mask: Tensor) -> Tensor:
-    """What the denominators of every mode are made of; adds up over rows.
+    """Totals that the denominators of every mode are made of; they add up over rows.
 
     Args:
         mask: bool[rows, T].
@@ -225,7 +225,7 @@ def aggregation_denominator(
     length: int | None = None,
     count_empty_rows: bool = False,
 ) -> Tensor:
-    """What `mode` divides by, given totals over all rows that count; 0 if there are none.
+    """The denominator of `mode`, given totals over all rows that count; 0 if there are none.
 
     Args:
         totals: f64[3] of `aggregation_totals`, or more numbers after those three.

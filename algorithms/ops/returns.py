@@ -29,7 +29,7 @@ from ..roles.language_tables import PerRow, PerStep, StepMask
 from .reductions import check_token_columns, zero_where_masked_out
 
 Masking = Literal["transparent", "zeroed"]
-"""What a masked-out position between sampled tokens does to a backward recursion.
+"""Effect of a masked-out position between sampled tokens on a backward recursion.
 
 `transparent`: nothing, as if the position were deleted, so no discount is applied across it.
 `zeroed`: it counts as a step with reward 0 and value 0.
@@ -38,7 +38,7 @@ Masking = Literal["transparent", "zeroed"]
 
 @dataclass(frozen=True, kw_only=True)
 class GaeTargets:
-    """What an estimator gives the two losses."""
+    """Advantages and value targets, for the two losses."""
 
     advantage: PerStep
     """Advantages, not whitened."""
@@ -296,7 +296,7 @@ def _endings(
     truncated: Tensor | None,
     next_value: Tensor | None,
 ) -> tuple[Tensor | None, Tensor]:
-    """Where episodes end, and the value of the state after: 0 where they terminated."""
+    """Ends of episodes, and the value of the state after: 0 where they terminated."""
     nothing = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
     for name, flags in (("terminated", terminated), ("truncated", truncated)):
         if flags is not None and (flags.dtype != torch.bool or flags.shape != mask.shape):

@@ -69,7 +69,7 @@ def signed_score(correct: PerSample) -> PerSample:
 def overlong_penalty(
     length: PerSample, *, max_length: int, cache: int, form: OverlongForm = "piecewise"
 ) -> PerSample:
-    """What a response loses for being too long: 0 up to `max_length - cache` tokens, then linear.
+    """Penalty of a response that is too long: 0 up to `max_length - cache` tokens, then linear.
 
     In the last `cache` tokens `((max_length - cache) - length) / cache`, beyond `max_length` -1.
     Yu et al., "DAPO", 2025, equation 13. "linear" goes on falling beyond `max_length`.

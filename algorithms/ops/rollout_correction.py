@@ -56,7 +56,7 @@ class CorrectedReferencePolicyBatch(ReferencePolicyBatch):
 
 @option_class
 class RolloutCorrection:
-    """How importance weights between trainer and rollout engine are bounded."""
+    """Bounds of the importance weights between trainer and rollout engine."""
 
     mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"] = (
         "token_truncate"
@@ -159,7 +159,7 @@ def corrected_batch(
     temperature: float,
     ref_logprob: PerToken | None = None,
 ) -> PolicyBatch:
-    """What a policy loss reads of a rollout; a `ReferencePolicyBatch` if there is a `ref_logprob`.
+    """The batch of a policy loss; a `ReferencePolicyBatch` if there is a `ref_logprob`.
 
     Without a correction the loss's ratio is against the log-probabilities that the rollout came
     with, and the advantages are as given. With one, the actor evaluates every token before

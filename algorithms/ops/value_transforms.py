@@ -72,7 +72,7 @@ def two_hot_loss(logits: Tensor, value_target: Tensor, bins: Tensor) -> Tensor:
 
 
 def two_hot_value(logits: Tensor, bins: Tensor) -> Tensor:
-    """What a critic over bins expects: `symexp` of the mean bin, in the rewards' scale."""
+    """The value that a critic over bins predicts: `symexp` of the mean bin, as rewards are."""
     return symexp((logits.softmax(dim=-1) * bins).sum(dim=-1))
 
 

@@ -30,7 +30,7 @@ class AdaptivePPO(PPO):
     kl_coef: NonNegativeFloat = 0.15
     """Reward taken per nat of KL to the reference, in the first step."""
     kl_target: KLTarget = KLTarget()
-    """How the coefficient is adapted."""
+    """Adaptation of the coefficient."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -68,7 +68,7 @@ class AgentPPO(PPO):
     """Options of PPO on conversations."""
 
     sampling: Sampling = Sampling(max_new_tokens=256, max_total_tokens=2048)
-    """How turns are sampled; see `Policy.converse` for its lengths."""
+    """Sampling of turns; see `Policy.converse` for its lengths."""
     max_turns: int = 8
     """Most turns of the policy in a conversation."""
     credit: Literal["token", "turn"] = "token"
@@ -78,7 +78,7 @@ class AgentPPO(PPO):
     """Value after a conversation that ran out of turns or tokens: the critic's value of a next turn
     ("bootstrap"), or 0, as if the other side had "ended" it."""
     no_eos: Literal["none"] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """What a turn earns says the environment, also of one that was cut off."""
+    """None: the environment scores every turn, also one that was cut off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -168,7 +168,7 @@ class ArCHer:
     """Options of ArCHer."""
 
     sampling: Sampling = Sampling(max_new_tokens=256, max_total_tokens=2048)
-    """How turns are sampled; see `Policy.converse` for its lengths."""
+    """Sampling of turns; see `Policy.converse` for its lengths."""
     max_turns: PositiveInt = 8
     """Most turns of the policy in a conversation."""
     correction: RolloutCorrection | None = None
@@ -180,11 +180,11 @@ class ArCHer:
     discount: Fraction = 0.9
     """gamma, per turn."""
     critic_rounds: PositiveInt = 4
-    """How often in a step targets are computed, the critic is trained and the slower copy moves."""
+    """Rounds of a step: targets are computed, the critic is trained and the slower copy moves."""
     critic_epochs: PositiveInt = 1
     """Passes of the critic over the conversations in each round."""
     target_share: PositiveFraction = 0.5
-    """How far the slower copy moves towards the critic in each round."""
+    """Step of the slower copy towards the critic in each round."""
     action_value: ActionValue = "critic"
     """Source of Q(s, a) in advantages: the critic, as in the paper, or the "backup" that it learns
     from, which needs a good V alone and takes in what the environment answered."""

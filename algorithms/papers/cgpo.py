@@ -246,7 +246,7 @@ class Constrained:
     """Options of such steps."""
 
     sampling: Sampling = Sampling(num_samples=4, max_new_tokens=1024)
-    """How responses are sampled; the baseline's is the reference's likeliest one."""
+    """Sampling of the responses; the baseline is the reference's likeliest one."""
     epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
     num_minibatches: PositiveInt = 1
@@ -267,7 +267,7 @@ class Compared:
     baseline: Rollout
     """The reference's likeliest response to each prompt."""
     score: PerSample
-    """How likely a response is better than the baseline."""
+    """Probability that a response is better than the baseline."""
     passed: PerSample
     """1 where all constraints hold, else 0."""
     kl: PerSample
@@ -300,7 +300,7 @@ class CGPO(Constrained):
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     mean_over: MeanOver = "batch"
-    """Whose mean reward is the baseline: all responses' of the batch, those that pass, or all of
+    """Responses whose mean reward is the baseline: all of the batch, those that pass, or all of
     the same prompt."""
     loss: ReinforceLoss = ReinforceLoss(aggregation="seq-mean-token-sum", report_entropy=True)
     """The policy gradient of whole responses."""

@@ -25,7 +25,7 @@ Combination = Literal["mean", "worst_case", "uncertainty_weighted"]
 
 @option_class
 class EnsembleRule:
-    """How members' scores become one."""
+    """Rule that makes one score of the members' scores."""
 
     combination: Combination = "uncertainty_weighted"
     """See `Combination`."""

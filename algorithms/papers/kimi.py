@@ -90,7 +90,7 @@ class Kimi:
     """Options of Kimi k1.5's policy optimization."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
-    """How responses are sampled; `num_samples` is the size of a group."""
+    """Sampling of the responses; `num_samples` is the size of a group."""
     epochs: PositiveInt = 1
     """Passes over each step's rollouts."""
     num_minibatches: PositiveInt = 1

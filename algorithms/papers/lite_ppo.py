@@ -20,7 +20,7 @@ class LitePPO:
     """Options of Lite PPO."""
 
     sampling: Sampling = Sampling(num_samples=8, max_new_tokens=1024)
-    """How responses are sampled; `num_samples` is the size of a group."""
+    """Sampling of the responses; `num_samples` is the size of a group."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: PositiveInt = 1

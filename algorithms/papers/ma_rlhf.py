@@ -93,14 +93,14 @@ class MARLHF(PPO):
     """Options of MA-RLHF."""
 
     termination: Termination = "fixed"
-    """Where a macro action ends: after `macro_length` tokens ("fixed"), after a number sampled from
+    """End of a macro action: after `macro_length` tokens ("fixed"), after a number sampled from
     `macro_lengths` ("random"), or where likelihood stops rising ("perplexity")."""
     macro_length: int | None = 5
     """Tokens of a fixed macro action; None for one per response."""
     macro_lengths: tuple[int, ...] = (1, 2, 3, 5, 10)
     """Lengths that random macro actions are sampled from."""
     macro_value: MacroValue = "equal"
-    """How tokens' values make a macro action's."""
+    """Rule that makes a macro action's value of its tokens' values."""
     macro_reward: MacroReward = "sum"
     """Whether tokens' rewards add up, or are averaged as values are ("mean")."""
     macro_ratio: Literal["token", "joint"] = "token"

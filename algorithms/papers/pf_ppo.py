@@ -31,7 +31,7 @@ from ..roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, 
 from ..roles.language_tables import PromptId, Rollout
 
 Strategy = Literal["best", "best_random", "best_worst", "power"]
-"""Which responses are kept: the best; the best and others at random; the best and the worst; any,
+"""Responses that are kept: the best; the best and others at random; the best and the worst; any,
 in proportion to a power of the size of their scores."""
 
 
@@ -41,7 +41,7 @@ BEST_SHARE, OTHER_SHARE = 0.4, 0.1
 def selection_weights(
     score: Tensor, group: Tensor, *, strategy: Strategy = "best_worst", power: float = 2.0
 ) -> Tensor:
-    """How much of a group's choice each of its responses gets; adds up to 1 in every group.
+    """Probabilities of choosing each response of a group; they add up to 1 in every group.
 
     | strategy      | before they are divided by their sum                               |
     |---------------|--------------------------------------------------------------------|
@@ -193,13 +193,13 @@ class PFPPO(PPO):
     """Options of PF-PPO."""
 
     sampling: Sampling = Sampling(num_samples=5, temperature=0.7, max_new_tokens=53)
-    """How responses are sampled, before they are filtered."""
+    """Sampling of the responses, before they are filtered."""
     strategy: Strategy = "best_worst"
-    """Which responses are kept."""
+    """Responses that are kept."""
     num_kept: PositiveInt = 2
     """Responses kept per prompt; of "best" one says all."""
     power: NonNegativeFloat = 2.0
-    """How strategy "power" prefers large scores."""
+    """Exponent by which strategy "power" prefers large scores."""
     filter_scope: Literal["prompt", "batch"] = "prompt"
     """Whether responses compete with those to the same prompt, or with the whole batch."""
 

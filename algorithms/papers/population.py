@@ -26,11 +26,11 @@ class Population:
     """Options of a population of four."""
 
     learning: EnvPPO = EnvPPO()
-    """How every member learns."""
+    """Training of every member."""
     select_every: PositiveInt = 10
     """Steps from one comparison to the next."""
     mutation: NonNegativeFloat = 0.02
-    """How much an inherited weight changes on average, as a share of it."""
+    """Average change of an inherited weight, as a share of it."""
 
 
 @op(scope="group", makes_rows=True)
@@ -44,7 +44,7 @@ def own_rows(rows: EnvRows, *, member: int, num_members: int) -> EnvRows:
 def mean_return(
     reward: PerEnvStep, mask: EnvMask, *, terminated: EnvMask, truncated: EnvMask
 ) -> PerEnv:
-    """What was earned for each episode that ended, all environments together.
+    """Return per episode that ended, over all environments together.
 
     If none has ended, what was earned so far.
 

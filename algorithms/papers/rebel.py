@@ -17,7 +17,7 @@ class Rebel(PairUpdates):
     """Options of REBEL."""
 
     sampling: Sampling = Sampling(num_samples=2, temperature=0.7, max_new_tokens=53)
-    """How responses are sampled, two per prompt."""
+    """Sampling of the responses, two per prompt."""
     loss: RebelLoss = RebelLoss(report_entropy=True)
     """The regression and its step size."""
     epochs: PositiveInt = 4

@@ -35,7 +35,7 @@ class Refuel:
     """Options of REFUEL."""
 
     sampling: Sampling = Sampling(num_samples=2, max_new_tokens=256, max_total_tokens=2048)
-    """How turns are sampled; two conversations make a pair."""
+    """Sampling of turns; two conversations make a pair."""
     max_turns: PositiveInt = 8
     """Most turns of the policy in a conversation; the one in which a pair parts is below it."""
     loss: RebelLoss = RebelLoss(report_entropy=True)

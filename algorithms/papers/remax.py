@@ -23,7 +23,7 @@ class ReMax:
     """Options of ReMax."""
 
     sampling: Sampling = Sampling(max_new_tokens=53)
-    """How responses are sampled."""
+    """Sampling of the responses."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: PositiveInt = 1
@@ -46,7 +46,7 @@ class ReMax:
 
     @property
     def greedy(self) -> Sampling:
-        """How the response to compare with is sampled."""
+        """Sampling of the response to compare with."""
         return replace(self.sampling, num_samples=1, temperature=0.0)
 
     def advantage(
@@ -57,7 +57,7 @@ class ReMax:
         greedy_score: PerSample,
         ref_logprob: PerToken | None,
     ) -> PerToken:
-        """How much better each sample is than the greedy one, less the KL to the reference."""
+        """Advantage of each sample over the greedy one, less the KL to the reference."""
         kl = None
         if ref_logprob is not None:
             kl = kl_estimate(roll.mask, logprob=roll.behavior_logprob, ref_logprob=ref_logprob)

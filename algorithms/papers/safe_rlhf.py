@@ -137,7 +137,7 @@ class CostModelling:
     """Options of cost modelling."""
 
     loss: CostModelLoss = CostModelLoss()
-    """Which responses count as safe."""
+    """Loss that says which responses count as safe."""
     epochs: PositiveInt = 1
     """Passes over each step's pairs."""
     num_minibatches: PositiveInt = 1
@@ -165,7 +165,7 @@ class SafeRLHF(PPO):
     """Options of Safe RLHF."""
 
     sampling: Sampling = Sampling(max_new_tokens=512)
-    """How responses are sampled."""
+    """Sampling of the responses."""
     ascent: Ascent = Ascent()
     """The constraint, and how the multiplier follows it."""
     kl_split: Literal["full", "half"] = "full"

@@ -21,7 +21,7 @@ class SampledDistillation:
     """Options of distillation by policy gradient."""
 
     sampling: Sampling = Sampling(num_samples=4, max_new_tokens=1024)
-    """How the student's responses are sampled."""
+    """Sampling of the student's responses."""
     correction: RolloutCorrection | None = None
     """Importance weights for an engine that samples with other numbers than the trainer's."""
     epochs: PositiveInt = 1

@@ -19,7 +19,7 @@ class SelfPlay:
     """Options of self-play."""
 
     learning: EnvPPO = field(default_factory=lambda: EnvPPO(discount=1.0))
-    """How both players learn; `horizon` means nothing here, games are played to their ends."""
+    """Training of both players; `horizon` means nothing here, games are played to their ends."""
 
 
 @op(scope="row", makes_rows=True)

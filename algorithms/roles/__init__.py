@@ -1,4 +1,4 @@
-"""What roles can be asked for: contracts and tables. No formula and no worker stands here.
+"""Roles that a step may call: contracts and tables. No formula and no worker stands here.
 
 Those of language models are importable from this package; `environment` has those of environments,
 games, replays and teams.

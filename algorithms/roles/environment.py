@@ -43,13 +43,13 @@ CHOICE = Axis("choice")
 UNIT = Axis("unit")
 
 EnvId = Annotated[Tensor, i64(ENV)]
-"""Which environment a row is, the same throughout a run."""
+"""Number of a row's environment, the same throughout a run."""
 EnvGroup = Annotated[Tensor, i64(ENV), GroupId()]
 """The group a row is stepped with: all its environments live in one worker."""
 Observations = Annotated[Tensor, f32(ENV, TIME, FEATURE)]
-"""What the actor sees before each step, laid out flat and normalized."""
+"""The actor's observation before each step, laid out flat and normalized."""
 LastObservation = Annotated[Tensor, f32(ENV, FEATURE)]
-"""What it sees after a row's last step."""
+"""The observation after a row's last step."""
 Actions = Annotated[Tensor, f32(ENV, TIME, COMPONENT)]
 """Choices or numbers, as the actor sampled them; numbers are clipped by the environment only."""
 ActionMask = Annotated[Tensor, boolean(ENV, TIME, CHOICE)]
@@ -105,7 +105,7 @@ class Values:
     """A critic's values of the states of trajectories."""
 
     value: PerEnvStep
-    """Of the state before each step; where the mask is False, of the one an episode was left in."""
+    """Value of the state before each step; where the mask is False, of the one left behind."""
     bootstrap_value: PerEnv
     """Value of the state after a row's last step."""
 
@@ -120,7 +120,7 @@ class ActionEvaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class ActorCriticBatch:
-    """What the losses of an actor with a critic read."""
+    """Columns of the losses of an actor with a critic."""
 
     obs: Observations
     action: Actions
@@ -146,7 +146,7 @@ class ActorCriticOutput(PolicyOutput, ValueOutput):
 
 @dataclass(frozen=True)
 class ActionSpace:
-    """What can be done in an environment.
+    """Actions that an environment takes.
 
     Attributes:
         kind: "discrete": one choice for each component. "continuous": one number for each.
@@ -334,7 +334,7 @@ class Env(Role):
 GAME = Axis("game")
 
 GameNumber = Annotated[Tensor, i64(GAME)]
-"""Which game of a step a row is."""
+"""Number of a row's game in its step."""
 GameGroup = Annotated[Tensor, i64(GAME), GroupId()]
 """The group a game is played with: its players are asked about all of them at once."""
 
@@ -399,7 +399,7 @@ class TeamCritic(Role):
 SAMPLED_STEP = Axis("sampled_step")
 
 SampledObs = Annotated[Tensor, f32(SAMPLED_STEP, TIME, FEATURE)]
-"""What the actor saw, laid out flat."""
+"""The actor's observation, laid out flat."""
 SampledAction = Annotated[Tensor, f32(SAMPLED_STEP, TIME, COMPONENT)]
 """One choice per component."""
 PerSampledStep = Annotated[Tensor, f32(SAMPLED_STEP, TIME)]
@@ -407,7 +407,7 @@ PerSampledStep = Annotated[Tensor, f32(SAMPLED_STEP, TIME)]
 SampledFlag = Annotated[Tensor, boolean(SAMPLED_STEP, TIME)]
 """True on sampled steps that something is true of."""
 NumStored = Annotated[Tensor, i64(ENV)]
-"""How many steps a replay holds, once per environment."""
+"""Number of steps that a replay holds, once per environment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,7 +422,7 @@ class Transitions:
     action: SampledAction
     reward: PerSampledStep
     next_obs: SampledObs
-    """What the actor saw after the step, before any reset."""
+    """The observation after the step, before any reset."""
     terminated: SampledFlag
     """True if nothing comes after; an episode that was cut off goes on."""
     mask: SampledFlag
@@ -431,7 +431,7 @@ class Transitions:
 
 @dataclass(frozen=True, kw_only=True)
 class QBatch:
-    """What the loss of a Q-network reads."""
+    """Columns of the loss of a Q-network."""
 
     obs: SampledObs
     action: SampledAction

@@ -54,13 +54,13 @@ ENDINGS = ("done", "last turn", "out of tokens", "failed")
 or the other side broke."""
 
 TurnIndex = Annotated[Tensor, i64(SAMPLE, TOKEN)]
-"""Which of the policy's turns a token belongs to; -1 on all that it did not say."""
+"""Number of the policy's turn that a token belongs to; -1 on all that it did not say."""
 
 TurnNumber = Annotated[Tensor, i64(SAMPLE)]
 """A turn of each conversation."""
 
 PieceNumber = Annotated[Tensor, i64(SAMPLE)]
-"""Which of its conversation's rows each is, from 0."""
+"""Number of a row in its conversation, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Conversations(Rollout):
     branch: TurnNumber
     """The turn up to which a row is the same as its partner's; 0 where rows have no partners."""
     piece: PieceNumber
-    """Which of its conversation's rows: what a program has asked for may be no single text, and
+    """Number of the row in its conversation. What a program asked for may be no single text, and
     then its rows stand next to each other, each with the whole score."""
 
 
@@ -109,7 +109,7 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class Turn:
-    """What was sampled.
+    """A sampled turn.
 
     Attributes:
         row: The conversation.
@@ -159,7 +159,7 @@ class Turns(Protocol):
 
 
 class Agent(Role):
-    """What a policy talks with: an environment, tools, or both.
+    """The other side of a policy's conversations: an environment, tools, or both.
 
     Attributes:
         max_pieces: Most rows of one conversation.
@@ -330,7 +330,7 @@ class RewardModel(Reward):
 
 
 class ProcessReward(Role):
-    """Somebody who scores every step of a response."""
+    """A model that scores every step of a response."""
 
     model_head = "scalar"
 
@@ -341,7 +341,7 @@ class ProcessReward(Role):
 
 
 class Observer(Role):
-    """Somebody who looks at scored responses, to show or keep some."""
+    """A worker that looks at scored responses, to show or keep some."""
 
     @call("forward", scope="batch")
     def observe(

@@ -44,7 +44,7 @@ WORD = Axis("word")
 PromptTokenIds = Annotated[Tensor, i64(PROMPT, TOKEN)]
 """Token ids of a prompt, padded on the right with -1."""
 PromptKey = Annotated[Tensor, i64(PROMPT), GroupId()]
-"""Which problem of the data a prompt is; unique within a step."""
+"""Number of a prompt's problem in the data; unique within a step."""
 PromptId = Annotated[Tensor, i64(SAMPLE), GroupId()]
 """The `PromptKey` a sample answers: the sample's group."""
 TokenIds = Annotated[Tensor, i64(SAMPLE, TOKEN)]
@@ -75,7 +75,7 @@ SampleFlag = Annotated[Tensor, boolean(SAMPLE)]
 
 @option_class
 class Sampling:
-    """How responses are sampled; every engine that generates does the same with it.
+    """Sampling of responses; every engine that generates does the same with it.
 
     The options apply in the order of vLLM: `min_new_tokens`, `repetition_penalty`, `temperature`,
     `min_p`, `top_k`, `top_p`. A token's behavior log-probability is of the distribution that it was
@@ -137,7 +137,7 @@ class Sampling:
 
     @property
     def filtered_by(self) -> str:
-        """What makes the sampled distribution another than the softmax at the temperature.
+        """Options that make the sampled distribution another than the softmax at the temperature.
 
         Such as "top_p=0.9, min_p=0.05"; "" if nothing does.
         """
@@ -278,7 +278,7 @@ class ScoredPairs(PreferencePairs):
 
 
 class PolicyColumns(Protocol):
-    """What a policy-gradient loss reads of a batch, whatever its rows and steps are."""
+    """Columns of a policy-gradient loss, whatever its rows and steps are."""
 
     @property
     def mask(self) -> Tensor:
@@ -297,7 +297,7 @@ class PolicyColumns(Protocol):
 
 
 class ValueColumns(Protocol):
-    """What a value loss reads of a batch, whatever its rows and steps are."""
+    """Columns of a value loss, whatever its rows and steps are."""
 
     @property
     def mask(self) -> Tensor:
@@ -317,7 +317,7 @@ class ValueColumns(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch:
-    """What a policy-gradient loss reads."""
+    """Columns of a policy-gradient loss."""
 
     tokens: TokenIds
     mask: TokenMask
@@ -334,7 +334,7 @@ class ReferencePolicyBatch(PolicyBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class ValueBatch:
-    """What a value loss reads; `old_value` is the critic's own prediction before the update."""
+    """Columns of a value loss; `old_value` is the critic's own prediction before the update."""
 
     tokens: TokenIds
     mask: TokenMask
@@ -344,7 +344,7 @@ class ValueBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class DemonstrationBatch:
-    """What supervised fine-tuning reads."""
+    """Columns of supervised fine-tuning."""
 
     tokens: TokenIds
     mask: TokenMask
@@ -352,7 +352,7 @@ class DemonstrationBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationBatch:
-    """What distillation reads: some words in the place of each token, and a teacher's view of them.
+    """Columns of distillation: some words in the place of each token, and a teacher's view of them.
 
     `words` is what a policy is asked for by this name in any batch; see `PolicyOutput`.
     """
@@ -365,7 +365,7 @@ class DistillationBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PairBatch:
-    """What a preference loss reads; the two rows of a pair share `pair_id`."""
+    """Columns of a preference loss; the two rows of a pair share `pair_id`."""
 
     pair_id: PromptId
     tokens: TokenIds
@@ -429,14 +429,14 @@ class ScoreOutput:
 
 @dataclass(frozen=True)
 class TrainMetrics:
-    """What one train call reports, already merged over its minibatches and ranks."""
+    """Metrics of one train call, already merged over its minibatches and ranks."""
 
     metrics: dict[str, Metric]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepScores:
-    """What a process reward model says of the steps of responses.
+    """A process reward model's scores of the steps of responses.
 
     Example:
         A response of two steps, `[8, 3]` and `[9, 2]`, to the prompt `[5]`:

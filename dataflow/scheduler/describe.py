@@ -1,4 +1,4 @@
-"""What a scheduler is doing, in words, and what of it takes too long."""
+"""Description of a scheduler's state in words, with the tasks that take too long."""
 
 from __future__ import annotations
 

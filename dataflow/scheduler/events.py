@@ -335,14 +335,14 @@ class RunTrain:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Nobody needs these outputs any more."""
+    """Forget these outputs, which no task needs any more."""
 
     outputs: tuple[Output, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DropSnapshot:
-    """Nobody will load this published version any more."""
+    """Drop this published version, which no rank will load any more."""
 
     role: str
     version: int

@@ -1,4 +1,4 @@
-"""What a scheduler is given: a step as it sees it, and how far generation may run ahead.
+"""Input of a scheduler: a step as it sees it, and how far generation may run ahead.
 
 A `Flow` is what remains of a graph and a placement once tensors, devices and user code are taken
 away. It is plain data; the engine builds it from what it has checked, the scheduler runs it.
@@ -56,7 +56,7 @@ class Schedule:
     others are still sampled; rounded up to a multiple of every group's ranks, and at most one
     for each item of data that a step takes. 0: a step's rows go on together."""
     segment_tokens: int = 0
-    """How far a row may grow in one step. One that is not done goes on in the next, under newer
+    """Most entries of a row in one step. One that is not done goes on in the next, under newer
     weights, and its group counts for the step in which its last row ends. 0: every row is made in
     one step."""
     in_flight: bool = False

@@ -67,7 +67,7 @@ class Stage:
         return self.roles[role].worker or ""
 
     def starts(self, role: str) -> Mapping[str, float]:
-        """Where a role's weights come from -> the share of each in their mean; {} for none."""
+        """Sources of a role's weights -> the share of each in their mean; {} for none."""
         section = self.roles[role]
         return section.start_mean or ({section.start: 1.0} if section.start else {})
 

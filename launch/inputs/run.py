@@ -81,7 +81,7 @@ class Run:
 
     @property
     def recovery(self) -> Recovery:
-        """How often the run may go back when processes die."""
+        """Number of times that the run may go back when processes die."""
         given = self.config.recovery
         longest_s = max(Recovery.longest_pause_s, given.pause_s)
         return Recovery(given.max_restarts, given.max_repeats, given.pause_s, longest_s)

@@ -311,7 +311,7 @@ def streaming_lines(stage: Stage, schedule: Schedule, *, in_processes: bool) -> 
 
 
 def _idle(graph: Graph, placement: Placement, able: Streaming, rollout: str) -> str:
-    """Which nodes cannot begin with a part of a rollout's rows, though they could; "" if none."""
+    """Nodes that cannot begin with a part of a rollout's rows, though they could; "" if none."""
     group = placement.nodes[rollout]
     same = {group, *sharing(placement.groups).get(group, ())}
     early, late, blocked = {rollout}, set[str](), list[str]()

@@ -1,4 +1,4 @@
-"""Where a run's nodes run: as written down, as planned, or on one rank.
+"""Placement of a run's nodes: as written down, as planned, or on one rank.
 
 Planning itself is in `penstock.planner`.
 """

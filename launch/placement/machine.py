@@ -256,7 +256,7 @@ def _smaller(one: NodeGroup, other: NodeGroup) -> NodeGroup | None:
 
 
 def option_of(machine: Machine, options: Collection[str]) -> str | None:
-    """Which of the options of `cluster=` describes a machine's GPUs, if one does."""
+    """The option of `cluster=` that describes a machine's GPUs, if one does."""
     names = map(str.lower, machine.devices)
     return next((name for name in names if name in options), None)
 

@@ -1,4 +1,4 @@
-"""Where a run's nodes run: as the configuration says, as a plan's file says, or on one rank.
+"""Placement of a run's nodes: as the configuration or a plan's file says, or on one rank.
 
 What is not said there is left to the planner.
 """

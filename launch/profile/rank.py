@@ -309,7 +309,7 @@ _DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "floa
 
 
 class RankRequest(BaseModel):
-    """What a rank is to measure."""
+    """Measurements that a rank is to make."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -333,7 +333,7 @@ class RankRequest(BaseModel):
 
 
 class RankResult(BaseModel):
-    """What a rank found."""
+    """Measurements that a rank made."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

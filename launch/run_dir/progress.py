@@ -333,7 +333,7 @@ class StageProgress:
         run.tell("step", text if run.tells_step(step + 1 >= self._num_steps) else "", fields)
 
     def _waits(self) -> dict[str, float]:
-        """What the latest steps waited for, as a share of their time, the largest first."""
+        """Shares of the latest steps' time that were waited, by cause, the largest first."""
         total_s = sum(took_s for took_s, _ in self._waited)
         sums: dict[str, float] = {}
         for _, waited in self._waited:

@@ -425,7 +425,7 @@ class Measuring:
         self._judge(first_step if first_step in self._kept.steps() else 0)
 
     def pauses(self, engine: Engine) -> Pauses:
-        """Where the run is to be interrupted, and how it is measured there."""
+        """Steps at which the run is to be interrupted, and the measurement there."""
         due = range(0, self._num_steps, self._config.every or self._num_steps)
         steps = frozenset(due) - {0, *self._kept.steps()}
 

@@ -1,4 +1,4 @@
-"""What people are told of a run: notes before its first step, summary.json, a curve, some lines."""
+"""Reports of a run: notes before its first step, summary.json, a curve, some lines."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def first_notes(run: Run, *, tries: bool = False) -> list[str]:
 
 
 def statistics(run: Run) -> list[str]:
-    """How long the rows of every stage are, each line once."""
+    """Lengths of the rows of every stage, each line once."""
     tables = (source for of_stage in run.sources.values() for source in of_stage.values())
     lines = [source.statistics for source in tables if isinstance(source, TaskSource)]
     num_held_out, asked = len(run.data.task.held_out), run.held_out
@@ -92,7 +92,7 @@ def statistics(run: Run) -> list[str]:
 
 
 def about_model(run: Run) -> str:
-    """Which language model in which precision, where, and who computes it; "" if none."""
+    """The language model, its precision and place, and the engine that computes it; "" if none."""
     model = run.model
     if model.architecture.get("model_type") == MODEL_TYPE:
         return ""

@@ -427,7 +427,7 @@ class Signs:
 
 @dataclass
 class _Stretch:
-    """How long a sign has been present, or absent."""
+    """Stretch of steps in which a sign has been present, or absent."""
 
     first: int = 0
     num_steps: int = 0

@@ -55,7 +55,7 @@ _CURVES = (
 """Metrics a run can be judged by, best first, and what to write beside the axis."""
 
 CURVE_ENDS = tuple(f"/{wanted}" for wanted, _ in _CURVES)
-"""How the names of all metrics end that a curve may be of."""
+"""Endings of the names of all metrics that a curve may be of."""
 
 
 class CurveMetric(NamedTuple):

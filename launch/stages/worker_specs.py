@@ -1,4 +1,4 @@
-"""Who plays the roles of a stage, where their weights start, and the specs of their workers.
+"""Specs of a stage's workers: the players of its roles, and where their weights start.
 
 Every role that starts from the same place starts from the same weights, so a frozen reference is
 the policy as it was when the stage began.
@@ -207,7 +207,7 @@ def _check_folder(at: str, start: str, names: list[str]) -> None:
 
 
 def _env_start(at: str, worker: str, stage: Stage, role: str, earlier: list[Stage]) -> str | None:
-    """Where an actor or a critic in environments begins; None for random weights, or for none.
+    """Start of an actor or a critic in environments; None for random weights, or for none.
 
     By default at the latest earlier stage that trained such a one. A role that learns from no loss
     begins where the one of its contract does that learns: it is a copy of that, or follows it.

@@ -33,7 +33,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Constants(BaseModel):
-    """How a program uses devices and links; the same for every model, mesh and layout."""
+    """A program's use of devices and links; the same for every model, mesh and layout."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -69,7 +69,7 @@ class Constants(BaseModel):
     corrections: Mapping[CallKind, Positive] = Field(default_factory=dict[CallKind, float])
     """Kind of call -> what its predicted seconds are multiplied by, as a run has measured them."""
     source: str
-    """Where the numbers come from, for the plan to say: "analytic defaults", "fitted to ...", or
+    """Source of the numbers, for the plan to say: "analytic defaults", "fitted to ...", or
     the calibration file."""
 
     def replaced(self, **changes: Any) -> Constants:
@@ -138,11 +138,11 @@ class MeasuredCall(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str
-    """What was called, on how many rows of how many tokens."""
+    """The call, with its numbers of rows and of tokens in each."""
     width: Annotated[int, Field(ge=1)]
     """Hidden size of the model."""
     dtype: str
-    """Of its weights."""
+    """Type of its weights."""
     measured_s: Positive
     """Median over repeats, of the slowest rank."""
     predicted_s: Positive
@@ -154,7 +154,7 @@ class MeasuredCall(BaseModel):
 
 
 class DtypeConstants(BaseModel):
-    """What the engine gets out of a device with models in one dtype."""
+    """Rates that the engine reaches on a device with models in one dtype."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -198,15 +198,15 @@ class Calibration(BaseModel):
     num_threads: Annotated[int, Field(ge=1)]
     """Torch threads of one rank while it was measured."""
     executor: str
-    """What `call_s` was measured with."""
+    """Executor that `call_s` was measured with."""
     machine: str
-    """What it ran on, for people."""
+    """Machine that it ran on, for people."""
     date: str
     """Date of the measurement, as YYYY-MM-DD."""
     notes: tuple[str, ...] = ()
-    """What could not be measured, and what stands in for it."""
+    """Things that could not be measured, and what stands in for them."""
     calls: tuple[MeasuredCall, ...] = ()
-    """What the constants were found from."""
+    """Calls that the constants were fitted to."""
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:

@@ -1,4 +1,4 @@
-"""What the planner must know of an engine: what it runs, what it holds, how it computes.
+"""The planner's model of an engine: the layouts it runs, the memory it holds, how it computes.
 
 The planner knows no engine by name. Whoever plans passes an `EngineModel`, which each engine
 makes of itself (`workers/engines`); `ANY` is one that runs every layout, for plans of systems that
@@ -28,7 +28,7 @@ class EngineMemory(Protocol):
     """Bytes that an engine holds on each device; `Layout.offload` is the caller's business."""
 
     def resident(self, call: Call, layout: Layout) -> Parts:
-        """What is held between calls for the role; `call` is its train call if it has one."""
+        """Bytes held between calls for the role; `call` is its train call if it has one."""
         ...
 
     def transient(
@@ -40,7 +40,7 @@ class EngineMemory(Protocol):
         borrows: bool = False,
         rows: int | None = None,
     ) -> Parts:
-        """What is held beyond that while a call runs.
+        """Bytes held beyond that while a call runs.
 
         Args:
             call: What runs.
@@ -112,7 +112,7 @@ ANY = EngineModel(name="any")  # an engine that runs every legal layout
 
 @dataclass(frozen=True)
 class RoleEngines:
-    """What runs the calls of a role."""
+    """Engines that run the calls of a role."""
 
     # what trains and evaluates; every layout of a plan is one that it runs
     train: EngineModel = ANY

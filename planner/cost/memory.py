@@ -136,7 +136,7 @@ def _whole_logits(call: Call, layout: Layout, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Computes:
-    """What an engine does otherwise than the literature counts."""
+    """Deviations of an engine from the literature's memory counts."""
 
     saved_bytes: int = 0  # what a layer saves for its backward pass beyond that, for each token
     # call, layout and tokens computed at once -> bytes of their logits and of what is made of them

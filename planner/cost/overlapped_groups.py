@@ -1,4 +1,4 @@
-"""How many loops of stepping and asking one process should run at the same time.
+"""Number of loops of stepping and asking that one process should run at the same time.
 
 A loop steps and then asks, again and again. Part of each is the process computing, of which it can
 do one thing at a time (the interpreter's lock); the rest is waiting: for a step that sleeps or is
@@ -26,7 +26,7 @@ LEAST_GAIN = 0.05
 
 @option_class
 class LoopTimes:
-    """What one turn of a loop took, on average, while it ran alone."""
+    """Average times of one turn of a loop while it ran alone."""
 
     step_s: NonNegativeFloat  # elapsed seconds of a step
     step_cpu_s: NonNegativeFloat  # seconds of them in which the process computed

@@ -1,4 +1,4 @@
-"""How long a call takes in a layout on a mesh, and how long it takes to move weights.
+"""Time of a call in a layout on a mesh, and of moving weights.
 
 Generation is prompts once, then one token after another. A decode step reads every weight and every
 row's keys and values, waits for the launches of its kernels where they take longer (on a CPU it

@@ -1,4 +1,4 @@
-"""What the formulas of time work on: a call and a machine as plain numbers, and the answer.
+"""Operands of the formulas of time: a call and a machine as plain numbers, and the answer.
 
 Reading a pydantic model or a property costs more than a formula here, and a search evaluates
 hundreds of thousands; so what depends on the call alone or on the mesh alone is worked out once.
@@ -219,7 +219,7 @@ def _prefilled(call: Call) -> tuple[float, float]:
 # in Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
 # 2005.
 class Links(NamedTuple):
-    """What a mesh's links give a program. `stride` below is the distance of neighboring ranks.
+    """Rates of a mesh's links in a program. `stride` below is the distance of neighboring ranks.
 
     Ranks are devices 0, stride, 2 stride, ... of a block, so a node holds `node_size // stride` of
     them.

@@ -1,4 +1,4 @@
-"""What a plan is made from: clusters, models, layouts, workloads and calls, as data.
+"""Inputs of a plan: clusters, models, layouts, workloads and calls, as data.
 
 Nothing here estimates or searches.
 """

@@ -26,7 +26,7 @@ class Lengths(BaseModel):
     tokens: tuple[AtLeastOne, ...] = Field(min_length=1)
     """Length of each bin, ascending."""
     weights: tuple[Annotated[float, Field(gt=0)], ...] = ()
-    """How often each occurs, in any unit; equally often if empty."""
+    """Frequency of each, in any unit; equal if empty."""
 
     @model_validator(mode="after")
     def _fits(self) -> Lengths:
@@ -77,7 +77,7 @@ class Workload(BaseModel):
     response: Lengths
     """Response lengths."""
     segment_tokens: AtLeastOne | None = None
-    """How far a response grows in one step; what has not ended goes on in the next. None: to its
+    """Most tokens of a response in one step; what has not ended goes on in the next. None: to its
     end."""
     updates_per_train: AtLeastOne | None = None
     """Optimizer steps of one train call; by default the graph's `epochs * num_minibatches`."""

@@ -1,4 +1,4 @@
-"""What a plan is made for: devices, nodes and links, as data.
+"""The cluster of a plan: devices, nodes and links, as data.
 
 A cluster is a list of node groups; mixed and uneven clusters have several. Devices are numbered
 node by node in the order listed.
@@ -20,7 +20,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 Dtype = Annotated[str, Field(pattern=r"^(float32|bfloat16|float16)$")]
 MOST_DEVICES = 100_000
-"""Of a cluster: what is said of each device takes room and time."""
+"""Most devices of a cluster: the description of each takes room and time."""
 
 
 class _Spec(BaseModel):
@@ -33,7 +33,7 @@ class DeviceSpec(_Spec):
     """One accelerator, or the share of a CPU that one rank uses. Figures are the maker's peaks."""
 
     name: str
-    """What tables call it: "h100"."""
+    """Name in tables: "h100"."""
     memory_bytes: int = Field(ge=1, le=1 << 60)
     """Device memory, all of it."""
     flops_per_s: Mapping[Dtype, Positive] = Field(min_length=1)
@@ -100,7 +100,7 @@ class NodeGroup(_Spec):
     within: LinkSpec
     """Between devices of one node."""
     labels: Mapping[str, str] = Field(default_factory=dict[str, str])
-    """What a machine must be labeled with in Ray (`ray start --labels`) to stand for one of them:
+    """Labels that a machine must have in Ray (`ray start --labels`) to stand for one of them:
     `{ray.io/accelerator-type: H100}`."""
 
     @property
@@ -112,7 +112,7 @@ class ClusterSpec(_Spec):
     """All nodes, and the network between them."""
 
     name: str
-    """What the plan calls it."""
+    """Name in the plan."""
     node_groups: tuple[NodeGroup, ...] = Field(min_length=1)
     """In the order in which devices are numbered."""
     between: LinkSpec
@@ -134,7 +134,7 @@ class ClusterSpec(_Spec):
 
     @property
     def device_type(self) -> str:
-        """What torch calls its devices: "cpu" or "cuda"."""
+        """Torch's name of its devices: "cpu" or "cuda"."""
         return "cpu" if self.node_groups[0].device.is_cpu else "cuda"
 
     def computes_faster(self, dtype: str) -> bool:
@@ -143,7 +143,7 @@ class ClusterSpec(_Spec):
         return all(rate.get(dtype, 0.0) > rate.get("float32", 0.0) for rate in rates)
 
     def notes(self, dtypes: Iterable[str]) -> tuple[str, ...]:
-        """What to say of rates that stand for others.
+        """Notes on rates that stand for others.
 
         Args:
             dtypes: Those in which something is to be computed.

@@ -1,4 +1,4 @@
-"""How one model is spread over the devices of a group, and which ways are legal."""
+"""Layouts: the division of one model over the devices of a group, and which ways are legal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Layout(BaseModel):
     ep: AtLeastOne = 1
     """Expert parallel: dp ranks that share the experts; divides dp."""
     zero: Literal[0, 1, 2, 3] = 0
-    """Which of a trained model's states dp ranks share: 1 optimizer, 2 gradients, 3 weights."""
+    """States of a trained model that dp ranks share: 1 optimizer, 2 gradients, 3 weights."""
     sequence_parallel: bool = False
     """Whether activations between tensor-parallel regions are cut along the sequence."""
     checkpointing: bool = False

@@ -32,7 +32,7 @@ class ModelShape(BaseModel, frozen=True):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     name: str
-    """What tables call it."""
+    """Name in tables."""
     hidden_size: AtLeastOne
     """Width of the residual stream."""
     num_layers: AtLeastOne

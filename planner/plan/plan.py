@@ -143,7 +143,7 @@ class GroupPlan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
-    """What nodes and traces call it."""
+    """Name in nodes and traces."""
     num_ranks: int = Field(default=1, ge=1, le=MOST_DEVICES)
     """Worker processes in the group; as many as `devices` where those are given."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
@@ -153,7 +153,7 @@ class GroupPlan(BaseModel):
     pipeline_parallel: int = Field(default=1, ge=1)
     """Ranks among which every model's layers are divided."""
     devices: tuple[Annotated[int, Field(ge=0, lt=MOST_DEVICES)], ...] = ()
-    """Which devices of the cluster, in rank order; nothing is said about them if empty."""
+    """Devices of the cluster, in rank order; nothing is said about them if empty."""
     served: Mapping[str, str] = Field(default_factory=dict[str, str])
     """Role -> the group that serves it here: nodes that are given the role ask there, instead of a
     copy of their own."""
@@ -198,7 +198,7 @@ class Plan(BaseModel):
     nodes: Mapping[str, str] = Field(default_factory=dict[str, str])
     """Node name, or role name for all nodes of a role, -> group name; the node wins."""
     default_group: str = ""
-    """Where every other node runs; the first group if empty."""
+    """Group of every other node; the first group if empty."""
     chunks_per_rank: int = Field(default=1, ge=1, le=1024)
     """Pieces each rank of the largest group gets; more than 1 lets consumers start earlier."""
     layouts: Mapping[str, Layout] = Field(default_factory=dict[str, Layout])
@@ -214,11 +214,11 @@ class Plan(BaseModel):
     graph: str = ""
     """The fingerprint of the graph that it was made for; it is not compared if empty."""
     engines: str = ""
-    """What it was made for runs its calls, as keys of a configuration; for messages."""
+    """Engines that it was made for, as keys of a configuration; for messages."""
     num_steps: int | None = Field(default=None, ge=1)
     """Steps of the run that it was made for; not known if None."""
     prediction: Prediction | None = None
-    """What it is expected to do."""
+    """Prediction of its times and memory."""
 
     @model_validator(mode="after")
     def _fits(self) -> Plan:

@@ -1,4 +1,4 @@
-"""What every report says of a plan: its cluster, its workload, and who runs where."""
+"""Parts of every report on a plan: its cluster, its workload, and the placement of roles."""
 
 from __future__ import annotations
 

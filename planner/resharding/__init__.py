@@ -1,4 +1,4 @@
-"""Which slices of which weights go where when a model changes its layout, as data.
+"""Movement of slices of weights when a model changes its layout, as data.
 
 What carries such a plan out is in `workers/weight_sync`.
 """

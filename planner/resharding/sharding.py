@@ -1,4 +1,4 @@
-"""How an engine holds a model: which device has which indices of which logical parameter.
+"""Sharding of a model by an engine: which device has which indices of which logical parameter.
 
 A `Sharding` is plain data. It says nothing of how it came about, so an engine may describe itself
 in one, and `plan_transfer.py` moves weights between any two. `shard` writes the one that a `Layout`

@@ -1,4 +1,4 @@
-"""Where slices lie in tensors that an engine fuses, interleaves or transposes.
+"""Places of slices in tensors that an engine fuses, interleaves or transposes.
 
 None of this changes which indices a device holds, so it changes no byte of a transfer: it tells
 who carries the transfer out where to read and where to write.

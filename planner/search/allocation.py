@@ -1,4 +1,4 @@
-"""Which devices a group may have, and which groups fit into a cluster together.
+"""Devices that a group may have, and groups that fit into a cluster together.
 
 A group has whole nodes of any kinds, or a part of one node. Nodes of equal kind are
 interchangeable, wherever the cluster lists them, so they are pooled, and an allocation says only

@@ -279,7 +279,7 @@ class Choices:
 
 
 class GroupChoices:
-    """What some call groups can do when they share a mesh."""
+    """Layouts of some call groups that share a mesh."""
 
     def __init__(self, choices: Choices, call_groups: tuple[str, ...]) -> None:
         self.call_groups = call_groups

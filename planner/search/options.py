@@ -1,4 +1,4 @@
-"""What the search chooses between: groupings of call groups, and the ways to run each on a mesh.
+"""Options of the search: groupings of call groups, and the ways to run each on a mesh.
 
 The search sees durations and bytes only; where they come from is the business of the models of time
 and memory. So it can be checked against brute force on made-up tables.
@@ -41,7 +41,7 @@ class Option:
 
 
 class OptionTable(Protocol):
-    """Where the search asks for options; deterministic."""
+    """Table that the search asks for options; deterministic."""
 
     def options(self, call_group: str, mesh: Mesh, *, with_source: bool) -> Sequence[Option]: ...
 

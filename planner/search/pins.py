@@ -1,4 +1,4 @@
-"""What a person fixed before the search begins."""
+"""Decisions that a person fixed before the search begins."""
 
 from __future__ import annotations
 

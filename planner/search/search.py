@@ -1,4 +1,4 @@
-"""Where everything runs: an exact branch and bound over groups, devices and options.
+"""Search for the best placement: an exact branch and bound over groups, devices and options.
 
 minimize    seconds per step, as the scheduler will run it (`step_time.py`)
 over        partitions of the call groups into groups,

@@ -44,7 +44,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a call reads of its role: the version of `offset` trainings into step s - `lag`."""
+    """A call's read of its role: the version of `offset` trainings into step s - `lag`."""
 
     offset: int
     lag: int
@@ -116,7 +116,7 @@ _SAME = 1e-9  # two states are equal if no remaining time differs by more than t
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """How the schedule repeats: `steps` steps in `seconds`, for the first time after `after`."""
+    """Period of the schedule: `steps` steps in `seconds`, for the first time after `after`."""
 
     steps: int
     seconds: float

@@ -51,9 +51,9 @@ class AgentSpec:
     task_fingerprint: str | None = None
     """`fingerprint` of the task the prompts come from, to be sure that both are the same."""
     chat: ChatOptions = ChatOptions()
-    """How conversations are rendered."""
+    """Rendering of conversations."""
     calls: FormatName | Literal["auto"] = "auto"
-    """How calls of tools are written in a turn; `auto`: as the chat template has them, or as Hermes
+    """Format of tool calls in a turn; `auto`: as the chat template has them, or as Hermes
     does where it shows no tools. Without tools, it is what the environment makes of the text."""
     answer_limit_s: PositiveFloat = 30.0
     """Longest wait for one answer of an environment, in seconds; then its conversation ends."""

@@ -1,4 +1,4 @@
-"""Where rows come from: a local JSONL or Parquet file, or a data set that `datasets` reads.
+"""Sources of rows: a local JSONL or Parquet file, or a data set that `datasets` reads.
 
 Loading a JSONL file with `datasets` alone fails as a whole on one malformed line, so lines are
 parsed here, and `row_task` says which of them are good. Of a file nothing is downloaded, executed
@@ -188,7 +188,7 @@ class HfTaskSpec(RowTaskSpec):
     """A hub id, such as `openai/gsm8k`, a local folder, of files or of `save_to_disk`, or a format
     (`json`, `csv`, `parquet`) with `data_files`."""
     config_name: str | None = None
-    """Which configuration of the data set: `main`."""
+    """Configuration of the data set: `main`."""
     split: str = "train"
     """The split to train on; slices such as `train[:1000]` are taken where nothing is streamed."""
     held_out_split: str | None = None

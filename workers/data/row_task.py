@@ -362,7 +362,7 @@ class RowTaskSpec:
     """Options of reading and scoring rows."""
 
     num_held_out: int = 0
-    """How many different prompts to keep for evaluation, where no other rows are given for it."""
+    """Different prompts to keep for evaluation, where no other rows are given for it."""
     messages_field: str | None = None
     """Field with a whole conversation, read instead of a prompt and a response: all that the
     assistant says is imitated, and the prompt is what comes before its last turn."""

@@ -1,4 +1,4 @@
-"""What computes models: one folder per engine, and the language-model workers over any of them.
+"""Engines that compute models: one folder each, and the language-model workers over any of them.
 
 Nothing about one engine stands outside its folder and its line in the registry.
 """

@@ -43,15 +43,15 @@ class Requirement:
     install_on_cpu: str = ""
 
     def install_on(self, device: str) -> str:
-        """What to install for a kind of device, "cpu" or "cuda"."""
+        """Packages to install for a kind of device, "cpu" or "cuda"."""
         return self.install_on_cpu or self.install if device == "cpu" else self.install
 
 
 class MemorySaving(Protocol):
-    """What options of an engine's workers cost in memory, where each process has whole models."""
+    """Memory that options of an engine's workers cost, where each process has whole models."""
 
     def transient(self, call: Call, num_ranks: int, options: Mapping[str, Any]) -> Parts:
-        """What a call holds beyond what is always held.
+        """Bytes that a call holds beyond what is always held.
 
         Args:
             call: What runs.
@@ -88,7 +88,7 @@ class EngineKind:
     """
 
     planned: EngineModel
-    """What the planner is given: name, layouts it runs, memory."""
+    """The planner's model of it: name, layouts it runs, memory."""
     roles: Mapping[str, str] = field(default_factory=dict[str, str])
     """Kind of worker ("policy", "value", "reward_model") -> the class of its spec, as
     "module:Class". None for an engine that trains and evaluates nothing."""
@@ -99,7 +99,7 @@ class EngineKind:
     merges_adapters: bool = False
     """Whether it samples from weights of the model's precision with adapters merged in."""
     needs: Requirement | None = None
-    """What must be installed."""
+    """Packages that must be installed."""
     division: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.tp, layout.pp)
     """Layout -> the processes that share one data-parallel rank's matrices, and its stages of
     layers: `tensor_parallel` and `pipeline_parallel` of the worker group that runs it."""
@@ -107,13 +107,13 @@ class EngineKind:
     """Layout -> fields of the workers' spec that it decides; an engine whose workers lack those of
     `usual_options` refuses the layouts that need them."""
     saving: MemorySaving | None = None
-    """What these fields cost in memory; None if the engine cannot say."""
+    """Memory that these fields cost; None if the engine cannot say."""
     computes: Callable[[Any], str] = lambda model: "through transformers"
     """A language model without memory (`empty_model`) -> who computes its layers, for people."""
 
     @property
     def name(self) -> str:
-        """What the configuration and messages call it."""
+        """Name in the configuration and in messages."""
         return self.planned.name
 
     @property

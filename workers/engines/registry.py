@@ -20,7 +20,7 @@ ENGINES = Registry[EngineKind](
 """Name -> engine."""
 
 DEFAULT = TORCH
-"""What trains if nothing is said, and what `penstock profile` measures: it needs nothing that is
+"""The engine that trains by default, and that `penstock profile` measures: it needs nothing that is
 not installed anyway, and does everything in one process."""
 
 

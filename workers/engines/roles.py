@@ -117,13 +117,13 @@ class PolicyRecipe(Recipe):
     """Number of tokens of the tokenizer, if the model may have more: no others are sampled, and
     probabilities are of these alone."""
     mismatch: MismatchLimits = MismatchLimits()
-    """How far what it is trained on may be from its own log-probabilities."""
+    """Limits of the mismatch between sampled log-probabilities and its own."""
 
     def build(self, context: WorkerContext) -> PolicyWorker:
         return PolicyWorker(context, self)
 
     def make_generator(self, network: LanguageNetwork) -> GenerationEngine | None:
-        """What samples tokens from the same weights; None if the engine does not."""
+        """The engine that samples tokens from the same weights; None if there is none."""
         return None
 
 

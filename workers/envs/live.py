@@ -26,7 +26,7 @@ _LOG = logging.getLogger("penstock.envs")
 
 @option_class
 class Normalization:
-    """Which values are scaled, and their bounds."""
+    """Values that are scaled, and their bounds."""
 
     observations: bool = False
     """Scale observations to mean 0 and variance 1."""

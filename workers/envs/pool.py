@@ -193,7 +193,7 @@ class PoolGroup(RestartedGroup):
         return f"EnvPool's environments {self._numbers!s:.80} of '{self._name}' ({seeds})"
 
     def action_mask(self) -> NDArray[np.bool_] | None:
-        """Where an episode is over, everything is allowed."""
+        """The allowed choices; everything is allowed where an episode is over."""
         if not self.actions.masked:
             return None
         names = self._mask_names()

@@ -152,12 +152,12 @@ class EnvSpec:
     """Whether it says which choices are allowed: `info["action_mask"]`, or a method
     `action_masks`; of EnvPool also `info["legal_action_mask"]`."""
     normalization: Normalization = Normalization()
-    """What is scaled by running moments."""
+    """Quantities that are scaled by running moments."""
     step_limit_s: PositiveFloat | None = 10.0
     """Longest time of one step; an environment that takes longer is restarted. None for no limit
     but the engine's."""
     max_restarts: NonNegativeInt = 3
-    """How often environments of a group may go wrong, and be restarted, within one rollout."""
+    """Most failures of environments of a group, each with a restart, within one rollout."""
 
     def __post_init__(self) -> None:
         if self.backend == "envpool" and (self.vectorized is not None or self.num_agents > 1):

@@ -77,10 +77,10 @@ IN_PROCESS = ExecutorKind(name="in_process", create=_in_process, has_processes=F
 
 
 DEFAULT_EXECUTOR = "in_process"
-"""Where a run computes by default: in the calling process."""
+"""The executor of a run by default: the calling process."""
 
 PARALLEL_EXECUTOR = "ray"
-"""What several processes run on by default."""
+"""The executor that runs several processes by default."""
 
 EXECUTORS = Registry[ExecutorKind](
     {

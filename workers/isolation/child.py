@@ -1,4 +1,4 @@
-"""What runs in a child process: a script of the standard library alone, so that it starts fast.
+"""The program of a child process: a script of the standard library alone, so that it starts fast.
 
 `child.py LIFELINE` serves calls. It speaks JSON, one message a line. First comes a setup of
 `{"nonce", "path"}` and either `{"factory", "arguments"}`, from which a verifier is made, or
@@ -40,7 +40,7 @@ from typing import Any, NoReturn
 
 DEATH_SIGNAL, SUBREAPER = 1, 36  # PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux's prctl
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
-"""What user code may raise that counts as its failure. KeyboardInterrupt and other exceptions of
+"""Exceptions of user code that count as its failure. KeyboardInterrupt and other exceptions of
 that kind are left out where signals raise them too."""
 _OURS = tuple(
     f"{Path(__file__).resolve().parents[2] / name}{os.sep}"
@@ -48,13 +48,13 @@ _OURS = tuple(
 )
 """Folders of this package: frames in them say nothing to somebody whose function failed."""
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""What is sent to a process from outside. All else comes of what it does itself."""
+"""Signals that are sent to a process from outside. All others come of what it does itself."""
 _HEAD, _TAIL = 1000, 3000
 """Characters of an error that are told. As JSON a character takes 12 bytes at most."""
 
 
 def supervised(command: tuple[str, ...]) -> tuple[str, ...]:
-    """What to start instead of a command, so that nothing of it is left."""
+    """The command to start instead of a command, so that nothing of it is left."""
     return (sys.executable, "-I", "-S", str(Path(__file__).resolve()), "run", *command)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # each import that is left out makes every run faster
     from typing import Any, TextIO
 
 CONFINED = b"confined"
-"""What is told on a descriptor of its own before the first untrusted line runs, or else why not."""
+"""The message on a descriptor of its own before the first untrusted line runs, or else why not."""
 FOLDER = "/penstock_folder"  # the one place that can be written to, in namespaces
 
 _READ, _READ_DIR, _WRITE = 1 << 2, 1 << 3, 1 << 1
@@ -254,7 +254,7 @@ def _called(namespace: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for: sets as sorted lists, all else as its text."""
+    """Convert what JSON has no word for: sets to sorted lists, all else to its text."""
     return sorted(value) if isinstance(value, (set, frozenset)) else repr(value)
 
 

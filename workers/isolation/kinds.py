@@ -45,7 +45,7 @@ class SandboxKind:
 
     @property
     def folder(self) -> str:
-        """Where a program starts, which is its home."""
+        """The folder that a program starts in, which is its home."""
         if self.has_folder:
             return FOLDER
         return tempfile.gettempdir() if self is LIMITS else "/"
@@ -69,7 +69,7 @@ class SandboxKind:
     def command(
         self, code: Path | None, descriptor: int, *, python_environment: bool = False
     ) -> list[str]:
-        """What to start, for a process (`confine.py` in `code`) told on `descriptor` the rest.
+        """The command of a process (`confine.py` in `code`) that is told on `descriptor` the rest.
 
         -I -S: neither the environment nor installed packages have a say. With `python_environment`
         variables such as `PYTHONHASHSEED` count.
@@ -82,7 +82,7 @@ class SandboxKind:
         return [*_bubblewrap(folder, python[0]), *python] if self is BUBBLEWRAP else python
 
     def setup(self) -> dict[str, Any]:
-        """What the process is told of its confinement."""
+        """The message to the process about its confinement."""
         made: dict[str, Any] = {"kind": self.name, "folder": self.folder}
         if self is not LIMITS:
             made["readable"] = [path for _, path in _readable()]
@@ -106,7 +106,7 @@ def _filter() -> str:
 
 @lru_cache(maxsize=1)
 def _readable() -> Sequence[tuple[str, str]]:
-    """Where Python's library and the system's libraries are, and what they look up.
+    """Places of Python's library and the system's libraries, and of what they look up.
 
     Pairs of the real path and the one it is known by; both may be asked for.
     """
@@ -200,7 +200,7 @@ _ALLOWED: dict[str, tuple[int, int]] = {
 
 _CLONE3 = 435
 _THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
-"""What glibc and musl start a thread with: one that shares everything, descriptors included."""
+"""Flags of glibc and musl for a thread: one that shares everything, descriptors included."""
 _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
 """Duplicates, flags and locks of files; no owner or signal (F_SETOWN, F_SETSIG), lease or notice
 of changes, no size of pipes."""

@@ -68,7 +68,7 @@ class NotStarted(Exception):
 
 @dataclass(frozen=True)
 class CallResult:
-    """What a call came to: a value, or an error in words."""
+    """Result of a call: a value, or an error in words."""
 
     value: Any = None
     error: str | None = None

@@ -47,12 +47,12 @@ _TICKS_S = 0.25  # the kernel counts by the tick, and late on a busy machine
 _START_S = 30.0  # seconds until a process is confined; they do not count as the program's
 _LOOK_S = 0.05  # between two looks at how many threads an interpreter has
 _RESULT_BYTES = 1 << 20
-"""What is read of a program's results: in no time, whatever they are made of."""
+"""Bytes that are read of a program's results: in no time, whatever they are made of."""
 
 
 @option_class
 class Limits:
-    """What one run may use."""
+    """Limits of one run."""
 
     time_s: PositiveFloat = 4.0
     """Seconds by the clock from its first line on, and of CPU time, rounded up."""
@@ -65,7 +65,7 @@ class Limits:
     threads: PositiveInt = 64
     """Threads at once; more end the run."""
     output_bytes: PositiveInt = 65_536
-    """What is kept of each of its output streams."""
+    """Bytes that are kept of each of its output streams."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Ran:
     stdout: str
     stderr: str
     results: Sequence[Mapping[str, Any]] = ()
-    """Of each call, then of each assertion, as far as it got: `{"value"}` or `{"error"}`."""
+    """Results of each call, then of each assertion, as far as it got: a `value` or an `error`."""
     timed_out: bool = False
 
 
@@ -534,7 +534,7 @@ def _text(file: IO[bytes], num_bytes: int) -> str:
 
 
 def _results(file: IO[bytes], num_lines: int) -> list[Mapping[str, Any]]:
-    """Of the first lines those that can be read; a program may have written there too."""
+    """Read those of the first lines that can be read; a program may have written there too."""
     found: list[Mapping[str, Any]] = []
     for line in os.pread(file.fileno(), _RESULT_BYTES, 0).split(b"\n", num_lines)[:num_lines]:
         try:

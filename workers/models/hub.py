@@ -136,7 +136,7 @@ PACKAGED: Mapping[str, PackagedModel] = {
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: `PENSTOCK_CACHE`, or `penstock` in the user's cache."""
+    """Folder of converted models: `PENSTOCK_CACHE`, or `penstock` in the user's cache."""
     own = os.environ.get("PENSTOCK_CACHE")
     if own:
         return Path(own)

@@ -40,7 +40,7 @@ _ALPHA = 32.0
 
 @option_class
 class LoraSpec:
-    """Which weights get adapters, and how large and how strong they are.
+    """Weights that get adapters, and the adapters' size and strength.
 
     Engines compute with what `resolved` returns; nothing else reads the folder's settings.
     """

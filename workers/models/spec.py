@@ -190,7 +190,7 @@ HeadName = Literal["lm_head", "value_head", "score"]
 """Name of the head in checkpoints."""
 
 HEAD_FILE = "head.safetensors"
-"""Where a value or reward model keeps its head, beside the backbone's own files."""
+"""File of a value or reward model's head, beside the backbone's own files."""
 
 
 class HeadedModel(nn.Module):

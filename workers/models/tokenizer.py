@@ -169,7 +169,7 @@ PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
 """The default alphabet: printable ASCII and the line feed."""
 
 END_MARK = "\ufdd0"
-"""What a chat template of one of our own tokenizers writes for the end of sequence, which no
+"""Mark of the end of sequence in a chat template of one of our own tokenizers, which no
 spelled name of a token stands for. It is no character of Unicode, so no text holds it; where a
 message does, it is taken out."""
 
@@ -445,7 +445,7 @@ class Tokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSpec:
-    """Which tokenizer a run uses."""
+    """The tokenizer of a run."""
 
     kind: Literal["char", "byte", "folder"] = "char"
     """`char`: a token per character of `alphabet`. `byte`: a token per UTF-8 byte, for any text.

@@ -294,7 +294,7 @@ class JudgeSpec(ChatClientOptions):
     """Recipe for a `Judge`; a `WorkerSpec`."""
 
     task: SkipValidation[TaskSpec]
-    """Where prompts and answers come from."""
+    """Source of prompts and answers."""
     tokenizer: SkipValidation[TokenizerSpec]
     """The policy's tokenizer."""
     system: str | None = None

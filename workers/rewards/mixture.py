@@ -61,7 +61,7 @@ class MixturePart:
     weight: Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)] = 1.0
     """Factor on its score."""
     at_least: Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)] | None = None
-    """What a response must score to pass; None if this part is no constraint."""
+    """Least score that passes; None if this part is no constraint."""
     options: Mapping[str, Any] | None = None
     """Fields of that worker's spec."""
 
@@ -75,7 +75,7 @@ class MixtureSpec:
     """Recipe for a `RewardMixture`; a `WorkerSpec`."""
 
     task: SkipValidation[TaskSpec]
-    """Where prompts and answers come from."""
+    """Source of prompts and answers."""
     tokenizer: SkipValidation[TokenizerSpec]
     """The policy's tokenizer."""
     parts: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -83,7 +83,7 @@ class MixtureSpec:
     output: Literal["sum", "passed"] = "sum"
     """The weighted sum, or 1 where all constraints hold and 0 elsewhere."""
     violation_score: Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)] = 0.0
-    """What a response that violates a constraint gets in place of the sum."""
+    """Score of a response that violates a constraint, in place of the sum."""
     unscored: float | None = None
     """Score of a response that a part cannot score; null leaves it out of training."""
     task_fingerprint: str | None = None

@@ -73,7 +73,7 @@ class RuleRewardSpec:
     """Recipe for a `RuleReward`; a `WorkerSpec`."""
 
     task: SkipValidation[TaskSpec]
-    """Where prompts and verifier come from."""
+    """Source of prompts and verifier."""
     tokenizer: SkipValidation[TokenizerSpec]
     """The policy's tokenizer."""
     partial_credit: bool = True
@@ -83,7 +83,7 @@ class RuleRewardSpec:
     num_processes: Annotated[Int, Ge(1), Le(MOST_PROCESSES)] = 2
     """Processes for such verifiers."""
     verifier: str | None = None
-    """Which verifier compares a response with the problem's answer: `exact_match`, `math_verify`,
+    """Verifier that compares a response with the problem's answer: `exact_match`, `math_verify`,
     `instructions`, `code_tests`, or your `module:function`; the task's own by default."""
     verifier_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further arguments of that verifier, such as `{mode: loose}` of `instructions`."""

@@ -125,7 +125,7 @@ def _parsed(key: str, file: Path) -> tuple[str, Box]:
 
 
 def state_file(kind: str, process: int | None) -> str:
-    """Where "weights" or "optimizer" lie: all of them, or what one process of several wrote."""
+    """File of "weights" or "optimizer": of all of them, or of what one process of several wrote."""
     return f"{kind}.safetensors" if process is None else f"{kind}-{process:05d}.safetensors"
 
 

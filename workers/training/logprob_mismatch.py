@@ -33,7 +33,7 @@ class MismatchError(PenstockError):
 
 @option_class
 class MismatchLimits:
-    """When the two are compared, and how far apart they may be."""
+    """Times of comparing the two, and the largest distance between them."""
 
     every: PositiveInt = 1
     """Steps from one comparison to the next; a worker's first train call is one always."""

@@ -47,7 +47,7 @@ class OptimizerSpec:
     schedule: Literal[
         "constant", "linear", "cosine", "constant_with_warmup", "cosine_with_min_lr"
     ] = "constant"
-    """How the learning rate falls after warm-up: not at all, or to `min_lr_ratio` of the peak. The
+    """Decay of the learning rate after warm-up: none, or to `min_lr_ratio` of the peak. The
     last two are what transformers calls the first and the third; they are the same here."""
     warmup_calls: NonNegativeInt = 0
     """Train calls over which the learning rate rises: call n (from 0) uses (n + 1) / warmup."""
@@ -56,7 +56,7 @@ class OptimizerSpec:
     total_calls: NonNegativeInt = 0
     """Train calls over which a schedule falls, warm-up included; 0 stands for all of the stage."""
     min_lr_ratio: Fraction = 0.0
-    """Where a falling schedule ends, as a fraction of the peak."""
+    """End of a falling schedule, as a fraction of the peak."""
     restart_every_call: bool = False
     """Begin every train call without moments, as the first one does (Kimi k1.5, section 2.3.2)."""
     frozen: tuple[str, ...] = ()

@@ -144,7 +144,7 @@ def frozen_names(network: Network, patterns: Sequence[str], role: str) -> frozen
 
 
 def frozen_spans(network: Network, names: frozenset[str]) -> list[tuple[int, int]]:
-    """Where those parameters lie in a process's gradient, f32[size]: begin and end, in order.
+    """Places of those parameters in a process's gradient, f32[size]: begin and end, in order.
 
     Uses the network's gradient buffer: what was in it is gone.
     """
@@ -278,7 +278,7 @@ class Trainer(Generic[O]):
         epochs: int,
         key: CallKey,
     ) -> TrainMetrics:
-        """What a call does after its last step, and its metrics."""
+        """Finish a call after its last step, and return its metrics."""
         lr = self._spec.lr_at(self.calls)
         self.calls += 1
         metrics = sums.merged(self._group) | dict(agreed)
@@ -371,7 +371,7 @@ class Trainer(Generic[O]):
         return [f"weights {some(names)}"] if names else []
 
     def _end_comparing(self, key: CallKey, limits: MismatchLimits) -> dict[str, Metric]:
-        """What the minibatch just looked at says of its sampler; refuses one that disagrees."""
+        """Compare the minibatch just looked at with its sampler; refuse one that disagrees."""
         if self._mismatch is None:
             return {}
         found = self._mismatch.metrics()

@@ -26,7 +26,7 @@ _NOT_A_REPLY = (
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierSpec:
-    """How another process makes a task's verifier; everything in it is JSON.
+    """Recipe for a task's verifier in another process; everything in it is JSON.
 
     Example:
         `VerifierSpec(factory="penstock.workers.verifiers.verifiers:make_verifier",

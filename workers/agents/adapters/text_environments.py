@@ -257,7 +257,7 @@ class OpenEnvTaskSpec(SeededSpec):
     """A server, and how texts become actions."""
 
     url: str
-    """Where the server listens: `http://localhost:8000`."""
+    """Address of the server: `http://localhost:8000`."""
     observation_field: str = "text"
     """The field of an observation that the policy reads; its value is a text."""
     action_field: str = "text"

@@ -158,7 +158,7 @@ def _text(content: Any, at: str) -> str:
 
 
 def _function_of(given: Any) -> dict[str, Any] | None:
-    """What a call or a tool names; None if it names nothing."""
+    """The function that a call or a tool names; None if it names nothing."""
     function = given.get("function") if isinstance(given, dict) else None
     named = isinstance(function, dict) and isinstance(function.get("name"), str)
     return cast("dict[str, Any]", function) if named else None

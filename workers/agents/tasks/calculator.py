@@ -103,7 +103,7 @@ class CalculatorTaskSpec(GeneratedSpec):
     max_digits: Int = 3
     """Most digits of a number."""
     operators: str = "+-*"
-    """What stands between numbers, each as likely as the others."""
+    """Operators between numbers, each as likely as the others."""
     prompt_template: str = "{expression}"
     """The prompt, with `{expression}` where the expression stands: a model that knows language
     needs to be told what to do."""

@@ -113,7 +113,7 @@ class MazeTaskSpec(GeneratedSpec):
     """Whether to speak in sentences, for a model that knows language. Moves are `up` or `move up`
     then, and letters are understood as well."""
     random_share: Fraction = 0.25
-    """How many of the expert's moves are random ones."""
+    """Share of the expert's moves that are random."""
 
     def build(self) -> MazeTask:
         return MazeTask(self)
@@ -230,7 +230,7 @@ class TwentyQuestionsTaskSpec(GeneratedSpec):
     max_turns: PositiveInt = 20
     """Questions and guesses together."""
     random_share: Fraction = 0.5
-    """How many of the expert's questions are random ones."""
+    """Share of the expert's questions that are random."""
     prompt_template: str = "{objects}"
     """The prompt, with `{objects}` where the candidates stand: a model that knows language needs to
     be told what to do."""

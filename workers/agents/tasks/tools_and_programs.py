@@ -67,7 +67,7 @@ class ToolTaskSpec:
     ["my_module:lookup"]}`, `{kind: python}`, `{kind: mcp, command: [my-server]}`, `{kind: search,
     path: texts.jsonl}`."""
     limits: ToolLimits = field(default_factory=ToolLimits)
-    """How much a conversation may do."""
+    """Limits of a conversation."""
     tells_calls: bool = False
     """Whether prompts or demonstrations teach how the tools are called, so that nothing is shown in
     place of a chat template that shows no tools."""

@@ -236,19 +236,19 @@ class McpTools:
     """Program and arguments of a server that speaks over its standard input and output; or give
     `url`."""
     url: str | None = None
-    """Of a server that speaks over HTTP."""
+    """Address of a server that speaks over HTTP."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What the server finds in its environment besides a few harmless variables of ours."""
+    """Environment variables of the server, besides a few harmless ones of ours."""
     time_limit_s: Annotated[FiniteFloat, Gt(0), Le(86400)] = 30.0
     """Seconds one call may take."""
     start_limit_s: Annotated[FiniteFloat, Gt(0), Le(86400)] = 30.0
     """Seconds a server may take to start and answer."""
     max_restarts: NonNegativeInt = 3
-    """How often a lost server is started again, in the whole run or in a conversation."""
+    """Most restarts of a lost server, in the whole run or in a conversation."""
     per_conversation: bool = False
     """Whether each conversation has a server of its own, for servers that remember."""
     max_bytes: Annotated[Int, Ge(1), Le(1 << 26)] = 16_384
-    """Of a result, as UTF-8; of a longer one the beginning is told, and how much is missing."""
+    """Largest result, as UTF-8; of a longer one the beginning is told, and how much is missing."""
     allowed: tuple[str, ...] | None = None
     """Names of the tools that a model may call; all if not given."""
     deterministic: bool = False

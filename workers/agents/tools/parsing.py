@@ -144,7 +144,7 @@ _DECODER = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=distinct
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _UNTAGGED = re.compile(r'\{\s*"(?:name|type)"\s*:')
-"""How a call begins that has no tag; another object may be an answer."""
+"""Beginning of a call that has no tag; another object may be an answer."""
 
 
 def _scanned(
@@ -371,7 +371,7 @@ _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _NAMED = re.compile(r"([A-Za-z_]\w*)(?:\s+(.*))?", re.DOTALL)
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
 _MOST_TEMPLATE_CHARS = 1 << 16
-"""What a tokenizer's own parser is given: how long it takes is not ours to say."""
+"""Longest turn that a tokenizer's own parser is given: how long it takes is not ours to say."""
 
 
 def call_parser(format: FormatName, tokenizer: Tokenizer | None = None) -> CallParser:

@@ -45,7 +45,7 @@ class PythonTools:
     """The tool `python(code)`."""
 
     name: str = "python"
-    """What the model calls."""
+    """Name of the tool, as the model calls it."""
     time_limit_s: Annotated[FiniteFloat, Gt(0), Le(86400)] = 5.0
     """Seconds one piece of code may take, from its turn on."""
     cpu_limit_s: Annotated[FiniteFloat, Gt(0), Le(86400)] = 60.0
@@ -55,7 +55,7 @@ class PythonTools:
     num_processes: Annotated[Int, Ge(1), Le(256)] = 2
     """Pieces at once; there may be more interpreters, which are stopped."""
     max_bytes: Annotated[Int, Ge(1), Le(1 << 26)] = 16_384
-    """Of a result, as UTF-8; of a longer one the beginning is told, and how much is missing."""
+    """Largest result, as UTF-8; of a longer one the beginning is told, and how much is missing."""
     minimum: str = LANDLOCK.name
     """The weakest kind of sandbox to run in."""
     deterministic: bool = False

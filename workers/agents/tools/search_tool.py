@@ -81,15 +81,15 @@ class SearchTools:
     texts: tuple[str, ...] = ()
     """Texts to search instead of a file's."""
     name: str = "search"
-    """What the model calls."""
+    """Name of the tool, as the model calls it."""
     num_results: PositiveInt = 3
     """Texts that a call shows, the best first."""
     max_chars: PositiveInt = 500
     """Characters that are shown of each text, its title included."""
     k1: NonNegativeFloat = 1.2
-    """Of BM25: how much a word counts that stands in a text several times."""
+    """BM25's weight of a word that stands in a text several times."""
     b: Fraction = 0.75
-    """Of BM25: how much long texts lose, from 0 to 1."""
+    """BM25's penalty of long texts, from 0 to 1."""
 
     def build(self) -> Tool:
         if not self.name.isidentifier():

@@ -1,4 +1,4 @@
-"""Which process computes which part of a model: the device mesh of an FSDP group.
+"""The device mesh of an FSDP group: which process computes which part of a model.
 
 A data-parallel rank is `tensor_parallel` processes that share a model and get the same rows. They
 form a grid: `shards` of them divide the weights by rows (FSDP2) and take different rows of a call,
@@ -37,7 +37,7 @@ from ...training.network import Outputs
 from ..divided_network import join_processes
 
 ATTENTION = "penstock_context_parallel"
-"""What transformers knows `attend` by."""
+"""Name of `attend` in transformers."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class CutRows:
     context: ContextGroup  # The processes that have the others
 
     def whole(self, found: Tensor) -> Tensor:
-        """What was found at these reads, [n, ...], at all of the whole rows', [num_reads, ...].
+        """Gather the values at these reads, [n, ...], into those of whole rows, [num_reads, ...].
 
         Every process gets the same, and computes the gradient of its own, as if it alone went
         backward through the result.
@@ -133,7 +133,7 @@ def attend(
 
 
 def _looks_at(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Which of a row's first keys the last of their queries look at, bool[queries, keys]."""
+    """The first keys of a row that the last of their queries look at, bool[queries, keys]."""
     if device.type == "cuda":  # says the same to kernels that need no mask, and share key heads
         return causal_lower_right(num_queries, num_keys)
     every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)

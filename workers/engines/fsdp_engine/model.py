@@ -54,7 +54,7 @@ class FsdpModel(nn.Module):
 
     @property
     def parts(self) -> list[FSDPModule]:
-        """What is gathered at once: each layer, and the rest."""
+        """Modules that are gathered at once: each layer, and the rest."""
         return [part for part in self.modules() if isinstance(part, FSDPModule)]
 
     def keep_gathered(self) -> None:

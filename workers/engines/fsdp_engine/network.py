@@ -47,7 +47,7 @@ class FsdpAdamW(AdamW):
         return self._replicas.sum_(grad)
 
     def _norm(self, own: Tensor) -> float:
-        """Of all processes; replicas are counted as one."""
+        """The norm over all processes; replicas are counted as one."""
         square = square_sum(own, self._counted)
         if self._replicas.rank > 0:
             square.zero_()

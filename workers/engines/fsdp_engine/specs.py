@@ -19,16 +19,16 @@ from .network import FsdpNetwork
 
 @option_class
 class FsdpOptions:
-    """How this engine makes the network of any role.
+    """Options of this engine's network, of any role.
 
     Tensor parallelism is for Llama, Qwen2 and Qwen3.
     """
 
     shards: PositiveInt | None = None
-    """How many of the processes that share a model (`executor.tensor_parallel`) divide its weights
+    """Number of a model's processes (`executor.tensor_parallel`) which divide its weights
     by rows and share out a call's rows; tensor parallelism divides by the rest. By default all."""
     context_parallel: PositiveInt = 1
-    """How many shards share every row, each computing a part of its tokens; divides `shards`. For
+    """Shards that share every row, each computing a part of its tokens; divides `shards`. For
     Llama, Qwen2 and Qwen3."""
     reshard_after_forward: bool = True
     """Whether a layer's gathered weights are given up after its forward pass and gathered again
@@ -80,7 +80,7 @@ def _first_trained(
 
 
 def _source(spec: ModelSpec, model: FsdpModel, head: Head) -> TensorSource:
-    """Of the families whose files are known only what a process needs is read."""
+    """The source of weights; of families whose files are known only what a process needs."""
     if model.known:
         return model_source(spec, head)
     if not head.is_scalar:

@@ -1,4 +1,4 @@
-"""Which process computes which part of a model: megatron-core's process groups, made once.
+"""Megatron-core's process groups, made once: which process computes which part of a model.
 
 A data-parallel rank is `tensor_parallel` x `pipeline_parallel` processes that share a model and get
 the same rows. With expert parallelism n, n of the former divide a mixture's experts and take

@@ -47,7 +47,7 @@ from .declaration import check_family
 
 @dataclass(frozen=True)
 class Experts:
-    """Which part of a model's mixtures a process has."""
+    """The part of a model's mixtures that a process has."""
 
     shape: ModelShape  # Sizes of the model
     normalizes: bool  # Whether the chances of a token's experts are scaled to add up to 1
@@ -137,7 +137,7 @@ class Mixture(nn.Module):
         return leave(mixed.view(whole.shape)), None
 
     def _chosen(self, tokens: Tensor) -> Tensor:
-        """What each token's experts say, weighted, [n, hidden]; of this process's part of them."""
+        """Weighted output of each token's experts, [n, hidden]; of this process's part of them."""
         chance, chosen = self._route(tokens)
         number = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)  # by expert
@@ -155,7 +155,7 @@ class Mixture(nn.Module):
         return (best / best.sum(-1, keepdim=True) if self._part.normalizes else best), chosen
 
     def _computed(self, sent: Tensor, counts: Tensor) -> Tensor:
-        """What experts say of tokens that lie expert by expert, `counts` i64[experts] of each."""
+        """Outputs of experts for tokens that lie expert by expert, `counts` i64[experts] each."""
         group = self._part.group
         if group is None:
             return self.experts(sent, counts.tolist())

@@ -72,7 +72,7 @@ class MegatronNetwork(DividedNetwork):
         self._num_shared = min(divided, default=len(self.flat.data))
 
     def engine_name(self, name: str) -> str:
-        """What `layout` calls a tensor of `flat`."""
+        """The name in `layout` of a tensor of `flat`."""
         if name.startswith(_LAYER):
             layer, rest = name.removeprefix(_LAYER).split(".", 1)
             return f"{_LAYER}{int(layer) + self._offset}.{rest}"
@@ -116,7 +116,7 @@ class MegatronNetwork(DividedNetwork):
         return JoinedAdamW(data, spec, [shared, experts], [split, len(data) - split])
 
     def states(self, tokens: Tensor) -> Tensor:
-        """What this stage sends on, [T, rows, D]; tokens i64[rows, T] count in the first alone."""
+        """States that this stage sends, [T, rows, D]; tokens i64[rows, T] count in the first."""
         return self._backbone(
             input_ids=self._padded(tokens, 0).clamp(min=0), position_ids=None, attention_mask=None
         )
@@ -205,7 +205,7 @@ class MegatronNetwork(DividedNetwork):
         return grad
 
     def _counted(self) -> list[tuple[int, int]]:
-        """Where in the buffers those tensors lie that count in the gradient's norm, runs as one.
+        """Places in the buffers of the tensors that count in the gradient's norm, runs as one.
 
         Each has the same gradient in all processes that share it, so the first of those that share
         a model counts.

@@ -96,7 +96,7 @@ def _renamed(tensor: str) -> str:
 
 @option_class
 class MegatronOptions:
-    """How this engine makes the network of any role, of the `FAMILIES` in `declaration`.
+    """Options of this engine's network, of any role, for the `FAMILIES` in `declaration`.
 
     The other parallel sizes are the worker group's.
     """
@@ -104,7 +104,7 @@ class MegatronOptions:
     sequence_parallel: bool = False
     """Cut activations between tensor-parallel regions along the sequence."""
     expert_parallel: PositiveInt = 1
-    """How many of the processes that share a model (`executor.tensor_parallel`) divide a mixture's
+    """Number of a model's processes (`executor.tensor_parallel`) which divide a mixture's
     experts and share out a call's rows; tensor parallelism divides by the rest."""
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward pass, which computes the rest again."""

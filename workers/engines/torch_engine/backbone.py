@@ -40,7 +40,7 @@ class LowRank:
 
 
 Adapters = tuple[LowRank | int, ...]
-"""Of linear maps that are computed as one: each one's adapter, or how wide it is without."""
+"""Adapters of linear maps that are computed as one, or the width of a map without one."""
 
 
 def _low_rank(linear: Any) -> LowRank | None:
@@ -62,7 +62,7 @@ def adapters_of(linears: Sequence[Any]) -> Adapters | None:
 
 
 def added(x: Tensor, adapters: Adapters) -> Tensor:
-    """What adapters of maps computed as one add to their outputs, [N, all outs]."""
+    """Outputs that adapters of maps computed as one add to theirs, [N, all outs]."""
     parts = [a(x) if isinstance(a, LowRank) else x.new_zeros(len(x), a) for a in adapters]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 

@@ -230,7 +230,7 @@ class TorchSaving:
 
 
 def torch_resident_parts(call: Call, *, trains: bool = True) -> Parts:
-    """What a worker holds between calls, whole on every rank.
+    """Bytes that a worker holds between calls, whole on every rank.
 
     Weights; from its first train call on gradients and Adam's moments too.
     """
@@ -250,7 +250,7 @@ def torch_transient_parts(
     call: Call, *, num_ranks: int = 1, micro_batch_tokens: int = MICRO_BATCH_TOKENS,
     max_decode_rows: int = _DECODE_ROWS, checkpointing: bool = False, on_cpu: bool = True,
 ) -> Parts:  # fmt: skip
-    """What a call adds while it runs: the largest of its moments."""
+    """Bytes that a call adds while it runs: the largest of its moments."""
     rows = -(-call.num_sequences // num_ranks)
     if call.kind == "generate":
         return max(_generate(call, rows, max_decode_rows), key=sum)
@@ -311,7 +311,7 @@ def _sizes(shape: ModelShape) -> _Sizes:
 
 
 def _indices(shape: ModelShape, pack: PackSizes) -> int:
-    """Where the heads of tokens stand, and what each token's rotation is."""
+    """Bytes of where the heads of tokens stand, and of what each token's rotation is."""
     heads = shape.num_heads * (pack.queries + pack.tokens)
     keys = shape.num_key_heads * (pack.keys + pack.tokens)
     return _INDEX * (heads + keys) + pack.masked + pack.tokens * shape.head_dim * shape.dtype_bytes
@@ -374,7 +374,7 @@ def _train(call: Call, pack: PackSizes, checkpointing: bool, on_cpu: bool) -> li
 
 
 def _feed_forward_back(shape: ModelShape, tokens: int) -> int:
-    """What the backward pass through a layer's feed-forward adds to what was kept of it."""
+    """Bytes that the backward pass through a layer's feed-forward adds to what was kept of it."""
     s = _sizes(shape)
     # All experts of a layer are one parameter, and have one gradient.
     params = max(shape.num_experts, 1) * shape.hidden_size * shape.intermediate_size

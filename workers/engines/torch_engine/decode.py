@@ -63,7 +63,7 @@ def decode(network: LeanNetwork, sampler: ResponseSampler, max_rows: int) -> Ite
 
 
 def entering(waiting: Tensor, room: int, max_rows: int, num_samples: int) -> int:
-    """How many of the responses that wait, i64[n] on the CPU, are to enter now, in their order.
+    """Number of the responses that wait, i64[n] on the CPU, that are to enter now, in their order.
 
     They enter at least 16 at a time, or an eighth of the batch, so that the fixed cost of computing
     a few texts is divided; and a prompt's samples together where that can be.
@@ -83,7 +83,7 @@ def padded(count: int) -> int:
 
 
 class _Computed(NamedTuple):
-    """What the model makes of n texts, N tokens in all."""
+    """The model's results for n texts, N tokens in all."""
 
     packed: list[tuple[Tensor, Tensor]]  # Of each layer the keys and values, [N, K, E]
     place: Tensor  # i64[n, T]; which tokens are a text's
@@ -159,7 +159,7 @@ class Batch:
         self._count()
 
     def _computed(self, texts: Tensor, length: Tensor) -> _Computed:
-        """What the model makes of texts, i64[n, T] on the CPU, right padded with -1."""
+        """The model's results for texts, i64[n, T] on the CPU, right padded with -1."""
         backbone = self._backbone
         column = torch.arange(int(length.max()))
         last = column == length[:, None] - 1
@@ -234,7 +234,7 @@ class Batch:
     # --- tokens
 
     def _span(self, length: int) -> int:
-        """How many cache positions to attend over for rows of at most `length` tokens."""
+        """Number of cache positions to attend over for rows of at most `length` tokens."""
         backbone = self._backbone
         group = backbone.num_heads // backbone.num_key_heads
         least = math.ceil(_SMALL_PRODUCT / (group * backbone.head_dim))

@@ -71,7 +71,7 @@ def frozen_weights(model: ModelSpec, context: WorkerContext, head: Head) -> Froz
 
 @dataclass(frozen=True)
 class SplitWeights:
-    """Where the weights of a network lie that does not change the model's own."""
+    """Places of the weights of a network that does not change the model's own."""
 
     frozen: FrozenWeights  # The model's own
     trained: FlatParameters  # Those that are trained, sent and saved: the same, or adapters
@@ -79,7 +79,7 @@ class SplitWeights:
 
 
 class TorchNetwork(WholeNetwork):
-    """What both have in common: a `LanguageNetwork` but for the forward pass."""
+    """Base of this engine's networks: a `LanguageNetwork` but for the forward pass."""
 
     engine = "the torch engine"
     num_words: int | None = None
@@ -290,7 +290,7 @@ def prepare_same_bits() -> None:
 
 @contextmanager
 def _same_bits(on: bool) -> Generator[None]:
-    """Where only operations run that give the same bits each time; others raise, by name.
+    """Run only operations that give the same bits each time; others raise, by name.
 
     Without it two runs of a step differ by rounding on a CUDA device: the gradient of attention's
     queries is added up in whatever order blocks end, and so are sums by index. The rest of what

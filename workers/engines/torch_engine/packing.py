@@ -35,7 +35,7 @@ from .varlen import Places, Sequences, find_places
 
 
 def shared_prompts(tokens: Tensor, prompt: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Which prompts are worth packing once: equal ones of consecutive rows.
+    """Prompts that are worth packing once: equal ones of consecutive rows.
 
     Shapes: `tokens` i64[rows, T]; `prompt` i64[rows], lengths; `length` i64[rows], of what is
     computed of each row. Returns i64[rows] each: the lengths, 0 throughout unless a fifth of the
@@ -78,7 +78,7 @@ class Block:
         return Block(query, key, None if self.mask is None else sent(self.mask, device))
 
     def hidden(self, rows: slice, queries: slice, width: int) -> Tensor:
-        """Which of the first `width` keys queries may not look at, bool[b or 1, 1, 1, Q, width]."""
+        """The first `width` keys that queries may not look at, bool[b or 1, 1, 1, Q, width]."""
         if self.mask is not None:
             return ~self.mask[rows, :, None, queries, :width]
         shape = (queries.stop - queries.start, width)
@@ -88,7 +88,7 @@ class Block:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Where the heads of packed tokens stand once they are gathered for attention.
+    """Places of the heads of packed tokens once they are gathered for attention.
 
     Rows of queries are numbered `token * H + head`, those of keys `token * K + head`. After the
     gather those of a block's rows come one after another, of each all its heads.
@@ -107,7 +107,7 @@ class HeadRows:
         return HeadRows(blocks, *(sent(part, device) for part in rest))
 
     def added_up(self, parts: Sequence[Tensor]) -> Tensor:
-        """What was found for each place of a key, by key: [all blocks' rows, E] to [N * K, E]."""
+        """Add up the parts at each place of a key: [all blocks' rows, E] to [N * K, E], by key."""
         spare = parts[0].new_zeros(1, parts[0].shape[1])  # where `once` and `others` say "nowhere"
         found = torch.cat([*parts, spare])
         total = found.index_select(0, self.once)
@@ -174,7 +174,7 @@ def _joins_next(count: int, longest: int, wider: int) -> bool:
 
 
 def padded_width(width: int, unit: int = 0) -> int:
-    """What the side of a rectangle is rounded up to: a multiple of `unit`, else of 16."""
+    """Round up the side of a rectangle to a multiple of `unit`, else of 16."""
     unit = unit or (16 if width > 16 else 8 if width > 8 else 1)
     return -(-width // unit) * unit
 
@@ -308,7 +308,7 @@ def pack_rows(
 
 
 def padded_tokens(count: int) -> int:
-    """What a number of tokens is rounded up to.
+    """Round up a number of tokens.
 
     A multiple of 16 (see decode.py for what that buys), and of a sixteenth of the next lower power
     of two, up to 64.

@@ -49,7 +49,7 @@ def check_whole(
 
 @dataclass(frozen=True, kw_only=True)
 class TorchModel:
-    """How this engine makes the network of any role."""
+    """Options of this engine's network, of any role."""
 
     activation_checkpointing: bool = False
     """Keep only each layer's input while training, and compute the rest again: a third more work

@@ -79,7 +79,7 @@ def most_head_size(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the kernel finds sequences, and how their keys' gradients find back."""
+    """Places where the kernel finds sequences, and where their keys' gradients belong."""
 
     # i32[S + 1]; where each begins among the queries, and the end. Empty ones follow the real
     # ones.
@@ -117,7 +117,7 @@ class Places:
         return self.queries(x) if self.key is None else x.index_select(0, self.key)
 
     def added_up(self, found: Tensor, num_tokens: int) -> Tensor:
-        """What was found for each place of a key, by key: [T, K, E] to [N, K, E]."""
+        """Add up what was found for each place of a key, by key: [T, K, E] to [N, K, E]."""
         if self.key is None:
             return found[:num_tokens]
         shape = (*self.copies.shape, *found.shape[1:])

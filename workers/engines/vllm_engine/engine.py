@@ -50,7 +50,7 @@ class GenerationAbortedError(PenstockError):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a vLLM engine is started with."""
+    """Options that a vLLM engine is started with."""
 
     dtype: str  # "float32" or "bfloat16"
     max_model_len: int  # Longest sequence, prompt and response
@@ -176,7 +176,7 @@ class VllmEngine:
 
     @property
     def weight_version(self) -> str:
-        """What `load` was last given; "default" before."""
+        """The version that `load` was last given; "default" before."""
         return self._engine.get_weight_version()
 
     @property
@@ -293,7 +293,7 @@ def engine_arguments(folder: Path, options: EngineOptions) -> Any:
 
 @contextmanager
 def _starting(options: EngineOptions) -> Generator[None]:
-    """What vLLM changes in a process to start, put back afterwards.
+    """Put back afterwards what vLLM changes in a process to start.
 
     It reads environment variables, seeds all random generators, and on CPUs replaces
     `torch.set_num_threads`; its modules warn of torch's deprecations. Variables that it sets for

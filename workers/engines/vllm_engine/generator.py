@@ -194,7 +194,7 @@ _LEAST_TEMPERATURE = 0.01
 _LENGTH_STEP = 64
 _CPU_ROWS = 256
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM's attention on CPUs has kernels for."""
+"""Widths of heads that vLLM's attention on CPUs has kernels for."""
 
 
 @option_class

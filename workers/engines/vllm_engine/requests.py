@@ -45,7 +45,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one step of the engine brought."""
+    """Results of one step of the engine."""
 
     ended: dict[int, Sampled]  # Number of the request -> its response, of those that have ended
     at_least: int  # Tokens that each of the others has, or more

@@ -241,7 +241,7 @@ class TeamCriticSpec(PerceptronWorkerSpec):
     """Recipe for a `TorchTeamCritic`; it refuses a recurrent network and value bins."""
 
     env: EnvSpec
-    """What the team acts in, for the numbers of observations and agents."""
+    """The team's environment, for the numbers of observations and agents."""
 
     def __post_init__(self) -> None:
         check_plain(self.network, "a team's critic", "it is shown single states")

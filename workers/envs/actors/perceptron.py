@@ -270,7 +270,7 @@ class PerceptronWorkerSpec:
     """Fields that the recipes of all small networks have."""
 
     env: SkipValidation[HasSpaces]
-    """What it acts in, for the numbers of observations and actions."""
+    """Its environment, for the numbers of observations and actions."""
     network: PerceptronSpec = PerceptronSpec()
     """Its layers. Networks of one seed start alike."""
     start: str | None = None

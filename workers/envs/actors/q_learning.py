@@ -55,7 +55,7 @@ class QNetworkSpec(PerceptronWorkerSpec):
     """
 
     env: EnvSpec
-    """What it acts in, for the numbers of observations and actions."""
+    """Its environment, for the numbers of observations and actions."""
     network: PerceptronSpec = PerceptronSpec(hidden_sizes=(120, 84), activation="relu")
     """Its layers. Networks of one seed start alike."""
     epsilon_start: Fraction = 1.0

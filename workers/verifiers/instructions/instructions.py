@@ -27,7 +27,7 @@ Mode = Literal["strict", "loose"]
 class Instruction:
     name: str  # its id: `keywords:existence`
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What the data set says of it: `{"keywords": ["tea"]}`."""
+    """Options from the data set: `{"keywords": ["tea"]}`."""
     weight: float = 1.0  # what keeping it is worth
     multiplier: float = 1.0  # a factor on that
 

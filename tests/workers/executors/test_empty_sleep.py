@@ -15,7 +15,7 @@ from penstock.dataflow.graph.role import Worker
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.messages import RankWork, work
-from penstock.dataflow.runtime.placement import DeviceGroup, Placement
+from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.planner.resharding.sharding import Sharding
@@ -179,12 +179,10 @@ def test_a_run_on_one_device_copies_no_weights_that_come_again(
     actor: Any = run.workers["actor"]
     file = tmp_path / "weights"
     slow = EmptySpec(model=actor.model, end_ids=actor.end_ids, file=str(file))
-    names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]
-    nodes = {name: "rollout" if name == "actor.generate" else "main" for name in names}
-    groups = tuple(DeviceGroup(name, devices=(0,)) for name in ("main", "rollout"))
+    main, rollout = (DeviceGroup(name, devices=(0,)) for name in ("main", "rollout"))
     engine = Engine(
         run.graph,
-        Placement(groups, nodes),
+        run.apart(rollout, main),
         workers={**run.workers, "actor": SplitPolicySpec(train=actor, rollout=slow)},
         executor=spawned.executor(),
         schedule=Schedule(max_lag=0),

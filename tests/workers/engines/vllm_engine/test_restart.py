@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from penstock.dataflow.graph.role import Role
 from penstock.dataflow.runtime.engine import Engine
-from penstock.dataflow.runtime.placement import DeviceGroup, Placement
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.workers.engines.vllm_engine.generator import VllmPolicySpec
@@ -73,12 +72,9 @@ class MortalSpec:
 
 def finish(run: runs.Run, actor: WorkerSpec, transport: Transport) -> tuple[str, list[Any]]:
     """The hash of what was learnt, and every step's numbers and rows per node."""
-    names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]
-    nodes = {name: "rollout" if name == "actor.generate" else "main" for name in names}
-    groups = (DeviceGroup("main"), DeviceGroup("rollout", 2))
     engine = Engine(
         run.graph,
-        Placement(groups, nodes, num_chunks=2),
+        run.apart(2, num_chunks=2),
         workers={**run.workers, "actor": actor},
         executor=RayExecutor(num_threads=1, transport=transport),
         schedule=Schedule(),

@@ -139,7 +139,7 @@ class ModelConfig(Section):
 
     @property
     def precision(self) -> Literal["float32", "bfloat16"]:
-        """`dtype` as it is once a run has settled it; float32 if nobody has."""
+        """`dtype` as the run resolved it; float32 before that."""
         return "float32" if self.dtype == "auto" else self.dtype
 
     @field_validator("architecture")

@@ -79,7 +79,7 @@ def file_error(error: BaseException | None) -> str | None:
 def disk_refusal(error: OSError) -> str | None:
     """The same of a file that could not be written; None if it is no matter of the disk.
 
-    What a disk answers counts whoever's code was writing, else only what `file_error` tells.
+    Errors of the disk count in any code that writes; other errors only as `file_error` says.
     """
     return _said(error) if error.errno in _DISK else file_error(error)
 

@@ -148,7 +148,7 @@ def kl_penalized_score(score: PerSample, *, kl: PerSample, kl_coef: float) -> Pe
 def constrained_score(
     score: PerSample, passed: PerSample, *, violation_score: float = 0.0
 ) -> PerSample:
-    """The score where the constraints hold, else `violation_score`; nan where nobody knows.
+    """The score where the constraints hold, else `violation_score`; nan where it is unknown.
 
     Args:
         score: f32[rows].

@@ -197,7 +197,7 @@ class Actor(Role):
         action_mask: NDArray[np.bool_] | None,
         recurrent_state: NDArray[np.float32] | None = None,
     ) -> Acts:
-        """Act once in all environments of a group; whoever rolls out asks, never a step function.
+        """Act once in all environments of a group; called by the environment worker, not by a step.
 
         What comes out for a group depends on nothing but the weights and these arguments: not on
         other groups, nor on where it is computed.
@@ -352,7 +352,7 @@ class GameRows:
 
 
 class BoardGame(Role):
-    """A game of two players, one of whom is to move at a time."""
+    """A game of two players, who move in turn."""
 
     @call("rollout", scope="group")
     def play(

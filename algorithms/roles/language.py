@@ -177,7 +177,7 @@ class Agent(Role):
         max_turns: int,
         branch: bool,
     ) -> Conversations:
-        """Hold conversations; whoever samples for a policy calls it, never a step function.
+        """Hold conversations; called by the policy's worker, not by a step.
 
         Args:
             turns: Samples the policy's turns.

@@ -181,7 +181,7 @@ class Prompts:
 
 
 _OF_THE_CALL = torch.empty(0, dtype=torch.int64)
-"""Stands for a column that nobody gave."""
+"""Default of a column that was not given."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -226,7 +226,7 @@ def check_table(node: str, prefix: str, table: Any, binding: dict[Axis, Axis]) -
 
 
 def check_unused(graph: Graph) -> None:
-    """Warn about a node whose outputs nobody reads and the step does not return."""
+    """Warn about a node whose outputs no other node reads and the step does not return."""
     for node in graph.nodes:
         if node.kind is NodeKind.TRAIN or graph.consumers(node.name):
             continue

@@ -152,7 +152,7 @@ def call_key(role: str, method: str) -> CallKey:
 
 
 class DeadlineExceeded(BaseException):
-    """Raised inside a call that outlives its deadline; not an Exception, so nobody swallows it."""
+    """Raised in a call past its deadline; no Exception, so `except Exception` lets it pass."""
 
 
 @contextmanager

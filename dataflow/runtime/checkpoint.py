@@ -65,7 +65,7 @@ class CheckpointFolder(Protocol):
         """Note that there is no checkpoint of a step at which one was due."""
 
     def warn(self, text: str) -> None:
-        """Tell the user of something that keeps nobody from going on."""
+        """Warn the user of something after which the run goes on."""
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint's folder."""
@@ -289,7 +289,7 @@ class _Pending:
     step: int
     store: CheckpointFolder  # Where it is being written
     failed: str = ""  # The disk's error; "" without one
-    # Out at the ranks, to say how far they have come; None if nobody has been asked.
+    # The request for the ranks' progress that is under way; None if there is none.
     asked: list[Submission] | None = None
     asked_s: float = 0.0  # When they were asked last
     sealing: Background[str] | None = None  # The last part of it
@@ -407,7 +407,7 @@ class Saving:
             if pending.sealing is not None:
                 self._try_end(pending.sealing, min(_WAIT_S, left_s))
                 continue
-            pending.asked = None  # whoever is asked twice says the same twice
+            pending.asked = None  # a rank that is asked twice answers the same twice
             answers = [
                 self._dispatcher.perform_now(
                     self._program, group, self._works(group, min(_WAIT_S, left_s)), deadline
@@ -457,7 +457,7 @@ class Saving:
         return taken
 
     def give_up(self) -> None:
-        """Say of one that is still being written that nobody waits for it any more."""
+        """Log that a checkpoint is still being written and no longer waited for."""
         pending, self._pending = self._pending, None
         if pending is not None and pending.store is self.store:
             self.store.missed(pending.step)

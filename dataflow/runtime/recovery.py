@@ -83,7 +83,7 @@ class Known:
     def leave_out(
         self, submissions: Iterable[Submission], versions: Mapping[NodeTask, Versions]
     ) -> None:
-        """Note what the workers are still busy with: whoever goes on hears of it."""
+        """Record what the workers are still busy with, for the message when the run goes on."""
         for submission in submissions:
             task = submission.task
             if isinstance(task, NodeTask) and task in versions:
@@ -213,7 +213,7 @@ class Scale:
     # Group -> how many ranks it is to have; asked about once a second.
     wish: Callable[[], Mapping[str, int]]
     told: Callable[[str], None]  # Is told what has become of it, a sentence at a time
-    # Another number each time that somebody has wished, be it for the same again.
+    # Counts the requests, so that a repeated one is a new one.
     version: Callable[[], int] = lambda: 0
 
 

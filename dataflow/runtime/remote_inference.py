@@ -4,7 +4,7 @@ A call that is given a role calls methods of its contract that no step may call;
 and return a named tuple of arrays. Usually the group that makes the call holds a copy of the role.
 It need not: another group can serve it, and the call is given a stand-in, which makes an inference
 request of each method call. Either way one version of the weights is read. A request says which,
-and is refused by whoever holds another; the scheduler keeps the version until the call ends.
+and is refused by a process that holds another; the scheduler keeps the version until the call ends.
 
 This module knows nothing of how a request travels: see `SendRequest`.
 """
@@ -38,7 +38,7 @@ class InferenceRequest:
 
 
 SendRequest = Callable[[InferenceRequest, type[Any]], Any]
-"""Takes a request to whoever serves the role and returns the answer, an object of the given class.
+"""Takes a request to the server of the role and returns the answer, an object of the given class.
 
 Called from several threads at once. Raises a `WorkerError` if there is no answer.
 """
@@ -87,7 +87,7 @@ class ServedWeights:
         return answers
 
     def answer(self, request: InferenceRequest, returns: type[Any]) -> Any:
-        """A `SendRequest` for whoever is in the same process."""
+        """A `SendRequest` within one process."""
         (found,) = self._answer([request])
         if isinstance(found, Exception):
             raise found

@@ -35,7 +35,7 @@ class Hold:
         self._next = 0
 
     def take(self, output: Output) -> bool:
-        """Hold an output that is about to be forgotten; False if nobody is to look at it."""
+        """Keep an output that is about to be released; False if no observer wants it."""
         taken = output.node in self._nodes and output.step >= self._next
         if taken:
             self._held.setdefault(output.step, []).append(output)

@@ -90,7 +90,7 @@ def _node_rules(flow: Flow, schedule: Schedule, i: int, ahead: bool) -> tuple[Re
 
 
 NO_CEILING = 1 << 62
-"""Ceiling of an instance that nobody will read again."""
+"""Ceiling of an instance that no task will read again."""
 
 
 @dataclass(slots=True)
@@ -212,7 +212,7 @@ class Weights:
         return ready, []
 
     def loaded(self, task: Load, at_s: float) -> tuple[list[Task], list[DropSnapshot]]:
-        """A replica holds a new version; also returns the snapshots nobody needs any more."""
+        """A replica holds a new version; also returns the snapshots that are no longer needed."""
         instance = self.instances[task.role, task.group]
         instance.loading = None
         ready = instance.advance(task.version, at_s)

@@ -202,7 +202,7 @@ def _role(kept: KeptRun, given: str | None) -> str:
 
 
 def target_folder(given: str) -> Path:
-    """The folder to write, which must be new or empty: nobody's files are replaced."""
+    """The folder to write, which must be new or empty, so that no file is replaced."""
     folder = Path(given)
     if folder.is_dir() and not any(folder.iterdir()):
         return folder

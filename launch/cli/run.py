@@ -3,7 +3,7 @@
 With `--supervise` a small parent starts a run again when its process dies. It imports neither torch
 nor Ray, and does nothing but wait. The run's process says in which folder it is; from there
 `penstock run resume=FOLDER` goes on, with the weights of a run that nothing has killed. The parent
-starts it again if it was killed or ended with an error that nobody foresaw: not if it was refused,
+starts it again if it was killed or ended with an unexpected error: not if it was refused,
 interrupted or terminated, nor if the user's own code has failed.
 """
 
@@ -133,7 +133,7 @@ def _looked_after(child: _Child, words: list[str], file: int) -> int:
         code = child.run(words, file)
         told = what_was_told(file)
         if code < 0:
-            may_go_on = -code not in _PASSED_ON  # else somebody wanted it to end
+            may_go_on = -code not in _PASSED_ON  # else it was ended on purpose
         else:
             may_go_on = bool(told.get("may_go_on", code not in _ENDED))
         if child.asked is not None or not may_go_on:

@@ -1,4 +1,4 @@
-"""One rank of `penstock profile`, whoever has started its process: calls, links and peaks.
+"""One rank of `penstock profile`, on any executor: calls, links and peaks.
 
 All ranks measure the same things at the same times, so each finds what it gets of the machine while
 the others work too: that is what a device of the plan will be. On this machine a rank is a process

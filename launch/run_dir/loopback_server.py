@@ -1,4 +1,4 @@
-"""A server on the loopback device, for whoever has its address, to read only.
+"""A read-only server on the loopback device, for those who have its address.
 
 The page of `penstock watch` is served by it, and the numbers of a run for Prometheus.
 

@@ -1,4 +1,4 @@
-"""Parts of `metrics.jsonl` and `trace.json`, which somebody else may be writing meanwhile.
+"""Parts of `metrics.jsonl` and `trace.json`, which a running process may be writing.
 
 A file is read by offsets and never as a whole: it may hold gigabytes, of which a page shows a
 thousand lines. What follows the last line end is a line that is still being written, or that a kill

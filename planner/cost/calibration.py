@@ -8,7 +8,7 @@ The calls are kept beside them, so that anybody can see how close that is.
 A device's peaks and a link's bandwidth are what their makers promise. How much of that a program
 gets, and what each launch and each message costs, depends on the software as much as on the
 device; these numbers are all that the model of time knows of it. `penstock profile` measures
-them on a machine; the defaults here are used where nobody has.
+them on a machine; the defaults here are used where they were not measured.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The planner's model of an engine: the layouts it runs, the memory it holds, how it computes.
 
-The planner knows no engine by name. Whoever plans passes an `EngineModel`, which each engine
+The planner knows no engine by name. The caller passes an `EngineModel`, which each engine
 makes of itself (`workers/engines`); `ANY` is one that runs every layout, for plans of systems that
 are not here.
 

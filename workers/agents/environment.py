@@ -44,7 +44,7 @@ class BadCall:
     """A piece of text that looks like a call and is none."""
 
     text: str  # what the model wrote
-    why: str  # what is wrong with it, as the model is told
+    why: str  # the error, in the words that the model is shown
 
 
 @dataclass(frozen=True)

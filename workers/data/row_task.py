@@ -157,7 +157,7 @@ def _validated(
 
 
 def _exchange(written: Mapping[str, str | _Messages], fields: Mapping[str, str]) -> dict[str, str]:
-    """Return what to answer and the answers, of the parts that somebody wrote."""
+    """Return what to answer and the answers, of the parts that were written."""
     answers = {part: written[part] for part in _WRITTEN[2:] if part in written}
     if "messages" in written:
         prompt, answers["response"] = _before_the_last_answer(

@@ -234,7 +234,7 @@ class DividedNetwork:
         return mine + [None] * (-(-len(parts) // size) - len(mine))
 
     def idle(self) -> Tensor:
-        """A zero from one token, where others compute: whoever holds weights must take part."""
+        """A zero from one token, for a rank without rows: its collectives must still run."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         anchor = self.outputs(token, token == 0).anchor
         assert anchor is not None

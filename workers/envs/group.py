@@ -164,7 +164,7 @@ class Stepped(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An environment went wrong, or several that nobody can tell apart."""
+    """An environment failed, or one of several that cannot be told apart."""
 
     said: str  # the environment, its fault and the step
     rows: tuple[int, ...]  # were restarted: their step counts as that of a reset
@@ -179,7 +179,7 @@ class Members:
     numbers: list[int]  # unique in the run
     seed: int  # the run's
     role: str
-    alarm: StepAlarm  # limits the time of a step; entered by whoever steps
+    alarm: StepAlarm  # limits the time of a step; entered around each step
     masked: bool = False  # whether they say which choices are allowed
     max_restarts: int = 3  # how many may fail before `failures` is cleared
 

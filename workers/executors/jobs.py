@@ -24,7 +24,7 @@ from .rank_process import RankAnswer
 _OfferKey = tuple[str, int, int]  # Group, process and number of an `Offer`
 
 LOOK = -1
-"""In place of a ticket: a call that shows whether a process lives, and of which nobody hears."""
+"""In place of a ticket: a call that shows whether a process lives; its result is dropped."""
 
 
 @dataclass

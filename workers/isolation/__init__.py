@@ -1,4 +1,4 @@
 """Child processes that run what is not ours: pools with limits, and the sandbox.
 
-What their answers are worth is decided by whoever runs them.
+Their callers decide what their answers are worth.
 """

@@ -281,6 +281,7 @@ class ProcessPool:
         self.time_limit_s, self._start_limit_s = time_limit_s, start_limit_s
         self._most_bytes, self._accepts, self._repeats = most_bytes, accepts, repeats
         self.keeps_state, self._used = keeps_state, False
+        self.num_repeated = 0  # calls that were made again because their process was killed
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
         # Also at garbage collection and at exit, whichever comes first.
@@ -311,6 +312,7 @@ class ProcessPool:
             except NotSaid as error:
                 if not (self._repeats and was_killed(error.exit_code)):
                     raise
+            self.num_repeated += 1
             _LOG.warning("%s's process was killed; another takes its place", self._runs)
             return await self._call(call)
 
@@ -342,7 +344,7 @@ class ProcessPool:
             process.kill()
             await self._gone(process)
             raise
-        except BaseException:  # whoever waits for the call has given up
+        except BaseException:  # the caller was cancelled
             process.kill()
             raise
 

@@ -89,7 +89,7 @@ class Sandboxed:
     Attributes:
         verdict: Descriptor that can be read when it is confined, or cannot be.
         used_up: Once it has ended: whether the kernel has ended it, for the CPU time that it took.
-        was_killed: The same: whether somebody else has.
+        was_killed: The same: whether a signal from outside has.
 
     Raises:
         Unconfined: If there is no such sandbox here.

@@ -140,7 +140,7 @@ def read_state_json(folder: Path) -> dict[str, Any]:
 
 
 def open_state(folder: Path, state: Mapping[str, Any], kind: str) -> TensorSource:
-    """The "weights" or "optimizer" part of a saved state, whoever wrote it."""
+    """The "weights" or "optimizer" part of a saved state, from any engine."""
     if state["format"] == 1:
         return FileTensors([folder / f"{kind}.safetensors"], boxed=False)
     return FileTensors([folder / name for name in state[kind]], boxed=True)

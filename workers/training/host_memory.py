@@ -32,7 +32,7 @@ class HostRoom:
         self.num_bytes = 0  # Of all pieces, in use or not
 
     def take(self, num_bytes: int) -> list[Tensor]:
-        """Pieces, u8 each, of that many bytes or more; nobody else has them until `give_back`."""
+        """Pieces, u8 each, of that many bytes or more; not handed out again until `give_back`."""
         found: list[Tensor] = []
         for _ in range(-(-num_bytes // self._piece_bytes)):
             if not self._free:
@@ -162,7 +162,7 @@ def keep_few_kernels() -> None:
     """Have oneDNN keep fewer compiled matrix products than the 1,024 it keeps by default.
 
     Each takes a quarter of a megabyte, and batches differ in size. It reads the variable before its
-    first product in a process; whoever has set it is obeyed.
+    first product in a process; a value that is set already stays.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 

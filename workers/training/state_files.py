@@ -1,4 +1,4 @@
-"""Tensors on their way into safetensors files, while whoever owns them goes on.
+"""Tensors on their way into safetensors files, while their owner goes on.
 
     take     note which tensors they are; those of a GPU are copied to pinned host memory
     write    in another thread: file by file, hashed as it is written
@@ -84,7 +84,7 @@ class StateFiles:
 
     def take(self, files: Mapping[str, Mapping[str, Tensor]]) -> Writes:
         self.keep()  # of a state that nobody has written
-        self.room.give_back(self._pieces)  # nobody reads what was copied before
+        self.room.give_back(self._pieces)  # what was copied before is read no more
         every = [one for tensors in files.values() for one in tensors.values()]
         sizes = [one.nbytes for one in every if one.device.type != "cpu"]
         self._pieces = self.room.take(sum(sizes))

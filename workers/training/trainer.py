@@ -357,7 +357,7 @@ class Trainer(Generic[O]):
             raise stopped(self._context.role, key.step, str(error), found) from None
 
     def _check_result(self, metrics: Mapping[str, Metric], key: CallKey) -> None:
-        """Nobody is to get weights that nothing can be computed with; all processes must ask."""
+        """Raise before weights that are not finite are handed out; collective."""
         bad = self._weights_found()
         if "loss" in metrics and not math.isfinite(metrics["loss"].total):
             bad.append("the loss")

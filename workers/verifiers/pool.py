@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -137,11 +138,18 @@ class VerifierPool:
                 outcomes[row] = await self._outcome(calls[row])
 
         working = [asyncio.create_task(work()) for _ in range(self._num_processes)]
+        begun_s, before = time.monotonic(), self._pool.num_repeated
         try:
-            limit_s = self.batch_limit_s(len(calls))
-            ended, _ = await asyncio.wait(
-                working, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
-            )
+            while True:
+                # A call that is made again takes the time of one more.
+                again_s = (self._pool.num_repeated - before) * self.batch_limit_s(1)
+                left_s = begun_s + self.batch_limit_s(len(calls)) + again_s - time.monotonic()
+                ended, going = await asyncio.wait(
+                    working, timeout=max(left_s, 0.0), return_when=asyncio.FIRST_EXCEPTION
+                )
+                failed = any(task.exception() for task in ended)
+                if not going or failed or left_s <= 0:
+                    break
         finally:
             for task in working:
                 task.cancel()

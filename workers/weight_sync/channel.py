@@ -94,7 +94,7 @@ class WeightChannel(Protocol):
         ...
 
     def forget(self, number: int) -> None:
-        """Nobody will ask for the packets of this process's offer again."""
+        """Release the packets of this process's offer, which are no longer asked for."""
 
     def close(self, timeout_s: float) -> None:
         """End what the channel keeps running in this process, within about `timeout_s` seconds."""
@@ -141,7 +141,7 @@ class ObjectStoreChannel:
             ) from error
 
     def forget(self, number: int) -> None:
-        """Nothing to do: the store forgets what nobody has a reference to."""
+        """Nothing to do: the store drops objects without references."""
 
     def close(self, timeout_s: float) -> None:
         """Nothing to do: nothing runs."""

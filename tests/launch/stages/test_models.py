@@ -19,18 +19,9 @@ from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.tokenizer import TokenizerSpec
 from penstock.workers.training.flat_parameters import read_tensors, write_tensors
 
+from ..placement.test_models import ARCHITECTURE, SMALL
 from ..placement.test_place import config_of
 
-ARCHITECTURE = {
-    "model_type": "qwen2",
-    "vocab_size": 128,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-SMALL = ["task.num_train=256", "task.num_held_out=8", "evaluation.num_prompts=0"]
 NORM = "model.norm.weight"
 
 

@@ -238,6 +238,20 @@ def test_what_a_killed_process_had_another_does(
     assert outcomes == [Outcome(score=0.5), Outcome(score=0.25)]
 
 
+def test_a_call_that_is_made_again_takes_no_time_of_the_others(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limit_s(_: VerifierPool, number: int) -> float:
+        return 60.0 if number == 1 else 3.0
+
+    monkeypatch.setattr(VerifierPool, "batch_limit_s", limit_s)
+    pool, mark = make_pool(time_limit_s=60.0), tmp_path / "mark"
+    with killing(lambda: pool.process_ids, mark.exists):
+        outcomes = pool.run([("linger", str(mark)), ("sleep", 4)])
+    assert outcomes == [Outcome(score=0.5), Outcome(score=1.0)]
+    monkeypatch.undo()
+
+
 def test_one_that_is_killed_before_it_is_ready_is_replaced(
     make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

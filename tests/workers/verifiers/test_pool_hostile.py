@@ -247,8 +247,11 @@ def test_replacing_one_takes_no_time_of_another_s_call(
     monkeypatch.setattr(pools, "STOP_S", 1.5)
     pool = make_pool(time_limit_s=1.0, num_processes=2)
     assert pool.run([("sleep", 0.3)] * 2) == [Outcome(1.0)] * 2
-    os.kill(pool.process_ids[1], signal.SIGSTOP)
-    (verifier,) = psutil.Process(pool.process_ids[1]).children()
+    supervisor = psutil.Process(pool.process_ids[1])
+    supervisor.suspend()
+    while supervisor.status() != psutil.STATUS_STOPPED:  # else it would still reap the verifier
+        time.sleep(0.01)
+    (verifier,) = supervisor.children()
     verifier.kill()
     while verifier.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)

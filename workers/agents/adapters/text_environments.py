@@ -211,7 +211,7 @@ class ThreadedEnvironment:
         self._failed = False
 
     async def reset(self, problem: int, seed: int) -> None:
-        """Begin. What goes wrong is told with the first turn."""
+        """Begin; an error is reported with the first turn."""
         self._thread = OwnThread(f"environment of problem {problem}")
         try:
             await self._within(self._thread.submit(self._inner.reset, problem, seed))

@@ -361,7 +361,7 @@ async def served(endpoint: Endpoint) -> AsyncGenerator[None]:
     tame("uvicorn")
 
     class Server(uvicorn.Server):
-        """A server that leaves signals to whoever has them."""
+        """A server that installs no signal handlers."""
 
         @contextmanager
         def capture_signals(self) -> Generator[None]:

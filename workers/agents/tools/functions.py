@@ -66,7 +66,7 @@ class FunctionTools:
     num_processes: Annotated[Int, Ge(1), Le(256)] = 2
     """Calls at once."""
     max_bytes: Annotated[Int, Ge(1), Le(1 << 26)] = 16_384
-    """Largest result, as UTF-8; of a longer one the beginning is told, and how much is missing."""
+    """Largest result, as UTF-8; of a longer one the model gets the beginning and a count."""
     deterministic: bool | None = None
     """Whether what they return follows from the calls of their conversation alone. By default yes,
     unless a function is seen to change what its module keeps: all conversations share that."""

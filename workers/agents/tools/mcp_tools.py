@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 
 
 class ServerLost(Exception):
-    """There is no server to call; its text is told to the model."""
+    """There is no server to call; the model gets its text."""
 
 
 @contextlib.asynccontextmanager
@@ -248,7 +248,7 @@ class McpTools:
     per_conversation: bool = False
     """Whether each conversation has a server of its own, for servers that remember."""
     max_bytes: Annotated[Int, Ge(1), Le(1 << 26)] = 16_384
-    """Largest result, as UTF-8; of a longer one the beginning is told, and how much is missing."""
+    """Largest result, as UTF-8; of a longer one the model gets the beginning and a count."""
     allowed: tuple[str, ...] | None = None
     """Names of the tools that a model may call; all if not given."""
     deterministic: bool = False

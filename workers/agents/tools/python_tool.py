@@ -55,7 +55,7 @@ class PythonTools:
     num_processes: Annotated[Int, Ge(1), Le(256)] = 2
     """Pieces at once; there may be more interpreters, which are stopped."""
     max_bytes: Annotated[Int, Ge(1), Le(1 << 26)] = 16_384
-    """Largest result, as UTF-8; of a longer one the beginning is told, and how much is missing."""
+    """Largest result, as UTF-8; of a longer one the model gets the beginning and a count."""
     minimum: str = LANDLOCK.name
     """The weakest kind of sandbox to run in."""
     deterministic: bool = False
@@ -112,7 +112,7 @@ class _Session(ToolSession):
                 result = await self._run(interpreter, code)
             except NotSaid as error:
                 return await self._lost(interpreter, error, code)
-            except BaseException:  # whoever waits for the call has given up
+            except BaseException:  # the caller was cancelled
                 self._end()
                 raise
             self._done.append((code, result))
@@ -172,7 +172,7 @@ class _Session(ToolSession):
         except (NotSaid, Unconfined, OSError):
             self._end()
             return None
-        except BaseException:  # whoever waits for the call has given up
+        except BaseException:  # the caller was cancelled
             self._end()
             raise
         self._done = [*done, (code, result)]

@@ -82,7 +82,7 @@ def schema_of(name: str, description: str, parameters: Any) -> Mapping[str, Any]
 @dataclass(frozen=True)
 class TextFunction:
     name: str  # as the model calls it
-    description: str  # what it does, as the model is told
+    description: str  # what it does, in the words that the model is shown
     argument: str  # its argument's name
     meaning: str  # what the argument is
 

@@ -40,7 +40,7 @@ _MEMORY: Any = _memory
 
 
 class FrozenWeights:
-    """A model whose weights nobody changes."""
+    """A model with frozen weights."""
 
     def __init__(self, module: nn.Module, flat: FlatParameters) -> None:
         self.module = module
@@ -281,7 +281,7 @@ def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
 
 
 def prepare_same_bits() -> None:
-    """Have cuBLAS use workspaces that give the same bits; whoever has set the variable is obeyed.
+    """Have cuBLAS use workspaces that give the same bits; a variable that is set already stays.
 
     It must be set before the first matrix product of a process.
     """

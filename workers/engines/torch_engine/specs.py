@@ -60,7 +60,7 @@ class TorchModel:
     lora: LoraSpec = LoraSpec()
     """Adapters to train instead of the weights."""
     shares_weights: bool = False
-    """Whether its weights, which nobody changes, may be those that adapters of others stand on."""
+    """Whether its frozen weights may be those that adapters of others stand on."""
 
     def check_group(self, context: WorkerContext) -> None:
         check_whole(context)

@@ -41,7 +41,7 @@ from .requests import Progress, Request, Sampled
 
 
 class VllmTurns:
-    """`Turns` of a vLLM engine, which samples for nobody else meanwhile."""
+    """`Turns` of a vLLM engine, which samples nothing else meanwhile."""
 
     def __init__(self, engine: VllmEngine, sampling: Sampling, end_ids: Sequence[int]) -> None:
         self._batch = engine.begin({}, sampling, end_ids=end_ids)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from .files import plain
@@ -27,7 +28,6 @@ from .stop import drop_output, say, visible
 # The latest steps that rates, waits and the time left are computed of: a run's pace changes.
 _WINDOW_STEPS = 20
 _MOST_WAITS, _LEAST_WAIT = 2, 0.05  # how many waits a line shows, and the least share of time
-_BAR, _SPACES = 12, 3  # characters of a live line's bar, and between its columns
 _LONG_S = 2.0  # the least time of a task that a live line shows
 
 ProgressMode = Literal["auto", "plain", "quiet", "json"]  # the key `progress`
@@ -191,7 +191,7 @@ class RunProgress:
 
     @property
     def is_live(self) -> bool:
-        return self._mode == "auto" and self.console.is_terminal
+        return self._mode == "auto" and self.console.is_interactive  # not with TERM=dumb
 
     def tell(self, event: str, text: str, fields: Mapping[str, Any]) -> None:
         """Show an event: all of its fields to a program, its text to a person, if it has one."""
@@ -274,10 +274,11 @@ class StageProgress:
             return
         live = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=_BAR),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
-            _Status(self._now, self._run.console),
+            _Status(self._now),
             console=self._run.console,
+            expand=True,
         )
         live.add_task(self._title, total=self._num_steps, completed=self._first_step, status="")
         with live:
@@ -381,15 +382,11 @@ class StageProgress:
 
 
 class _Status(TextColumn):
-    """The latest step and the current task, cut off where the line ends."""
+    """The current task and the latest step, cut off where the line ends."""
 
-    def __init__(self, now: Callable[[], str], console: Console) -> None:
-        super().__init__("")
-        self._now, self._console = now, console
+    def __init__(self, now: Callable[[], str]) -> None:
+        super().__init__("", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        self._now = now
 
     def render(self, task: Task) -> Text:
-        said = "  ".join(filter(None, [self._now(), str(task.fields["status"])]))
-        text = Text(visible(said))
-        others = len(task.description) + _BAR + 2 * len(str(task.total)) + 1 + _SPACES
-        text.truncate(max(1, self._console.width - others), overflow="ellipsis")
-        return text
+        return Text(visible("  ".join(filter(None, [self._now(), str(task.fields["status"])]))))

@@ -82,7 +82,10 @@ def _tell(text: str) -> None:
     # At once: in a signal handler a buffered file may be in use. If nobody reads it any longer, an
     # error would be raised wherever the run is and take its checkpoint, or the deadline, away.
     with suppress(OSError):
-        os.write(2, f"penstock: {text}\n".encode())
+        start = (
+            "\n" if os.isatty(2) else ""
+        )  # the live line is still open, and ^C stands at its end
+        os.write(2, f"{start}penstock: {text}\n".encode())
 
 
 # Characters that command a terminal, turn the order of others, or cannot be written.

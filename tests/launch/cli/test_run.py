@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import re
+import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -453,6 +459,44 @@ def test_an_interrupted_run_loses_no_step(
     assert rest["first_step"] == num_done
     assert rest["weights_sha256"] == whole["weights_sha256"]
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(12))
+
+
+def on_terminal(folder: Path, *words: str, num_columns: int, stop_at: str) -> tuple[int, str]:
+    """The exit code and output of a run on a terminal where Ctrl-C is pressed at a pattern."""
+    command = [sys.executable, "-m", "penstock.launch.main", "run", *words]
+    process, terminal = pty.fork()
+    if not process:
+        os.chdir(folder)
+        os.execve(command[0], command, {**os.environ, "TERM": "xterm"})
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, num_columns, 0, 0))
+    shown, until, asked = b"", time.monotonic() + 120, False
+    with suppress(OSError):  # the last process with the terminal open is gone
+        while select.select([terminal], [], [], max(0.0, until - time.monotonic()))[0]:
+            shown += os.read(terminal, 65536)
+            if not asked and re.search(stop_at.encode(), shown):
+                asked = os.write(terminal, b"\x03") == 1
+    os.close(terminal)  # and what still runs there is hung up
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), shown.decode()
+
+
+@pytest.mark.slow
+def test_on_a_terminal_one_line_changes(tmp_path: Path) -> None:
+    words = (*GRPO, "algorithm.num_steps=200", "samples.show_every=0")
+    code, shown = on_terminal(tmp_path, *words, num_columns=80, stop_at="[1-9]/200")
+    assert code == 130
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 2, "the cursor is back"
+    plain = re.sub(r"\x1b\[[\d;?]*[mhl]", "", shown)
+    screen = [line.split("\x1b[2K")[-1].strip("\r") for line in plain.split("\n")]
+    live = [line for line in screen if "━" in line]
+    # The last two: where Ctrl-C left the line, and where it was drawn for the last time.
+    titles = ["sft (1 of 2)", "grpo (2 of 2)", "grpo (2 of 2)"]
+    assert [re.split("[━╸]", line)[0].strip() for line in live] == titles
+    assert all(len(line.removesuffix("^C").rstrip()) <= 80 for line in live)
+    assert re.search(r" 3/3 .* samples/s  cross_entropy", live[0])
+    assert re.search(r"/200 [\d.]+ (min|s) .*left  [\d.]+ samples/s", live[-1])
+    stopping = screen.index(live[-1]) - 1
+    assert screen[stopping].startswith("penstock: stopping: "), "on a line of its own"
+    assert screen[stopping - 1] == live[1]
 
 
 @pytest.mark.slow

@@ -36,9 +36,12 @@ class Clock:
         return self.now_s
 
 
-def _console(is_terminal: bool) -> tuple[Console, io.StringIO]:
+def _console(
+    is_terminal: bool, term: str = "xterm", width: int = 200
+) -> tuple[Console, io.StringIO]:
     file = io.StringIO()
-    return Console(file=file, force_terminal=is_terminal, width=200, color_system=None), file
+    size: dict[str, Any] = {"width": width, "height": 25, "_environ": {"TERM": term}}
+    return Console(file=file, force_terminal=is_terminal, color_system=None, **size), file
 
 
 def two_stages(mode: ProgressMode, console: Console) -> None:
@@ -77,11 +80,14 @@ a response
 """
 
 
-@pytest.mark.parametrize("mode", ["auto", "plain"])
+@pytest.mark.parametrize(
+    ("mode", "is_terminal", "term"),
+    [("auto", False, "xterm"), ("plain", True, "xterm"), ("auto", True, "dumb")],
+)
 def test_a_log_gets_occasional_plain_lines(
-    mode: ProgressMode, capsys: pytest.CaptureFixture[str]
+    mode: ProgressMode, is_terminal: bool, term: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    console, file = _console(is_terminal=mode == "plain")  # also where there is a terminal
+    console, file = _console(is_terminal, term)
     two_stages(mode, console)
     assert file.getvalue() == PLAIN
     assert capsys.readouterr().err == f"penstock: warning: {SIGN}\n"
@@ -155,12 +161,11 @@ def test_a_terminal_shows_where_the_run_is_and_what_is_left() -> None:
 
 
 def test_on_a_narrow_terminal_the_end_of_the_line_goes_and_nothing_else() -> None:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=60, height=25, color_system=None)
+    console, file = _console(is_terminal=True, width=60)
     progress = RunProgress([StagePlan("grpo", 200)], console=console, clock=Clock())
     with progress.stage("grpo") as stage:
         stage.step(0, took_s=2.0, amount=10, values={f"metric {i}": 0.5 for i in range(9)})
-    shown = file.getvalue().splitlines()[-2]
+    shown = file.getvalue().splitlines()[-2].removeprefix("\x1b[2K")
     assert shown.startswith("grpo ")
     assert "1/200 6 min 38 s left  5 samples/s" in shown
     assert len(shown.rstrip()) <= 60
@@ -201,6 +206,7 @@ def test_nobody_needs_to_look(monkeypatch: pytest.MonkeyPatch, is_terminal: bool
     reader, writer = os.pipe()
     os.close(reader)
     monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     with open(writer, "w", buffering=1) as gone:
         monkeypatch.setattr(sys, "stderr", gone)
         progress = RunProgress([StagePlan("grpo", 2)], every_s=0.0)

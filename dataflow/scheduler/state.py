@@ -1,4 +1,4 @@
-"""The state of a scheduler, which it alone writes, and reports and invariants read.
+"""The state of a scheduler, which it alone writes, and reports read.
 
 A checkpoint at step c must show every trainable role at version `c * n`. So no training of step c
 or later starts before it is saved. Once steps below c are complete the scheduler drains: only those

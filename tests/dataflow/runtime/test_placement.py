@@ -31,12 +31,12 @@ from penstock.dataflow.runtime.placement import (
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.dataflow.scheduler.describe import describe
 from penstock.dataflow.scheduler.events import NodeTask, Publish, Task
-from penstock.dataflow.scheduler.invariants import validate
 from penstock.dataflow.scheduler.schedule import Flow, Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import Span, dry_run
 
 from ..counter import COUNT, SOURCES, Counter, Key, Score, apart, seen
+from ..scheduler.invariants import validate
 
 GRAPH = build(grpo_step, cfg=GRPO())
 NODES = {

@@ -32,11 +32,11 @@ from penstock.dataflow.scheduler.events import (
     TaskDone,
     Versions,
 )
-from penstock.dataflow.scheduler.invariants import validate
 from penstock.dataflow.scheduler.schedule import Flow, FlowNode, Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run
 
+from .invariants import validate
 from .random_flows import size, timing
 
 

@@ -27,10 +27,11 @@ from penstock.dataflow.scheduler.events import (
     TaskDone,
     Versions,
 )
-from penstock.dataflow.scheduler.invariants import validate
 from penstock.dataflow.scheduler.schedule import Flow, FlowNode, Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run
+
+from .invariants import validate
 
 PROMPTS = FlowNode("prompts", "source")
 TRAIN = FlowNode("train", "train", False, "a", ("generate",), trains="actor")

@@ -18,9 +18,10 @@ from penstock.dataflow.scheduler.events import (
     TaskFailed,
     Tick,
 )
-from penstock.dataflow.scheduler.invariants import validate
 from penstock.dataflow.scheduler.schedule import Flow, FlowNode, Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
+
+from .invariants import validate
 
 FLOW = Flow(
     "grpo_step",

@@ -27,10 +27,11 @@ from penstock.dataflow.scheduler.events import (
     TaskDone,
     Tick,
 )
-from penstock.dataflow.scheduler.invariants import validate
 from penstock.dataflow.scheduler.schedule import Flow, FlowNode, Schedule
 from penstock.dataflow.scheduler.scheduler import Scheduler
 from penstock.dataflow.scheduler.simulate import dry_run
+
+from .invariants import validate
 
 
 def grpo(rollout: str = "gpu", num_chunks: int = 1, num_ranks: int = 1) -> Flow:

@@ -29,7 +29,6 @@ WORDS = (
 
 LEFT_OUT = (
     "penstock.algorithms.papers",
-    "penstock.dataflow.scheduler.invariants",
     "penstock.planner.search",
     "penstock.workers.agents.worker",
     "penstock.workers.envs.spec",

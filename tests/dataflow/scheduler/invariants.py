@@ -1,6 +1,6 @@
 """The invariants of a scheduler, recomputed from first principles and compared with its books.
 
-Tests call this after every event; it costs far more than handling one.
+Called after every event; it costs far more than handling one.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ..errors import StateError
-from .events import Load, NodeTask, Output, Task
-from .state import SchedulerState
-from .steps import StepState
+from penstock.dataflow.errors import StateError
+from penstock.dataflow.scheduler.events import Load, NodeTask, Output, Task
+from penstock.dataflow.scheduler.state import SchedulerState
+from penstock.dataflow.scheduler.steps import StepState
 
 _TOLD = 50  # Transitions told with an invariant that does not hold
 
@@ -21,7 +21,6 @@ def validate(scheduler: SchedulerState) -> None:
         _ranks_exclusive,
         _devices_exclusive,
         _admission_bound,
-        _step_books,
         _every_task_in_one_place,
         _queue_order,
         _versions_of_running,
@@ -32,6 +31,10 @@ def validate(scheduler: SchedulerState) -> None:
         _not_stalled,
     )
     found = [text for check in checks for text in check(scheduler)]
+    of_steps = (_counts, _outputs)
+    found += [
+        text for one in scheduler.steps.values() for c in of_steps for text in c(scheduler, one)
+    ]
     if found:
         story = scheduler.log.story()[-_TOLD:]
         raise StateError("broken invariants:\n    " + "\n    ".join(found), story)
@@ -93,12 +96,6 @@ def _admission_bound(scheduler: SchedulerState) -> Iterator[str]:
         yield f"books are kept of steps {sorted(s.steps)}"
 
 
-def _step_books(scheduler: SchedulerState) -> Iterator[str]:
-    for state in scheduler.steps.values():
-        yield from _counts(scheduler, state)
-        yield from _outputs(scheduler, state)
-
-
 def _counts(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
     index = scheduler.index
     if state.remaining != sum(state.left):
@@ -111,7 +108,9 @@ def _counts(scheduler: SchedulerState, state: StepState) -> Iterator[str]:
         if i in state.parts:
             yield from _parts(scheduler, state, i)
         for slot, task in enumerate(tasks if i not in state.parts else ()):
-            missing = sum(not made for made in _inputs_made(scheduler, state, i, task))
+            chunks = index.chunks if task.chunk is None else (task.chunk,)
+            made = [_made(scheduler, state, p, c) for p in index.inputs[i] for c in chunks]
+            missing = made.count(False)
             if state.missing[i][slot] != missing:
                 yield f"{task} counts {state.missing[i][slot]} missing inputs, not {missing}"
             if missing and (state.is_done(task) or task in scheduler.running):
@@ -144,15 +143,6 @@ def _parts(scheduler: SchedulerState, state: StepState, i: int) -> Iterator[str]
             yield f"{task} takes chunks {list(chunks)}, but {state.parts[i]} parts may run"
         if number >= state.parts[i] and (state.is_done(task) or task in scheduler.running):
             yield f"{task} ran without its inputs"
-
-
-def _inputs_made(
-    scheduler: SchedulerState, state: StepState, i: int, task: NodeTask
-) -> Iterator[bool]:
-    chunks = scheduler.index.chunks if task.chunk is None else (task.chunk,)
-    for producer in scheduler.index.inputs[i]:
-        for chunk in chunks:
-            yield _made(scheduler, state, producer, chunk)
 
 
 def _made(scheduler: SchedulerState, state: StepState, producer: int, chunk: int) -> bool:
@@ -261,19 +251,17 @@ def _instances(scheduler: SchedulerState) -> Iterator[str]:
         if load is not None and not instance.holds < load.version <= instance.ceiling:
             yield f"{what} loads {load.version}, holds {instance.holds}, may {instance.ceiling}"
     for task in running:
-        trains = isinstance(task, NodeTask) and _overwrites(scheduler, task)
-        if trains and (trains in weights.publishing or _readers_left(scheduler, trains)):
+        i = scheduler.index.index[task.node] if isinstance(task, NodeTask) else None
+        role = None if i is None else scheduler.flow.nodes[i].trains
+        if (
+            role is None
+            or not isinstance(task, NodeTask)
+            or not scheduler.index.is_last(i or 0, task)
+        ):
+            continue
+        home = weights.home(role)
+        if role in weights.publishing or home.ceiling <= home.holds:
             yield f"{task} overwrites weights that are still needed"
-
-
-def _overwrites(scheduler: SchedulerState, task: NodeTask) -> str | None:
-    i = scheduler.index.index[task.node]
-    return scheduler.flow.nodes[i].trains if scheduler.index.is_last(i, task) else None
-
-
-def _readers_left(scheduler: SchedulerState, role: str) -> bool:
-    home = scheduler.weights.home(role)
-    return home.ceiling <= home.holds
 
 
 def _snapshots(scheduler: SchedulerState) -> Iterator[str]:

@@ -22,15 +22,14 @@ from ..dataflow.errors import ConfigError, PenstockError, line_of, nearest, one_
 from ..dataflow.files import check_regular, read_bytes
 from ..dataflow.registry import Registry
 
-_IMPORT_DEADLINE_S = 40.0
-"""Longest import of a module; torch and a model library take ten seconds at worst."""
+_IMPORT_DEADLINE_S = 40.0  # torch and a model library take ten seconds at worst
 
-CONFIGS = "penstock.configs"
-"""The package in which they are."""
+CONFIGS = "penstock.configs"  # the package that has the options
 
+# Recipe that had a file of its own -> the paper whose file it is in now.
 _MERGED = {"codpo": "cgpo", "crraft": "cgpo", "cost_modelling": "safe_rlhf"}
-"""Recipe that had a file of its own -> the paper whose file it is in now."""
 
+# Module that users imported -> where its name is now.
 _IN_ONE = {
     "controllers": ("kl_controller", "multiplier"),
     "losses": ("base", "cross_entropy", "policy", "token_formulas", "value"),
@@ -46,23 +45,15 @@ _MOVED = {
     for now, names in _IN_ONE.items()
     for name in names
 }
-"""Module that users imported -> where its name is now."""
 
 
 def entry_or_own(
     name: str, registry: Registry[Any], at: str, what: str, kind: type | None = None
 ) -> Any:
-    """The entry of a registry that is called `name`, or the object that `module:name` names.
+    """Return the entry of a registry that is called `name`, or what `module:name` names.
 
-    Args:
-        name: What was configured.
-        registry: What comes with Penstock.
-        at: Under which key.
-        what: What the entries are, for the message: "tracker".
-        kind: Their class, if they are instances of one.
-
-    Raises:
-        ConfigError: If there is no such entry, module or name, or it is of another class.
+    `at` is the key under which `name` was configured, `what` the word for an entry, such as
+    "tracker", and `kind` their class, if they are instances of one.
     """
     path = registry.paths.get(name, name)
     if ":" not in path:
@@ -80,15 +71,7 @@ def entry_or_own(
 
 
 def load_object(reference: str, at: str) -> Any:
-    """Whatever `module:name` names.
-
-    Args:
-        reference: What was configured.
-        at: Under which key.
-
-    Raises:
-        ConfigError: If there is no such module or name, or the module cannot be imported.
-    """
+    """Return what `module:name` names; `at` is the key under which that was configured."""
     module_name, colon, name = reference.partition(":")
     if not colon or not module_name or not name:
         raise ConfigError(
@@ -121,50 +104,37 @@ def see_working_directory() -> None:
 
 
 def _import(name: str, at: str) -> Any:
+    # Imported here: it brings torch, which a run without a module of the user's does without.
+    from ..dataflow.runtime.call_context import DeadlineExceeded, deadline
+
     see_working_directory()
     try:
-        with one_process():
-            return _imported(name, at)
+        with one_process(), deadline(_IMPORT_DEADLINE_S):
+            return importlib.import_module(name)
     except PenstockError:
         raise
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+    except (Exception, SystemExit, DeadlineExceeded) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{name}.".startswith(f"{missing}."):
             raise ConfigError(
                 f"'{at}': there is no module '{name}'\n    it is looked for in the working "
                 f"directory ({os.getcwd()}) and among installed packages"
             ) from error
-        raise ConfigError(_import_failure(name, at, error)) from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(_import_failure(name, at, error)) from error
-
-
-def _imported(name: str, at: str) -> Any:
-    # Imported here: it brings torch, which whoever names no module of his own does without.
-    from ..dataflow.runtime.call_context import DeadlineExceeded, deadline
-
-    try:
-        with deadline(_IMPORT_DEADLINE_S):
-            return importlib.import_module(name)
-    except DeadlineExceeded as error:
         where = line_of(error)
+        place = f"{where.file}:{where.line}\n    {where.source}"
+        if isinstance(error, DeadlineExceeded):
+            raise ConfigError(
+                f"'{at}': importing module '{name}' takes longer than {_IMPORT_DEADLINE_S:g} s\n"
+                f"{place}"
+            ) from error
+        moved = f"; it is {_MOVED[missing]} now" if missing in _MOVED else ""
         raise ConfigError(
-            f"'{at}': importing module '{name}' takes longer than {_IMPORT_DEADLINE_S:g} s\n"
-            f"{where.file}:{where.line}\n    {where.source}"
+            f"'{at}': module '{name}' cannot be imported\n{place}\n"
+            f"    {type(error).__name__}: {error}{moved}"
         ) from error
 
 
-def _import_failure(name: str, at: str, error: BaseException) -> str:
-    where = line_of(error)
-    moved = isinstance(error, ModuleNotFoundError) and _MOVED.get(error.name or "")
-    return (
-        f"'{at}': module '{name}' cannot be imported\n{where.file}:{where.line}\n"
-        f"    {where.source}\n    {type(error).__name__}: {error}"
-        f"{f'; it is {moved} now' if moved else ''}"
-    )
-
-
 def groups() -> list[str]:
-    """Names of the configuration groups."""
     return sorted(
         entry.name
         for entry in files(CONFIGS).iterdir()
@@ -173,7 +143,6 @@ def groups() -> list[str]:
 
 
 def options_of(group: str) -> list[str]:
-    """The options of a configuration group."""
     names = (entry.name for entry in files(CONFIGS).joinpath(group).iterdir())
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
@@ -186,21 +155,12 @@ def option_file(group: str, option: str) -> dict[str, Any]:
 
 
 _MOST_BYTES = 250_000
-_MOST_VALUES = 100_000
-"""Most values in a file, aliases expanded: a short text can stand for billions of values."""
+_MOST_VALUES = 100_000  # in a file, aliases expanded: a short text can stand for billions
 _PLAIN = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp", "merge", "value")
 
 
 def yaml_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
-    """Return the text of a YAML file that is safe to load.
-
-    Raises:
-        ConfigError: If it is too large, has too many values, contains itself, or has values that
-            are not plain data.
-        OSError: If it cannot be read.
-        UnicodeDecodeError: If it is not UTF-8.
-        yaml.YAMLError: If it is no YAML.
-    """
+    """Return the text of a YAML file that is safe to load: of bounded size, and plain data."""
     check_regular(path)
     if path.stat().st_size > most_bytes:
         raise ConfigError(
@@ -220,17 +180,13 @@ def yaml_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
 
 
 def load_yaml(path: Path, most_bytes: int = _MOST_BYTES) -> Any:
-    """Parse a YAML file; raises as `yaml_text`."""
     return yaml.safe_load(yaml_text(path, most_bytes))
 
 
 def _num_values(node: Any, known: dict[int, int], path: Path) -> int:
-    """Count the values below a node, itself included; a node that occurs twice counts twice.
-
-    A node that is being counted is in `known` as 0.
-    """
+    """Count the values below a node, itself included; a node that occurs twice counts twice."""
     if id(node) in known:
-        if not known[id(node)]:
+        if not known[id(node)]:  # it is being counted
             raise ConfigError(f"'{path}': a value contains itself; write it out")
         return known[id(node)]
     kind = node.tag.removeprefix("tag:yaml.org,2002:")

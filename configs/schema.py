@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..dataflow.scheduler.schedule import Schedule
 from ..planner.formatting import bytes_of
@@ -38,6 +38,9 @@ Seed = Annotated[int, Field(ge=0, lt=2**62)]
 """Half of what torch takes, so that an offset can be added."""
 GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
 FileName = Annotated[str, Field(min_length=1)]
+EngineName = Annotated[str, AfterValidator(check_engine)]
+RolloutName = Annotated[str, AfterValidator(lambda name: check_rollout(name, SAME))]
+ExecutorName = Annotated[str, AfterValidator(check_executor)]
 
 
 class Section(BaseModel):
@@ -72,21 +75,11 @@ class RoleConfig(Section):
     """Parameters of a trained role that never move, as patterns: `["model.embed_tokens.*"]`."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further fields of the worker's spec, such as `micro_batch_tokens` or `time_limit_s`."""
-    engine: str | None = None
+    engine: EngineName | None = None
     """Engine that trains and evaluates it, an option of `engine=`; the run's by default, whose
     `engine.options` are for no other."""
-    rollout: str | None = None
+    rollout: RolloutName | None = None
     """Engine that generates, an option of `rollout=` or `same`; the run's by default."""
-
-    @field_validator("engine")
-    @classmethod
-    def _trains(cls, value: str | None) -> str | None:
-        return None if value is None else check_engine(value)
-
-    @field_validator("rollout")
-    @classmethod
-    def _generates(cls, value: str | None) -> str | None:
-        return None if value is None else check_rollout(value, SAME)
 
 
 class AlgorithmConfig(Section):
@@ -203,7 +196,7 @@ class TaskConfig(BaseModel):
 class ExecutorConfig(Section):
     """Placement of nodes."""
 
-    kind: str = DEFAULT_EXECUTOR
+    kind: ExecutorName = DEFAULT_EXECUTOR
     """An executor: an option of `executor=`, or `module:EXECUTOR` for one of your own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`cpu` or `cuda`. `auto`: `cuda` if there is one; perceptrons stay on the CPU."""
@@ -242,11 +235,6 @@ class ExecutorConfig(Section):
             )
         return value
 
-    @field_validator("kind")
-    @classmethod
-    def _is_there(cls, value: str) -> str:
-        return check_executor(value)
-
     @field_validator("nodes", mode="before")
     @classmethod
     def _in_dots(cls, value: Any) -> Any:
@@ -271,31 +259,21 @@ class ExecutorConfig(Section):
 class EngineConfig(Section):
     """Engine that trains and evaluates the models."""
 
-    kind: str = DEFAULT.name
+    kind: EngineName = DEFAULT.name
     """An engine that trains: an option of `engine=`, or `module:ENGINE` for one of your own."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of every model worker's spec, such as `micro_batch_tokens`; a role's own win."""
-
-    @field_validator("kind")
-    @classmethod
-    def _is_there(cls, value: str) -> str:
-        return check_engine(value)
 
 
 class RolloutConfig(Section):
     """Engine that samples from policies."""
 
-    kind: str = SAME
+    kind: RolloutName = SAME
     """`same`: the engine that trains. Others, options of `rollout=` or `module:ENGINE`, generate
     in processes of their own, which take turns with those that train where they are placed on the
     same devices."""
     options: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of the rollout worker's spec, such as `max_decode_rows`."""
-
-    @field_validator("kind")
-    @classmethod
-    def _is_there(cls, value: str) -> str:
-        return check_rollout(value, SAME)
 
 
 class MismatchConfig(Section):
@@ -643,7 +621,7 @@ class ProfileConfig(Section):
     up to eight."""
     num_threads: AtLeastOne | None = None
     """Torch threads of each rank; by default the cores are shared out."""
-    dispatch: str = PARALLEL_EXECUTOR
+    dispatch: ExecutorName = PARALLEL_EXECUTOR
     """The executor with which the cost of a call is measured. If it has joined a cluster
     (`RAY_ADDRESS`), all machines of that are measured instead of this one."""
     widths: Annotated[list[Width], Field(min_length=1)] | None = None
@@ -657,8 +635,3 @@ class ProfileConfig(Section):
     """Seconds for which each thing is repeated, about; longer is steadier."""
     deadline_s: Annotated[float, Field(gt=0)] = 900.0
     """Seconds after which to give up."""
-
-    @field_validator("dispatch")
-    @classmethod
-    def _is_there(cls, value: str) -> str:
-        return check_executor(value)

@@ -15,7 +15,7 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from os.path import commonprefix
 from typing import Any, TypeVar, get_type_hints
@@ -41,19 +41,13 @@ RENAMED: Mapping[str, str] = {
 
 
 def validated(kind: type[T], data: Mapping[str, Any], at: str = "") -> T:
-    """An instance of `kind` from plain data.
+    """Make an instance of a dataclass or a pydantic model from plain data.
 
-    Args:
-        kind: A dataclass or a pydantic model.
-        data: Keys and values as composed; lists, mappings, strings, numbers, booleans and None.
-        at: The key under which `data` stands: "algorithm.cfg".
-
-    Raises:
-        ConfigError: For a key that has another name now, an unknown key, a missing key, or a value
-            of the wrong type or out of range; every fault is listed.
+    Refused with a `ConfigError` are a key that has another name now, an unknown key, a missing key,
+    and a value of the wrong type or out of range; of the latter two every one is listed.
     """
     check_renamed(data, at)
-    check_keys(kind, data, at)
+    _check_keys(kind, data, at, (kind, data, at))
     _check_texts(data, at)
     data = _over_defaults(kind, data)
     try:
@@ -65,15 +59,7 @@ def validated(kind: type[T], data: Mapping[str, Any], at: str = "") -> T:
 
 
 def check_renamed(data: Mapping[str, Any], at: str = "") -> None:
-    """Refuse keys that have another name now.
-
-    Args:
-        data: Keys and values, however deep.
-        at: The key under which `data` stands.
-
-    Raises:
-        ConfigError: With every old key and its new name.
-    """
+    """Refuse keys that have another name now, however deep they stand."""
     if renamed := [*_renamed(data, at)]:
         raise ConfigError(
             "\n".join(f"'{old}' is now '{new}'" for old, new in renamed)
@@ -83,7 +69,6 @@ def check_renamed(data: Mapping[str, Any], at: str = "") -> None:
 
 
 def _renamed(data: Mapping[str, Any], at: str) -> Iterator[tuple[str, str]]:
-    """Old and new name of every key, however deep, that stands in `RENAMED`."""
     for key, value in data.items():
         path = _join(at, str(key))
         deep = next((old for old in RENAMED if old[0] == "*" and path.endswith(old[1:])), None)
@@ -95,41 +80,39 @@ def _renamed(data: Mapping[str, Any], at: str) -> Iterator[tuple[str, str]]:
             yield from _renamed(typing.cast("Mapping[str, Any]", value), path)
 
 
-def check_finite(value: Any, at: str) -> None:
-    """Refuse numbers that are none, or infinite, where types say nothing: null would be written.
-
-    Raises:
-        ConfigError: Naming the key.
-    """
-    if isinstance(value, Mapping):
-        for key, inner in typing.cast("Mapping[Any, Any]", value).items():
-            check_finite(inner, _join(at, str(key)))
-    elif isinstance(value, list):
-        for inner in typing.cast("list[Any]", value):
-            check_finite(inner, at)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"'{at}': expected a finite number, got {value}")
+def check_finite(data: Any, at: str) -> None:
+    """Refuse numbers that are none, or infinite, where types say nothing: null would be written."""
+    for key, value in _leaves(data, at):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"'{key}': expected a finite number, got {value}")
 
 
-def _check_texts(value: Any, at: str) -> None:
-    """Refuse text that is none: half of a surrogate pair, a byte that was no UTF-8, a zero."""
-    if isinstance(value, Mapping):
-        for key, inner in typing.cast("Mapping[Any, Any]", value).items():
-            _check_texts(str(key), at)
-            _check_texts(inner, _join(at, str(key)))
-    elif isinstance(value, list):
-        for inner in typing.cast("list[Any]", value):
-            _check_texts(inner, at)
-    elif isinstance(value, str):
+def _check_texts(data: Any, at: str) -> None:
+    for key, value in _leaves(data, at):
+        if not isinstance(value, str):
+            continue
         if "\0" in value:
-            raise ConfigError(f"'{at}': a text holds the character 0, which no path can hold")
+            raise ConfigError(f"'{key}': a text holds the character 0, which no path can hold")
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"'{at}': character {error.start + 1} of {value[:40]!r} is half of a surrogate "
+                f"'{key}': character {error.start + 1} of {value[:40]!r} is half of a surrogate "
                 "pair, or a byte that is not UTF-8\n    write it as UTF-8"
             ) from None
+
+
+def _leaves(value: Any, at: str) -> Iterator[tuple[str, Any]]:
+    """Yield every value that holds no others, and every key, with the key under which it stands."""
+    if isinstance(value, Mapping):
+        for key, inner in typing.cast("Mapping[Any, Any]", value).items():
+            yield at, str(key)
+            yield from _leaves(inner, _join(at, str(key)))
+    elif isinstance(value, list):
+        for inner in typing.cast("list[Any]", value):
+            yield from _leaves(inner, at)
+    else:
+        yield at, value
 
 
 @cache
@@ -142,11 +125,9 @@ _CLOSED: set[type] = set()
 
 
 def _close(kind: Any) -> None:
-    """Have pydantic refuse keys that a dataclass does not have, however deep.
-
-    Where a value may be one of several, it takes the first that does not complain: one that
-    leaves the key out instead of the one whose key it is.
-    """
+    """Have pydantic refuse keys that a dataclass does not have, however deep."""
+    # Of a union it takes the first member that does not complain: one that leaves the key out
+    # instead of the one whose key it is.
     for member in typing.get_args(kind):
         _close(member)
     known = fields_of(kind)
@@ -160,10 +141,10 @@ def _close(kind: Any) -> None:
 
 
 def _over_defaults(kind: Any, data: Any) -> Any:
-    """`data` laid over its owner's defaults, however deep.
+    """Return `data` laid over its owner's defaults, however deep.
 
-    A config may default a part to something other than the part's own defaults; setting one key
-    of that part must leave its other keys as the owner wants them.
+    An owner may want other defaults for a part than the part's own: to set one key of the part
+    leaves its other keys as the owner wants them.
     """
     known = fields_of(kind)
     if known is None or not isinstance(data, Mapping):
@@ -199,27 +180,16 @@ def _laid_over(default: Any, above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def check_keys(kind: Any, data: Any, at: str, root: tuple[Any, Any, str] | None = None) -> None:
-    """Refuse a key that nothing declares, however deep it stands.
-
-    Args:
-        kind: The class that declares the keys.
-        data: Keys and values.
-        at: The key under which `data` stands.
-        root: The same three of the whole configuration, in which the key may stand elsewhere.
-
-    Raises:
-        ConfigError: Naming the key and the nearest valid one.
-    """
-    root = root or (kind, data, at)
+def _check_keys(kind: Any, data: Any, at: str, root: tuple[Any, Any, str]) -> None:
+    """Refuse a key that nothing declares; `root`, the whole, may have it in another section."""
     kind = _plain_type(kind, data)
     known = fields_of(kind)
     if known is not None and isinstance(data, Mapping):
         for key, value in data.items():
             if key in known:
-                check_keys(known[key], value, _join(at, key), root)
+                _check_keys(known[key], value, _join(at, key), root)
             elif not _is_open(kind):
-                near = nearest_key(key, known, at)
+                near = nearest(key, known, at)
                 hint = _elsewhere(root, _join(at, key), value, near)
                 raise ConfigError(
                     f"there is no key '{_join(at, key)}'{hint}\n"
@@ -229,15 +199,15 @@ def check_keys(kind: Any, data: Any, at: str, root: tuple[Any, Any, str] | None 
         arguments = typing.get_args(kind)
         for key, value in data.items():
             inner = arguments[1] if len(arguments) == 2 else None
-            check_keys(inner, value, _join(at, key), root)
+            _check_keys(inner, value, _join(at, key), root)
 
 
+# Names of keys in other trainers -> our keys.
 _ELSEWHERE = {
     "learning_rate": "algorithm.optimizer.lr",
     "batch_size": "algorithm.per_step",
     "sampling": "algorithm.cfg.sampling",
 }
-"""Names of keys in other trainers -> our keys."""
 
 
 def _elsewhere(root: tuple[Any, Any, str], path: str, value: Any, near: str) -> str:
@@ -302,11 +272,6 @@ def fields_of(kind: Any) -> dict[str, Any] | None:
     return None
 
 
-def nearest_key(key: str, known: Iterable[str], at: str = "") -> str:
-    """`; did you mean 'x'?` for a misspelt key, or nothing if no known one is near."""
-    return nearest(key, known, at)
-
-
 def _is_open(kind: Any) -> bool:
     return issubclass(kind, BaseModel) and kind.model_config.get("extra") == "allow"
 
@@ -330,10 +295,10 @@ def _join(at: str, key: str) -> str:
 
 
 def _by_key(data: Mapping[str, Any], error: ValidationError) -> list[tuple[list[str], list[Any]]]:
-    """Keys and what pydantic says of each.
+    """Return keys and what pydantic says of each.
 
-    Of a value that may be several things it says, for each of them, why it is not that. Where it
-    found fault with something inside the value, the value was meant for that one.
+    Of a union it says for each member why the value is not that. Where it found fault with
+    something inside the value, the value was meant for that member.
     """
     found: dict[tuple[str, ...], list[Any]] = {}
     every = error.errors(include_url=False)
@@ -349,7 +314,6 @@ def _by_key(data: Mapping[str, Any], error: ValidationError) -> list[tuple[list[
 
 
 def _fault(kind: type, data: Mapping[str, Any], at: str, path: list[str], errors: list[Any]) -> str:
-    """Describe the fault of one key, in our words."""
     error = errors[0]
     key = ".".join([at, *path]) if at else ".".join(path)
     owner, depth, doc = _owner(kind, data, path)
@@ -398,9 +362,8 @@ def _owner(kind: Any, data: Any, path: list[str]) -> tuple[type, int, str]:
         else:
             arguments = typing.get_args(kind)
             kind = arguments[1] if len(arguments) == 2 else None
-        data = (
-            typing.cast("Mapping[str, Any]", data).get(key) if isinstance(data, Mapping) else None
-        )
+        inner = typing.cast("Mapping[str, Any]", data) if isinstance(data, Mapping) else {}
+        data = inner.get(key)
     return owner, depth, doc
 
 

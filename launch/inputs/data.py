@@ -21,7 +21,7 @@ from ...algorithms.roles.language_tables import (
 )
 from ...configs.references import entry_or_own, option_file, options_of
 from ...configs.schema import ModelConfig, TaskConfig
-from ...configs.validate import check_finite, fields_of, nearest_key, validated
+from ...configs.validate import check_finite, fields_of, validated
 from ...dataflow.errors import ConfigError, nearest, one_process
 from ...dataflow.graph.graph import Graph
 from ...dataflow.registry import Registry
@@ -186,7 +186,7 @@ def task_spec_of(section: TaskConfig) -> TaskSpec:
             other = "; 'task.kind' alone keeps the keys of task=chain_sum, so choose an option too"
             raise ConfigError(
                 f"a '{section.kind}' task has no option '{option}'"
-                f"{nearest_key(option, known) or (other if kept else '')}\n"
+                f"{nearest(option, known) or (other if kept else '')}\n"
                 f"    its options are: {', '.join(known)}"
             )
     if "max_bad_fraction" in known:

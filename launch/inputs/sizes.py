@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 
 from ...algorithms.roles.language import Sampling
 from ...algorithms.roles.language_tables import PreferencePairs
-from ...configs.validate import nearest_key
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, nearest
 from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph, Node, NodeKind, Streaming, check_segments, streaming
 from ...dataflow.graph.role import Loss
@@ -91,7 +90,7 @@ def check_sizes(graph: Graph, placement: Placement, per_step: Mapping[str, int],
     """Check what one step takes of each table: its size divides by minibatches and by ranks."""
     for name in per_step:
         if name not in graph.sources:
-            typo = nearest_key(name, graph.sources)
+            typo = nearest(name, graph.sources)
             other = f"; '~{at}.per_step.{name}' takes away what the algorithm's YAML says"
             raise ConfigError(
                 f"'{at}.per_step' names a table '{name}', which {graph.name} does not read{typo}\n"

@@ -20,8 +20,8 @@ import psutil
 
 from ...configs.references import option_file, options_of
 from ...configs.schema import ClusterConfig, ExecutorConfig
-from ...configs.validate import nearest_key, validated
-from ...dataflow.errors import ConfigError, PlanError
+from ...configs.validate import validated
+from ...dataflow.errors import ConfigError, PlanError, nearest
 from ...planner.cost.calibration import Calibration, Constants, default_constants
 from ...planner.formatting import bytes_text
 from ...planner.inputs.calls import CallKind
@@ -133,7 +133,7 @@ def _named(section: Mapping[str, Any], at: str) -> dict[str, Any]:
     known = _preset_files()
     if name not in known:
         raise ConfigError(
-            f"'{at}.device': there is no device '{name}'{nearest_key(name, known)}\n"
+            f"'{at}.device': there is no device '{name}'{nearest(name, known)}\n"
             f"    known devices are: {', '.join(known)}; for another one give its keys "
             "(name, memory_bytes, flops_per_s, memory_bytes_per_s, host_bytes_per_s)"
         )

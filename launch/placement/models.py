@@ -22,8 +22,7 @@ from ...algorithms.roles.language import Reward, RewardModel
 from ...algorithms.roles.language_tables import PreferencePairs
 from ...configs.references import option_file, options_of
 from ...configs.schema import ModelConfig, RoleConfig, WorkloadConfig
-from ...configs.validate import nearest_key
-from ...dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError, nearest
 from ...dataflow.files import read_json
 from ...dataflow.graph.graph import Graph
 from ...planner.inputs.calls import Lengths, Workload
@@ -126,7 +125,7 @@ def local_model(model: ModelConfig) -> ModelConfig:
         if model.package not in PACKAGED:
             raise ConfigError(
                 f"'model.package': there is no model '{model.package}'"
-                f"{nearest_key(model.package, PACKAGED)}\n    models in packages are: "
+                f"{nearest(model.package, PACKAGED)}\n    models in packages are: "
                 f"{', '.join(PACKAGED)}"
             )
         return model.model_copy(update={"folder": str(packaged_folder(model.package, say))})
@@ -161,7 +160,7 @@ class PlanInputs:
             if role not in self.graph.roles:
                 raise ConfigError(
                     f"'plan.models' names a role '{role}', which {self.graph.name} does not have"
-                    f"{nearest_key(role, self.graph.roles)}\n"
+                    f"{nearest(role, self.graph.roles)}\n"
                     f"    its roles are: {', '.join(self.graph.roles)}"
                 )
         following = {node.role for node in self.graph.nodes if node.leader is not None}
@@ -218,7 +217,7 @@ class PlanInputs:
         known = [option for option in options_of("model") if option not in _NO_SHAPE]
         if name not in known:
             raise ConfigError(
-                f"'plan.models.{role}': there is no model '{name}'{nearest_key(name, known)}\n"
+                f"'plan.models.{role}': there is no model '{name}'{nearest(name, known)}\n"
                 f"    give one of {', '.join(known)}, or a folder with a config.json"
             )
         preset = option_file("model", name)

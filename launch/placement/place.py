@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...configs.schema import ExecutorConfig, RoleConfig, WorkloadConfig
-from ...configs.validate import nearest_key
-from ...dataflow.errors import ConfigError, PlanError
+from ...dataflow.errors import ConfigError, PlanError, nearest
 from ...dataflow.graph.graph import Graph, Node
 from ...dataflow.kinds import NodeKind
 from ...dataflow.runtime.executor import Executor
@@ -87,7 +86,7 @@ def written_plan(run: Run) -> Plan | None:
 
 def _no_group(at: str, group: str, section: ExecutorConfig) -> ConfigError:
     return ConfigError(
-        f"'{at}': there is no group '{group}'{nearest_key(group, section.groups)}\n"
+        f"'{at}': there is no group '{group}'{nearest(group, section.groups)}\n"
         f"    executor.groups has: {', '.join(section.groups) or 'none'}"
     )
 

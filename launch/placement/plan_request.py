@@ -15,8 +15,8 @@ import yaml
 
 from ...configs.references import load_yaml
 from ...configs.schema import PinsConfig, PlanConfig, PlanOptions
-from ...configs.validate import nearest_key, validated
-from ...dataflow.errors import ConfigError, FlowError, InfeasibleError, PlanError
+from ...configs.validate import validated
+from ...dataflow.errors import ConfigError, FlowError, InfeasibleError, PlanError, nearest
 from ...dataflow.graph.check import check_lag
 from ...dataflow.graph.graph import Graph, check_segments
 from ...dataflow.runtime.messages import TaskSpan
@@ -410,7 +410,7 @@ def _known(name: str, known: Sequence[str], at: str, what: str) -> None:
     if name not in known:
         raise ConfigError(
             f"'{at}' names a {what} '{name}', which the step does not have"
-            f"{nearest_key(name, known)}\n    its {what}s are: {', '.join(known)}"
+            f"{nearest(name, known)}\n    its {what}s are: {', '.join(known)}"
         )
 
 

@@ -25,7 +25,6 @@ SHARES = "verifier.score/reward"  # begins the names of metrics that are shares 
 
 _95 = 1.959963984540054  # standard errors around a mean that hold 95 % of a normal distribution
 
-_FOLDER, _BEFORE = "evaluations", "before.json"
 _FILE = re.compile(r"step-(\d{1,18})\.json")
 
 
@@ -77,17 +76,8 @@ class Measured:
     def shares(self) -> dict[str, float]:
         return {one: right / len(self.scores[one]) for one, right in self.correct.items()}
 
-    @property
-    def unscored(self) -> float | None:
-        return self.metrics.get(f"{SHARES}/unscored")
-
-    @property
-    def errors(self) -> float | None:
-        return self.metrics.get(f"{SHARES}/errors")
-
-    @property
-    def timeouts(self) -> float | None:
-        return self.metrics.get(f"{SHARES}/timeouts")
+    def reward(self, name: str) -> float | None:
+        return self.metrics.get(f"{SHARES}/{name}")
 
     @property
     def values(self) -> dict[str, float]:
@@ -173,15 +163,11 @@ class Evaluations:
     """The evaluations of one run, by the number of steps that were complete."""
 
     def __init__(self, home: Path) -> None:
-        self._home = home
-        self._folder = home / _FOLDER
+        self._folder = home / "evaluations"
 
     def steps(self) -> list[int]:
         names = [file.name for file in self._folder.iterdir()] if self._folder.is_dir() else []
-        found = {int(match[1]) for name in names if (match := _FILE.fullmatch(name))}
-        if (self._home / _BEFORE).exists():
-            found.add(0)
-        return sorted(found)
+        return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
 
     def write(self, step: int, found: Mapping[str, Measured]) -> None:
         self._folder.mkdir(exist_ok=True)
@@ -191,8 +177,6 @@ class Evaluations:
     def read(self, step: int) -> dict[str, Measured]:
         file = self._file(step)
         try:
-            if step == 0 and not file.exists():  # of a run of a version that kept no others
-                return {WHOLE: Measured(**read_json(file := self._home / _BEFORE))}
             content: Any = read_json(file)["suites"]
             for found in content.values():
                 for kind in ("metrics", "losses", "episode_return"):

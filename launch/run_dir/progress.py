@@ -240,7 +240,7 @@ class StageProgress:
     """Shows how one stage goes."""
 
     def __init__(self, run: RunProgress, name: str, first_step: int = 0) -> None:
-        self._run, self._name, self._first_step = run, name, first_step
+        self.run, self._name, self._first_step = run, name, first_step
         self._number, self._num_stages = [*run.stages].index(name) + 1, len(run.stages)
         self._num_steps = run.stages[name].num_steps
         several = f" ({self._number} of {self._num_stages})" if self._num_stages > 1 else ""
@@ -269,7 +269,7 @@ class StageProgress:
 
     @contextmanager
     def live(self) -> Generator[None]:
-        if not self._run.is_live:
+        if not self.run.is_live:
             yield
             return
         live = Progress(
@@ -277,7 +277,7 @@ class StageProgress:
             BarColumn(bar_width=12),
             MofNCompleteColumn(),
             _Status(self._now),
-            console=self._run.console,
+            console=self.run.console,
             expand=True,
         )
         live.add_task(self._title, total=self._num_steps, completed=self._first_step, status="")
@@ -297,7 +297,7 @@ class StageProgress:
         waits_s: Mapping[str, float] | None = None,
     ) -> None:
         """Show a step by its index; `values` are in the order shown."""
-        run, name = self._run, self._name
+        run, name = self.run, self._name
         run.time.step(name, step + 1, took_s, amount)
         rate, left = run.time.rate(name), run.time.left(name)
         self._waited.append((took_s, waits_s or {}))
@@ -345,37 +345,27 @@ class StageProgress:
 
     @contextmanager
     def evaluation(self) -> Generator[None]:
-        self._evaluates_s = self._run.clock()
+        self._evaluates_s = self.run.clock()
         try:
             yield
         finally:
             self._evaluates_s = None
 
     def evaluated(self, step: int, took_s: float, values: Mapping[str, float]) -> None:
-        self._run.time.evaluation(self._name, step, took_s)
+        self.run.time.evaluation(self._name, step, took_s)
         when = f"after {step} steps" if step else "before the first step"
         text = f"evaluation {when}, {format_duration(took_s)}: {format_values(values)}"
         fields = {"stage": self._name, "step": step, "took_s": took_s, "values": values}
-        self._run.tell("evaluation", text, fields)
-
-    def note(self, text: str) -> None:
-        self._run.note(text)
+        self.run.tell("evaluation", text, fields)
 
     def warn(self, kind: str, step: int, text: str, fields: Mapping[str, Any]) -> None:
         known = {"stage": self._name, "kind": kind, "step": step, "text": text}
-        self._run.tell("warning", text, {**known, **fields})
-
-    @property
-    def is_live(self) -> bool:
-        return self._run.is_live
-
-    def show(self, text: Text) -> None:
-        self._run.show(text)
+        self.run.tell("warning", text, {**known, **fields})
 
     def _now(self) -> str:
         found = self.working()
         if self._evaluates_s is not None:
-            found = "evaluation", self._run.clock() - self._evaluates_s
+            found = "evaluation", self.run.clock() - self._evaluates_s
         if found is None or found[1] < _LONG_S:
             return ""
         return f"{found[0]} for {format_duration(found[1])}"

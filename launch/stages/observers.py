@@ -195,10 +195,10 @@ class SampleObserver(StageObserver):
     @override
     def on_step(self, step: ObservedStep) -> None:
         number, num_steps = step.result.step, self._stage.config.num_steps
-        if is_shown(number, num_steps, self._config.show_every, live=self._shown.is_live):
+        if is_shown(number, num_steps, self._config.show_every, live=self._shown.run.is_live):
             found = read_samples(self._home, sample_steps(self._home)[-1:])
             if found:  # of another prompt each time
-                self._shown.show(sample_text(found[number % len(found)]))
+                self._shown.run.show(sample_text(found[number % len(found)]))
         self._send(number)
 
     @override

@@ -16,7 +16,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from ...algorithms.roles.language import RewardModel
 from ...configs.schema import SAME, ModelConfig, model_spec
-from ...configs.validate import nearest_key
 from ...dataflow.errors import ConfigError, nearest
 from ...dataflow.options import check_early
 from ...dataflow.runtime.engine import Source
@@ -374,7 +373,7 @@ def _check(
     for key, value in options.items():
         if key not in free:
             raise ConfigError(
-                f"there is no key '{at}.{key}'{nearest_key(key, free, at)}\n"
+                f"there is no key '{at}.{key}'{nearest(key, free, at)}\n"
                 f"    a '{worker}' worker has: {', '.join(free) or 'none'}"
             )
         try:

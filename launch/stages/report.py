@@ -26,7 +26,6 @@ from ..placement.machine import num_cores
 from ..run_dir.curve import draw_curve
 from ..run_dir.evaluations import (
     LOSS,
-    SHARES,
     WHOLE,
     Change,
     Evaluations,
@@ -275,8 +274,8 @@ def summary_of(
         "not_reproducible": record.not_reproducible or None,
         "accuracy_before_rl": before.accuracy,
         "accuracy_after_rl": after.accuracy,
-        "reward_before_rl": before.metrics.get(f"{SHARES}/mean"),
-        "reward_after_rl": after.metrics.get(f"{SHARES}/mean"),
+        "reward_before_rl": before.reward("mean"),
+        "reward_after_rl": after.reward("mean"),
         "loss_before": before.losses.get(LOSS),
         "loss_after": after.losses.get(LOSS),
         "num_held_out": run.held_out.num_prompts if run.held_out else 0,
@@ -284,8 +283,8 @@ def summary_of(
         "episode_return_before": before.episode_return,
         "episode_return_after": after.episode_return,
         "num_episodes": after.num_episodes,
-        "verifier_errors": after.errors,
-        "verifier_timeouts": after.timeouts,
+        "verifier_errors": after.reward("errors"),
+        "verifier_timeouts": after.reward("timeouts"),
         "samples_per_s": outcome.samples_per_s,
         "env_steps_per_s": outcome.env_steps_per_s,
         "env_restarts": outcome.num_env_restarts,
@@ -346,11 +345,11 @@ def write_report(
     lines += [*memory_text(summary["nodes"]), *_examples(outcome)]
     for when, found in (("before", outcome.before), ("after", outcome.after)):
         lines += [
-            f"accuracy {when} training: {measured.unscored:.1%} of the answers have no score (the "
-            f"verifier failed on {measured.errors or 0:.1%} and ran out of time on "
-            f"{measured.timeouts or 0:.1%}); they count as wrong"
+            f"accuracy {when} training: {unscored:.1%} of the answers have no score (the "
+            f"verifier failed on {measured.reward('errors') or 0:.1%} and ran out of time on "
+            f"{measured.reward('timeouts') or 0:.1%}); they count as wrong"
             for measured in found.values()
-            if measured.unscored
+            if (unscored := measured.reward("unscored"))
         ]
     for change in summary["changes"]:
         keys = (f"{key} from {then} to {now}" for key, (then, now) in change["keys"].items())
@@ -447,8 +446,9 @@ def measured_text(name: str, measured: Measured) -> str:
         f"{len(measured.scores)} problems",
         f"accuracy {measured.accuracy or 0:.1%}{around}",
     ]
-    unscored = [f"no score {measured.unscored:.1%}"] if measured.unscored else []
-    figures = [*(accuracy if measured.scores else ()), *others, *unscored]
+    if unscored := measured.reward("unscored"):
+        others.append(f"no score {unscored:.1%}")
+    figures = [*(accuracy if measured.scores else ()), *others]
     return f"{name or 'held out'}: {', '.join(figures)}"
 
 

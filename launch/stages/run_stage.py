@@ -80,7 +80,9 @@ def run_stage(
                     checkpoints=store,
                     stop=stop,
                     pauses=measuring.pauses(engine),
-                    scale=stage_scale(engine, home.path, shown.note) if stage is run.main else None,
+                    scale=stage_scale(engine, home.path, progress.note)
+                    if stage is run.main
+                    else None,
                     mirror=mirror,
                     ledger=opened_ledger(stage.graph, home.path / LEDGER, first_step),
                 )

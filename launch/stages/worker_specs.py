@@ -21,8 +21,8 @@ from ...algorithms.roles.language import (
 )
 from ...configs.references import load_object
 from ...configs.schema import EngineConfig, ModelConfig, RoleConfig, RolloutConfig, model_spec
-from ...configs.validate import nearest_key, validated
-from ...dataflow.errors import ConfigError, one_process
+from ...configs.validate import validated
+from ...dataflow.errors import ConfigError, nearest, one_process
 from ...dataflow.graph.role import Role
 from ...dataflow.runtime.worker_protocol import WorkerSpec, is_spec
 from ...workers.agents.environment import TASK_AGENTS
@@ -82,7 +82,7 @@ def with_roles(stage: Stage, model: ModelConfig, earlier: list[Stage]) -> Stage:
         if given not in stage.graph.roles:
             raise ConfigError(
                 f"'{stage.at}.roles' names a role '{given}', which {stage.graph.name} does not have"
-                f"{nearest_key(given, stage.graph.roles)}\n"
+                f"{nearest(given, stage.graph.roles)}\n"
                 f"    its roles are: {', '.join(stage.graph.roles)}"
             )
     roles = {role: _role(model, stage, role, earlier) for role in stage.graph.roles}
@@ -116,7 +116,7 @@ def _role(model: ModelConfig, stage: Stage, role: str, earlier: list[Stage]) -> 
         return played.model_copy(update=_started(model, at, contract, given, earlier))
     if worker not in CONTRACTS:
         raise ConfigError(
-            f"'{at}.worker': there is no worker '{worker}'{nearest_key(worker, CONTRACTS)}\n"
+            f"'{at}.worker': there is no worker '{worker}'{nearest(worker, CONTRACTS)}\n"
             f"    workers are: {', '.join(CONTRACTS)}, or module:factory for your own"
         )
     if not issubclass(CONTRACTS[worker], contract):
@@ -200,7 +200,7 @@ def _check_folder(at: str, start: str, names: list[str]) -> None:
         inside = sorted(str(file.parent) for file in Path(start).glob("*/config.json"))
         raise ConfigError(
             f"'{at}.start': '{start}' is neither a stage nor a model folder"
-            f"{nearest_key(start, [MODEL, *names])}\n    stages are: "
+            f"{nearest(start, [MODEL, *names])}\n    stages are: "
             f"{', '.join(names) or 'none'}; a model folder holds config.json and safetensors"
             f"{', as do: ' if inside else ''}{', '.join(inside)}"
         )

@@ -119,13 +119,6 @@ def test_steps_that_are_taken_again_are_measured_again(kept: Evaluations) -> Non
     assert kept.without_improvement("accuracy") == 1
 
 
-def test_what_an_older_version_measured_before_training_is_read(tmp_path: Path) -> None:
-    (tmp_path / "before.json").write_text('{"metrics": {}, "accuracy": 0.5, "examples": []}')
-    kept = Evaluations(tmp_path)
-    assert kept.steps() == [0]
-    assert kept.read(0) == {WHOLE: Measured({}, 0.5)}
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

@@ -62,7 +62,7 @@ def two_stages(mode: ProgressMode, console: Console) -> None:
             values = {"reward": step / 4}
             stage.step(step, took_s=4.0, amount=64, values=values, waits_s=waits)
         stage.warn("cut_off", 2, SIGN, {"node": "a.b"})
-        stage.show(Text("a response"))
+        progress.show(Text("a response"))
     progress.end("20261121-grpo: 3 steps", "runs/x", {"num_steps": 3, "accuracy": float("nan")})
 
 
@@ -154,7 +154,7 @@ def test_a_terminal_shows_where_the_run_is_and_what_is_left() -> None:
     progress = RunProgress([StagePlan("grpo", 4)], console=console, clock=Clock())
     with progress.stage("grpo") as stage:
         stage.step(0, took_s=2.0, amount=10, values={"reward": 0.5})
-        assert stage.is_live
+        assert progress.is_live
     shown = file.getvalue().splitlines()[-2]
     assert "grpo" in shown
     assert "1/4 6.0 s left  5 samples/s  reward 0.5" in shown
@@ -211,7 +211,7 @@ def test_nobody_needs_to_look(monkeypatch: pytest.MonkeyPatch, is_terminal: bool
         monkeypatch.setattr(sys, "stderr", gone)
         progress = RunProgress([StagePlan("grpo", 2)], every_s=0.0)
         with progress.stage("grpo") as stage:
-            assert stage.is_live == is_terminal
+            assert progress.is_live == is_terminal
             for step in range(2):
                 stage.step(step, took_s=1.0, amount=1, values={})
         progress.end("over")

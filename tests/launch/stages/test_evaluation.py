@@ -116,6 +116,6 @@ def test_an_answer_without_a_score_is_never_right(
     share = sum(failed) / len(failed)
     assert found.accuracy == pytest.approx(1 - share)
     assert sum(found.correct.values()) == len(failed) - sum(failed)
-    assert found.unscored == pytest.approx(share)
+    assert found.reward("unscored") == pytest.approx(share)
     assert all(map(math.isfinite, found.metrics.values()))  # as its file needs them
     assert f"no score {share:.1%}" in measured_text("", found)

@@ -76,35 +76,6 @@ class KLController(Role):
         raise NotImplementedError
 
 
-def next_log_multiplier(
-    log_multiplier: float,
-    *,
-    mean_cost: float,
-    threshold: float = 0.0,
-    lr: float = 0.1,
-    highest: float = 5.0,
-) -> float:
-    """The logarithm of a multiplier after one step up the constraint's excess.
-
-    `min(log m + lr * m * (mean_cost - threshold), log highest)`: a gradient step on
-    `-(mean_cost - threshold) * exp(log m)`.
-
-    Args:
-        log_multiplier: log m.
-        mean_cost: Mean cost of recent responses, before any KL term.
-        threshold: Mean cost that is allowed.
-        lr: Step size.
-        highest: Bound on the multiplier.
-
-    Raises:
-        ValueError: If `highest` is not positive.
-    """
-    if highest <= 0:
-        raise ValueError(f"highest is {highest}; a multiplier is positive")
-    step = lr * math.exp(log_multiplier) * (mean_cost - threshold)
-    return min(log_multiplier + step, math.log(highest))
-
-
 @option_class
 class Ascent:
     """Update rule of a multiplier."""
@@ -121,14 +92,17 @@ class Ascent:
     """Steps before the multiplier first moves."""
 
     def next_log(self, log_multiplier: float, *, mean_cost: float) -> float:
-        """The multiplier's logarithm after a step; see `next_log_multiplier`."""
-        return next_log_multiplier(
-            log_multiplier,
-            mean_cost=mean_cost,
-            threshold=self.threshold,
-            lr=self.lr,
-            highest=self.highest,
-        )
+        """The logarithm of a multiplier m after one step up the constraint's excess.
+
+        `min(log m + lr * m * (mean_cost - threshold), log highest)`: a gradient step on
+        `-(mean_cost - threshold) * exp(log m)`.
+
+        Args:
+            log_multiplier: log m.
+            mean_cost: Mean cost of recent responses, before any KL term.
+        """
+        step = self.lr * math.exp(log_multiplier) * (mean_cost - self.threshold)
+        return min(log_multiplier + step, math.log(self.highest))
 
 
 class Multiplier(Role):

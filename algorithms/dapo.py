@@ -21,14 +21,13 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..dataflow.graph.tracer import op
 from ..dataflow.options import FiniteFloat, Int, PositiveInt, option_class
 from .grpo import GRPO
 from .losses.tokens import ClippedPolicyLoss
 from .ops.advantages import broadcast_over_tokens, group_advantage
-from .ops.groups import Groups, floating
+from .ops.groups import Groups, floating, stacked
 from .ops.rewards import is_correct, overlong_penalty, response_length, signed_score, weighted_score
 from .options import train_policy
 from .roles import TrainMetrics
@@ -62,6 +61,12 @@ class ScoredRollout(Rollout):
     """A rollout with what its responses score."""
 
     score: PerSample
+
+
+def scored_part(roll: Rollout, score: PerSample, rows: Tensor) -> ScoredRollout:
+    """Some rows of a rollout, by numbers or flags, with their scores."""
+    columns = {**vars(roll), "score": score}
+    return ScoredRollout(**{name: column[rows] for name, column in columns.items()})
 
 
 def sample_until_full(
@@ -130,16 +135,7 @@ def is_mixed(
 @op(scope="row", makes_rows=True)
 def kept_groups(roll: Rollout, *, score: PerSample, mixed: PerSample) -> ScoredRollout:
     """The rows of `roll` where `mixed` is not 0, with their scores."""
-    kept = mixed != 0
-    return ScoredRollout(
-        prompt_id=roll.prompt_id[kept],
-        tokens=roll.tokens[kept],
-        mask=roll.mask[kept],
-        behavior_logprob=roll.behavior_logprob[kept],
-        finished=roll.finished[kept],
-        version=roll.version[kept],
-        score=score[kept],
-    )
+    return scored_part(roll, score, mixed != 0)
 
 
 @op(scope="batch", makes_rows=True)
@@ -175,19 +171,13 @@ def prompts_to_ask(
 @op(scope="batch", makes_rows=True)
 def joined(first: ScoredRollout, second: ScoredRollout) -> ScoredRollout:
     """The rows of both, one after another."""
-    width = max(first.tokens.shape[1], second.tokens.shape[1])
-
-    def both(one: Tensor, other: Tensor, fill: float) -> Tensor:
-        padded = [F.pad(part, (0, width - part.shape[1]), value=fill) for part in (one, other)]
-        return torch.cat(padded)
-
     return ScoredRollout(
         prompt_id=torch.cat([first.prompt_id, second.prompt_id]),
-        tokens=both(first.tokens, second.tokens, -1),
-        mask=both(first.mask, second.mask, False),
-        behavior_logprob=both(first.behavior_logprob, second.behavior_logprob, 0.0),
+        tokens=stacked(first.tokens, second.tokens, -1),
+        mask=stacked(first.mask, second.mask, False),
+        behavior_logprob=stacked(first.behavior_logprob, second.behavior_logprob, 0.0),
         finished=torch.cat([first.finished, second.finished]),
-        version=both(first.version, second.version, -1),
+        version=stacked(first.version, second.version, -1),
         score=torch.cat([first.score, second.score]),
     )
 

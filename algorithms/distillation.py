@@ -9,13 +9,11 @@ says `DistillationLoss`.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
 from ..dataflow.graph.tracer import op
 from ..dataflow.options import PositiveInt, option_class
 from .losses.distillation import DistillationLoss
+from .ops.groups import stacked
+from .options import train_on
 from .roles import (
     Demonstrations,
     DistillationBatch,
@@ -68,15 +66,13 @@ def gkd_step(
 def _distilled(
     tokens: TokenIds, mask: TokenMask, actor: Policy, teacher: Policy, cfg: Distillation
 ) -> TrainMetrics:
-    temperature = cfg.sampling.temperature
-    top = teacher.top_words(tokens, mask, num_words=cfg.num_words, temperature=temperature)
-    return actor.train(
-        cfg.loss,
-        DistillationBatch(tokens=tokens, mask=mask, words=top.words, teacher_logprob=top.logprob),
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-        temperature=temperature,
+    top = teacher.top_words(
+        tokens, mask, num_words=cfg.num_words, temperature=cfg.sampling.temperature
     )
+    batch = DistillationBatch(
+        tokens=tokens, mask=mask, words=top.words, teacher_logprob=top.logprob
+    )
+    return train_on(actor, cfg.loss, batch, cfg)
 
 
 @op(scope="batch", makes_rows=True)
@@ -88,9 +84,6 @@ def with_demonstrations(tokens: TokenIds, mask: TokenMask, demos: Demonstrations
         mask: bool[rows, T].
         demos: As many rows as there are.
     """
-    width = max(tokens.shape[1], demos.tokens.shape[1])
-
-    def both(one: Tensor, other: Tensor, fill: float) -> Tensor:
-        return torch.cat([F.pad(x, (0, width - x.shape[1]), value=fill) for x in (one, other)])
-
-    return Demonstrations(tokens=both(tokens, demos.tokens, -1), mask=both(mask, demos.mask, False))
+    return Demonstrations(
+        tokens=stacked(tokens, demos.tokens, -1), mask=stacked(mask, demos.mask, False)
+    )

@@ -11,6 +11,7 @@ from ..dataflow.options import FiniteFloat, PositiveInt, option_class
 from .losses.preference import DPOLoss
 from .ops.kl import NoEos, finished_score
 from .ops.pairs import Ties, best_and_worst
+from .options import train_on
 from .roles import (
     PerSample,
     Policy,
@@ -57,7 +58,6 @@ def online_dpo_step(
     prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, cfg: OnlineDPO
 ) -> tuple[TrainMetrics, PerSample]:
     """Sample, pair the best response with the worst, and train on the pairs."""
-    temperature = cfg.sampling.temperature
     roll = actor.generate(prompts.prompt, prompts.prompt_id, cfg.sampling)
     score = reward.score(roll.tokens, roll.mask, roll.prompt_id)
     ruled = finished_score(
@@ -73,13 +73,6 @@ def online_dpo_step(
         tokens=pairs.tokens,
         mask=pairs.mask,
         chosen=pairs.chosen,
-        ref_logprob=ref.logprob(pairs.tokens, pairs.mask, temperature=temperature),
+        ref_logprob=ref.logprob(pairs.tokens, pairs.mask, temperature=cfg.sampling.temperature),
     )
-    report = actor.train(
-        cfg.loss,
-        batch,
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-        temperature=temperature,
-    )
-    return report, score
+    return train_on(actor, cfg.loss, batch, cfg), score

@@ -35,6 +35,7 @@ from .roles.language_tables import (
     TrainMetrics,
 )
 
+B = TypeVar("B")
 R = TypeVar("R", bound=Rollout)
 
 
@@ -42,28 +43,20 @@ class SampledUpdates(Protocol):
     """The options of every step that samples responses and trains on them."""
 
     @property
-    def sampling(self) -> Sampling:
-        """Sampling of the responses."""
-        ...
+    def sampling(self) -> Sampling: ...
 
     @property
-    def epochs(self) -> int:
-        """Passes over each step's rollouts."""
-        ...
+    def epochs(self) -> int: ...
 
     @property
-    def num_minibatches(self) -> int:
-        """Optimizer steps per pass."""
-        ...
+    def num_minibatches(self) -> int: ...
 
 
 class PolicyUpdates(SampledUpdates, Protocol):
     """The options of a step whose loss is proportional to the advantages of tokens."""
 
     @property
-    def correction(self) -> RolloutCorrection | None:
-        """Importance weights of tokens; see `corrected_batch`."""
-        ...
+    def correction(self) -> RolloutCorrection | None: ...
 
 
 def check_groups(options: SampledUpdates) -> None:
@@ -84,6 +77,19 @@ def scored_rows(roll: R, score: PerSample) -> R:
     return replace(roll, mask=scored_tokens(roll.mask, score))
 
 
+def train_on(
+    actor: Policy, loss: Loss[B, PolicyOutput], batch: B, cfg: SampledUpdates
+) -> TrainMetrics:
+    """Train a policy at the temperature that its rollouts were sampled at."""
+    return actor.train(
+        loss,
+        batch,
+        epochs=cfg.epochs,
+        num_minibatches=cfg.num_minibatches,
+        temperature=cfg.sampling.temperature,
+    )
+
+
 def train_policy(
     actor: Policy,
     roll: Rollout,
@@ -97,15 +103,10 @@ def train_policy(
 
     `loss` reads a `PolicyBatch`, or a `ReferencePolicyBatch` if there is a `ref_logprob`.
     """
-    temperature = cfg.sampling.temperature
-    batch = corrected_batch(actor, roll, advantage, cfg.correction, temperature, ref_logprob)
-    return actor.train(
-        loss,
-        batch,
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-        temperature=temperature,
+    batch = corrected_batch(
+        actor, roll, advantage, cfg.correction, cfg.sampling.temperature, ref_logprob
     )
+    return train_on(actor, loss, batch, cfg)
 
 
 def reference_logprob(
@@ -173,13 +174,7 @@ def train_on_pairs(
         behavior_logprob=roll.behavior_logprob,
         score=score,
     )
-    return actor.train(
-        loss,
-        batch,
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-        temperature=cfg.sampling.temperature,
-    )
+    return train_on(actor, loss, batch, cfg)
 
 
 def gae_of(traj: Trajectories, values: Values, *, discount: float, gae_lambda: float) -> GaeTargets:

@@ -45,7 +45,12 @@ class ActorLoss(Loss[ActorCriticBatch, PolicyOutput]):
 
     def __call__(self, output: PolicyOutput, batch: ActorCriticBatch, totals: Tensor) -> LossSum:
         if self.normalize_advantages:
-            batch = replace(batch, advantage=_normalized(batch.advantage, totals))
+            # Less the minibatch's mean, over its unbiased deviation plus 1e-8.
+            steps, total, squares = totals[0], totals[3], totals[4]
+            mean = total / steps.clamp(min=1)
+            variance = (squares - steps * mean.square()).clamp(min=0) / (steps - 1).clamp(min=1)
+            advantage = (batch.advantage - mean) / (variance.sqrt() + 1e-8)
+            batch = replace(batch, advantage=advantage.to(batch.advantage))
         return self.policy(output, batch, totals[:3])
 
 
@@ -107,25 +112,15 @@ class ActorCriticLoss(Loss[ActorCriticBatch, ActorCriticOutput]):
             )
         policy = self._actor(output, batch, totals[:5])
         value = self.value(output, batch, totals[5:])
-        total = self._two_hot(output, batch, totals[5:]) if self.two_hot else value.total
+        total = value.total
+        if self.two_hot:
+            logits = output.value_logits
+            if logits is None:
+                raise ValueError(
+                    "the loss is two_hot, and the critic says one value; give the network "
+                    "value_bins"
+                )
+            target = zero_where_masked_out(batch.value_target, batch.mask)
+            loss = two_hot_loss(logits, target, value_bins(logits.shape[-1]).to(logits))
+            total = self.value.coef * self.value.reduce(loss, batch.mask, totals[5:])
         return LossSum(policy.total + total, {**policy.metrics, **value.metrics})
-
-    def _two_hot(
-        self, output: ActorCriticOutput, batch: ActorCriticBatch, totals: Tensor
-    ) -> Tensor:
-        logits = output.value_logits
-        if logits is None:
-            raise ValueError(
-                "the loss is two_hot, and the critic says one value; give the network value_bins"
-            )
-        target = zero_where_masked_out(batch.value_target, batch.mask)
-        loss = two_hot_loss(logits, target, value_bins(logits.shape[-1]).to(logits))
-        return self.value.coef * self.value.reduce(loss, batch.mask, totals)
-
-
-def _normalized(advantage: Tensor, totals: Tensor) -> Tensor:
-    """Less the minibatch's mean, over its unbiased deviation plus 1e-8."""
-    steps, total, squares = totals[0], totals[3], totals[4]
-    mean = total / steps.clamp(min=1)
-    variance = (squares - steps * mean.square()).clamp(min=0) / (steps - 1).clamp(min=1)
-    return ((advantage - mean) / (variance.sqrt() + 1e-8)).to(advantage)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...dataflow.graph.role import Loss, LossSum
 from ...dataflow.options import Fraction, option_class
-from ..ops.reductions import aggregation_totals
+from ..ops.reductions import aggregation_totals, unknown
 from ..roles.language_tables import DistillationBatch, PolicyOutput
 from .tokens import TokenAggregation, token_metric
 
@@ -61,7 +61,7 @@ def complete_distribution(logprob: Tensor, rest: Rest) -> Tensor:
             others = (-torch.expm1(total.clamp(max=math.log1p(-_LEAST_REST)))).log()
             return torch.cat([logprob, others], dim=-1)
         case _:
-            raise ValueError(f"rest {rest!r} is unknown; choose 'one_word' or 'left_out'")
+            raise unknown("rest", rest, Rest)
 
 
 def jensen_shannon_divergence(*, logprob: Tensor, teacher_logprob: Tensor, beta: float) -> Tensor:

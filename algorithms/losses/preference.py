@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from ...dataflow.graph.role import Loss, LossSum
 from ...dataflow.options import FiniteFloat, NonNegativeFloat, PositiveFloat, option_class
 from ..ops.pairs import pair_rows
-from ..ops.reductions import zero_where_masked_out
+from ..ops.reductions import unknown, zero_where_masked_out
 from ..roles.language_tables import (
     FeedbackBatch,
     PairBatch,
@@ -102,7 +102,7 @@ def dpo_loss(
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing}; expected 0 or more, below 0.5")
     if ipo_length not in ("sum", "average"):
-        raise ValueError(f"ipo_length {ipo_length!r} is unknown; choose 'sum' or 'average'")
+        raise unknown("ipo_length", ipo_length, IPOLength)
     chosen = chosen_logprob - ref_chosen_logprob
     rejected = rejected_logprob - ref_rejected_logprob
     if loss_type == "sigmoid_norm" or (loss_type == "ipo" and ipo_length == "average"):
@@ -113,25 +113,20 @@ def dpo_loss(
             )
         chosen = chosen / chosen_length.clamp(min=1)
         rejected = rejected / rejected_length.clamp(min=1)
-    return _of_difference(chosen - rejected, beta, loss_type, label_smoothing)
-
-
-def _of_difference(h: Tensor, beta: float, loss_type: DPOLossType, smoothing: float) -> Tensor:
+    h = chosen - rejected
     right, wrong = -F.logsigmoid(beta * h), -F.logsigmoid(-beta * h)
     match loss_type:
         case "sigmoid" | "sigmoid_norm":
-            return (1 - smoothing) * right + smoothing * wrong
+            return (1 - label_smoothing) * right + label_smoothing * wrong
         case "ipo":
             return (h - 1 / (2 * beta)).square()
         case "hinge":
             return torch.relu(1 - beta * h)
         case "robust":
-            return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
+            mixed = (1 - label_smoothing) * right - label_smoothing * wrong
+            return mixed / (1 - 2 * label_smoothing)
         case _:
-            raise ValueError(
-                f"loss_type {loss_type!r} is unknown; choose 'sigmoid', 'sigmoid_norm', 'ipo', "
-                "'hinge' or 'robust'"
-            )
+            raise unknown("loss_type", loss_type, DPOLossType)
 
 
 def kto_kl(log_ratio: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ least one sampled token; one over pairs is over all of them, as each response of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,7 +16,12 @@ from torch import Tensor
 from ...dataflow.graph.role import Loss, LossSum
 from ...dataflow.options import PositiveFloat, option_class
 from ..ops.kl import kl_estimate
-from ..ops.reductions import aggregation_totals, check_token_columns, zero_where_masked_out
+from ..ops.reductions import (
+    aggregation_totals,
+    check_token_columns,
+    unknown,
+    zero_where_masked_out,
+)
 from ..roles.language_tables import (
     PerSample,
     PerToken,
@@ -75,7 +79,7 @@ def rebel_loss(
         return (predicted / eta - wanted).square()
     if form == "scaled":
         return (predicted - eta * wanted).square()
-    raise ValueError(f"form {form!r} is unknown; choose 'paper' or 'scaled'")
+    raise unknown("form", form, EtaForm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +93,9 @@ class ComparedPairBatch:
     score: PerSample
 
 
-_Metrics = Mapping[str, tuple[Tensor, Tensor]]
-
-
-def _movement(output: PolicyOutput, batch: PolicyBatch | ComparedPairBatch) -> _Metrics:
+def _movement(
+    output: PolicyOutput, batch: PolicyBatch | ComparedPairBatch
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Metrics of the distance to the policy that sampled, and of the entropy if it was computed."""
     logprob = output.logprob.detach()
     log_ratio = zero_where_masked_out(logprob - batch.behavior_logprob, batch.mask)
@@ -188,20 +191,15 @@ class PairLoss(CountedMean, Loss[ComparedPairBatch, PolicyOutput]):
 
 def _scored_pairs(batch: ComparedPairBatch) -> Tensor:
     """Return the two rows of every prompt that both have a score: i64[pairs, 2]."""
-    rows = _pairs(batch.prompt_id)
-    return rows[~batch.score[rows].isnan().any(dim=1)]
-
-
-def _pairs(prompt_id: Tensor) -> Tensor:
-    """i64[pairs, 2]: the two rows of every prompt."""
-    ids, counts = torch.unique(prompt_id, return_counts=True)
+    ids, counts = torch.unique(batch.prompt_id, return_counts=True)
     if bool((counts != 2).any()):
         wrong = int((counts != 2).nonzero()[0])
         raise ValueError(
             f"prompt {int(ids[wrong])} has {int(counts[wrong])} responses; this loss compares "
             "exactly two of each prompt: set sampling.num_samples to 2"
         )
-    return torch.argsort(prompt_id, stable=True).view(-1, 2)
+    rows = torch.argsort(batch.prompt_id, stable=True).view(-1, 2)
+    return rows[~batch.score[rows].isnan().any(dim=1)]
 
 
 @option_class

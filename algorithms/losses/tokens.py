@@ -5,8 +5,7 @@ What their metrics mean is said in `losses`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from ..ops.reductions import (
     aggregation_denominator,
     aggregation_numerator,
     aggregation_totals,
+    unknown,
     zero_where_masked_out,
 )
 from ..roles.language_tables import (
@@ -74,29 +74,24 @@ def probability_ratio(
         ValueError: If the level is unknown, or needs a mask and gets none.
     """
     log_ratio = logprob - behavior_logprob
+    if level not in get_args(RatioLevel):
+        raise unknown("ratio level", level, RatioLevel)
     if level != "token":
-        log_ratio = _sequence_log_ratio(logprob, log_ratio, level, mask)
+        if mask is None:
+            raise ValueError(
+                f"ratio level {level!r} is about whole responses; pass mask=bool[rows, T]"
+            )
+        whole = torch.where(mask, log_ratio, 0.0).sum(dim=1, keepdim=True)
+        if level != "sequence_product":
+            whole = whole / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        if level == "sequence_mean_token":
+            # Plus a zero, so that the value is exact.
+            log_ratio = whole.detach() + (logprob - logprob.detach())
+        else:
+            log_ratio = whole.expand_as(log_ratio)
     if log_ratio_clamp is not None:
         log_ratio = log_ratio.clamp(-log_ratio_clamp, log_ratio_clamp)
     return log_ratio.exp()
-
-
-def _sequence_log_ratio(
-    logprob: Tensor, log_ratio: Tensor, level: RatioLevel, mask: Tensor | None
-) -> Tensor:
-    if level not in ("sequence_mean", "sequence_product", "sequence_mean_token"):
-        raise ValueError(
-            f"ratio level {level!r} is unknown; choose 'token', 'sequence_mean', "
-            "'sequence_product' or 'sequence_mean_token'"
-        )
-    if mask is None:
-        raise ValueError(f"ratio level {level!r} is about whole responses; pass mask=bool[rows, T]")
-    whole = torch.where(mask, log_ratio, 0.0).sum(dim=1, keepdim=True)
-    if level != "sequence_product":
-        whole = whole / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    if level == "sequence_mean_token":
-        return whole.detach() + (logprob - logprob.detach())  # plus a zero: the value is exact
-    return whole.expand_as(log_ratio)
 
 
 def clipped_policy_loss(
@@ -326,8 +321,6 @@ KLGradient = Literal["as_is", "is_corrected", "straight_through_k2"]
 KL(policy || reference). `straight_through_k2`: the estimator's value with k2's gradient.
 """
 
-_Metrics = Mapping[str, tuple[Tensor, Tensor]]
-
 
 @option_class
 class TokenPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
@@ -359,7 +352,12 @@ class TokenPolicyLoss(TokenAggregation, Loss[PolicyBatch, PolicyOutput]):
             columns = self.ratio_columns(logprob, behavior_logprob, advantage, mask)
         metrics |= {name: token_metric(column, mask) for name, column in columns.items()}
         if self.entropy_coef:
-            total = total - self.entropy_coef * self.reduce(_entropy_of(output), mask, totals)
+            if output.entropy is None:
+                raise ValueError(
+                    "the loss has an entropy bonus but the forward pass gave no entropy; a worker "
+                    "must compute PolicyOutput.entropy when Loss.needs_entropy is True"
+                )
+            total = total - self.entropy_coef * self.reduce(output.entropy, mask, totals)
         if output.entropy is not None:
             metrics["entropy"] = token_metric(output.entropy, mask)
         return LossSum(total, metrics)
@@ -514,15 +512,6 @@ class ReinforceLoss(TokenPolicyLoss):
         return reinforce_loss(logprob=logprob, advantage=advantage)
 
 
-def _entropy_of(output: PolicyOutput) -> Tensor:
-    if output.entropy is None:
-        raise ValueError(
-            "the loss has an entropy bonus but the forward pass gave no entropy; a worker must "
-            "compute PolicyOutput.entropy when Loss.needs_entropy is True"
-        )
-    return output.entropy
-
-
 @option_class
 class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
     """A policy loss plus `kl_coef` times the KL to a reference, aggregated alike."""
@@ -569,7 +558,13 @@ class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
         policy = self.policy(output, batch, totals)
         token_kl = self._differentiated_kl(output, batch)
         total = policy.total + self.kl_coef * self.policy.reduce(token_kl, batch.mask, totals)
-        return LossSum(total, {**policy.metrics, **self._kl_metrics(output, batch)})
+        detached = PolicyOutput(logprob=output.logprob.detach())
+        k1, k3 = self._kl(detached, batch, "k1"), self._kl(detached, batch, "k3")
+        metrics = {
+            "ref_kl_k1_per_sequence": (k1.sum(), aggregation_totals(batch.mask)[1]),
+            "ref_kl_k3_per_token": token_metric(k3, batch.mask),
+        }
+        return LossSum(total, {**policy.metrics, **metrics})
 
     def _kl(
         self,
@@ -599,19 +594,7 @@ class ReferenceKLPolicyLoss(Loss[ReferencePolicyBatch, PolicyOutput]):
                 k2 = self._kl(output, batch, "k2", clamped=False)
                 return kl.detach() + (k2 - k2.detach())  # a zero, so that the value is exact
             case _:
-                raise ValueError(
-                    f"kl_gradient {self.kl_gradient!r} is unknown; choose 'as_is', 'is_corrected' "
-                    "or 'straight_through_k2'"
-                )
-
-    def _kl_metrics(self, output: PolicyOutput, batch: ReferencePolicyBatch) -> _Metrics:
-        detached = PolicyOutput(logprob=output.logprob.detach())
-        k1, k3 = self._kl(detached, batch, "k1"), self._kl(detached, batch, "k3")
-        rows = aggregation_totals(batch.mask)[1]
-        return {
-            "ref_kl_k1_per_sequence": (k1.sum(), rows),
-            "ref_kl_k3_per_token": token_metric(k3, batch.mask),
-        }
+                raise unknown("kl_gradient", self.kl_gradient, KLGradient)
 
 
 @option_class

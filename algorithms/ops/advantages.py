@@ -17,12 +17,13 @@ import torch
 
 from ...dataflow.graph.tracer import op
 from ..roles.language_tables import PerSample, PerStep, PerToken, PromptId, StepMask, TokenMask
-from .groups import Groups, MissingScore, SingletonGroup, floating, sum_rows
+from .groups import Groups, floating, sum_rows
 from .reductions import (
     Variance,
     WeightedBy,
     check_token_columns,
     mean_and_variance,
+    unknown,
     variance_correction,
     zero_where_masked_out,
 )
@@ -43,7 +44,6 @@ def whiten(
     *,
     variance: Variance = "unbiased",
     eps: float = 1e-8,
-    eps_on: Literal["variance", "std"] = "variance",
     weighted_by: WeightedBy = "token",
     shift_mean: bool = True,
 ) -> PerStep:
@@ -51,14 +51,13 @@ def whiten(
 
     `(x - mean) / sqrt(variance + eps)`, with statistics over all sampled tokens of the batch.
     Without the shift the mean is added back, as is done for rewards. Published recipes differ in
-    the variance, in `eps` and where it stands, and in what weighs alike.
+    the variance, in `eps`, and in what weighs alike.
 
     Args:
         value: f32[rows, T].
         mask: bool[rows, T].
         variance: "unbiased" divides by n - 1, "biased" by n.
-        eps: Added to the variance, or to its root.
-        eps_on: To which of the two `eps` is added.
+        eps: Added to the variance.
         weighted_by: Whether every token weighs the same, so that long rows count more, or every
             row.
         shift_mean: Whether the mean becomes 0.
@@ -75,9 +74,7 @@ def whiten(
     if not bool(mask.any()):
         return torch.zeros_like(value)
     mean, spread = mean_and_variance(value, mask, variance=variance, weighted_by=weighted_by)
-    if eps_on not in ("variance", "std"):
-        raise ValueError(f"eps_on {eps_on!r} is unknown; choose 'variance' or 'std'")
-    scale = torch.rsqrt(spread + eps) if eps_on == "variance" else 1 / (spread.sqrt() + eps)
+    scale = torch.rsqrt(spread + eps)
     # Only values that are all equal have no deviation, and each of them is the mean.
     whitened = (value.double() - mean) * scale.masked_fill(scale.isinf(), 0.0)
     if not shift_mean:
@@ -115,8 +112,6 @@ def group_advantage(
     divide_by_std: bool = True,
     variance: Variance = "unbiased",
     eps: float = 1e-6,
-    singleton_group: SingletonGroup = "error",
-    missing: MissingScore = "zero",
 ) -> PerSample:
     """Advantage of a sample over its group: `(score - mean) / (std + eps)`.
 
@@ -129,18 +124,15 @@ def group_advantage(
         divide_by_std: Whether to divide by the group's standard deviation.
         variance: Estimator of that deviation: "unbiased" divides by n - 1, "biased" by n.
         eps: Added to the standard deviation.
-        singleton_group: What a sample alone in its group gets.
-        missing: How to treat a row without a score.
 
     Returns:
         f32[rows]; exactly 0 for every row of a group whose scores are all equal, and for a row
         without a score; not finite for every row of a group with an infinite score.
 
     Raises:
-        ValueError: If shapes differ, a choice is unknown, or a group has one row and
-            `singleton_group` is "error".
+        ValueError: If shapes differ, `variance` is unknown, or a group has one row.
     """
-    groups = Groups(score, prompt_id, missing)
+    groups = Groups(score, prompt_id)
     centered = groups.centered()
     degrees = groups.sizes - variance_correction(variance)
     advantage = centered
@@ -148,13 +140,11 @@ def group_advantage(
         std = (sum_rows(centered.square()) / degrees.clamp(min=1)).sqrt()
         # A group of equal scores has centered == 0: keep 0 / (0 + eps) from being 0 / 0.
         advantage = centered / torch.where(std > 0, std + eps, torch.ones_like(std))[:, None]
-    return groups.per_row(advantage, singleton_group)
+    return groups.per_row(advantage)
 
 
 @op(scope="group")
-def leave_one_out(
-    score: PerSample, prompt_id: PromptId, *, singleton_group: SingletonGroup = "error"
-) -> PerSample:
+def leave_one_out(score: PerSample, prompt_id: PromptId) -> PerSample:
     """Score minus the mean of the *other* scores of the group.
 
     Equal to `n / (n - 1)` times the group-centered score. Kool et al., "Buy 4 REINFORCE Samples,
@@ -163,19 +153,17 @@ def leave_one_out(
     Args:
         score: f32[rows].
         prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
-        singleton_group: What a sample alone in its group gets.
 
     Returns:
         f32[rows]; 0 for a row without a score, and not finite for every row of a group with an
         infinite one.
 
     Raises:
-        ValueError: If shapes differ, a choice is unknown, or a group has one row and
-            `singleton_group` is "error".
+        ValueError: If shapes differ or a group has one row.
     """
     groups = Groups(score, prompt_id)
     weight = groups.sizes.double() / (groups.sizes - 1).clamp(min=1)
-    return groups.per_row(groups.centered() * weight[:, None], singleton_group)
+    return groups.per_row(groups.centered() * weight[:, None])
 
 
 @op(scope="batch")
@@ -194,7 +182,6 @@ def batch_std_advantage(
     std_of: StdScores = "raw",
     variance: Variance = "unbiased",
     eps: float = 1e-4,
-    singleton_group: SingletonGroup = "error",
 ) -> PerSample:
     """Score minus its group's mean, over the standard deviation of the whole *batch* plus `eps`.
 
@@ -206,21 +193,19 @@ def batch_std_advantage(
         std_of: Whose deviation. Published code differs here.
         variance: Estimator of that deviation: "unbiased" divides by n - 1, "biased" by n.
         eps: Added to the standard deviation.
-        singleton_group: What a sample alone in its group gets.
 
     Returns:
         f32[rows]; 0 for every row of a group whose scores are all equal, and for a row without a
         score.
 
     Raises:
-        ValueError: If shapes differ, a choice is unknown, or a group has one row and
-            `singleton_group` is "error".
+        ValueError: If shapes differ, a choice is unknown, or a group has one row.
     """
     if std_of not in ("raw", "centered"):
-        raise ValueError(f"std_of {std_of!r} is unknown; choose 'raw' or 'centered'")
+        raise unknown("std_of", std_of, StdScores)
     score = floating(score)
     groups = Groups(score, prompt_id)
-    centered = groups.per_row(groups.centered(), singleton_group).double()
+    centered = groups.per_row(groups.centered()).double()
     spread = (score.double() if std_of == "raw" else centered)[~score.isnan()]
     correction = variance_correction(variance)
     std = spread.std(correction=correction) if len(spread) > 1 else spread.new_zeros(())
@@ -326,9 +311,7 @@ def remax_advantage(
             difference = difference.clamp(-difference_clip, difference_clip)
         return zero_where_masked_out(difference[:, None] * discount**to_end + penalty, mask)
     if kl_placement != "return_to_go":
-        raise ValueError(
-            f"kl_placement {kl_placement!r} is unknown; choose 'own_token' or 'return_to_go'"
-        )
+        raise unknown("kl_placement", kl_placement, KLPlacement)
     discounted = score[:, None] * discount ** (to_end - 1).clamp(min=0)
     kl_to_go = return_to_go(penalty, mask, discount=discount)
     return zero_where_masked_out(discounted + kl_to_go - greedy_score[:, None], mask)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from ...dataflow.graph.tracer import op
@@ -49,6 +48,8 @@ def with_final_state(roll: Rollout) -> RolloutWithFinalState:
         last = roll.tokens.gather(1, (lengths - 1).clamp(min=0))
         tokens, version = tokens.scatter(1, lengths, last), version.scatter(1, lengths, 0)
     mask = F.pad(roll.mask, (0, 1))
+    place = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, place, -1).amax(dim=1, keepdim=True)
     return RolloutWithFinalState(
         prompt_id=roll.prompt_id,
         tokens=tokens,
@@ -56,7 +57,7 @@ def with_final_state(roll: Rollout) -> RolloutWithFinalState:
         behavior_logprob=F.pad(roll.behavior_logprob, (0, 1)),
         finished=roll.finished,
         version=version,
-        states=mask | _after_last(mask),
+        states=mask | ((place == last + 1) & (last >= 0)),
     )
 
 
@@ -98,13 +99,6 @@ def lengthened(held: Conversations) -> dict[str, Any]:
     own["turn"] = F.pad(held.turn, (0, 1), value=-1)
     own["reward"] = F.pad(held.reward, (0, 1))
     return {name: column for name, column in longer.items() if name != "states"} | own
-
-
-def _after_last(mask: Tensor) -> Tensor:
-    """True on the slot after each row's last masked one, if the row has any."""
-    position = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, position, -1).amax(dim=1, keepdim=True)
-    return (position == last + 1) & (last >= 0)
 
 
 @op(scope="row")

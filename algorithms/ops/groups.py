@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...dataflow.graph.tracer import op
 from ..roles.language_tables import PerSample, TokenMask
-
-SingletonGroup = Literal["error", "score", "zero"]
-"""Advantage of a sample alone in its group: refuse, the score itself, or 0."""
-
-MissingScore = Literal["zero", "propagate"]
-"""Treatment of a row without a score (nan): "zero" leaves it out of all statistics and gives it
-advantage 0, "propagate" leaves no finite number in its group."""
 
 
 def floating(column: Tensor) -> Tensor:
@@ -33,6 +27,18 @@ def sum_rows(table: Tensor) -> Tensor:
     are computed with it, and atomic adds on the device's timing.
     """
     return table.cumsum(dim=1)[:, -1]
+
+
+def rows_by_prompt(prompt_id: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Each prompt with its row numbers, in the order in which prompts first come up."""
+    for prompt in dict.fromkeys(prompt_id.tolist()):
+        yield prompt, (prompt_id == prompt).nonzero().flatten()
+
+
+def stacked(one: Tensor, other: Tensor, fill: float) -> Tensor:
+    """The rows of both, one after another, padded on the right to the width of the wider."""
+    width = max(one.shape[1], other.shape[1])
+    return torch.cat([F.pad(x, (0, width - x.shape[1]), value=fill) for x in (one, other)])
 
 
 @op(scope="row")
@@ -54,23 +60,20 @@ class Groups:
     Args:
         score: f32[rows]; integers and booleans are read as f32.
         prompt_id: i64[rows], the group of each row; groups may be interleaved and of any size.
-        missing: How to treat rows without a score.
 
     Attributes:
         sizes: i64[groups], rows with a score in each group.
 
     Raises:
-        ValueError: If the shapes differ or `missing` is unknown.
+        ValueError: If the shapes differ.
     """
 
-    def __init__(self, score: Tensor, prompt_id: Tensor, missing: MissingScore = "zero") -> None:
+    def __init__(self, score: Tensor, prompt_id: Tensor) -> None:
         if score.shape != prompt_id.shape or score.ndim != 1:
             raise ValueError(
                 "score and prompt_id must both be [rows], got "
                 f"{list(score.shape)} and {list(prompt_id.shape)}"
             )
-        if missing not in ("propagate", "zero"):
-            raise ValueError(f"missing {missing!r} is unknown; choose 'propagate' or 'zero'")
         self._score = floating(score)
         self._prompt_id = prompt_id
         self._group = torch.unique(prompt_id, return_inverse=True)[1]
@@ -82,7 +85,7 @@ class Groups:
         widest = int(rows.max()) if len(score) else 1
         table = torch.zeros(len(rows), widest, dtype=torch.float64, device=score.device)
         self._rows = rows[self._group]
-        self._absent = score.isnan() if missing == "zero" else torch.zeros_like(score).bool()
+        self._absent = score.isnan()
         counted = torch.where(self._absent, 0.0, score.double())
         self._scores = table.index_put((self._group, self._place), counted)
         self._present = table.bool().index_put((self._group, self._place), ~self._absent)
@@ -121,23 +124,17 @@ class Groups:
         """A number per group, f64[groups], given to each of its rows: f64[rows]."""
         return value[self._group]
 
-    def per_row(self, table: Tensor, singleton_group: SingletonGroup) -> Tensor:
-        """Back to f32[rows], with the rule for groups of one row applied."""
-        result = torch.where(self._absent, 0.0, table[self._group, self._place]).to(self._score)
-        alone = (self.sizes[self._group] == 1) & ~self._absent
-        if singleton_group == "score":
-            return torch.where(alone, self._score, result)
-        if singleton_group == "zero":
-            return result  # a score minus itself is 0 already
-        if singleton_group != "error":
-            raise ValueError(
-                f"singleton_group {singleton_group!r} is unknown; choose 'error', 'score' or 'zero'"
-            )
-        alone = alone & (self._rows == 1)  # not where only others' scores are missing
+    def per_row(self, table: Tensor) -> Tensor:
+        """Back to f32[rows]; 0 for a row without a score.
+
+        Raises:
+            ValueError: If a group has one row. One of which only the others' scores are missing has
+                nothing to be compared with either, but is no fault of the step's.
+        """
+        alone = (self._rows == 1) & ~self._absent
         if bool(alone.any()):
             raise ValueError(
                 f"group {int(self._prompt_id[alone][0])} has a single sample, and a comparison "
-                "within a group needs at least 2; set Sampling.num_samples to 2 or more, or say "
-                "what such a row gets with singleton_group='zero' or 'score'"
+                "within a group needs at least 2; set Sampling.num_samples to 2 or more"
             )
-        return result
+        return torch.where(self._absent, 0.0, table[self._group, self._place]).to(self._score)

@@ -20,12 +20,11 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from ...dataflow.graph.tracer import op
 from ..roles.language_tables import PerSample, PerToken, SampleFlag, TokenMask
 from .groups import floating
-from .reductions import check_token_columns, zero_where_masked_out
+from .reductions import check_token_columns, unknown, zero_where_masked_out
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 """Function of the log-ratio that estimates the KL; see the table at the top of this module."""
@@ -71,7 +70,18 @@ def kl_estimate(
     log_ratio = zero_where_masked_out(logprob, mask) - zero_where_masked_out(ref_logprob, mask)
     if log_ratio_clamp is not None:
         log_ratio = log_ratio.clamp(-log_ratio_clamp, log_ratio_clamp)
-    estimate = _estimate(log_ratio, estimator)
+    match estimator:
+        case "k1":
+            estimate = log_ratio
+        case "k2":
+            estimate = log_ratio.square() / 2
+        case "k3":
+            # expm1 keeps the digits that exp(-d) - 1 loses for the small d of a young policy.
+            estimate = torch.expm1(-log_ratio) + log_ratio
+        case "abs":
+            estimate = log_ratio.abs()
+        case _:
+            raise unknown("KL estimator", estimator, KLEstimator)
     if value_clamp is not None:
         estimate = estimate.clamp(-value_clamp, value_clamp)
     return estimate
@@ -117,23 +127,6 @@ def response_kl(mask: TokenMask, *, logprob: PerToken, ref_logprob: PerToken) ->
     return kl_estimate(mask, logprob=logprob, ref_logprob=ref_logprob).sum(1)
 
 
-def _estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
-    match estimator:
-        case "k1":
-            return log_ratio
-        case "k2":
-            return log_ratio.square() / 2
-        case "k3":
-            # expm1 keeps the digits that exp(-d) - 1 loses for the small d of a young policy.
-            return torch.expm1(-log_ratio) + log_ratio
-        case "abs":
-            return log_ratio.abs()
-        case _:
-            raise ValueError(
-                f"KL estimator {estimator!r} is unknown; choose 'k1', 'k2', 'k3' or 'abs'"
-            )
-
-
 @op(scope="row")
 def kl_shaped_reward(
     score: PerSample,
@@ -144,7 +137,6 @@ def kl_shaped_reward(
     kl_coef: float,
     finished: SampleFlag | None = None,
     kl_estimator: KLEstimator = "k1",
-    log_ratio_clamp: float | None = 20.0,
     score_slot: ScoreSlot = "last_token",
     score_clip: float | None = None,
     no_eos: NoEos = "none",
@@ -166,7 +158,6 @@ def kl_shaped_reward(
         finished: bool[rows], True where the response reached its end of sequence. Needed unless
             `no_eos` is "none".
         kl_estimator: See the table at the top of this module.
-        log_ratio_clamp: As in `kl_estimate`.
         score_slot: "last_token" adds the score on the last sampled token; "after_last" one slot
             later where the row leaves room, which is a padding position: then reward, critic and
             `gae` must be given a mask that has that slot too; `with_final_state` adds it.
@@ -189,36 +180,41 @@ def kl_shaped_reward(
         )
     kl = torch.zeros_like(logprob)
     if kl_coef:  # 0 * nan is nan, and both may be -inf
-        kl = kl_estimate(
-            mask,
-            logprob=logprob,
-            ref_logprob=ref_logprob,
-            estimator=kl_estimator,
-            log_ratio_clamp=log_ratio_clamp,
-        )
+        kl = kl_estimate(mask, logprob=logprob, ref_logprob=ref_logprob, estimator=kl_estimator)
+    reward = (-kl_coef * kl).detach()
     score = floating(score)
     if score_clip is not None:
         score = score.clamp(-score_clip, score_clip)
-    score = _without_eos(score, finished, no_eos, no_eos_score, no_eos_penalty)
-    return _with_score((-kl_coef * kl).detach(), score.detach(), mask, score_slot)
+    score = finished_score(
+        score,
+        finished,
+        no_eos=no_eos,
+        no_eos_score=no_eos_score,
+        no_eos_penalty=no_eos_penalty,
+    )
+    if score_slot not in ("last_token", "after_last"):
+        raise unknown("score_slot", score_slot, ScoreSlot)
+    width = mask.shape[1]
+    if not width:
+        return reward
+    positions = torch.arange(width, device=mask.device)
+    last = torch.where(mask, positions, -1).amax(dim=1)
+    slot = last if score_slot == "last_token" else (last + 1).clamp(max=width - 1)
+    added = torch.where(last >= 0, score.detach().to(reward), 0.0)
+    return reward.scatter_add(1, slot.clamp(min=0)[:, None], added[:, None])
 
 
 @op(scope="row")
 def finished_score(
     score: PerSample,
-    finished: SampleFlag,
+    finished: SampleFlag | None,
     *,
     no_eos: NoEos,
     no_eos_score: float = -1.0,
     no_eos_penalty: float = 1.0,
 ) -> PerSample:
     """Scores after the rule for responses that were cut off; arguments as in `kl_shaped_reward`."""
-    return _without_eos(floating(score), finished, no_eos, no_eos_score, no_eos_penalty)
-
-
-def _without_eos(
-    score: Tensor, finished: Tensor | None, no_eos: NoEos, no_eos_score: float, penalty: float
-) -> Tensor:
+    score = floating(score)
     if no_eos == "none":
         return score
     if finished is None:
@@ -230,29 +226,11 @@ def _without_eos(
         case "replace":
             return torch.where(finished, score, torch.full_like(score, no_eos_score))
         case "subtract":
-            return torch.where(finished, score, score - penalty)
+            return torch.where(finished, score, score - no_eos_penalty)
         case "zero":
             return torch.where(finished, score, torch.zeros_like(score))
         case _:
-            raise ValueError(
-                f"no_eos {no_eos!r} is unknown; choose 'none', 'replace', 'subtract' or 'zero'"
-            )
-
-
-def _with_score(reward: Tensor, score: Tensor, mask: Tensor, score_slot: ScoreSlot) -> Tensor:
-    """Add each row's score to `reward` at the slot chosen."""
-    if score_slot not in ("last_token", "after_last"):
-        raise ValueError(
-            f"score_slot {score_slot!r} is unknown; choose 'last_token' or 'after_last'"
-        )
-    width = mask.shape[1]
-    if not width:
-        return reward
-    positions = torch.arange(width, device=mask.device)
-    last = torch.where(mask, positions, -1).amax(dim=1)
-    slot = last if score_slot == "last_token" else (last + 1).clamp(max=width - 1)
-    added = torch.where(last >= 0, score.to(reward), 0.0)
-    return reward.scatter_add(1, slot.clamp(min=0)[:, None], added[:, None])
+            raise unknown("no_eos", no_eos, NoEos)
 
 
 def adaptive_kl_coef(

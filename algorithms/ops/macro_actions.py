@@ -25,7 +25,7 @@ from ..roles.language_tables import (
     TokenMask,
 )
 from .distributions import uniforms
-from .reductions import check_token_columns, zero_where_masked_out
+from .reductions import check_token_columns, unknown, zero_where_masked_out
 from .returns import GaeTargets, gae
 
 MacroId = Annotated[Tensor, i64(SAMPLE, TOKEN)]
@@ -52,7 +52,6 @@ def macro_actions(
     termination: Termination = "fixed",
     length: int | None = 5,
     lengths: tuple[int, ...] = (1, 2, 3, 5, 10),
-    seed: int = 0,
 ) -> MacroId:
     """Cut responses into macro actions.
 
@@ -63,7 +62,6 @@ def macro_actions(
         termination: See `Termination`.
         length: Tokens of a "fixed" macro action; None for one macro action per row.
         lengths: What "random" samples each macro action's length from.
-        seed: Seed of the samples.
 
     Returns:
         i64[rows, T].
@@ -79,22 +77,20 @@ def macro_actions(
         case "fixed":
             index = rank // length if length is not None else torch.zeros_like(rank)
         case "random":
-            index = _sampled(tokens, mask, lengths, seed)
+            index = _sampled(tokens, mask, lengths)
         case "perplexity":
             index = _where_rising(behavior_logprob, mask)
         case _:
-            raise ValueError(
-                f"termination {termination!r} is unknown; choose 'fixed', 'random' or 'perplexity'"
-            )
+            raise unknown("termination", termination, Termination)
     return torch.where(mask, index, -1)
 
 
-def _sampled(tokens: Tensor, mask: Tensor, lengths: tuple[int, ...], seed: int) -> Tensor:
+def _sampled(tokens: Tensor, mask: Tensor, lengths: tuple[int, ...]) -> Tensor:
     index = torch.full_like(tokens, -1)
     for row in range(len(tokens)):
         places = mask[row].nonzero().flatten()
         ends: list[int] = []
-        numbers = uniforms(seed, tokens[row])
+        numbers = uniforms(0, tokens[row])
         while sum(ends) < len(places):
             ends.append(lengths[int(next(numbers) * len(lengths))])
         numbers = torch.arange(len(ends)).repeat_interleave(torch.tensor(ends, dtype=torch.int64))
@@ -152,9 +148,7 @@ def _weights(macro_id: Tensor, macro_value: MacroValue) -> Tensor:
         case "position":
             weight = 1 / before.clamp(min=1)
         case _:
-            raise ValueError(
-                f"macro_value {macro_value!r} is unknown; choose 'equal', 'unit' or 'position'"
-            )
+            raise unknown("macro_value", macro_value, MacroValue)
     weight = zero_where_masked_out(weight, inside)
     total = sum_over_macros(weight, macro_id).gather(1, macro_id.clamp(min=0))
     return zero_where_masked_out(weight / torch.where(inside, total, 1.0), inside)
@@ -194,7 +188,7 @@ def macro_gae(
     """
     check_token_columns(mask, reward=reward, value=value)
     if macro_reward not in ("sum", "mean"):
-        raise ValueError(f"macro_reward {macro_reward!r} is unknown; choose 'sum' or 'mean'")
+        raise unknown("macro_reward", macro_reward, MacroReward)
     steps = macro_mask(macro_id)
     if not steps.shape[1]:
         return GaeTargets(advantage=torch.zeros_like(value), value_target=torch.zeros_like(value))

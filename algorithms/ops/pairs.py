@@ -18,6 +18,8 @@ from ..roles.language_tables import (
     TokenIds,
     TokenMask,
 )
+from .groups import rows_by_prompt
+from .reductions import unknown
 
 Ties = Literal["drop", "first"]
 """Treatment of a prompt whose responses all score the same: its pair is not trained on, or its
@@ -83,10 +85,9 @@ def best_and_worst(roll: Rollout, score: PerSample, *, ties: Ties = "drop") -> S
         ValueError: If a prompt has a single response or `ties` is unknown.
     """
     if ties not in ("drop", "first"):
-        raise ValueError(f"ties {ties!r} is unknown; choose 'drop' or 'first'")
+        raise unknown("ties", ties, Ties)
     rows: list[int] = []
-    for prompt in dict.fromkeys(roll.prompt_id.tolist()):
-        members = (roll.prompt_id == prompt).nonzero().flatten()
+    for prompt, members in rows_by_prompt(roll.prompt_id):
         if len(members) < 2:
             raise ValueError(
                 f"prompt {prompt} has a single response, and a pair needs two; set "

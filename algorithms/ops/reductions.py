@@ -20,7 +20,7 @@ computed in any number of micro-batches, on any number of ranks, and come out th
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,9 +31,14 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 Variance = Literal["biased", "unbiased"]
 """Divide squared deviations by n ("biased") or by n - 1 ("unbiased")."""
 
-
 WeightedBy = Literal["token", "row"]
 """Whether statistics weigh every token alike, so that long rows count more, or every row."""
+
+
+def unknown(what: str, value: object, choices: Any) -> ValueError:
+    """The error of a value that is none of a `Literal`'s, as a step in Python may give it."""
+    *others, last = map(repr, get_args(choices))
+    return ValueError(f"{what} {value!r} is unknown; choose {', '.join(others)} or {last}")
 
 
 def check_token_columns(mask: Tensor, **columns: Tensor) -> None:
@@ -134,7 +139,7 @@ def mean_and_variance(
         mean, spread = masked_mean(x, mask), masked_variance(x, mask, variance=variance)
         return _exact(_tokens_of(x, mask), mean, spread)
     if weighted_by != "row":
-        raise ValueError(f"weighted_by {weighted_by!r} is unknown; choose 'token' or 'row'")
+        raise unknown("weighted_by", weighted_by, WeightedBy)
     lengths = mask.sum(dim=1)
     rows = int((lengths > 0).sum())
     correction = variance_correction(variance)
@@ -162,7 +167,7 @@ def variance_correction(variance: Variance) -> int:
         ValueError: If `variance` is unknown.
     """
     if variance not in ("biased", "unbiased"):
-        raise ValueError(f"variance {variance!r} is unknown; choose 'biased' or 'unbiased'")
+        raise unknown("variance", variance, Variance)
     return 1 if variance == "unbiased" else 0
 
 
@@ -212,10 +217,7 @@ def aggregation_numerator(loss: Tensor, mask: Tensor, mode: Aggregation) -> Tens
         return (kept.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum()
     if mode in ("token-mean", "seq-mean-token-sum", "constant"):
         return kept.sum()
-    raise ValueError(
-        f"aggregation mode {mode!r} is unknown; choose 'token-mean', 'seq-mean-token-sum', "
-        "'seq-mean-token-mean' or 'constant'"
-    )
+    raise unknown("aggregation mode", mode, Aggregation)
 
 
 def aggregation_denominator(

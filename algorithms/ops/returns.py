@@ -11,9 +11,8 @@ probability ratios there.
 
 Where an episode ends inside a row, no error is carried back across the end. `terminated`: nothing
 comes after, `value_tp1` is 0. `truncated`: it would have gone on, and `value_tp1` is the critic's
-value of the state it was left in. That state is `next_value` of the step, or, where this is not
-given, `value` of the next column as it stands there, mask or no mask: environments that reset one
-step later show it there. The last column's is `bootstrap_value`.
+value of the state it was left in. That is `value` of the next column as it stands there, mask or no
+mask: environments that reset one step later show it there. The last column's is `bootstrap_value`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from ...dataflow.graph.tracer import op
 from ..roles.language_tables import PerRow, PerStep, StepMask
-from .reductions import check_token_columns, zero_where_masked_out
+from .reductions import check_token_columns, unknown, zero_where_masked_out
 
 Masking = Literal["transparent", "zeroed"]
 """Effect of a masked-out position between sampled tokens on a backward recursion.
@@ -55,7 +54,6 @@ def gae(
     bootstrap_value: PerRow | None = None,
     terminated: StepMask | None = None,
     truncated: StepMask | None = None,
-    next_value: PerStep | None = None,
     discount: float = 1.0,
     lam: float = 0.95,
     masking: Masking = "transparent",
@@ -76,8 +74,6 @@ def gae(
         terminated: bool[rows, T], True on an episode's last step; none by default.
         truncated: bool[rows, T], True on the last step of an episode that was cut off; none by
             default. Where both flags are True the episode terminated.
-        next_value: f32[rows, T], the critic at the state after each step, read on truncated steps
-            only; see this module for the default.
         discount: gamma, applied per sampled token.
         lam: lambda; 0 trusts the critic fully, 1 not at all.
         masking: What positions between sampled tokens do; see `Masking`.
@@ -86,12 +82,10 @@ def gae(
         Advantages and value targets, f32[rows, T] each.
 
     Raises:
-        ValueError: If shapes differ, `masking` is unknown, or a truncated last column has neither
-            `next_value` nor `bootstrap_value`.
+        ValueError: If shapes differ, `masking` is unknown, or a truncated last column has no
+            `bootstrap_value`.
     """
-    steps = _Steps.of(
-        mask, reward, value, bootstrap_value, (terminated, truncated, next_value), masking
-    )
+    steps = _Steps.of(mask, reward, value, bootstrap_value, terminated, truncated, masking)
     advantage = steps.backward(discount, lam, None, None)[0]
     return GaeTargets(
         advantage=zero_where_masked_out(advantage, mask).to(value),
@@ -110,7 +104,6 @@ def vtrace(
     bootstrap_value: PerRow | None = None,
     terminated: StepMask | None = None,
     truncated: StepMask | None = None,
-    next_value: PerStep | None = None,
     discount: float = 1.0,
     lam: float = 1.0,
     rho_bar: float | None = 1.0,
@@ -137,7 +130,6 @@ def vtrace(
         bootstrap_value: f32[rows], value of the state after the last step; see `gae`.
         terminated: bool[rows, T]; see `gae`.
         truncated: bool[rows, T]; see `gae`.
-        next_value: f32[rows, T]; see `gae`.
         discount: gamma, per step.
         lam: lambda.
         rho_bar: Bound on the ratio of a step's own error; None for no bound.
@@ -152,9 +144,7 @@ def vtrace(
         ValueError: As `gae`.
     """
     check_token_columns(mask, logprob=logprob, behavior_logprob=behavior_logprob)
-    steps = _Steps.of(
-        mask, reward, value, bootstrap_value, (terminated, truncated, next_value), "transparent"
-    )
+    steps = _Steps.of(mask, reward, value, bootstrap_value, terminated, truncated, "transparent")
     log_ratio = zero_where_masked_out(logprob - behavior_logprob, mask)
     ratio = log_ratio.detach().double().exp()
     error, value_tp1, error_tp1 = steps.backward(
@@ -172,40 +162,22 @@ def _bounded(ratio: Tensor, bound: float | None) -> Tensor:
 
 
 @op(scope="row")
-def return_to_go(
-    reward: PerStep,
-    mask: StepMask,
-    *,
-    baseline: PerRow | None = None,
-    discount: float = 1.0,
-    masking: Masking = "transparent",
-) -> PerStep:
+def return_to_go(reward: PerStep, mask: StepMask, *, discount: float = 1.0) -> PerStep:
     """Discounted sum of the rewards from each sampled token to the end of its row.
 
     Args:
         reward: f32[rows, T].
         mask: bool[rows, T].
-        baseline: f32[rows], taken off every token of its row; nothing by default.
-        discount: gamma, applied per step.
-        masking: What positions between sampled tokens do; see `Masking`.
+        discount: gamma, applied per step; what is masked out between others is passed over.
 
     Returns:
         f32[rows, T].
 
     Raises:
-        ValueError: If shapes differ or `masking` is unknown.
+        ValueError: If shapes differ.
     """
-    targets = gae(
-        mask,
-        reward=reward,
-        value=torch.zeros_like(reward),
-        discount=discount,
-        lam=1.0,
-        masking=masking,
-    )
-    if baseline is None:
-        return targets.advantage
-    return zero_where_masked_out(targets.advantage - baseline[:, None], mask)
+    nothing = torch.zeros_like(reward)
+    return gae(mask, reward=reward, value=nothing, discount=discount, lam=1.0).advantage
 
 
 @dataclass(frozen=True)
@@ -230,7 +202,8 @@ class _Steps:
         reward: Tensor,
         value: Tensor,
         bootstrap_value: Tensor | None,
-        endings: tuple[Tensor | None, Tensor | None, Tensor | None],
+        terminated: Tensor | None,
+        truncated: Tensor | None,
         masking: Masking,
     ) -> _Steps:
         check_token_columns(mask, reward=reward, value=value)
@@ -239,13 +212,19 @@ class _Steps:
                 f"bootstrap_value must have one entry per row of the mask, [{len(mask)}], "
                 f"got {list(bootstrap_value.shape)}"
             )
-        ends, end_value = _endings(mask, value.detach(), bootstrap_value, *endings)
-        last = torch.zeros_like(value[:, 0]) if mask.shape[1] else value.new_zeros(len(value))
+        live = mask
+        if masking == "zeroed":
+            # Everything up to the last sampled token; the padding after it is no step either way.
+            live = mask.flip(1).cumsum(dim=1).flip(1) > 0
+        elif masking != "transparent":
+            raise unknown("masking", masking, Masking)
+        ends, end_value = _endings(mask, value.detach(), bootstrap_value, terminated, truncated)
+        last = value.new_zeros(len(value)) if bootstrap_value is None else bootstrap_value
         return cls(
-            live=_live_steps(mask, masking),
+            live=live,
             reward=zero_where_masked_out(reward, mask).detach().double(),
             value=zero_where_masked_out(value, mask).detach().double(),
-            last_value=(last if bootstrap_value is None else bootstrap_value).detach().double(),
+            last_value=last.detach().double(),
             ends=ends,
             end_value=end_value,
         )
@@ -278,23 +257,12 @@ class _Steps:
         return error, values, errors
 
 
-def _live_steps(mask: Tensor, masking: Masking) -> Tensor:
-    """bool[rows, T]: the positions that are steps of the recursion."""
-    if masking == "transparent":
-        return mask
-    if masking == "zeroed":
-        # Everything up to the last sampled token; the padding after it is no step either way.
-        return mask.flip(1).cumsum(dim=1).flip(1) > 0
-    raise ValueError(f"masking {masking!r} is unknown; choose 'transparent' or 'zeroed'")
-
-
 def _endings(
     mask: Tensor,
     value: Tensor,
     bootstrap_value: Tensor | None,
     terminated: Tensor | None,
     truncated: Tensor | None,
-    next_value: Tensor | None,
 ) -> tuple[Tensor | None, Tensor]:
     """Ends of episodes, and the value of the state after: 0 where they terminated."""
     nothing = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
@@ -305,13 +273,11 @@ def _endings(
     if truncated is None:
         return (None if terminated is None else done), nothing
     cut = truncated & mask & ~done
-    if next_value is None:
-        last = value.new_zeros(len(value)) if bootstrap_value is None else bootstrap_value.detach()
-        if bootstrap_value is None and mask.shape[1] and bool(cut[:, -1].any()):
-            raise ValueError(
-                "the last column has a truncated step, and nothing says what would have come "
-                "after it; pass bootstrap_value, the critic's value of the state it was left in"
-            )
-        next_value = torch.cat([value, last[:, None]], dim=1)[:, 1:]
-    check_token_columns(mask, next_value=next_value)
-    return done | cut, torch.where(cut, next_value.detach().double(), nothing)
+    if bootstrap_value is None and mask.shape[1] and bool(cut[:, -1].any()):
+        raise ValueError(
+            "the last column has a truncated step, and nothing says what would have come "
+            "after it; pass bootstrap_value, the critic's value of the state it was left in"
+        )
+    last = value.new_zeros(len(value)) if bootstrap_value is None else bootstrap_value.detach()
+    next_value = torch.cat([value, last[:, None]], dim=1)[:, 1:]
+    return done | cut, torch.where(cut, next_value.double(), nothing)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...dataflow.graph.tracer import op
 from ..roles.language_tables import PerSample, PerToken, PromptId, TokenMask
 from .groups import Groups, floating
-from .reductions import check_token_columns, zero_where_masked_out
+from .reductions import check_token_columns, unknown, zero_where_masked_out
 
 OverlongForm = Literal["piecewise", "linear"]
 """Penalty of a response beyond the longest length: -1 ("piecewise"), or growing ("linear")."""
@@ -92,7 +92,7 @@ def overlong_penalty(
             "tokens; DAPO uses a fifth of max_length"
         )
     if form not in ("piecewise", "linear"):
-        raise ValueError(f"form {form!r} is unknown; choose 'piecewise' or 'linear'")
+        raise unknown("form", form, OverlongForm)
     penalty = ((max_length - cache - floating(length)) / cache).clamp(max=0)
     return penalty.clamp(min=-1) if form == "piecewise" else penalty
 
@@ -240,35 +240,6 @@ def delta_step_reward(step_score: PerToken, step_end: TokenMask) -> PerToken:
 
 
 @op(scope="row")
-def process_reward(
-    step_score: PerToken,
-    step_end: TokenMask,
-    *,
-    clip: float | None = 0.5,
-    delta: bool = True,
-) -> PerToken:
-    """Step rewards by Clip, by Delta, by both (Clip first), or as the model scored them.
-
-    Args:
-        step_score: f32[rows, T].
-        step_end: bool[rows, T], True where a step ends.
-        clip: Clip's threshold; None goes without Clip.
-        delta: Whether to take differences of adjacent steps.
-
-    Returns:
-        f32[rows, T]; 0 where no step ends.
-
-    Raises:
-        ValueError: If shapes differ.
-    """
-    check_token_columns(step_end, step_score=step_score)
-    reward = zero_where_masked_out(step_score, step_end)
-    if clip is not None:
-        reward = clipped_step_reward(reward, step_end, threshold=clip)
-    return delta_step_reward(reward, step_end) if delta else reward
-
-
-@op(scope="row")
 def process_shaped_reward(
     token_reward: PerToken,
     mask: TokenMask,
@@ -281,14 +252,16 @@ def process_shaped_reward(
 ) -> PerToken:
     """Token rewards with `coef` times the step rewards added where steps end.
 
+    Step rewards are by Clip, by Delta, by both (Clip first), or as the model scored them.
+
     Args:
         token_reward: f32[rows, T], such as `kl_shaped_reward` of a verifier's score.
         mask: bool[rows, T].
         step_score: f32[rows, T].
         step_end: bool[rows, T]; only sampled tokens count.
         coef: Weight of the step rewards (alpha); 0.02 is the paper's order.
-        clip: See `process_reward`.
-        delta: See `process_reward`.
+        clip: Clip's threshold; None goes without Clip.
+        delta: Whether to take differences of adjacent steps.
 
     Returns:
         f32[rows, T].
@@ -298,8 +271,12 @@ def process_shaped_reward(
     """
     check_token_columns(mask, token_reward=token_reward, step_score=step_score)
     ends = step_end & mask
-    shaped = process_reward(step_score, ends, clip=clip, delta=delta)
-    return zero_where_masked_out(token_reward + coef * shaped, mask)
+    reward = zero_where_masked_out(step_score, ends)
+    if clip is not None:
+        reward = clipped_step_reward(reward, ends, threshold=clip)
+    if delta:
+        reward = delta_step_reward(reward, ends)
+    return zero_where_masked_out(token_reward + coef * reward, mask)
 
 
 @op(scope="row")
@@ -309,14 +286,12 @@ def known_throughout(score: PerSample, step_score: PerToken, step_end: TokenMask
 
 
 @op(scope="row")
-def weighted_score(
-    score: PerSample, *, other: PerSample, weight: float = 1.0, other_weight: float = 1.0
-) -> PerSample:
-    """`weight * score + other_weight * other`: f32[rows]; for two `Reward` roles of one step.
+def weighted_score(score: PerSample, *, other: PerSample, other_weight: float = 1.0) -> PerSample:
+    """`score + other_weight * other`: f32[rows]; for two `Reward` roles of one step.
 
     A single role that combines any number of rewards is the worker `mixture`.
     """
-    return weight * score + other_weight * other
+    return score + other_weight * other
 
 
 @op(scope="row")

@@ -28,7 +28,7 @@ from ..ops.advantages import whiten
 from ..ops.final_state import lengthened
 from ..ops.groups import scored_tokens
 from ..ops.macro_actions import sum_over_macros
-from ..ops.reductions import check_token_columns, zero_where_masked_out
+from ..ops.reductions import check_token_columns, unknown, zero_where_masked_out
 from ..ops.rollout_correction import RolloutCorrection
 from ..options import train_policy
 from ..roles import Agent, Policy, Prompts, Sampling, TrainMetrics, ValueBatch, ValueModel
@@ -125,7 +125,7 @@ def utterance_advantage(
         ValueError: If shapes differ or `action_value` is unknown.
     """
     if action_value not in ("critic", "backup"):
-        raise ValueError(f"action_value {action_value!r} is unknown; choose 'critic' or 'backup'")
+        raise unknown("action_value", action_value, ActionValue)
     v, q, backup = _of_turns(turn, reward, value, discount)
     return _over_tokens((q if action_value == "critic" else backup) - v, turn)
 

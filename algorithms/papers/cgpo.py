@@ -29,12 +29,13 @@ from ...dataflow.options import PositiveFloat, PositiveInt, option_class
 from ..losses.preference import DPOLoss
 from ..losses.tokens import ReinforceLoss
 from ..ops.advantages import broadcast_over_tokens, paired_baseline
-from ..ops.groups import Groups, floating
+from ..ops.groups import Groups, floating, rows_by_prompt
 from ..ops.kl import response_kl
 from ..ops.pairs import SelectedPairs, pairs_of
-from ..ops.rewards import calibrated_score, check_known
+from ..ops.reductions import unknown
+from ..ops.rewards import calibrated_score, check_known, constrained_score
 from ..ops.rollout_correction import RolloutCorrection
-from ..options import check_groups, train_policy
+from ..options import check_groups, train_on, train_policy
 from ..roles import (
     PerSample,
     Policy,
@@ -78,8 +79,7 @@ def constrained_reward(score: PerSample, *, passed: PerSample, allowance: PerSam
         passed: f32[rows], above 0.5 where all constraints hold.
         allowance: f32[rows], see `kl_allowance`.
     """
-    shaped = torch.where(passed > 0.5, score * allowance, torch.zeros_like(score))
-    return torch.where(passed.isnan(), torch.nan, shaped)
+    return constrained_score(score * allowance, passed)
 
 
 @op(scope="batch")
@@ -112,9 +112,7 @@ def less_mean(
             groups = Groups(reward, prompt_id)
             mean = groups.per_group_row(groups.mean())
         case _:
-            raise ValueError(
-                f"mean_over {mean_over!r} is unknown; choose 'batch', 'passing' or 'prompt'"
-            )
+            raise unknown("mean_over", mean_over, MeanOver)
     return torch.where(known, exact - mean, 0.0).to(reward)
 
 
@@ -135,7 +133,7 @@ def passing_and_failing(roll: Rollout, score: PerSample, *, passed: PerSample) -
     known = ~(score.isnan() | passed.isnan())
     rows: list[int] = []
     skipped: list[bool] = []
-    for everyone in _members(roll.prompt_id):
+    for _, everyone in rows_by_prompt(roll.prompt_id):
         members = everyone[known[everyone]]
         if not len(members):
             rows += [int(everyone[0]), int(everyone[-1])]
@@ -201,8 +199,7 @@ def best_passing(
     eligible = (passed > 0.5) & (kl <= kl_max) & ~score.isnan()
     instead = {prompt: row for row, prompt in enumerate(fallback.prompt_id.tolist())}
     rows: list[tuple[int, int, float]] = []  # which side, which of its rows, weight
-    for members in _members(roll.prompt_id):
-        prompt = int(roll.prompt_id[members[0]])
+    for prompt, members in rows_by_prompt(roll.prompt_id):
         if prompt not in instead:
             raise ValueError(f"prompt {prompt} has no fallback; sample one response to each prompt")
         if bool(eligible[members].any()):
@@ -232,13 +229,6 @@ def _responses(
         behavior_logprob=column("behavior_logprob", 0.0),
         weight=weight,
     )
-
-
-def _members(prompt_id: Tensor) -> list[Tensor]:
-    """Row numbers of each prompt, in the order prompts first come up."""
-    return [
-        (prompt_id == prompt).nonzero().flatten() for prompt in dict.fromkeys(prompt_id.tolist())
-    ]
 
 
 @option_class
@@ -334,7 +324,6 @@ def codpo_step(
     prompts: Prompts, actor: Policy, ref: Policy, reward: Reward, judges: Reward, cfg: CODPO
 ) -> tuple[TrainMetrics, PerSample, PerSample]:
     """Sample, judge, pair, and train on the pairs; reports who passed, and the KL."""
-    temperature = cfg.sampling.temperature
     compared = sample_and_judge(prompts, actor, ref, reward, judges, cfg)
     pairs = passing_and_failing(compared.roll, compared.score, passed=compared.passed)
     batch = ReferencePairBatch(
@@ -342,16 +331,9 @@ def codpo_step(
         tokens=pairs.tokens,
         mask=pairs.mask,
         chosen=pairs.chosen,
-        ref_logprob=ref.logprob(pairs.tokens, pairs.mask, temperature=temperature),
+        ref_logprob=ref.logprob(pairs.tokens, pairs.mask, temperature=cfg.sampling.temperature),
     )
-    report = actor.train(
-        cfg.loss,
-        batch,
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-        temperature=temperature,
-    )
-    return report, compared.passed, compared.kl
+    return train_on(actor, cfg.loss, batch, cfg), compared.passed, compared.kl
 
 
 @option_class
@@ -383,11 +365,4 @@ def crraft_step(
         behavior_logprob=rows.behavior_logprob,
         advantage=broadcast_over_tokens(rows.weight, rows.mask),
     )
-    report = actor.train(
-        cfg.loss,
-        batch,
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-        temperature=cfg.sampling.temperature,
-    )
-    return report, compared.passed, compared.kl
+    return train_on(actor, cfg.loss, batch, cfg), compared.passed, compared.kl

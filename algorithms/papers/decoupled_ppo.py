@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ...dataflow.options import option_class
 from ..ops.rollout_correction import RolloutCorrection, corrected_batch
-from ..options import reference_logprob, reported_kl
+from ..options import reference_logprob, reported_kl, train_on
 from ..ppo import (
     PPO,
     critic_states,
@@ -61,13 +61,7 @@ def decoupled_ppo_step(
     # The batch's `behavior_logprob` is the proximal policy's: today's weights, before the update.
     batch = corrected_batch(actor, scored, advantage, cfg.correction, temperature)
     return (
-        actor.train(
-            cfg.policy_loss,
-            batch,
-            epochs=cfg.epochs,
-            num_minibatches=cfg.num_minibatches,
-            temperature=temperature,
-        ),
+        train_on(actor, cfg.policy_loss, batch, cfg),
         train_critic(critic, scored, states, cfg, value=value, target=target.value_target),
         reported_kl(roll, ref_logprob),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from ...dataflow.graph.tracer import op
 from ...dataflow.options import NonNegativeFloat, option_class
@@ -35,50 +34,6 @@ class EnsembleRule:
     """Whether that variance divides by n - 1 ("unbiased") or n ("biased")."""
 
 
-def ensemble_score(
-    scores: Tensor,
-    *,
-    combination: Combination = "mean",
-    uncertainty_coef: float = 0.1,
-    variance: Variance = "unbiased",
-) -> Tensor:
-    """One score per response from those of several members.
-
-    Args:
-        scores: f32[members, rows].
-        combination: See `Combination`.
-        uncertainty_coef: What a unit of variance takes from the mean.
-        variance: Whether the variance divides by n - 1 or n.
-
-    Returns:
-        f32[rows].
-
-    Raises:
-        ValueError: If a choice is unknown, or there are too few members for the variance.
-    """
-    if scores.ndim != 2 or not len(scores):
-        raise ValueError(f"scores must be [members, rows], got {list(scores.shape)}")
-    scores = floating(scores)
-    match combination:
-        case "mean":
-            return scores.mean(dim=0)
-        case "worst_case":
-            return scores.amin(dim=0)
-        case "uncertainty_weighted":
-            correction = variance_correction(variance)
-            if len(scores) <= correction:
-                raise ValueError("the unbiased variance needs at least 2 members; choose 'biased'")
-            if not scores.numel():
-                return scores[0]  # torch warns of the variance of no rows
-            spread = scores.double().var(dim=0, correction=correction).to(scores)
-            return scores.mean(dim=0) - uncertainty_coef * spread
-        case _:
-            raise ValueError(
-                f"combination {combination!r} is unknown; choose 'mean', 'worst_case' or "
-                "'uncertainty_weighted'"
-            )
-
-
 @op(scope="row")
 def joined_score(
     first: PerSample,
@@ -89,14 +44,19 @@ def joined_score(
     *,
     rule: EnsembleRule,
 ) -> PerSample:
-    """`ensemble_score` of two to five columns."""
+    """One score per response, f32[rows], from those of two to five members, f32[rows] each."""
     given = [score for score in (first, second, third, fourth, fifth) if score is not None]
-    return ensemble_score(
-        torch.stack(given),
-        combination=rule.combination,
-        uncertainty_coef=rule.uncertainty_coef,
-        variance=rule.variance,
-    )
+    scores = floating(torch.stack(given))
+    match rule.combination:
+        case "mean":
+            return scores.mean(dim=0)
+        case "worst_case":
+            return scores.amin(dim=0)
+        case "uncertainty_weighted":
+            if not scores.numel():
+                return scores[0]  # torch warns of the variance of no rows
+            spread = scores.double().var(dim=0, correction=variance_correction(rule.variance))
+            return scores.mean(dim=0) - rule.uncertainty_coef * spread.to(scores)
 
 
 class Ensemble(Reward):

@@ -21,8 +21,9 @@ from ...dataflow.options import (
 )
 from ..losses.sequence import SequenceLoss, of_row, sequence_sum
 from ..ops.advantages import broadcast_over_tokens, group_advantage, log_partition_advantage
+from ..ops.reductions import unknown
 from ..ops.rewards import is_correct, length_reward, response_length, weighted_score
-from ..options import check_groups
+from ..options import check_groups, train_on
 from ..roles import Policy, PolicyBatch, Prompts, Reward, Sampling, TrainMetrics
 from ..roles.language_tables import PolicyOutput
 
@@ -62,7 +63,7 @@ def mirror_descent_loss(
         return -advantage * sequence_logprob + tau / 2 * log_ratio.square()
     if form == "squared":
         return (advantage - tau * log_ratio).square()
-    raise ValueError(f"form {form!r} is unknown; choose 'gradient' or 'squared'")
+    raise unknown("form", form, MirrorForm)
 
 
 @option_class
@@ -127,10 +128,4 @@ def kimi_step(prompts: Prompts, actor: Policy, reward: Reward, cfg: Kimi) -> Tra
         behavior_logprob=roll.behavior_logprob,
         advantage=broadcast_over_tokens(advantage, roll.mask),
     )
-    return actor.train(
-        cfg.loss,
-        batch,
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-        temperature=cfg.sampling.temperature,
-    )
+    return train_on(actor, cfg.loss, batch, cfg)

@@ -25,7 +25,7 @@ from ..ops.macro_actions import (
     sum_over_macros,
 )
 from ..ops.reductions import aggregation_totals, zero_where_masked_out
-from ..options import reference_logprob, reported_kl, scored_rows, train_policy
+from ..options import reference_logprob, reported_kl, scored_rows, train_on, train_policy
 from ..ppo import PPO, token_rewards, train_critic, whitened_advantage
 from ..roles import PerSample, PerToken, Policy, Prompts, Reward, Rollout, TrainMetrics, ValueModel
 from ..roles.language_tables import PolicyBatch, PolicyOutput
@@ -174,10 +174,4 @@ def train_actor(
         advantage=advantage,
         macro_id=macro_id,
     )
-    return actor.train(
-        MacroPolicyLoss(policy=cfg.policy_loss),
-        batch,
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-        temperature=cfg.sampling.temperature,
-    )
+    return train_on(actor, MacroPolicyLoss(policy=cfg.policy_loss), batch, cfg)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...dataflow.options import PositiveFloat, option_class
 from ..losses.sequence import LOG_RATIO_CLAMP, PairLoss
+from ..ops.reductions import unknown
 from ..options import PairUpdates, score_less_kl, train_on_pairs
 from ..roles import Policy, Prompts, Reward, TrainMetrics
 
@@ -58,7 +59,7 @@ def p3o_loss(
         clipped = ratio.clamp(1 - eps, 1 + eps)
         return -0.5 * torch.minimum(weight * ratio, weight * clipped).sum(dim=-1)
     if clip != "joint":
-        raise ValueError(f"clip {clip!r} is unknown; choose 'separate' or 'joint'")
+        raise unknown("clip", clip, PairClip)
     weight = (score[..., 0] - score[..., 1]) * ratio.detach().prod(dim=-1)
     difference = sequence_logprob[..., 0] - sequence_logprob[..., 1]
     before = behavior_sequence_logprob[..., 0] - behavior_sequence_logprob[..., 1]

@@ -6,7 +6,6 @@ critic both train on the responses that are kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,8 +13,10 @@ from torch import Tensor
 
 from ...dataflow.graph.tracer import op
 from ...dataflow.options import NonNegativeFloat, PositiveInt, option_class
+from ..dapo import ScoredRollout, scored_part
 from ..ops.distributions import uniforms
-from ..ops.groups import floating
+from ..ops.groups import floating, rows_by_prompt
+from ..ops.reductions import unknown
 from ..ops.rewards import check_known
 from ..options import check_groups, reference_logprob, reported_kl, train_policy
 from ..ppo import (
@@ -28,7 +29,7 @@ from ..ppo import (
     whitened_advantage,
 )
 from ..roles import PerSample, Policy, Prompts, Reward, Sampling, TrainMetrics, ValueModel
-from ..roles.language_tables import PromptId, Rollout
+from ..roles.language_tables import Rollout
 
 Strategy = Literal["best", "best_random", "best_worst", "power"]
 """Responses that are kept: the best; the best and others at random; the best and the worst; any,
@@ -97,10 +98,7 @@ def _within(score: Tensor, strategy: Strategy, power: float) -> Tensor:
             weight = score.abs() ** power
             weight = torch.where(weight.sum() > 0, weight, torch.ones_like(weight))
         case _:
-            raise ValueError(
-                f"strategy {strategy!r} is unknown; choose 'best', 'best_random', 'best_worst' or "
-                "'power'"
-            )
+            raise unknown("strategy", strategy, Strategy)
     return weight / weight.sum()
 
 
@@ -132,13 +130,6 @@ def draw_rows(weight: Tensor, count: int, offset: float) -> Tensor:
     return order[picked].sort().values
 
 
-@dataclass(frozen=True, kw_only=True)
-class FilteredRollout(Rollout):
-    """The responses that are trained on, with their scores; one may be there several times."""
-
-    score: PerSample
-
-
 @op(scope="group", makes_rows=True)
 def filtered_groups(
     roll: Rollout,
@@ -147,16 +138,14 @@ def filtered_groups(
     count: int,
     strategy: Strategy,
     power: float = 2.0,
-    seed: int = 0,
-) -> FilteredRollout:
+) -> ScoredRollout:
     """Sample `count` responses of each prompt by `selection_weights`."""
     weight = selection_weights(score, roll.prompt_id, strategy=strategy, power=power)
     rows: list[Tensor] = []
-    for prompt in dict.fromkeys(roll.prompt_id.tolist()):
-        members = (roll.prompt_id == prompt).nonzero().flatten()
-        offset = next(uniforms(seed, *roll.tokens[members]))
+    for _, members in rows_by_prompt(roll.prompt_id):
+        offset = next(uniforms(0, *roll.tokens[members]))
         rows.append(members[draw_rows(weight[members], count, offset)])
-    return _kept(roll, score, torch.cat(rows) if rows else roll.prompt_id)
+    return scored_part(roll, score, torch.cat(rows) if rows else roll.prompt_id)
 
 
 @op(scope="batch", makes_rows=True)
@@ -167,25 +156,12 @@ def filtered_batch(
     count: int,
     strategy: Strategy,
     power: float = 2.0,
-    seed: int = 0,
-) -> FilteredRollout:
+) -> ScoredRollout:
     """Sample as many responses of the whole batch as `count` for each prompt would be."""
     total = count * len(roll.prompt_id.unique())
     together = torch.zeros_like(roll.prompt_id)
     weight = selection_weights(score, together, strategy=strategy, power=power)
-    return _kept(roll, score, draw_rows(weight, total, next(uniforms(seed, *roll.tokens))))
-
-
-def _kept(roll: Rollout, score: PerSample, rows: PromptId) -> FilteredRollout:
-    return FilteredRollout(
-        prompt_id=roll.prompt_id[rows],
-        tokens=roll.tokens[rows],
-        mask=roll.mask[rows],
-        behavior_logprob=roll.behavior_logprob[rows],
-        finished=roll.finished[rows],
-        version=roll.version[rows],
-        score=score[rows],
-    )
+    return scored_part(roll, score, draw_rows(weight, total, next(uniforms(0, *roll.tokens))))
 
 
 @option_class

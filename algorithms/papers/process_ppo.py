@@ -1,7 +1,7 @@
 """PPO with a process reward model: rewards for the steps of a response, most of it for success.
 
 Gao et al., "On Designing Effective RL Reward at Training Time for LLM Reasoning", 2024. Step scores
-go through Clip and Delta, so that a policy gains nothing by more steps; see `process_reward`.
+go through Clip and Delta, so that a policy gains nothing by more steps.
 """
 
 from __future__ import annotations

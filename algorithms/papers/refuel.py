@@ -13,6 +13,7 @@ from __future__ import annotations
 from ...dataflow.graph.tracer import op
 from ...dataflow.options import PositiveInt, option_class
 from ..losses.sequence import ComparedPairBatch, RebelLoss
+from ..options import train_on
 from ..roles import Agent, Policy, Prompts, Sampling, TrainMetrics
 from ..roles.language import TurnIndex, TurnNumber
 from ..roles.language_tables import TokenMask
@@ -71,10 +72,4 @@ def refuel_step(prompts: Prompts, actor: Policy, agent: Agent, cfg: Refuel) -> T
         behavior_logprob=held.behavior_logprob,
         score=held.score,
     )
-    return actor.train(
-        cfg.loss,
-        batch,
-        epochs=cfg.epochs,
-        num_minibatches=cfg.num_minibatches,
-        temperature=cfg.sampling.temperature,
-    )
+    return train_on(actor, cfg.loss, batch, cfg)

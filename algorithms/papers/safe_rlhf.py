@@ -110,26 +110,24 @@ class CostModelLoss(CountedMean, Loss[ScoredPairBatch, ScoreOutput]):
         return LossSum(loss / self.divisor(totals).to(loss), metrics)
 
 
-def lagrangian_advantage(
-    reward_advantage: Tensor, cost_advantage: Tensor, multiplier: Tensor | float
-) -> Tensor:
-    """`(A_r - m A_c) / (1 + m)`: reward and cost as one advantage.
-
-    Args:
-        reward_advantage: f32[...].
-        cost_advantage: f32[...], of the same shape.
-        multiplier: m, one number or a tensor that broadcasts.
-    """
-    return (reward_advantage - multiplier * cost_advantage) / (1 + multiplier)
-
-
 @op(scope="row")
 def mixed_advantage(
     mask: TokenMask, *, reward: PerToken, cost: PerToken, multiplier: PerSample
 ) -> PerToken:
-    """`lagrangian_advantage` of token columns and the multiplier of each row: f32[rows, T]."""
+    """`(A_r - m A_c) / (1 + m)`: reward and cost as one advantage.
+
+    Args:
+        mask: bool[rows, T].
+        reward: f32[rows, T], A_r.
+        cost: f32[rows, T], A_c.
+        multiplier: f32[rows], m.
+
+    Returns:
+        f32[rows, T].
+    """
     check_token_columns(mask, reward=reward, cost=cost)
-    return lagrangian_advantage(reward, cost, multiplier[:, None])
+    m = multiplier[:, None]
+    return (reward - m * cost) / (1 + m)
 
 
 @option_class

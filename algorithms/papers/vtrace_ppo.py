@@ -14,7 +14,7 @@ from ...dataflow.options import PositiveFloat, option_class
 from ..ops.reductions import zero_where_masked_out
 from ..ops.returns import GaeTargets, vtrace
 from ..ops.rollout_correction import with_rollout_logprob
-from ..options import reference_logprob, reported_kl
+from ..options import reference_logprob, reported_kl, train_on
 from ..ppo import (
     PPO,
     bootstrap_value,
@@ -87,13 +87,7 @@ def vtrace_ppo_step(
         tokens=roll.tokens, mask=scored.mask, behavior_logprob=now, advantage=advantage
     )
     return (
-        actor.train(
-            cfg.policy_loss,
-            with_rollout_logprob(batch, roll.behavior_logprob),
-            epochs=cfg.epochs,
-            num_minibatches=cfg.num_minibatches,
-            temperature=cfg.sampling.temperature,
-        ),
+        train_on(actor, cfg.policy_loss, with_rollout_logprob(batch, roll.behavior_logprob), cfg),
         train_critic(critic, scored, states, cfg, value=value, target=target.value_target),
         reported_kl(roll, ref_logprob),
     )

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.algorithms.controllers import Ascent, next_log_multiplier
-from penstock.algorithms.papers.safe_rlhf import SafeRLHF, lagrangian_advantage, safe_rlhf_step
+from penstock.algorithms.controllers import Ascent
+from penstock.algorithms.papers.safe_rlhf import SafeRLHF, mixed_advantage, safe_rlhf_step
 from penstock.algorithms.ppo import PPO
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.training.controllers import LagrangeMultiplier, MultiplierSpec
@@ -29,27 +29,26 @@ from .test_steps import (
 
 
 def test_one_step_of_the_multiplier() -> None:
-    after = next_log_multiplier(0.0, mean_cost=0.8)
+    after = Ascent().next_log(0.0, mean_cost=0.8)
     assert after == pytest.approx(0.08, abs=1e-6)
     assert math.exp(after) == pytest.approx(1.083287, abs=1e-6)
 
 
 def test_reward_and_cost_mix() -> None:
-    reward, cost = torch.tensor([1.0, -0.5]).double(), torch.tensor([0.4, -0.2]).double()
-    assert lagrangian_advantage(reward, cost, 1.0).tolist() == pytest.approx([0.3, -0.15])
-    mixed = lagrangian_advantage(reward, cost, math.exp(0.08))
-    assert mixed.tolist() == pytest.approx([0.272015, -0.136007], abs=1e-6)
-    assert torch.equal(lagrangian_advantage(reward, cost, 0.0), reward)
+    reward, cost = torch.tensor([[1.0], [-0.5], [1.0]]).double(), torch.tensor([[0.4], [-0.2], [9]])
+    prices = torch.tensor([1.0, math.exp(0.08), 0.0]).double()
+    every = torch.ones(3, 1, dtype=torch.bool)
+    mixed = mixed_advantage(every, reward=reward, cost=cost.double(), multiplier=prices)
+    assert mixed[:, 0].tolist() == pytest.approx([0.3, -0.136007, 1.0], abs=1e-6)
 
 
 @given(st.floats(0.01, 3), st.floats(0.01, 0.5))
 def test_a_broken_constraint_raises_it_ever_faster_up_to_the_bound(
     excess: float, lr: float
 ) -> None:
-    values = [0.0]
+    values, ascent = [0.0], Ascent(threshold=1, lr=lr, highest=4)
     for _ in range(40):
-        step = next_log_multiplier(values[-1], mean_cost=1 + excess, threshold=1, lr=lr, highest=4)
-        values.append(step)
+        values.append(ascent.next_log(values[-1], mean_cost=1 + excess))
     free = [value for value in values if value < math.log(4)]
     changes = [after - before for before, after in zip(free[:-1], free[1:], strict=True)]
     assert all(change > 0 for change in changes)
@@ -132,7 +131,8 @@ def test_costs_are_weighed_at_the_price_after_the_update() -> None:
     assert found["price"] == pytest.approx(1.083287, abs=1e-6)
     reward = found["target"] - VALUES
     cost = found["cost_target"] - VALUES
-    mixed = lagrangian_advantage(reward, cost, found["price"])
+    prices = torch.full((len(reward),), found["price"])
+    mixed = mixed_advantage(MASK, reward=reward, cost=cost, multiplier=prices)
     torch.testing.assert_close(found["advantage"], torch.where(MASK, mixed, 0.0))
 
 

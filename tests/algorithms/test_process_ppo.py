@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from penstock.algorithms.ops.rewards import process_reward
+from penstock.algorithms.ops.rewards import process_shaped_reward
 from penstock.algorithms.papers.process_ppo import ProcessPPO, process_ppo_step
 from penstock.algorithms.roles import ProcessReward, StepScores
 from torch import Tensor
@@ -35,7 +35,9 @@ def test_the_critic_expects_the_rewards_of_steps_as_well() -> None:
     """With lambda 1 a return is the sum of the rewards from there on."""
     _, plain, _ = run_ppo(ProcessPPO(gae_lambda=1.0))
     cfg = ProcessPPO(gae_lambda=1.0, step_coef=0.5)
-    added = 0.5 * process_reward(SCORES, ENDS)
+    added = process_shaped_reward(
+        torch.zeros_like(SCORES), MASK, step_score=SCORES, step_end=ENDS, coef=0.5
+    )
     expected = plain.trained["batch"].value_target + added.flip(1).cumsum(1).flip(1)
     torch.testing.assert_close(returns(cfg), torch.where(MASK, expected, 0))
     change = returns(cfg) - plain.trained["batch"].value_target

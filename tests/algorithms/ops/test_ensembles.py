@@ -12,7 +12,7 @@ from penstock.algorithms.papers.ensemble_ppo import (
     EnsemblePPO,
     EnsembleRule,
     ensemble_ppo_step,
-    ensemble_score,
+    joined_score,
 )
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.graph.tracer import build
@@ -37,7 +37,8 @@ SCORES = torch.tensor([[1.0, 2.0, 0.0], [1.4, -1.0, 0.0], [0.6, 2.0, 0.3]]).doub
     ],
 )
 def test_members_scores_become_one(options: dict[str, Any], expected: list[float]) -> None:
-    assert ensemble_score(SCORES, **options).tolist() == pytest.approx(expected, abs=1e-6)
+    score = joined_score(*SCORES, rule=EnsembleRule(**options))
+    assert score.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_an_ensemble_stands_for_a_reward() -> None:
@@ -45,10 +46,7 @@ def test_an_ensemble_stands_for_a_reward() -> None:
     nothing = torch.zeros(3, 0)
     for rule in (EnsembleRule(combination="worst_case"), EnsembleRule(uncertainty_coef=0.5)):
         score = Ensemble(*members, rule=rule).score(nothing, nothing, nothing)
-        own = ensemble_score(
-            SCORES, combination=rule.combination, uncertainty_coef=rule.uncertainty_coef
-        )
-        assert torch.equal(score, own)
+        assert torch.equal(score, joined_score(*SCORES, rule=rule))
 
 
 def test_each_member_is_a_role_of_its_own() -> None:
@@ -58,10 +56,8 @@ def test_each_member_is_a_role_of_its_own() -> None:
 
 
 def test_bad_ensembles_are_refused() -> None:
-    with pytest.raises(ValueError, match="needs at least 2 members"):
-        ensemble_score(SCORES[:1], combination="uncertainty_weighted")
-    with pytest.raises(ValueError, match="'median' is unknown"):
-        ensemble_score(SCORES, combination="median")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="combination"):
+        EnsembleRule(combination="median")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="2 to 5 members, got 1"):
         Ensemble(ScriptedReward([1]), rule=EnsembleRule())
 

@@ -53,12 +53,6 @@ def test_shares_and_weights_of_whole_numbers_keep_their_fractions() -> None:
     assert weighed.tolist() == [0.75, 0.5]
 
 
-def test_a_batch_of_one_sample_gets_its_score_if_that_is_asked_for() -> None:
-    score, group = torch.tensor([0.5]), torch.tensor([3])
-    assert batch_std_advantage(score, group, singleton_group="score").item() == 0.5
-    assert batch_std_advantage(score, group, singleton_group="zero").item() == 0
-
-
 def test_a_mask_of_numbers_and_columns_of_another_shape_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"mask must be bool\[rows, T\].*write mask.bool\(\)"):
         broadcast_over_tokens(torch.zeros(8), MASK.long())

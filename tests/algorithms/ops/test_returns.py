@@ -55,11 +55,10 @@ def test_a_truncated_step_expects_what_the_critic_says_and_carries_nothing_back(
         reward=REWARD,
         value=VALUE,
         truncated=flags(1),
-        next_value=f64([9, 2, 9, 9]),
         discount=0.99,
         lam=0.95,
     )
-    delta_1 = 1 + 0.99 * 2 - 0.6
+    delta_1 = 1 + 0.99 * 0.7 - 0.6
     delta_0 = 1 + 0.99 * 0.6 - 0.5
     delta_2, delta_3 = 1 + 0.99 * 0.8 - 0.7, 1 - 0.8
     decay = 0.99 * 0.95

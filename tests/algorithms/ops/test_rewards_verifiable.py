@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +12,6 @@ from penstock.algorithms.ops.rewards import (
     clipped_step_reward,
     constrained_score,
     delta_step_reward,
-    process_reward,
     process_shaped_reward,
     weighted_score,
     weighted_sum,
@@ -25,6 +26,12 @@ def column(*numbers: float) -> Tensor:
 def close(actual: Tensor, *expected: float) -> None:
     wanted = torch.tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(actual.double().flatten(), wanted, atol=1e-6, rtol=0)
+
+
+def process_reward(scores: Tensor, ends: Tensor, **how: Any) -> Tensor:
+    """The rewards of steps alone, where every token was sampled."""
+    nothing, every = torch.zeros_like(scores), torch.ones_like(ends)
+    return process_shaped_reward(nothing, every, step_score=scores, step_end=ends, coef=1.0, **how)
 
 
 SCORES = column(0.9, 0.95, 0.4, 0.8)
@@ -98,7 +105,7 @@ def test_padding_changes_nothing(steps: list[tuple[float, bool]]) -> None:
 
 def test_scores_are_combined_and_gated() -> None:
     score, other = torch.tensor([1.0, -2]), torch.tensor([0.5, 4])
-    close(weighted_score(score, other=other, weight=2, other_weight=-1), 1.5, -8)
+    close(weighted_score(score, other=other, other_weight=-1), 0.5, -6)
     close(weighted_sum({"a": score, "b": other}, {"b": 0.5}), 1.25, 0)
     passed = torch.tensor([0.0, 1])
     close(constrained_score(score, passed), 0, -2)

@@ -41,7 +41,7 @@ from penstock.algorithms.papers.cgpo import (
     less_mean,
     passing_and_failing,
 )
-from penstock.algorithms.papers.ensemble_ppo import ensemble_score
+from penstock.algorithms.papers.ensemble_ppo import EnsembleRule, joined_score
 from penstock.algorithms.papers.pf_ppo import filtered_batch, filtered_groups, selection_weights
 from penstock.algorithms.papers.population import mean_return
 from penstock.algorithms.roles import Rollout
@@ -103,11 +103,11 @@ FUNCTIONS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
     "calibrated_score": lambda s, r: calibrated_score(s, baseline_score=r.ones),
     "constrained_reward": lambda s, r: constrained_reward(s, passed=r.passed, allowance=r.ones / 2),
     "constrained_score": lambda s, r: constrained_score(s, r.passed, violation_score=-0.5),
-    "ensemble, mean": lambda s, r: ensemble_score(torch.stack([s, s // 2])),
-    "ensemble, worst": lambda s, r: ensemble_score(torch.stack([s, -s]), combination="worst_case"),
-    "ensemble, uncertain": lambda s, r: ensemble_score(
-        torch.stack([s, -s]), combination="uncertainty_weighted"
+    "ensemble, mean": lambda s, r: joined_score(s, s // 2, rule=EnsembleRule(combination="mean")),
+    "ensemble, worst": lambda s, r: joined_score(
+        s, -s, rule=EnsembleRule(combination="worst_case")
     ),
+    "ensemble, uncertain": lambda s, r: joined_score(s, -s, rule=EnsembleRule()),
     "filtered_batch": lambda s, r: filtered_batch(r.roll, s, count=1, strategy="power").score,
     "filtered_groups": lambda s, r: filtered_groups(r.roll, s, count=2, strategy="best").score,
     "finished_score, replace": lambda s, r: finished_score(
@@ -135,7 +135,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
     "passing_and_failing": lambda s, r: passing_and_failing(r.roll, s, passed=r.passed).score,
     "remax_advantage": lambda s, r: remax_advantage(s, r.mask, greedy_score=r.ones / 2),
     "selection_weights": lambda s, r: selection_weights(s, r.ids, strategy="power"),
-    "weighted_score": lambda s, r: weighted_score(s, other=s, weight=0.5),
+    "weighted_score": lambda s, r: weighted_score(s, other=s, other_weight=0.5),
     "weighted_sum": lambda s, r: weighted_sum({"a": s, "b": s}, {"a": 0.5}),
 }
 

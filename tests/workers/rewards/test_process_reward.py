@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.algorithms.ops.rewards import process_reward
+from penstock.algorithms.ops.rewards import process_shaped_reward
 from penstock.algorithms.roles import ProcessReward
 from penstock.dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
 from penstock.workers.engines.torch_engine.specs import TorchRewardModelSpec
@@ -79,7 +79,8 @@ def test_the_last_step_s_score_is_the_reward_model_s(tmp_path: Path) -> None:
     between = squashed.score_steps(tokens, mask).step_score
     ends = found.step_end
     torch.testing.assert_close(between[ends], found.step_score[ends].sigmoid())
-    assert (process_reward(between, ends) <= 1).all()
+    none = torch.zeros_like(between)
+    assert (process_shaped_reward(none, mask, step_score=between, step_end=ends) <= 0.02).all()
 
 
 def test_rows_without_a_response_have_no_steps() -> None:

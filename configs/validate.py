@@ -140,24 +140,24 @@ def _close(kind: Any) -> None:
         _close(annotation)
 
 
-def _over_defaults(kind: Any, data: Any) -> Any:
-    """Return `data` laid over its owner's defaults, however deep.
+def _over_defaults(kind: Any, data: Any, default: Any = None) -> Any:
+    """Return `data` laid over the default of its kind, or over those of its parts, however deep.
 
     An owner may want other defaults for a part than the part's own: to set one key of the part
-    leaves its other keys as the owner wants them.
+    leaves its other keys as the owner wants them. Free mappings are replaced.
     """
     known = fields_of(kind)
     if known is None or not isinstance(data, Mapping):
         return data
-    merged: dict[str, Any] = dict(typing.cast("Mapping[str, Any]", data))
-    defaults = _defaults_of(kind)
-    for key in merged.keys() & known.keys():
-        part = _plain_type(known[key], merged[key])
-        default = defaults.get(key)
-        if isinstance(merged[key], Mapping) and fields_of(part) is not None:
-            inner = merged[key]
-            laid = part is type(default)
-            merged[key] = _laid_over(default, inner) if laid else _over_defaults(part, inner)
+    given = typing.cast("Mapping[str, Any]", data)
+    if default is None:
+        merged, defaults = dict(given), _defaults_of(kind)
+    else:
+        defaults = {name: getattr(default, name) for name in known}
+        merged = {**_adapter(kind).dump_python(default, mode="json"), **given}
+    for key in given.keys() & known.keys():
+        part, own = _plain_type(known[key], given[key]), defaults[key]
+        merged[key] = _over_defaults(part, given[key], own if part is type(own) else None)
     return merged
 
 
@@ -165,19 +165,6 @@ def _defaults_of(kind: Any) -> dict[str, Any]:
     if issubclass(kind, BaseModel):
         return {name: field.default for name, field in kind.model_fields.items()}
     return {field.name: field.default for field in dataclasses.fields(kind)}
-
-
-def _laid_over(default: Any, above: Mapping[str, Any]) -> dict[str, Any]:
-    """`default` as plain data with `above` in place of its fields; free mappings are replaced."""
-    kind: Any = type(default)
-    known = fields_of(kind) or {}
-    merged: dict[str, Any] = {**_adapter(kind).dump_python(default, mode="json"), **above}
-    for key, value in above.items():
-        part = getattr(default, key, None)
-        declared = fields_of(type(part)) is not None and _plain_type(known[key], value)
-        if isinstance(value, Mapping) and declared is type(part):
-            merged[key] = _laid_over(part, typing.cast("Mapping[str, Any]", value))
-    return merged
 
 
 def _check_keys(kind: Any, data: Any, at: str, root: tuple[Any, Any, str]) -> None:

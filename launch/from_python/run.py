@@ -130,8 +130,14 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, str):
         return literal(value)
     if isinstance(value, Mapping):
-        inner = cast("Mapping[Any, Any]", value).items()
-        return f"{{{','.join(f'{_inner_key(key, n)}:{_text(key, one)}' for n, one in inner)}}}"
+        inner = cast("Mapping[Any, Any]", value)
+        for name in inner:
+            if not (isinstance(name, str) and _PLAIN.fullmatch(name)):
+                raise ConfigError(
+                    f"'{key}': expected names of letters, digits and '_' in a mapping inside a "
+                    f"list, got {name!r:.80}"
+                )
+        return f"{{{','.join(f'{name}:{_text(key, one)}' for name, one in inner.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{','.join(_text(key, one) for one in cast('Sequence[Any]', value))}]"
     if callable(value):
@@ -141,15 +147,6 @@ def _text(key: str, value: Any) -> str:
     raise ConfigError(
         f"'{key}': expected a number, a text, a list, a mapping, a function or a class, got a "
         f"{type(value).__name__}"
-    )
-
-
-def _inner_key(key: str, name: Any) -> str:
-    if isinstance(name, str) and _PLAIN.fullmatch(name):
-        return name
-    raise ConfigError(
-        f"'{key}': expected names of letters, digits and '_' in a mapping inside a list, got "
-        f"{name!r:.80}"
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypedDict, cast
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.files import WrittenFile, disk_refusal, read_json, writing
-from .files import file_sha256, sync_file, sync_folder, write_json
+from .files import file_sha256, sync, write_json
 
 _MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -41,8 +41,6 @@ class CheckpointStore:
     """The checkpoints of one run."""
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"keep={keep}: a store keeps at least 1 checkpoint")
         self.folder = folder
         self.keep = keep
         self.kept: frozenset[int] = frozenset()
@@ -54,8 +52,6 @@ class CheckpointStore:
 
         If it is not, or the process stops, the checkpoints that were there are untouched.
         """
-        if step < 0:
-            raise ValueError(f"step={step}: a checkpoint belongs to a step, counted from 0")
         self.folder.mkdir(exist_ok=True)
         self._clean()
         draft = self._draft(step)
@@ -75,7 +71,7 @@ class CheckpointStore:
             if final.exists():
                 _retire(final)
             draft.rename(final)
-            sync_folder(self.folder)
+            sync(self.folder)
         except BaseException:
             self.abandon(step)
             raise
@@ -120,11 +116,9 @@ class CheckpointStore:
                 self._good.add(folder)
                 return folder
             self._good.discard(folder)
-            warnings.warn(
+            self.warn(
                 f"checkpoint {folder} cannot be used: {fault}; looking for an older one. "
-                "Delete the folder to silence this.",
-                CheckpointWarning,
-                stacklevel=2,
+                "Delete the folder to silence this."
             )
         return None
 
@@ -144,7 +138,7 @@ class CheckpointStore:
                 path.rename(final)
             else:
                 shutil.rmtree(path)
-        sync_folder(self.folder)
+        sync(self.folder)
 
     def _prune(self) -> None:
         num_good = 0
@@ -159,7 +153,7 @@ class CheckpointStore:
                 num_good += 1
         for path in self.folder.glob("step-*.retired"):
             shutil.rmtree(path)
-        sync_folder(self.folder)
+        sync(self.folder)
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
@@ -225,7 +219,7 @@ def _seal(folder: Path, step: int, written: Mapping[str, WrittenFile]) -> None:
         path, known = folder / name, written.get(name)
         size_bytes = path.stat().st_size
         if known is None:
-            sync_file(path)
+            sync(path)
             files[name] = {"size_bytes": size_bytes, "sha256": file_sha256(path)}
             continue
         if known.size_bytes != size_bytes:
@@ -235,7 +229,7 @@ def _seal(folder: Path, step: int, written: Mapping[str, WrittenFile]) -> None:
         raise ValueError(f"a checkpoint's own file may not be called {_MANIFEST}")
     for path in folder.rglob("*"):
         if path.is_dir():
-            sync_folder(path)
+            sync(path)
     write_json(folder / _MANIFEST, {"format": _FORMAT, "step": step, "files": files})
 
 

@@ -28,16 +28,10 @@ from ...dataflow.files import (
 )
 
 
-def sync_file(path: Path) -> None:
-    _sync(path, open_regular(path, links=False))
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder, new, renamed or removed, survive a power cut."""
-    _sync(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY))
-
-
-def _sync(path: Path, descriptor: int) -> None:
+def sync(path: Path) -> None:
+    """Make what a file holds, or the names in a folder, survive a power cut."""
+    is_folder = path.is_dir()
+    descriptor = os.open(path, os.O_DIRECTORY) if is_folder else open_regular(path, links=False)
     try:
         with writing(path):
             os.fsync(descriptor)
@@ -75,7 +69,7 @@ def write_text(path: Path, text: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             draft.unlink()
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import yaml
 
@@ -95,7 +95,7 @@ class RunFolder:
         return sorted(path.name for path in stages.iterdir()) if stages.is_dir() else []
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        write_json(self.summary, {name: plain(value) for name, value in values.items()})
+        write_json(self.summary, plain(values))
 
     def set_summary_aside(self) -> None:
         num_steps = required_object(self.summary).get("num_steps", "unknown")
@@ -379,9 +379,7 @@ def state_of(record: RunRecord) -> State:
         return "damaged"
     if record.summary is None:
         return "not running"
-    summary = cast(Any, record.summary)
-    stopped = isinstance(summary, Mapping) and cast(Mapping[str, Any], summary).get("stopped")
-    return "stopped" if stopped else "finished"
+    return "stopped" if record.summary.get("stopped") else "finished"
 
 
 _GROUPS, _WISH = "groups.json", "scale.json"

@@ -17,8 +17,8 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -315,15 +315,13 @@ class MlflowTracker(_Store):
     def _experiment_id(self, files: str | None) -> str:
         from mlflow.exceptions import MlflowException
 
-        found = self._client.get_experiment_by_name(self._experiment)
-        if found is None:
-            try:
-                return self._client.create_experiment(self._experiment, artifact_location=files)
-            except MlflowException:  # another run has made it meanwhile
-                found = self._client.get_experiment_by_name(self._experiment)
-                if found is None:
-                    raise
-        return found.experiment_id
+        try:
+            return self._client.create_experiment(self._experiment, artifact_location=files)
+        except MlflowException:  # this run or another has made it before
+            found = self._client.get_experiment_by_name(self._experiment)
+            if found is None:
+                raise
+            return found.experiment_id
 
     def _log(self, numbers: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
@@ -487,7 +485,10 @@ class WandbTracker(_Store):
             finish_timeout_raises=True,
             x_service_wait=_WANDB_DEADLINE_S,
         )
-        with _process_hooks_kept():
+        # The package puts itself between a program and `sys.exit` for good, to learn how the run
+        # ends, which `finish` says.
+        exit_before, hook_before = sys.exit, sys.excepthook
+        try:
             self._run = wandb.init(
                 **self._where,
                 id=run.id,
@@ -499,6 +500,8 @@ class WandbTracker(_Store):
                 resume="allow" if self._mode == "online" else None,
                 settings=settings,
             )
+        finally:
+            sys.exit, sys.excepthook = exit_before, hook_before
         # `wandb` is what the package itself makes below the folder that it is given.
         written = Path(home, "wandb")
         return self._run.url if self._mode == "online" else f"wandb sync {written}/offline-run-*"
@@ -532,14 +535,3 @@ class WandbTracker(_Store):
             run.finish(exit_code=0 if summary is not None else 1)
         finally:
             wandb.teardown()
-
-
-@contextmanager
-def _process_hooks_kept() -> Generator[None]:
-    # The package puts itself between a program and `sys.exit` for good, to learn how the run ends,
-    # which `finish` says.
-    exit_before, hook_before = sys.exit, sys.excepthook
-    try:
-        yield
-    finally:
-        sys.exit, sys.excepthook = exit_before, hook_before

@@ -173,7 +173,11 @@ def _manifest(tar: tarfile.TarFile, path: Path) -> tuple[str, list[_Member]]:
             )
             if member.size_bytes < 0:
                 raise ValueError(f"{member.name!r:.100} has {member.size_bytes} bytes")
-            _check_name(member.name, name)
+            member.name.encode()  # fails for half of a surrogate pair
+            run, *inside = member.name.split("/")
+            strange = "/" in name or name.startswith(".") or {"\\", "\0"} & {*member.name}
+            if strange or run != name or not inside or {"", ".", ".."} & {run, *inside}:
+                raise ValueError(f"{member.name!r:.100} is no name of a file of run {name!r:.60}")
             members.append(member)
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"'{path}': its list of files cannot be read: {error}") from error
@@ -190,14 +194,6 @@ def _next(tar: tarfile.TarFile) -> tarfile.TarInfo | None:
     if header is not None and (header.type not in _PLAIN or header.issparse()):
         raise tarfile.ReadError(f"{header.name!r:.100} is no plain file")
     return header
-
-
-def _check_name(name: str, run: str) -> None:
-    parts = name.split("/")
-    name.encode()  # fails for half of a surrogate pair
-    strange = "/" in run or run.startswith(".") or "\\" in name or "\0" in name
-    if strange or len(parts) < 2 or parts[0] != run or {"", ".", ".."} & {*parts}:
-        raise ValueError(f"{name!r:.100} is no name of a file of run {run!r:.60}")
 
 
 def _content(tar: tarfile.TarFile, header: tarfile.TarInfo) -> IO[bytes]:

@@ -55,10 +55,9 @@ class RegularFile:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._inode = os.fstat(descriptor).st_ino
-        self.size_bytes = os.fstat(descriptor).st_size
-        self.end = self._line_start(self.size_bytes)
-        """Offset behind the last line end; 0 without any."""
+        found = os.fstat(descriptor)
+        self._inode = found.st_ino
+        self.end = self._line_start(found.st_size)  # behind the last line end; 0 without any
 
     def read(self, start: int, num_bytes: int) -> bytes:
         return os.pread(self._descriptor, max(0, num_bytes), start)
@@ -94,17 +93,16 @@ class RegularFile:
             line = self.line_before(line.start)
 
     def _next_end(self, offset: int) -> int | None:
-        step, begun = _CHUNK_BYTES, offset
+        begun = offset
         while offset < self.end:
             self._check_searched(offset - begun)
-            chunk = self.read(offset, min(step, self.end - offset))
+            chunk = self.read(offset, min(_CHUNK_BYTES, self.end - offset))
             if not chunk:
                 return None  # it has become shorter
             found = chunk.find(b"\n")
             if found >= 0:
                 return offset + found + 1
             offset += len(chunk)
-            step = min(2 * step, 1 << 20)
         return None
 
     def _line_start(self, offset: int) -> int:
@@ -146,8 +144,6 @@ def _json_object(text: bytes) -> dict[str, Any] | None:
 
 # --- points of curves
 
-NUM_POINTS = 1000  # of a curve, about: as many as a wide screen has room for
-
 # begins the names of what is measured now and then, whose lines are looked up one by one
 EVALUATION = "evaluation/"
 
@@ -184,7 +180,7 @@ def sampled(
     home: Path,
     metrics: Sequence[str],
     *,
-    num_points: int = NUM_POINTS,
+    num_points: int = 1000,  # as many as a wide screen has room for
     first_step: int | None = None,
     last_step: int | None = None,
 ) -> Points:
@@ -225,7 +221,7 @@ def appended(home: Path, metrics: Sequence[str], offset: int, mark: str) -> Poin
 def metric_names(home: Path) -> list[str]:
     """The metrics of a stage: those of its first line, its last ones, and its last evaluation's."""
     with opened(home / METRICS) as file:
-        found = [file.line_from(0), *_last_lines(file, 16)]
+        found = [file.line_from(0), *islice(file.lines_back(), 16)]
         found += _evaluated(file, home, 0, file.end, most=1).values()
         points = [_parsed(line) for line in found if line is not None]
         return sorted({name for point in points if point for name in point.values})
@@ -234,7 +230,8 @@ def metric_names(home: Path) -> list[str]:
 def last_values(home: Path) -> tuple[int, dict[str, float]] | None:
     """The last complete step of a stage and its numbers; None before the first."""
     with opened(home / METRICS) as file:
-        points = [point for line in _last_lines(file, 2) if (point := _parsed(line)) is not None]
+        parsed = [_parsed(line) for line in islice(file.lines_back(), 2)]
+    points = [point for point in parsed if point is not None]
     if not points:
         return None
     # What the last evaluation found has a line of its own behind that of the last step.
@@ -242,10 +239,6 @@ def last_values(home: Path) -> tuple[int, dict[str, float]] | None:
     point = (taken or points)[0]
     numbers = {name: _number(value) for name, value in point.values.items()}
     return point.step, {name: value for name, value in numbers.items() if value is not None}
-
-
-def _last_lines(file: RegularFile, most: int) -> list[LogLine]:
-    return [*islice(file.lines_back(), most)]
 
 
 def _evaluated(
@@ -332,7 +325,7 @@ def timeline(trace: Path, num_steps: int) -> dict[str, Any]:
     """Return the tasks of the last steps.
 
     `slices` have node, track, step, chunk, start and duration in seconds; `tracks` name a group and
-    a rank; `begun_s` is when the first slice began, since the epoch; `is_cut`: some were left out.
+    a rank; `is_cut`: some were left out.
     """
     with opened(trace) as file:
         events, is_cut = _tail(file, num_steps)
@@ -365,7 +358,6 @@ def timeline(trace: Path, num_steps: int) -> dict[str, Any]:
             for event in slices
         ],
         "steps": steps,
-        "begun_s": begun_us / 1e6,
         "is_cut": is_cut,
     }
 

@@ -141,8 +141,7 @@ def _placement(folder: RunFolder, record: RunRecord) -> dict[str, Any]:
     plan = read_object(folder.plan)
     if plan is None:
         return {"absent": "there is no plan.json: a version that wrote none made this run"}
-    otherwise = {"groups": [], "nodes": {}, "default_group": None, "layouts": None}
-    return {name: plan.get(name, value) for name, value in otherwise.items()}
+    return {"groups": plan.get("groups", []), "nodes": plan.get("nodes", {})}
 
 
 def _last_step(folder: RunFolder, record: RunRecord) -> dict[str, Any]:

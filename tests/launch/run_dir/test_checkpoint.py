@@ -194,11 +194,7 @@ def test_a_replacement_stopped_half_way_leaves_the_old_one(tmp_path: Path) -> No
 
 
 def test_what_cannot_be_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="^keep=0: a store keeps at least 1 checkpoint$"):
-        CheckpointStore(tmp_path, keep=0)
     store = CheckpointStore(tmp_path)
-    with pytest.raises(ValueError, match=r"^step=-1: "), written(store, -1):
-        pass
     with (
         pytest.raises(ValueError, match="'a' is neither a plain file"),
         written(store, 1) as folder,

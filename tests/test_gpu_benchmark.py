@@ -154,47 +154,6 @@ def test_what_is_computed_is_counted_apart_from_what_is_distinct(script: Any) ->
         assert case.computed_flops(shape, [found]) == expected
 
 
-def test_kernels_are_added_up_by_kind(script: Any) -> None:
-    kernels = importlib.import_module("gpu_kernels")
-    found = kernels.tables(
-        {
-            "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": (2.0, 3000.0),
-            "void pytorch_flash::flash_bwd_kernel<...>": (1.0, 500.0),
-            "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor": (
-                7.0,
-                900.0,
-            ),
-            "void at::native::reduce_kernel<512, 1, ...>": (1.0, 100.0),
-            "Memcpy HtoD (Pinned -> Device)": (1.0, 2.0),
-            "sm90_xmma_gemm_bf16": (1.0, 1000.0),
-            "something_else": (1.0, 1.0),
-        }
-    )
-    assert found["by_kind"] == {
-        "attention": {"calls": 1.0, "ms": 0.5},
-        "copies between host and device": {"calls": 1.0, "ms": 0.002},
-        "elementwise": {"calls": 7.0, "ms": 0.9},
-        "other": {"calls": 1.0, "ms": 0.001},
-        "products": {"calls": 3.0, "ms": 4.0},
-        "softmax and sums": {"calls": 1.0, "ms": 0.1},
-    }
-    assert [row["ms"] for row in found["by_name"]][:2] == [3.0, 1.0]
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_is_an_open_figure_with_its_last_words(
-    script: Any, tmp_path: Path
-) -> None:
-    commands, case = (importlib.import_module(name) for name in ("gpu_commands", "gpu_case"))
-    bench = case.Bench(case.scale(tiny=True), runs=tmp_path)
-    refused = commands._ran(bench, "refused", ["algorithm.num_steps=0"])
-    assert refused.value is None
-    assert "algorithm.num_steps" in refused.open
-    ran = commands._ran(bench, "ran", [*commands.SMALL, "evaluation.num_prompts=0"])
-    assert ran.open == ""
-    assert len(ran.details["steps_s"]) == 3
-
-
 def test_a_command_that_takes_too_long_is_open_with_its_last_words(script: Any) -> None:
     commands, case = (importlib.import_module(name) for name in ("gpu_commands", "gpu_case"))
     words = ["-c", "import time; print('half', flush=True); time.sleep(60)"]

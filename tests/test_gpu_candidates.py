@@ -43,9 +43,7 @@ def figures(script: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return json.loads(file.read_text())[f"train {sizes.large}"]
 
 
-def test_candidates_give_the_same_gradients_and_log_probabilities(
-    figures: dict[str, Any],
-) -> None:
+def test_candidates_give_the_same_gradients_and_log_probabilities(figures: dict[str, Any]) -> None:
     measured = {name: one for name, one in figures.items() if "failed" not in one}
     assert list(measured) == [
         "as it is",
@@ -71,16 +69,6 @@ def test_fewer_tokens_and_micro_batches_are_computed_where_a_candidate_says_so(
 def test_a_failure_is_noted_and_left_out_of_those_that_follow(figures: dict[str, Any]) -> None:
     failed = {name: one["failed"] for name, one in figures.items() if "failed" in one}
     assert failed == {"S0 alone": "RuntimeError: no such kernel"}
-
-
-def test_everything_is_as_it_was_after_a_candidate(script: Any) -> None:
-    fused = script.functions.fused
-    before = fused._RMSNorm, script.packing.shared_prompts
-    with script.patched(script._norms(None)):
-        assert fused._RMSNorm is script.functions.RMSNorm
-    with pytest.raises(AttributeError), script.patched([*script._norms(None), (fused, "no", 0)]):
-        pass
-    assert (fused._RMSNorm, script.packing.shared_prompts) == before
 
 
 def test_micro_batches_of_distinct_tokens_count_a_prompt_once(script: Any) -> None:
@@ -134,42 +122,6 @@ def test_sampling_in_two_passes_takes_the_same_tokens(script: Any) -> None:
     assert found["logprob_error"] < 1e-5
 
 
-def test_a_process_of_probes_ends_with_the_first_that_fails(
-    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def spoiled(sizes: Any, make: Any) -> dict[str, Any]:
-        raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
-
-    def good(sizes: Any, make: Any) -> dict[str, Any]:
-        return {"ms": 1.0}
-
-    known = {"good": good, "bad": spoiled, "after": good}
-    monkeypatch.setattr(script.probes, "PROBES", known)
-    results = script.Results(tmp_path / "found.json", 300.0)
-    assert script._probes_here(script.scale(tiny=True), list(known), results) == 1
-    found = json.loads((tmp_path / "found.json").read_text())["probes"]
-    assert list(found) == ["good", "bad"]
-    assert found["bad"]["failed"] == "RuntimeError: use_count > 0 INTERNAL ASSERT FAILED"
-
-
-def test_probes_after_one_that_fails_run_in_a_process_of_their_own(
-    script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[list[str]] = []
-
-    def apart(names: list[str], limit_s: float, options: list[str]) -> dict[str, Any]:
-        begun.append(list(names))
-        found = {"a": {"ms": 1.0}, "b": {"failed": "it did"}, "c": {"ms": 2.0}, "d": {"ms": 3.0}}
-        upto = names.index("b") + 1 if "b" in names else len(names)
-        return {name: found[name] for name in names[:upto]}
-
-    monkeypatch.setattr(script, "_apart", apart)
-    results = script.Results(None, 300.0)
-    script._probes(["a", "b", "c", "d"], results, [])
-    assert begun == [["a", "b", "c", "d"], ["c", "d"]]
-    assert list(results.data["probes"]) == ["a", "b", "c", "d"]
-
-
 def test_a_process_of_probes_that_dies_is_a_failure_of_its_first(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,13 +137,6 @@ def test_a_process_of_probes_that_dies_is_a_failure_of_its_first(
     monkeypatch.setattr(script, "LONGEST_PROBE_S", 0.1)
     found = script._apart(["a"], 0.2, [])
     assert found == {"a": {"failed": "its process took more than 0 s"}}
-
-
-def test_probes_are_skipped_where_no_time_is_left(script: Any) -> None:
-    results = script.Results(None, 0.0)
-    script._probes(["a", "b"], results, [])
-    skipped = {name: one["skipped"] for name, one in results.data["probes"].items()}
-    assert skipped == {"a": "no time was left", "b": "no time was left"}
 
 
 @pytest.mark.nightly

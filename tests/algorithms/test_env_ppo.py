@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.algorithms import options, ppo
 from penstock.algorithms.env_ppo import EnvPPO, env_ppo_step
-from penstock.algorithms.losses.actor_critic import ActorCriticLoss
-from penstock.algorithms.ops import macro_actions, returns
 from penstock.algorithms.roles.environment import ActorCritic, Env, EnvRows
 from penstock.dataflow.errors import PlanError
 from penstock.dataflow.graph.tracer import build
@@ -114,9 +111,3 @@ def test_environments_have_one_home() -> None:
     said = r"role 'env' keeps state, but is asked on groups \['a', 'b'\]; its state has one home"
     with pytest.raises(PlanError, match=said):
         flow_of(graph, Placement((DeviceGroup("a"), DeviceGroup("b")), nodes))
-
-
-def test_what_language_models_learn_by_is_what_is_used_here() -> None:
-    assert vars(options)["gae"] is returns.gae is vars(macro_actions)["gae"]
-    assert type(ActorCriticLoss().policy) is type(ppo.PPO().policy_loss)
-    assert type(ActorCriticLoss().value) is type(ppo.PPO().value_loss)

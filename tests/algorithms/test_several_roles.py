@@ -57,10 +57,6 @@ def population(**options: Any) -> Configured:
     return Configured(population_step, cfg, graph, {"rows": EnvRowSource(8, 2)}, workers)
 
 
-def test_self_play_by_hand_equals_the_graph() -> None:
-    check_eager_equals_graph(self_play())
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="EnvPool is installed on Linux")
 @pytest.mark.parametrize(("game", "max_turns"), [("LeducHoldem-v1", 4), ("Hex-v1", 7)])
 def test_self_play_of_cards_and_of_games_cut_off(game: str, max_turns: int) -> None:
@@ -76,10 +72,6 @@ def test_equal_rules_train_equal_players() -> None:
     ]
     one, other = (final(run, placed(run, None)) for run in map(self_play, boards))
     assert one == other
-
-
-def test_a_population_by_hand_equals_the_graph() -> None:
-    check_eager_equals_graph(population())
 
 
 def final(run: Configured, placement: Placement) -> dict[str, dict[str, bytes]]:

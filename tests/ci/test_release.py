@@ -69,20 +69,12 @@ def test_a_wrong_version_is_refused(tree: Path, version: str, message: str) -> N
     ("name", "old", "new", "message"),
     [
         ("README.md", "", "more\n", "the tree has changes that are not committed"),
-        (
-            "CITATION.cff",
-            f"version: {__version__}",
-            "version: 0.0.1",
-            "the version is not the same every",
-        ),
-        (
-            "CHANGELOG.md",
-            "## Unreleased\n",
-            "## Unreleased\n\n## Before\n",
-            "has nothing under Unr",
-        ),
+        ("CITATION.cff", f"version: {__version__}", "version: 0.0.1",
+         "the version is not the same every"),
+        ("CHANGELOG.md", "## Unreleased\n", "## Unreleased\n\n## Before\n",
+         "has nothing under Unr"),
     ],
-)
+)  # fmt: skip
 def test_a_tree_that_is_not_ready_is_refused(
     tree: Path, name: str, old: str, new: str, message: str
 ) -> None:
@@ -104,7 +96,7 @@ def test_a_release_is_built_checked_and_tagged(tree: Path) -> None:
     assert git(tree, "tag") == f"v{NEXT}"
     assert git(tree, "status", "--porcelain") == ""
     assert git(tree, "show", "--format=%s", "--name-only", "HEAD").split() == [
-        *("Release", NEXT, "CHANGELOG.md", "CITATION.cff", "__init__.py", "pyproject.toml"),
+        *("Release", NEXT, "CHANGELOG.md", "CITATION.cff", "__init__.py", "pyproject.toml")
     ]
     changelog = (tree / "CHANGELOG.md").read_text()
     assert re.search(

@@ -128,24 +128,13 @@ def test_a_wrong_type_is_explained() -> None:
         ("seed", None, "'seed': expected an integer, got null"),
         ("runs", 3, "'runs': expected a text, got 3"),
         ("schedule", 3, "'schedule': expected a mapping of keys, got 3"),
-        (
-            "executor.kind",
-            "rai",
-            "'executor.kind': 'rai' is no executor; did you mean 'ray'?",
-        ),
-        (
-            "algorithm.optimizer.betas",
-            [0.9, "x"],
-            "'algorithm.optimizer.betas.1': expected a number, got the text 'x'",
-        ),
-        (
-            "schedule.max_lag",
-            -1,
-            "'schedule': Schedule.max_lag must be 0 to 1000, got -1",
-        ),
+        ("executor.kind", "rai", "'executor.kind': 'rai' is no executor; did you mean 'ray'?"),
+        ("algorithm.optimizer.betas", [0.9, "x"],
+         "'algorithm.optimizer.betas.1': expected a number, got the text 'x'"),
+        ("schedule.max_lag", -1, "'schedule': Schedule.max_lag must be 0 to 1000, got -1"),
         ("model.architecture", {"a": 1}, "'model.architecture': needs a 'model_type', such as"),
     ],
-)
+)  # fmt: skip
 def test_values_that_do_not_fit(path: str, value: Any, first_line: str) -> None:
     assert refusal(changed(path, value)).splitlines()[0].startswith(first_line)
 

@@ -30,8 +30,4 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path: Path, moments: str, num_momen
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stdout
     found = json.loads(result.read_text())
-    assert (
-        found["tried"],
-        found["lost"],
-        found["same_weights"],
-    ) == (num_moments, 0, num_moments)
+    assert (found["tried"], found["lost"], found["same_weights"]) == (num_moments, 0, num_moments)

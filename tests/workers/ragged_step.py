@@ -25,10 +25,7 @@ def ragged_rows() -> PolicyBatch:
     tokens[place >= 300 + length[:, None]] = -1
     zeros = torch.zeros(tokens.shape)
     return PolicyBatch(
-        tokens=tokens,
-        mask=(place >= 300) & (tokens >= 0),
-        behavior_logprob=zeros,
-        advantage=zeros,
+        tokens=tokens, mask=(place >= 300) & (tokens >= 0), behavior_logprob=zeros, advantage=zeros
     )
 
 

@@ -72,23 +72,11 @@ MIXTURE: dict[str, Any] = {
 SPARSE: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": MIXTURE,
-    "qwen2_moe": {
-        **BASE,
-        **SPARSE,
-        "model_type": "qwen2_moe",
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 32,
-    },
-    "qwen3_moe": {
-        **BASE,
-        **SPARSE,
-        "model_type": "qwen3_moe",
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": True,
-        "head_dim": 16,
-    },
-}
+    "qwen2_moe": {**BASE, **SPARSE, "model_type": "qwen2_moe", "num_experts": 4,
+                  "shared_expert_intermediate_size": 32},
+    "qwen3_moe": {**BASE, **SPARSE, "model_type": "qwen3_moe", "num_experts": 8,
+                  "num_experts_per_tok": 3, "norm_topk_prob": True, "head_dim": 16},
+}  # fmt: skip
 
 
 def architecture(name: str) -> dict[str, Any]:

@@ -7,11 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.algorithms.losses import rebel_loss, sequence_sum
-from penstock.algorithms.ops.distributions import (
-    action_logprob,
-    entropy_of_logits,
-    masked_logits,
-)
+from penstock.algorithms.ops.distributions import action_logprob, entropy_of_logits, masked_logits
 from penstock.algorithms.ops.value_transforms import (
     symexp,
     symlog,

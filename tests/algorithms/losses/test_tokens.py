@@ -35,10 +35,7 @@ def test_the_log_ratio_is_clamped_and_passes_no_gradient_there() -> None:
     assert loss[0].item() == pytest.approx(math.exp(20))
     assert_close(gradient, [0, math.e])
     free = clipped_policy_loss(
-        logprob=f64([30.0]),
-        behavior_logprob=f64([0.0]),
-        advantage=f64([-1]),
-        log_ratio_clamp=None,
+        logprob=f64([30.0]), behavior_logprob=f64([0.0]), advantage=f64([-1]), log_ratio_clamp=None
     )
     assert free.item() == pytest.approx(math.exp(30))
 
@@ -56,10 +53,7 @@ def test_dual_clip_never_raises_the_loss_and_leaves_good_tokens_alone(
         logprob=logprob, behavior_logprob=behavior_logprob, advantage=advantage
     )
     dual = clipped_policy_loss(
-        logprob=logprob,
-        behavior_logprob=behavior_logprob,
-        advantage=advantage,
-        dual_clip=dual_clip,
+        logprob=logprob, behavior_logprob=behavior_logprob, advantage=advantage, dual_clip=dual_clip
     )
     assert (dual <= plain).all()
     assert torch.equal(dual[advantage >= 0], plain[advantage >= 0])

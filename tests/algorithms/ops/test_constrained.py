@@ -73,8 +73,7 @@ def test_a_verdict_that_is_no_number_is_not_a_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mean_over", "means"),
-    [("batch", (3.0, 3.0)), ("passing", (4.0, 4.0)), ("prompt", (1.5, 6.0))],
+    ("mean_over", "means"), [("batch", (3.0, 3.0)), ("passing", (4.0, 4.0)), ("prompt", (1.5, 6.0))]
 )
 def test_whose_mean_is_taken_off(mean_over: MeanOver, means: tuple[float, float]) -> None:
     reward, ids = f64(1, 2, 6), torch.tensor([7, 7, 3])

@@ -7,7 +7,6 @@ from typing import Literal
 import pytest
 import torch
 from penstock.algorithms.ops.final_state import bootstrap_of, with_final_state, with_next_turn
-from penstock.algorithms.ops.kl import kl_shaped_reward
 from penstock.algorithms.ops.macro_actions import macro_gae
 from penstock.algorithms.ops.returns import gae
 from penstock.algorithms.papers.agent_ppo import AgentPPO, agent_ppo_step
@@ -30,26 +29,6 @@ def test_every_row_is_one_token_longer() -> None:
     assert torch.equal(roll.mask[:, :5], ROLL.mask)
     assert not roll.mask[:, 5].any()
     assert (roll.states & ~roll.mask).nonzero().tolist() == [[0, 4], [1, 3]]
-
-
-def test_the_score_can_be_paid_after_the_last_token() -> None:
-    """The published rewards with the score one slot later, and their returns."""
-    mask = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0]]).bool()
-    log_ratio = torch.tensor([[0.1, -0.1, 0.2, 0, 0, 0], [0.1, 0, 0, -0.1, 0.2, 0]])
-    reward = kl_shaped_reward(
-        torch.tensor([2.0, -1.0]),
-        mask,
-        logprob=log_ratio,
-        ref_logprob=torch.zeros(2, 6),
-        kl_coef=0.05,
-        score_slot="after_last",
-    )
-    expected = [[-0.005, 0.005, -0.01, 2, 0, 0], [-0.005, 0, 0, 0.005, -0.01, -1]]
-    torch.testing.assert_close(reward, torch.tensor(expected), atol=1e-6, rtol=0)
-    states = mask | torch.tensor([[0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1]]).bool()
-    target = gae(states, reward=reward, value=torch.zeros(2, 6), lam=1.0)
-    assert torch.allclose(target.value_target[:, 0], reward.sum(1))
-    assert target.value_target[0, 3] == 2
 
 
 def test_only_a_response_that_was_cut_off_has_a_future() -> None:

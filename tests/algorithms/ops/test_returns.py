@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.algorithms.ops.advantages import whiten
-from penstock.algorithms.ops.returns import gae, return_to_go, vtrace
+from penstock.algorithms.ops.returns import gae, vtrace
 from torch import Tensor
 
 SEEDS = st.integers(0, 2**31 - 1)
@@ -247,15 +247,3 @@ def test_vtrace_does_not_see_padding(seed: int, width: int) -> None:
     padded = vtrace(**wide)  # pyright: ignore[reportArgumentType]
     assert torch.equal(padded.advantage[:, :-width], narrow.advantage)
     assert torch.equal(padded.value_target[:, :-width], narrow.value_target)
-
-
-@settings(max_examples=25)
-@given(seed=SEEDS)
-def test_without_a_critic_and_discount_the_advantage_is_the_return(seed: int) -> None:
-    columns = sampled(seed)
-    mask, reward = columns["mask"], columns["reward"]
-    nothing = torch.zeros_like(columns["value"])
-    got = gae(mask, reward=reward, value=nothing, discount=1.0, lam=1.0).advantage
-    summed = torch.where(mask, reward, 0).flip(1).cumsum(1).flip(1)
-    torch.testing.assert_close(got, torch.where(mask, summed, 0))
-    torch.testing.assert_close(return_to_go(reward, mask), got)

@@ -43,8 +43,7 @@ def held(turn: list[list[int]], reward: list[list[float]]) -> Utterances:
 def two_rows() -> Utterances:
     """Turns of 2 and 2 tokens with an answer between; one turn of 1 token in a shorter row."""
     return held(
-        [[-1, 0, 0, -1, 1, 1], [-1, -1, 0, -2, -2, -2]],
-        [[0, 0, -1, 0, 0, 2], [0, 0, 3, 0, 0, 0]],
+        [[-1, 0, 0, -1, 1, 1], [-1, -1, 0, -2, -2, -2]], [[0, 0, -1, 0, 0, 2], [0, 0, 3, 0, 0, 0]]
     )
 
 

@@ -10,14 +10,7 @@ import torch
 from penstock.algorithms.dapo import joined, kept_groups
 from penstock.algorithms.ops.final_state import with_final_state
 from penstock.algorithms.papers.pf_ppo import filtered_groups
-from penstock.algorithms.roles import (
-    PerSample,
-    Policy,
-    Prompts,
-    Rollout,
-    Sampling,
-    Unfinished,
-)
+from penstock.algorithms.roles import PerSample, Policy, Prompts, Rollout, Sampling, Unfinished
 from penstock.dataflow.errors import FlowError
 from penstock.dataflow.graph.axes import Spec, spec_of
 from penstock.dataflow.graph.check import hints_of

@@ -100,16 +100,6 @@ def test_a_sample_s_value_where_a_token_s_is_needed(
 
 
 @refused(
-    """node 'per_sample', input 'score': expected f32[sample], got f32[sample, token~]
-        'actor.generate.behavior_logprob' was produced at {1}
-        one value per token was given where one per sample is needed; reduce it in an op"""
-)
-def test_a_token_s_value_where_a_sample_s_is_needed(prompts: Prompts, actor: Policy) -> object:
-    roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-    return per_sample(roll.behavior_logprob)
-
-
-@refused(
     """node 'actor.logprob', input 'tokens': expected i64[sample, token~], got i64[prompt, token~]
         'prompts.prompt' was produced at {0}
         its rows are prompts where samples are needed; take the column from a table with those rows, or convert it in an op"""
@@ -278,17 +268,6 @@ def test_columns_of_two_rollouts_mixed(prompts: Prompts, actor: Policy) -> objec
     one = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
     two = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
     return add(one.behavior_logprob, two.behavior_logprob)
-
-
-@refused(
-    """node 'actor.train': inputs 'batch.tokens' and 'batch.advantage' are both sample by token~, but of different rows: 'actor.generate' made the one and 'actor.generate#2' the other
-        'actor.generate.tokens' was produced at {1}; 'scale.out' was produced at {3}
-        take both from one producer; their lengths differ row by row"""
-)
-def test_columns_of_two_rollouts_mixed_in_a_batch(prompts: Prompts, actor: Policy) -> object:
-    one = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-    two = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
-    return actor.train(LOSS, batch_of(one, advantage=scale(two.behavior_logprob)))
 
 
 @refused(

@@ -33,10 +33,10 @@ from penstock.algorithms.roles import (
 from penstock.dataflow.errors import FlowError
 from penstock.dataflow.graph.axes import Axis, f32, i64
 from penstock.dataflow.graph.check import check_lag
-from penstock.dataflow.graph.graph import Constant, Graph, RoleRef
+from penstock.dataflow.graph.graph import Graph, RoleRef
 from penstock.dataflow.graph.role import Loss, Role, call
 from penstock.dataflow.graph.tracer import build, op
-from penstock.dataflow.kinds import NodeKind, WeightRead
+from penstock.dataflow.kinds import WeightRead
 from penstock.dataflow.runtime.placement import flow_of, one_group
 from torch import Tensor
 
@@ -187,24 +187,6 @@ def test_each_call_reads_the_weights_current_at_its_line() -> None:
     assert [graph[name].ordinal for name in ("actor.logprob", "actor.logprob#3")] == [0, 2]
 
 
-def test_repeated_calls_are_numbered_by_role_and_method() -> None:
-    def step(demos: Demonstrations, actor: Policy, ref: Policy) -> object:
-        one = actor.logprob(demos.tokens, demos.mask)
-        two = ref.logprob(demos.tokens, demos.mask)
-        three = actor.logprob(demos.tokens, demos.mask, temperature=0.5)
-        return scale(one), scale(two), scale(three)
-
-    assert [node.name for node in build(step).nodes] == [
-        "demos",
-        "actor.logprob",
-        "ref.logprob",
-        "actor.logprob#2",
-        "scale",
-        "scale#2",
-        "scale#3",
-    ]
-
-
 def test_a_node_knows_the_line_that_made_it() -> None:
     graph = build(imitate)
     where = graph["actor.train"].where
@@ -228,13 +210,6 @@ def test_sources_roles_and_results_come_from_the_signature_and_the_return() -> N
     assert graph.results == ("actor.train", "pairs")
 
 
-def test_options_are_constants_and_only_those_given() -> None:
-    graph = build(imitate)
-    arguments = dict(graph["actor.train"].arguments)
-    assert list(arguments) == ["loss", "batch"]
-    assert arguments["loss"] == Constant(CrossEntropyLoss())
-
-
 def test_rows_follow_the_node_that_made_them() -> None:
     def step(prompts: Prompts, actor: Policy) -> object:
         roll = actor.generate(prompts.prompt, prompts.prompt_id, SAMPLING)
@@ -254,24 +229,6 @@ def test_marks_of_a_table_reach_its_columns() -> None:
     outputs = graph["actor.generate"].outputs
     assert [column.name for column in outputs if column.group_id] == ["prompt_id"]
     assert [column.name for column in outputs if column.behavior] == ["behavior_logprob"]
-
-
-def test_kinds_and_scopes_are_as_declared() -> None:
-    graph = build(ppo_step, cfg=PPO())
-    assert [(node.name, node.kind, node.scope) for node in graph.nodes] == [
-        ("prompts", NodeKind.SOURCE, "row"),
-        ("actor.generate", NodeKind.ROLLOUT, "row"),
-        ("reward.score", NodeKind.FORWARD, "row"),
-        ("critic.value", NodeKind.FORWARD, "row"),
-        ("ref.logprob", NodeKind.FORWARD, "row"),
-        ("kl_shaped_reward", NodeKind.OP, "row"),
-        ("scored_tokens", NodeKind.OP, "row"),
-        ("gae", NodeKind.OP, "row"),
-        ("whiten", NodeKind.OP, "batch"),
-        ("actor.train", NodeKind.TRAIN, "batch"),
-        ("critic.train", NodeKind.TRAIN, "batch"),
-        ("response_kl", NodeKind.OP, "row"),
-    ]
 
 
 def test_an_op_called_with_tensors_simply_runs() -> None:

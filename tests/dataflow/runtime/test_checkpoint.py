@@ -102,29 +102,20 @@ def other_step(keys: Keys, model: Model) -> object:
 @pytest.mark.parametrize(
     ("change", "num_steps", "said"),
     [
-        (
-            {"graph": build(other_step)},
-            8,
-            " was written by graph 'count_step', which differs from this run's 'other_step'; "
-            "resume with the configuration that wrote it, or start a new run",
-        ),
-        (
-            {"seed": 1},
-            8,
-            " was written with seed 0, this run has seed 1; use the same seed to resume",
-        ),
+        ({"graph": build(other_step)}, 8,
+         " was written by graph 'count_step', which differs from this run's 'other_step'; resume "
+         "with the configuration that wrote it, or start a new run"),
+        ({"seed": 1}, 8,
+         " was written with seed 0, this run has seed 1; use the same seed to resume"),
         ({}, 1, ": cannot resume at step 2 of a run of 1 steps"),
-        (
-            {"max_lag": 1},
-            8,
-            ": cannot resume at step 2: 'model.sample step 2 chunk 0' reads weights older than the "
-            "checkpoint's and is not part of it. The checkpoint is the end of a shorter run or was "
-            "made with a smaller Schedule.max_lag; resume with max_lag=0, or from a checkpoint at "
-            "least max_lag steps before that run's end",
-        ),
+        ({"max_lag": 1}, 8,
+         ": cannot resume at step 2: 'model.sample step 2 chunk 0' reads weights older than the "
+         "checkpoint's and is not part of it. The checkpoint is the end of a shorter run or was "
+         "made with a smaller Schedule.max_lag; resume with max_lag=0, or from a checkpoint at "
+         "least max_lag steps before that run's end"),
     ],
     ids=["another graph", "another seed", "past the end", "without older samples"],
-)
+)  # fmt: skip
 def test_a_checkpoint_of_another_run_is_refused(
     tmp_path: Path, change: dict[str, Any], num_steps: int, said: str
 ) -> None:

@@ -129,39 +129,24 @@ def test_no_tensor_shares_memory_with_what_is_stored(
 @pytest.mark.parametrize(
     ("column", "lengths", "message"),
     [
-        (
-            torch.zeros(2, 3, dtype=torch.float64),
-            [3, 3],
-            "'gae.advantage' should be f32[sample, token~], but the call returned float64[2, 3]; "
-            "make it torch.float32 with 2 axes",
-        ),
-        (
-            torch.zeros(2),
-            [3, 3],
-            "'gae.advantage' should be f32[sample, token~], but the call returned float32[2]; "
-            "make it torch.float32 with 2 axes",
-        ),
-        (
-            torch.zeros(2, 3),
-            None,
-            "'gae.advantage' is f32[sample, token~], but nothing says how long its rows are; "
-            "return an i64 column over the same axes beside it, padded with -1",
-        ),
-        (
-            torch.zeros(2, 3),
-            [4, 1],
-            "'gae.advantage' is f32[sample, token~], with 2 rows of up to 4 tokens, but the call "
-            "returned float32[2, 3]",
-        ),
-        (
-            torch.zeros(3, 4),
-            [4, 1],
-            "'gae.advantage' is f32[sample, token~], with 2 rows of up to 4 tokens, but the call "
-            "returned float32[3, 4]; an op that drops or adds rows says @op(..., makes_rows=True)",
-        ),
+        (torch.zeros(2, 3, dtype=torch.float64), [3, 3],
+         "'gae.advantage' should be f32[sample, token~], but the call returned float64[2, 3]; "
+         "make it torch.float32 with 2 axes"),
+        (torch.zeros(2), [3, 3],
+         "'gae.advantage' should be f32[sample, token~], but the call returned float32[2]; make "
+         "it torch.float32 with 2 axes"),
+        (torch.zeros(2, 3), None,
+         "'gae.advantage' is f32[sample, token~], but nothing says how long its rows are; return "
+         "an i64 column over the same axes beside it, padded with -1"),
+        (torch.zeros(2, 3), [4, 1],
+         "'gae.advantage' is f32[sample, token~], with 2 rows of up to 4 tokens, but the call "
+         "returned float32[2, 3]"),
+        (torch.zeros(3, 4), [4, 1],
+         "'gae.advantage' is f32[sample, token~], with 2 rows of up to 4 tokens, but the call "
+         "returned float32[3, 4]; an op that drops or adds rows says @op(..., makes_rows=True)"),
     ],
     ids=["dtype", "axes", "lengths", "width", "rows"],
-)
+)  # fmt: skip
 def test_a_column_that_contradicts_its_spec_is_refused(
     column: Tensor, lengths: list[int] | None, message: str
 ) -> None:

@@ -17,18 +17,7 @@ from penstock.dataflow.runtime.placement import Placement, flow_of, one_group
 from penstock.dataflow.runtime.worker_protocol import WorkerSpec
 from penstock.dataflow.scheduler.schedule import Schedule
 
-from ..counter import (
-    COUNT,
-    LOOK,
-    SOURCES,
-    Counter,
-    CounterSpec,
-    Keys,
-    Model,
-    apart,
-    engine,
-    seen,
-)
+from ..counter import COUNT, LOOK, SOURCES, Counter, CounterSpec, Keys, Model, apart, engine, seen
 
 APART = apart(COUNT, model__sample="rollout")
 

@@ -112,23 +112,17 @@ def test_ragged_columns_and_tables_come_as_the_step_has_them() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (
-            "model.smaple",
-            "keep: graph 'count_step' makes no 'model.smaple'; did you mean 'model.sample'?\n"
-            "    it makes: keys, model.sample; of a table one column is NODE.COLUMN",
-        ),
-        (
-            "keys.kee",
-            "keep: graph 'count_step' makes no 'keys.kee'; did you mean 'keys.key'?\n"
-            "    it makes: keys, model.sample; of a table one column is NODE.COLUMN",
-        ),
-        (
-            "model.train",
-            "keep: 'model.train' makes no columns; what it reports is in StepResult.metrics, as "
-            "'model.train/...'",
-        ),
+        ("model.smaple",
+         "keep: graph 'count_step' makes no 'model.smaple'; did you mean 'model.sample'?\n    it "
+         "makes: keys, model.sample; of a table one column is NODE.COLUMN"),
+        ("keys.kee",
+         "keep: graph 'count_step' makes no 'keys.kee'; did you mean 'keys.key'?\n    it makes: "
+         "keys, model.sample; of a table one column is NODE.COLUMN"),
+        ("model.train",
+         "keep: 'model.train' makes no columns; what it reports is in StepResult.metrics, as "
+         "'model.train/...'"),
     ],
-)
+)  # fmt: skip
 def test_a_name_of_which_nothing_is_made_is_refused_at_once(name: str, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         engine().run(SOURCES, 3, keep=[name])

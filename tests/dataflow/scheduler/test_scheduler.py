@@ -176,16 +176,6 @@ def test_one_step_ahead_reads_versions_0_0_1_2(rollout: str) -> None:
     assert scheduler.lag_counts == {0: 1, 1: 3}
 
 
-def test_generation_overlaps_training_and_so_takes_less_time() -> None:
-    def end_s(max_lag: int) -> float:
-        scheduler = Scheduler(grpo("rollout"), Schedule(max_lag=max_lag), 10)
-        seconds = {"generate": 3.0, "train": 3.0}
-        return dry_run(scheduler, lambda work: seconds.get(getattr(work, "node", ""), 0.0)).end_s
-
-    assert end_s(0) == 60.0
-    assert end_s(1) == 33.0
-
-
 def ppo() -> Flow:
     actor, lagged = (WeightRead("actor", 0),), (WeightRead("actor", 0, lagged=True),)
     return Flow(

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
-from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.run import Run, resolved
 from penstock.launch.stages.prepare import prepare
 from penstock.launch.stages.worker_specs import worker_specs
 from penstock.workers.envs.actors.actor_critic import TorchActorCriticSpec
@@ -20,6 +18,7 @@ from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.training.flat_parameters import read_tensors, tensors_sha256
 
 from ..conftest import Penstock
+from .test_env_runs import config
 
 CARTPOLE = EnvSpec(id="CartPole-v1")
 MLP = ("task=cartpole", "model=mlp", "tracker=none")
@@ -29,12 +28,6 @@ WARM_UP = (
     "algorithm.before={warm: {step: penstock.algorithms.env_ppo:env_ppo_step, num_steps: 1, "
     "per_step: {rows: 4}}}"
 )
-
-
-def config(*words: str) -> Run:
-    composed = compose("run", list(words))
-    composed.pop("resume")
-    return resolved(composed)
 
 
 def specs(*words: str) -> dict[str, Any]:

@@ -171,43 +171,29 @@ def test_on_demand_a_run_is_measured_as_it_measured_itself(penstock: Penstock) -
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (
-            ["evaluation.keep_best=accuracy"],
-            "'evaluation': keep_best is set, but every is null, so no step is evaluated",
-        ),
-        (
-            ["evaluation.every=2", "evaluation.stop_after=2"],
-            "'evaluation': stop_after is set, but keep_best does not say which metric improves",
-        ),
-        (
-            ["evaluation.every=2", "evaluation.keep_best=acuracy"],
-            "'evaluation.keep_best': 'acuracy' is not measured; did you mean 'accuracy'?\n"
-            "    what is: accuracy",
-        ),
-        (
-            ["evaluation.sampling.num_samples=4"],
-            "'evaluation.sampling.num_samples' is 4, but at temperature 0 all samples of a prompt "
-            "are the same\n    set temperature above 0 as well",
-        ),
-        (
-            [*LONG_SUITE, "evaluation.suites.long.num_prompts=13"],
-            "'evaluation.suites.long.num_prompts' is 13, but task 'chain_sum' has 12 problems to "
-            "ask\n    ask for fewer",
-        ),
-        (
-            ["evaluation.suites.long.task.kind=cartpole"],
-            "'evaluation.suites.long.task': 'task.kind': there is no task kind 'cartpole'\n"
-            "    task kinds are: reasoning_gym, file, hf, instructions, calculator, maze, "
-            "twenty_questions, search, table_questions, gymnasium_text, verifiers, openenv, tools, "
-            "program, mixture, gymnasium, board_game, library_game, or module:name for your own",
-        ),
-        (
-            ["+task@evaluation.suites.pole.task=cartpole"],
-            "'evaluation.suites.pole.task': a 'gymnasium' task has no prompts\n"
-            "    give one of problems",
-        ),
+        (["evaluation.keep_best=accuracy"],
+         "'evaluation': keep_best is set, but every is null, so no step is evaluated"),
+        (["evaluation.every=2", "evaluation.stop_after=2"],
+         "'evaluation': stop_after is set, but keep_best does not say which metric improves"),
+        (["evaluation.every=2", "evaluation.keep_best=acuracy"],
+         "'evaluation.keep_best': 'acuracy' is not measured; did you mean 'accuracy'?\n    what "
+         "is: accuracy"),
+        (["evaluation.sampling.num_samples=4"],
+         "'evaluation.sampling.num_samples' is 4, but at temperature 0 all samples of a prompt "
+         "are the same\n    set temperature above 0 as well"),
+        ([*LONG_SUITE, "evaluation.suites.long.num_prompts=13"],
+         "'evaluation.suites.long.num_prompts' is 13, but task 'chain_sum' has 12 problems to "
+         "ask\n    ask for fewer"),
+        (["evaluation.suites.long.task.kind=cartpole"],
+         "'evaluation.suites.long.task': 'task.kind': there is no task kind 'cartpole'\n    task "
+         "kinds are: reasoning_gym, file, hf, instructions, calculator, maze, twenty_questions, "
+         "search, table_questions, gymnasium_text, verifiers, openenv, tools, program, mixture, "
+         "gymnasium, board_game, library_game, or module:name for your own"),
+        (["+task@evaluation.suites.pole.task=cartpole"],
+         "'evaluation.suites.pole.task': a 'gymnasium' task has no prompts\n    give one of "
+         "problems"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_evaluated_is_refused(
     penstock: Penstock, words: list[str], expected: str
 ) -> None:

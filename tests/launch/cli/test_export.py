@@ -174,39 +174,25 @@ def test_a_checkpoint_in_the_files_of_several_processes_is_exported(
     ("words", "expected"),
     [
         ((), "'run' has no value yet\n    give it: run=..."),
-        (
-            ("run=nowhere",),
-            "'nowhere' is not the folder of a run: it has no run.json\n    give a folder that "
-            "`penstock run` made, such as runs/20261121-031454-grpo-seed0",
-        ),
-        (
-            ("run=runs/a-run", "step=3"),
-            "run 'a-run' keeps no checkpoint of step 3\n    checkpoints are there of steps: 2, 4",
-        ),
-        (
-            ("run=runs/a-run", "role=acter"),
-            "'role': run 'a-run' trains no 'acter'; did you mean 'actor'?\n    it trains: actor",
-        ),
-        (
-            ("run=runs/a-run", "output=runs"),
-            "'output': 'runs' is not empty\n    give a folder that is not there yet, or remove it",
-        ),
-        (
-            ("run=runs/a-run", "output=runs/a-run/config.yaml"),
-            "'output': 'runs/a-run/config.yaml' is no folder\n    give a folder that is not there "
-            "yet, or remove it",
-        ),
-        (
-            ("run=runs/a-run", "output=no/where"),
-            "'output': 'no/where' cannot be written: there is no such folder",
-        ),
-        (
-            ("run=runs/a-run", "push=org/name"),
-            "'push' is org/name, but the environment has no HF_TOKEN\n    set it to a token that "
-            "may write there; it is never shown",
-        ),
+        (("run=nowhere",),
+         "'nowhere' is not the folder of a run: it has no run.json\n    give a folder that "
+         "`penstock run` made, such as runs/20261121-031454-grpo-seed0"),
+        (("run=runs/a-run", "step=3"),
+         "run 'a-run' keeps no checkpoint of step 3\n    checkpoints are there of steps: 2, 4"),
+        (("run=runs/a-run", "role=acter"),
+         "'role': run 'a-run' trains no 'acter'; did you mean 'actor'?\n    it trains: actor"),
+        (("run=runs/a-run", "output=runs"),
+         "'output': 'runs' is not empty\n    give a folder that is not there yet, or remove it"),
+        (("run=runs/a-run", "output=runs/a-run/config.yaml"),
+         "'output': 'runs/a-run/config.yaml' is no folder\n    give a folder that is not there "
+         "yet, or remove it"),
+        (("run=runs/a-run", "output=no/where"),
+         "'output': 'no/where' cannot be written: there is no such folder"),
+        (("run=runs/a-run", "push=org/name"),
+         "'push' is org/name, but the environment has no HF_TOKEN\n    set it to a token that "
+         "may write there; it is never shown"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_exported_is_refused(
     penstock: Penstock,
     run: Path,

@@ -95,33 +95,21 @@ def test_they_are_read_from_python(run: Path) -> None:
     ("words", "message"),
     [
         ([], "penstock samples: which run?\n    give run=FOLDER, such as runs/..."),
-        (
-            ["run=runs/one", "srt=reward"],
-            "penstock samples: there is no key 'srt'; did you mean 'sort'?\n"
-            "    keys are: run, step, sort, order, limit, prompt, stage",
-        ),
-        (
-            ["run=runs/one", "order=worst"],
-            "'order': expected one of highest, lowest, got 'worst'",
-        ),
-        (
-            ["run=runs/one", "sort=best"],
-            "'sort': expected one of step, reward, advantage, length, got 'best'",
-        ),
-        (
-            ["run=runs/one", "limit=-1"],
-            "'limit': expected a whole number of at least 0, got '-1'",
-        ),
+        (["run=runs/one", "srt=reward"],
+         "penstock samples: there is no key 'srt'; did you mean 'sort'?\n    keys are: run, "
+         "step, sort, order, limit, prompt, stage"),
+        (["run=runs/one", "order=worst"], "'order': expected one of highest, lowest, got 'worst'"),
+        (["run=runs/one", "sort=best"],
+         "'sort': expected one of step, reward, advantage, length, got 'best'"),
+        (["run=runs/one", "limit=-1"], "'limit': expected a whole number of at least 0, got '-1'"),
         (["run=runs/one", "step=3"], "'{run}' has no samples of step 3; it has some of 2: 0 to 7"),
         (["run=runs/one", "stage=sft"], "'stage': run 'one' has no stage 'sft'"),
         (["run=runs/one", "prompt=?"], "'prompt': no prompt of these samples holds '?'"),
-        (
-            ["run=runs"],
-            "'runs' is not the folder of a run: it has no run.json\n    give a folder that "
-            "`penstock run` made, such as runs/20261121-031454-grpo-seed0",
-        ),
+        (["run=runs"],
+         "'runs' is not the folder of a run: it has no run.json\n    give a folder that "
+         "`penstock run` made, such as runs/20261121-031454-grpo-seed0"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_there_is_said(
     penstock: Penstock, run: Path, words: list[str], message: str
 ) -> None:

@@ -34,37 +34,25 @@ def test_a_wish_is_beside_those_before(penstock: Penstock, run: Path) -> None:
     ("words", "said"),
     [
         (["rollout=2"], "penstock scale: which run?\n    give run=FOLDER, such as runs/..."),
-        (
-            ["run=runs/one"],
-            "penstock scale: which group?\n    give GROUP=NUMBER, such as rollout=4",
-        ),
+        (["run=runs/one"],
+         "penstock scale: which group?\n    give GROUP=NUMBER, such as rollout=4"),
         (["run=runs/one", "4"], "penstock scale: expected KEY=VALUE, got '4'"),
-        (
-            ["run=runs/one", "rolout=2"],
-            "penstock scale: the run has no group 'rolout'; did you mean 'rollout'?\n"
-            "    groups are: rollout, train",
-        ),
-        (
-            ["run=runs/one", "train=2"],
-            "penstock scale: group 'train' cannot have other ranks: it trains\n"
-            "    groups that can: rollout",
-        ),
-        (
-            ["run=runs/one", "rollout=0"],
-            "'rollout': expected 1 to 4, one for each part of a step's rows, got 0\n"
-            "    start a run with schedule.streaming=N for N parts",
-        ),
-        (
-            ["run=runs/one", "rollout=5"],
-            "'rollout': expected 1 to 4, one for each part of a step's rows, got 5\n"
-            "    start a run with schedule.streaming=N for N parts",
-        ),
-        (
-            ["run=runs/one", "rollout=-1"],
-            "'rollout': expected a whole number of at least 0, got '-1'",
-        ),
+        (["run=runs/one", "rolout=2"],
+         "penstock scale: the run has no group 'rolout'; did you mean 'rollout'?\n    groups "
+         "are: rollout, train"),
+        (["run=runs/one", "train=2"],
+         "penstock scale: group 'train' cannot have other ranks: it trains\n    groups that can: "
+         "rollout"),
+        (["run=runs/one", "rollout=0"],
+         "'rollout': expected 1 to 4, one for each part of a step's rows, got 0\n    start a run "
+         "with schedule.streaming=N for N parts"),
+        (["run=runs/one", "rollout=5"],
+         "'rollout': expected 1 to 4, one for each part of a step's rows, got 5\n    start a run "
+         "with schedule.streaming=N for N parts"),
+        (["run=runs/one", "rollout=-1"],
+         "'rollout': expected a whole number of at least 0, got '-1'"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_said(penstock: Penstock, run: Path, words: list[str], said: str) -> None:
     found = penstock("scale", *words)
     assert (found.code, found.err) == (2, f"penstock: {said}\n")

@@ -91,38 +91,22 @@ DEEP = reduce(lambda inner, _: {"a": inner, "b": 1}, range(10_000), START)
         ([], {"task": ITSELF}, "'task' is nested too deeply, or contains itself"),
         ([], {"task": {"x": [ITSELF]}}, "'task' is nested too deeply, or contains itself"),
         ([], {"seed": 10**5000}, "'seed': a number has too many digits"),
-        (
-            ["--multirun"],
-            {},
-            "penstock.run: '--multirun' is an option of the terminal's\n    call penstock.run once "
-            "for each combination: for seed in range(3): ...",
-        ),
-        (
-            ["--help"],
-            {},
-            "penstock.run: '--help' is an option of the terminal's\n    use it in a terminal: "
-            "penstock run --help",
-        ),
-        (
-            ["--dry-run"],
-            {},
-            "penstock.run: '--dry-run' is an option of the terminal's\n    use it in a terminal, "
-            "with the words of the run: penstock run --dry-run WORDS",
-        ),
-        (
-            [3],
-            {},
-            "penstock.run: expected words such as 'algorithm=ppo', got 3\n    give other values by "
-            "their keys: seed=1",
-        ),
-        (
-            [],
-            {"seed": {1, 2}},
-            "'seed': expected a number, a text, a list, a mapping, a function or a class, got a "
-            "set",
-        ),
+        (["--multirun"], {},
+         "penstock.run: '--multirun' is an option of the terminal's\n    call penstock.run once "
+         "for each combination: for seed in range(3): ..."),
+        (["--help"], {},
+         "penstock.run: '--help' is an option of the terminal's\n    use it in a terminal: "
+         "penstock run --help"),
+        (["--dry-run"], {},
+         "penstock.run: '--dry-run' is an option of the terminal's\n    use it in a terminal, "
+         "with the words of the run: penstock run --dry-run WORDS"),
+        ([3], {},
+         "penstock.run: expected words such as 'algorithm=ppo', got 3\n    give other values by "
+         "their keys: seed=1"),
+        ([], {"seed": {1, 2}},
+         "'seed': expected a number, a text, a list, a mapping, a function or a class, got a set"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_said_is_refused(words: Any, keys: Any, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         as_words("run", words, keys)

@@ -190,29 +190,21 @@ def test_a_hub_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["model.revision=v1"],
-            "'model.revision' is set, but only models of a hub have revisions\n    leave it out, "
-            "or choose model=org/name",
-        ),
-        (
-            ["model.hub=org/tiny"],
-            "'model' has 'hub' and 'architecture', and is one thing only\n    choose "
-            "model=org/name, model=PATH or an option of model=, which set nothing else",
-        ),
+        (["model.revision=v1"],
+         "'model.revision' is set, but only models of a hub have revisions\n    leave it out, or "
+         "choose model=org/name"),
+        (["model.hub=org/tiny"],
+         "'model' has 'hub' and 'architecture', and is one thing only\n    choose "
+         "model=org/name, model=PATH or an option of model=, which set nothing else"),
         (["model=hub", "model.hub=tiny"], "'model.hub': expected 'org/name', got 'tiny'"),
-        (
-            ["model=smollm2-135m", "model.package=smollm2"],
-            "'model.package': there is no model 'smollm2'; did you mean 'smollm2-135m'?\n    "
-            "models in packages are: smollm2-135m",
-        ),
-        (
-            ["model=./nowhere"],
-            "'model.folder': 'nowhere' does not exist\n    give a local folder that "
-            "save_pretrained wrote, or a model of a hub: model=org/name",
-        ),
+        (["model=smollm2-135m", "model.package=smollm2"],
+         "'model.package': there is no model 'smollm2'; did you mean 'smollm2-135m'?\n    models "
+         "in packages are: smollm2-135m"),
+        (["model=./nowhere"],
+         "'model.folder': 'nowhere' does not exist\n    give a local folder that save_pretrained "
+         "wrote, or a model of a hub: model=org/name"),
     ],
-)
+)  # fmt: skip
 def test_refusals(words: list[str], message: str) -> None:
     assert refusal(*words) == message
 
@@ -262,20 +254,13 @@ def test_the_device_is_the_best_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         (["model=org/tiny"], "org/tiny at COMMIT, float32 on cpu, computed by Penstock (qwen2)"),
         ([], "random weights, float32 on cpu, computed by Penstock (qwen2)"),
-        (
-            [
-                "model.architecture.sliding_window=4",
-                "model.architecture.use_sliding_window=true",
-                "model.architecture.max_window_layers=0",
-            ],
-            "random weights, float32 on cpu, computed through transformers (qwen2)",
-        ),
-        (
-            ["engine=fsdp", "rollout=torch", "model.dtype=bfloat16"],
-            "random weights, bfloat16 on cpu, computed through transformers (qwen2)",
-        ),
+        (["model.architecture.sliding_window=4", "model.architecture.use_sliding_window=true",
+          "model.architecture.max_window_layers=0"],
+         "random weights, float32 on cpu, computed through transformers (qwen2)"),
+        (["engine=fsdp", "rollout=torch", "model.dtype=bfloat16"],
+         "random weights, bfloat16 on cpu, computed through transformers (qwen2)"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.usefixtures("slow_bfloat16")
 def test_a_run_says_what_computes_its_model(hub: Hub, words: list[str], line: str) -> None:
     commit = commit_of(hub.models["org/tiny"]["main"])[:12]

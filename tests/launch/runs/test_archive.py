@@ -236,9 +236,7 @@ def test_a_sparse_file_is_refused_before_it_is_written(tmp_path: Path) -> None:
                 file.write(bytes(2 << 20))  # so that the sizes are possible
 
 
-def test_more_than_the_archive_holds_is_refused_before_anything_is_written(
-    tmp_path: Path,
-) -> None:
+def test_more_than_the_archive_holds_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     files = {"it/run.json": b"{}", "it/more": b"1"}
     about = listed("it", files)
     about["files"][1]["size_bytes"] = 800 << 20

@@ -78,19 +78,15 @@ def test_an_own_task_needs_no_more(penstock: Penstock, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (
-            ("+task.of=Alike",),
-            "'task.kind': 'mine:Spec' builds a Alike, which does not inherit from Task\n    derive "
-            "the class from penstock.workers.data.task.Task and override what it knows; the rest "
-            "has defaults",
-        ),
-        (
-            ("+task.of=NoProblems",),
-            "'task.kind': 'mine:Spec' builds a NoProblems without 'train', 'held_out', 'report', "
-            "'prompt_text', 'score', which every task has\n    see "
-            "penstock.workers.data.task.Task, whose __init__ takes a name and prompts; a task that "
-            "is answered in conversation needs 'environment' and no 'score'",
-        ),
+        (("+task.of=Alike",),
+         "'task.kind': 'mine:Spec' builds a Alike, which does not inherit from Task\n    derive "
+         "the class from penstock.workers.data.task.Task and override what it knows; the rest "
+         "has defaults"),
+        (("+task.of=NoProblems",),
+         "'task.kind': 'mine:Spec' builds a NoProblems without 'train', 'held_out', 'report', "
+         "'prompt_text', 'score', which every task has\n    see penstock.workers.data.task.Task, "
+         "whose __init__ takes a name and prompts; a task that is answered in conversation needs "
+         "'environment' and no 'score'"),
         (("+task.of=Task",), "builds a Task without 'score', which every task has"),
         (("+task.of=NoOtherSide",), "task 'derived' has no environments to talk with"),
         (("+task.held_out=8",), "8 are held out"),
@@ -98,12 +94,10 @@ def test_an_own_task_needs_no_more(penstock: Penstock, tmp_path: Path) -> None:
         (("task.max_total_tokens=8",), "max_total_tokens is 8: none are left for a response"),
         (("algorithm.cfg.max_turns=0",), "max_turns is 0"),
         (("algorithm.cfg.sampling.stop=[x]",), "a turn ends with a token"),
-        (
-            ("+task.of=WithTools", "algorithm.roles.agent.options.calls=brackets"),
-            "shows no tools, so they are written into the prompt",
-        ),
+        (("+task.of=WithTools", "algorithm.roles.agent.options.calls=brackets"),
+         "shows no tools, so they are written into the prompt"),
     ],
-)
+)  # fmt: skip
 def test_what_is_missing_is_said_before_the_start(
     penstock: Penstock, tmp_path: Path, words: tuple[str, ...], says: str
 ) -> None:

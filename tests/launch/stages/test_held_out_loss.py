@@ -107,10 +107,7 @@ def test_the_loss_is_measured_beside_accuracy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["algorithm=grpo", *ANSWERED],
-        ["algorithm=sft", *KINDS["sft"], *FILE, "task.num_held_out=0"],
-    ],
+    [["algorithm=grpo", *ANSWERED], ["algorithm=sft", *KINDS["sft"], *FILE, "task.num_held_out=0"]],
 )
 def test_where_there_is_nothing_held_out_to_learn_from_there_is_no_loss(words: list[str]) -> None:
     composed = compose("run", words)

@@ -106,28 +106,20 @@ def test_processes_add_up() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ("executor.device=cuda",),
-            "'executor.memory_limit' is set, but what 'cuda' devices hold is not compared with it\n"
-            "    leave it out",
-        ),
-        (
-            ("algorithm=env_ppo", "model=mlp", "task=cartpole"),
-            "'executor.memory_limit' is set, but no role of env_ppo has a language model\n"
-            "    leave it out",
-        ),
-        (
-            ("engine=fsdp", "rollout=torch", "executor=ray_split"),
-            "'executor.memory_limit' is set, but 'actor.train' runs on engine=fsdp, which is not "
-            "predicted\n    leave it out",
-        ),
-        (
-            ("algorithm.roles.actor.options.offload=true",),
-            "'executor.memory_limit' is set, but 'actor' is offloaded to the memory that it "
-            "limits\n    leave it out",
-        ),
+        (("executor.device=cuda",),
+         "'executor.memory_limit' is set, but what 'cuda' devices hold is not compared with it\n "
+         "   leave it out"),
+        (("algorithm=env_ppo", "model=mlp", "task=cartpole"),
+         "'executor.memory_limit' is set, but no role of env_ppo has a language model\n    leave "
+         "it out"),
+        (("engine=fsdp", "rollout=torch", "executor=ray_split"),
+         "'executor.memory_limit' is set, but 'actor.train' runs on engine=fsdp, which is not "
+         "predicted\n    leave it out"),
+        (("algorithm.roles.actor.options.offload=true",),
+         "'executor.memory_limit' is set, but 'actor' is offloaded to the memory that it limits\n"
+         "    leave it out"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_predicted(words: tuple[str, ...], message: str) -> None:
     run = config_of(*words, "executor.memory_limit=6GiB")
     with pytest.raises(ConfigError) as caught:

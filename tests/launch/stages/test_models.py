@@ -160,10 +160,7 @@ WHOLE = "\n    copy or save them again, all of them, with the configuration they
             ["model.architecture.num_attention_heads=0"],
             "'model.architecture.num_attention_heads' is 0; expected an integer from 1 to 16384",
         ),
-        (
-            ["model.architecture.model_type=t5"],
-            "there is no key 'model.architecture.",
-        ),
+        (["model.architecture.model_type=t5"], "there is no key 'model.architecture."),
         (
             ["model=folder", "model.folder=HOME/policy", "+model.tokenizer.kind=byte"],
             "'model.folder': the model knows 128 tokens, and the tokenizer has 260\n    give the "

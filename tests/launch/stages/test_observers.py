@@ -75,12 +75,7 @@ def test_a_union_counts_every_second_once(spans: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize(
     ("every", "live", "steps"),
-    [
-        (None, True, [1, 10, 100, 250]),
-        (None, False, []),
-        (0, True, []),
-        (100, False, [100, 200]),
-    ],
+    [(None, True, [1, 10, 100, 250]), (None, False, []), (0, True, []), (100, False, [100, 200])],
 )
 def test_responses_are_shown_now_and_then(every: int | None, live: bool, steps: list[int]) -> None:
     shown = [step + 1 for step in range(250) if is_shown(step, 250, every, live=live)]

@@ -54,10 +54,6 @@ def test_a_bad_constant_is_named(changes: dict[str, float], message: str) -> Non
     assert str(caught.value) == message
 
 
-def test_good_values_are_replaced() -> None:
-    assert GPU_DEFAULTS.replaced(hop_s=1e-6).hop_s == 1e-6
-
-
 def test_a_cluster_with_cpus_gets_theirs() -> None:
     gpus = mesh(8).cluster
     group = gpus.node_groups[0]

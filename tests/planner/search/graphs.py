@@ -52,19 +52,9 @@ PPO = (
     CallNode("reward.score", "reward", ("actor.generate",), "reward"),
     CallNode("critic.value", "critic", ("actor.generate",), "critic"),
     CallNode("ref.logprob", "ref", ("actor.generate",), "ref"),
-    CallNode(
-        "actor.train",
-        "actor",
-        ("actor.generate", "reward.score", "critic.value", "ref.logprob"),
-        "actor",
-        trains=True,
-    ),
-    CallNode(
-        "critic.train",
-        "critic",
-        ("actor.generate", "reward.score", "critic.value", "ref.logprob"),
-        "critic",
-        trains=True,
-    ),
-)
+    CallNode("actor.train", "actor",
+        ("actor.generate", "reward.score", "critic.value", "ref.logprob"), "actor", trains=True),
+    CallNode("critic.train", "critic",
+        ("actor.generate", "reward.score", "critic.value", "ref.logprob"), "critic", trains=True),
+)  # fmt: skip
 """Proximal policy optimization, as `calls_of` reports it."""

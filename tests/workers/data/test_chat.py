@@ -167,11 +167,6 @@ def test_what_the_template_cannot_render_is_reported(
     )
 
 
-def test_over_long_conversations_are_reported_as_texts_are(tmp_path: Path) -> None:
-    said = _refused(tmp_path, STRICT, {"prompt": [USER]}, max_prompt_tokens=5)
-    assert "rows.jsonl:1: over-long prompt: 32 tokens, limit 5\n" in said
-
-
 def test_a_template_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert _refused(tmp_path, "{% for m in %}", {"prompt": [USER]}) == (
         f"the chat template of the tokenizer '{tmp_path}/model' cannot be read, line 1: Expected "
@@ -378,52 +373,25 @@ def test_the_prompt_of_two_texts_is_what_both_begin_with(tmp_path: Path) -> None
 
 PAIR = {"chosen_field": "chosen", "rejected_field": "rejected"}
 ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {"messages": [TWO]},
-        {"messages_field": "messages"},
-        "no answer in 'messages': the last message is not the assistant's",
-    ),
-    (
-        {"prompt": [TWO, FOUR]},
-        {},
-        "no prompt in 'prompt': the last message is the assistant's, not one to answer",
-    ),
-    (
-        {"messages": "Hello"},
-        {"messages_field": "messages"},
-        "wrong type of 'messages': expected a list of messages, got text",
-    ),
-    (
-        {"messages": [FOUR]},
-        {"messages_field": "messages"},
-        "no prompt in 'messages': nothing is asked",
-    ),
-    (
-        {"prompt": "Hello", "answer": [FOUR]},
-        {"response_field": "answer"},
-        "wrong type of 'answer': the prompt is a text, and this is a list of messages",
-    ),
-    (
-        {"prompt": [TWO], "chosen": [SEVEN], "rejected": [THREE]},
-        PAIR,
-        "no answer in 'rejected': the last message is not the assistant's",
-    ),
-    (
-        {"prompt": [TWO], "chosen": [SEVEN], "rejected": [SEVEN]},
-        PAIR,
-        "equal pair: 'chosen' and 'rejected' are the same",
-    ),
-    (
-        {"chosen": "blue", "rejected": "green"},
-        {**PAIR, "prompt_field": None},
-        "no prompt: the two responses have no beginning in common",
-    ),
-    (
-        {"chosen": "It is", "rejected": "It is blue"},
-        {**PAIR, "prompt_field": None},
-        "empty chosen: all of 'chosen' is the prompt",
-    ),
-]
+    ({"messages": [TWO]}, {"messages_field": "messages"},
+     "no answer in 'messages': the last message is not the assistant's"),
+    ({"prompt": [TWO, FOUR]}, {},
+     "no prompt in 'prompt': the last message is the assistant's, not one to answer"),
+    ({"messages": "Hello"}, {"messages_field": "messages"},
+     "wrong type of 'messages': expected a list of messages, got text"),
+    ({"messages": [FOUR]}, {"messages_field": "messages"},
+     "no prompt in 'messages': nothing is asked"),
+    ({"prompt": "Hello", "answer": [FOUR]}, {"response_field": "answer"},
+     "wrong type of 'answer': the prompt is a text, and this is a list of messages"),
+    ({"prompt": [TWO], "chosen": [SEVEN], "rejected": [THREE]}, PAIR,
+     "no answer in 'rejected': the last message is not the assistant's"),
+    ({"prompt": [TWO], "chosen": [SEVEN], "rejected": [SEVEN]}, PAIR,
+     "equal pair: 'chosen' and 'rejected' are the same"),
+    ({"chosen": "blue", "rejected": "green"}, {**PAIR, "prompt_field": None},
+     "no prompt: the two responses have no beginning in common"),
+    ({"chosen": "It is", "rejected": "It is blue"}, {**PAIR, "prompt_field": None},
+     "empty chosen: all of 'chosen' is the prompt"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "options", "said"), ODD)

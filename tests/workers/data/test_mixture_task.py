@@ -84,39 +84,25 @@ def section(**options: Any) -> TaskConfig:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"tasks": {"s": "chain_sum"}, "weights": {"s": 0}},
-        "'task.weights' add up to 0, so no task would be trained on\n"
-        "    give at least one of them a weight above 0",
-    ),
-    (
-        {"tasks": {"sums": "chain_sum"}, "weights": {"sum": 1}},
-        "'task.weights.sum': there is no task 'sum'; did you mean 'sums'?\n    tasks are: sums",
-    ),
-    (
-        {"tasks": {"s": "chain_sum"}, "weights": {"s": -1}},
-        "'task.weights.s' is -1\n    give a number that is at least 0",
-    ),
+    ({"tasks": {"s": "chain_sum"}, "weights": {"s": 0}},
+     "'task.weights' add up to 0, so no task would be trained on\n    give at least one of them "
+     "a weight above 0"),
+    ({"tasks": {"sums": "chain_sum"}, "weights": {"sum": 1}},
+     "'task.weights.sum': there is no task 'sum'; did you mean 'sums'?\n    tasks are: sums"),
+    ({"tasks": {"s": "chain_sum"}, "weights": {"s": -1}},
+     "'task.weights.s' is -1\n    give a number that is at least 0"),
     ({"tasks": {}}, "'task.tasks' is empty\n    give at least one: task.tasks={sums: chain_sum}"),
-    (
-        {"tasks": {"s": "chain_sun"}},
-        "'task.tasks.s': there is no option 'chain_sun' of task=; did you mean 'chain_sum'?\n"
-        "    give an option of task=, or keys such as {kind: file, path: problems.jsonl}",
-    ),
-    (
-        {"tasks": {"s": {"path": "a.jsonl"}}},
-        "'task.tasks.s' says no kind of task\n"
-        "    give an option of task=, or keys such as {kind: file, path: problems.jsonl}",
-    ),
-    (
-        {"tasks": {"s": {"kind": "file", "pat": "a.jsonl"}}},
-        "'task.tasks.s': a 'file' task has no option 'pat'",
-    ),
-    (
-        {"tasks": {"s": "cartpole"}},
-        "'task.tasks.s' has no problems of its own\n    give a task with prompts",
-    ),
-]
+    ({"tasks": {"s": "chain_sun"}},
+     "'task.tasks.s': there is no option 'chain_sun' of task=; did you mean 'chain_sum'?\n    "
+     "give an option of task=, or keys such as {kind: file, path: problems.jsonl}"),
+    ({"tasks": {"s": {"path": "a.jsonl"}}},
+     "'task.tasks.s' says no kind of task\n    give an option of task=, or keys such as {kind: "
+     "file, path: problems.jsonl}"),
+    ({"tasks": {"s": {"kind": "file", "pat": "a.jsonl"}}},
+     "'task.tasks.s': a 'file' task has no option 'pat'"),
+    ({"tasks": {"s": "cartpole"}},
+     "'task.tasks.s' has no problems of its own\n    give a task with prompts"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "said"), REFUSED)
@@ -150,11 +136,6 @@ def steps(task: Task, num_steps: int, batch_size: int = 4, **order: Any) -> list
         "prompt", task.train, batch_size=batch_size, seed=3, task=task, order=Order(**order)
     )
     return [[task.prompt_text(index) for index in rows.at(step)] for step in range(num_steps)]
-
-
-def test_a_mixture_hands_on_the_pass_rates_of_its_parts(rated: dict[str, FileTaskSpec]) -> None:
-    task = MixtureTaskSpec(tasks=rated).build()
-    assert [task.pass_rate(index) for index in (0, 19, 20, 29)] == [0.0, 0.95, 0.0, 0.9]
 
 
 def test_a_curriculum_begins_with_the_easiest_of_each_part(rated: dict[str, FileTaskSpec]) -> None:

@@ -142,17 +142,6 @@ def test_parquet_rows_are_checked_as_well(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
-def test_parquet_and_jsonl_give_the_same_task(tmp_path: Path) -> None:
-    path = _problems(tmp_path, 10)
-    columns = {"prompt": [f"{i}+1=" for i in range(10)], "answer": [i + 1 for i in range(10)]}
-    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    from_lines = FileTaskSpec(path=path, num_held_out=3).build()
-    from_parquet = FileTaskSpec(path=str(tmp_path / "rows.parquet"), num_held_out=3).build()
-    for index in range(10):
-        assert from_lines.prompt_text(index) == from_parquet.prompt_text(index)
-        assert from_lines.answer_text(index) == from_parquet.answer_text(index)
-
-
 def test_pairs_and_equal_pairs(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "chosen": "a", "rejected": b} for b in ("b", "a", "c")]
     path = _lines(tmp_path, *(json.dumps(row).encode() + b"\n" for row in rows))
@@ -366,21 +355,6 @@ def test_a_folder_is_read_with_its_splits(tmp_path: Path) -> None:
     assert [task.answer_text(i) for i in task.held_out] == ["6", "7"]
     assert task.where(2) == f"{tmp_path}/sums train row 3"
     assert task.task_id == "sums"
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_files_are_read_whole_or_in_a_stream(tmp_path: Path, streaming: bool) -> None:
-    path = write(tmp_path, "a.jsonl", ROWS)
-    spec = HfTaskSpec(
-        dataset="json",
-        data_files=(str(path),),
-        streaming=streaming,
-        max_rows=5,
-        num_held_out=1,
-        **FIELDS,
-    )
-    task = spec.build()
-    assert (len(task.train), len(task.held_out)) == (4, 1)
 
 
 def _refused(**options: Any) -> str:

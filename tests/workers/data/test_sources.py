@@ -110,13 +110,6 @@ def test_an_epoch_visits_each_problem_once(batch_size: int, epoch: int) -> None:
     assert set(seen) <= set(TASK.train)
 
 
-def test_epochs_and_seeds_differ() -> None:
-    source = PromptSource(TASK, TOKENIZER, batch_size=50, seed=0)
-    other = PromptSource(TASK, TOKENIZER, batch_size=50, seed=1)
-    assert source.batch(0).prompt_id.tolist() != source.batch(1).prompt_id.tolist()
-    assert source.batch(0).prompt_id.tolist() != other.batch(0).prompt_id.tolist()
-
-
 def test_prompts_are_the_problems_their_ids_name() -> None:
     source = PromptSource(TASK, TOKENIZER, batch_size=5, seed=0)
     for table in (source.batch(4), source.held_out(5)):
@@ -184,18 +177,6 @@ def _file(folder: Path, rows: list[dict[str, str]]) -> str:
     return str(path)
 
 
-def test_explicit_pairs_come_from_the_file(tmp_path: Path) -> None:
-    rows = [{"prompt": f"p{i}", "good": f"g{i}", "bad": f"b{i}"} for i in range(4)]
-    task = FileTaskSpec(
-        path=_file(tmp_path, rows), answer_field=None, chosen_field="good", rejected_field="bad"
-    ).build()
-    tokenizer = TokenizerSpec().build()
-    table = PairSource(task, tokenizer, batch_size=4, seed=0).batch(0)
-    texts = tokenizer.decode_rows(table.tokens)
-    expected = [f"p{i}{kind}{i}<eos>" for i in table.pair_id.tolist()[::2] for kind in ("g", "b")]
-    assert texts == expected
-
-
 def test_rows_that_do_not_fit_are_reported_with_file_and_line(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(9)]
     rows[2]["prompt"] = "1" * 20
@@ -224,11 +205,6 @@ def test_rows_that_do_not_fit_are_reported_with_file_and_line(tmp_path: Path) ->
     )
     texts = [text for step in range(3) for text in tokenizer.decode_rows(source.batch(step).tokens)]
     assert sorted(texts) == [f"{i}+1={i + 1}<eos>" for i in (0, 1, 3, 5, 7, 8)]
-
-
-def test_too_many_over_long_prompts_stop_the_run() -> None:
-    with pytest.raises(ConfigError, match="more than max_bad_fraction=0.1 of all rows"):
-        PromptSource(TASK, TOKENIZER, batch_size=1, seed=0, max_prompt_tokens=4)
 
 
 def test_errors() -> None:

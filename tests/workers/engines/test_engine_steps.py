@@ -32,11 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # A larger eps than usual: Adam blows up the rounding of gradients that are nearly zero.
 OPTIMIZER = OptimizerSpec(lr=1e-3, eps=1e-5, max_grad_norm=0.3)
-LAYOUTS = {
-    "tp2": {"tensor_parallel": 2},
-    "pp2": {"pipeline_parallel": 2},
-    "dp2": {"num_ranks": 2},
-}
+LAYOUTS = {"tp2": {"tensor_parallel": 2}, "pp2": {"pipeline_parallel": 2}, "dp2": {"num_ranks": 2}}
 MICRO_BATCH_TOKENS = {"tp2": 50, "pp2": 90, "dp2": 4096}
 """Every layout cuts a step into a different number of micro-batches; the torch engine into one."""
 

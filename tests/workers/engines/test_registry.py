@@ -103,45 +103,25 @@ def test_what_an_engine_runs(engine: str, kind: CallKind, layout: Layout) -> Non
         ("torch", "train", Layout(dp=2, zero=1), "the torch engine runs data-parallel only"),
         ("fsdp", "generate", Layout(), "FSDP does not generate here"),
         ("fsdp", "forward", Layout(pp=2), "FSDP has no pipeline stages"),
-        (
-            "fsdp",
-            "train",
-            Layout(dp=2, zero=1),
-            "FSDP shares a model's gradients and weights (zero=2 or 3) or nothing",
-        ),
-        (
-            "fsdp",
-            "train",
-            Layout(tp=2, sequence_parallel=True),
-            "FSDP does not cut activations between tensor-parallel regions",
-        ),
+        ("fsdp", "train", Layout(dp=2, zero=1),
+         "FSDP shares a model's gradients and weights (zero=2 or 3) or nothing"),
+        ("fsdp", "train", Layout(tp=2, sequence_parallel=True),
+         "FSDP does not cut activations between tensor-parallel regions"),
         ("fsdp", "forward", Layout(tp=4), "FSDP cannot divide 2 key heads by tp=4"),
         ("fsdp", "forward", Layout(dp=2, ep=2), "FSDP does not divide a mixture's experts"),
         ("megatron", "generate", Layout(), "Megatron does not generate here"),
-        (
-            "megatron",
-            "train",
-            Layout(dp=2, zero=3),
-            "Megatron shares no more than the optimizer's state",
-        ),
+        ("megatron", "train", Layout(dp=2, zero=3),
+         "Megatron shares no more than the optimizer's state"),
         ("megatron", "train", Layout(tp=4), "Megatron cannot divide 2 key heads by tp=4"),
-        (
-            "megatron",
-            "train",
-            Layout(cp=2),
-            "Megatron's own attention has no context parallelism without Transformer Engine",
-        ),
+        ("megatron", "train", Layout(cp=2),
+         "Megatron's own attention has no context parallelism without Transformer Engine"),
         ("megatron", "train", Layout(dp=2, ep=2), "qwen2 has no experts to divide by ep=2"),
         ("vllm", "train", Layout(), "vLLM only generates"),
         ("vllm", "generate", Layout(pp=2), "vLLM has no pipeline stages here"),
-        (
-            "vllm",
-            "generate",
-            Layout(offload=True),
-            "engine 'vllm' keeps a model on the device that it generates with",
-        ),
+        ("vllm", "generate", Layout(offload=True),
+         "engine 'vllm' keeps a model on the device that it generates with"),
     ],
-)
+)  # fmt: skip
 def test_what_an_engine_does_not_run(
     engine: str, kind: CallKind, layout: Layout, problem: str
 ) -> None:

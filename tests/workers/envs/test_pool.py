@@ -15,12 +15,10 @@ import pytest
 import torch
 from penstock.algorithms.roles.environment import ActionSpace, Actor, Acts, Trajectories
 from penstock.dataflow.errors import ConfigError, StateError, WorkerError
-from penstock.dataflow.runtime.in_process import InProcess
 from penstock.workers.envs.live import Normalization
 from penstock.workers.envs.spec import EnvSpec
 
 from .acting import NoisyActor, alike, env_worker, roll, shown, targets
-from .test_acting import finish
 from .toys import damage
 
 pytestmark = pytest.mark.skipif(
@@ -167,16 +165,6 @@ def test_what_cannot_be_made(env_id: str, options: dict[str, Any], said: str) ->
         EnvSpec(id=env_id, backend="envpool", options=options).spaces()
 
 
-def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "envpool", None)
-    with pytest.raises(ConfigError) as raised:
-        CARTPOLE.spaces()
-    assert str(raised.value) == (
-        "backend=envpool needs the package envpool, which is not installed\n"
-        "    pip install penstock-rl[envpool]"
-    )
-
-
 def test_what_belongs_to_gymnasium_alone() -> None:
     with pytest.raises(ValueError, match="leave out vectorized and num_agents, or the backend"):
         EnvSpec(id="CartPole-v1", backend="envpool", vectorized=True)
@@ -318,16 +306,6 @@ def test_a_pool_that_always_fails_ends_the_run(how: str, damaged: Damage) -> Non
         rolled(cartpole(max_restarts=1))
 
 
-def test_one_that_does_so_again_and_again_ends_the_run(damaged: Damage) -> None:
-    damaged("nan", at=range(5, 99))
-    with pytest.raises(
-        WorkerError,
-        match=r"^environment \d of EnvPool's 'CartPole-v1' \(seed \d+\) showed an observation that "
-        r"is not finite: \[nan, nan, nan, nan\] at step \d+ since it was made, failure 10 of its",
-    ):
-        rolled(cartpole(max_restarts=9), horizon=99)
-
-
 @pytest.mark.parametrize("how", ONE)
 def test_an_environment_does_the_same_in_any_group_whatever_goes_wrong_there(
     how: str, damaged: Damage
@@ -405,14 +383,3 @@ def test_what_went_wrong_in_an_episodes_last_step_did_not_end_it(damaged: Damage
     assert traj.truncated[others, 4].all()
     assert traj.mask[rows, 5].all()
     assert not traj.mask[others, 5].any()
-
-
-@pytest.mark.parametrize("how", ["nan", "raises"])
-def test_wherever_acting_happens_it_ends_the_same(how: str, damaged: Damage) -> None:
-    env = cartpole(max_restarts=9)
-    fine = finish(InProcess(), "inline", 1, env=env)
-    damaged(how)
-    inline = finish(InProcess(), "inline", 1, env=env)
-    assert inline != fine
-    for server in ("decoupled", "policy"):
-        assert finish(InProcess(), server, 1, env=env, num_overlapped=2) == inline

@@ -21,7 +21,6 @@ from penstock.workers.envs.live import Normalization
 from penstock.workers.envs.spec import EnvSpec
 from penstock.workers.envs.worker import EnvWorker, EnvWorkerSpec
 
-from ..executors.spawned import SpawnedBackend, SpawnedExecutor
 from . import toys
 from .acting import NoisyActor, alike, env_worker, roll, shown, targets
 from .test_acting import Found, finish
@@ -99,16 +98,6 @@ def test_one_that_always_fails_ends_the_run_named_with_seed_and_step(how: str) -
         "restarted, not its whole group$",
     ):
         rolled(worker, horizon=100)
-
-
-def test_one_that_never_begins_ends_the_run() -> None:
-    with pytest.raises(
-        WorkerError,
-        match=r"^environments \[0, 1, 2, 3\] of 'toys/BadCartPoles-v0' \(seed \d+\) showed an "
-        r"observation that is not finite: \[nan, nan, nan, nan\] at step 0 since they were made, "
-        "failure 4 of its group in one rollout",
-    ):
-        rolled(env_worker(bad(at=0)))
 
 
 def test_those_that_begin_in_the_second_attempt_are_counted_too() -> None:
@@ -266,14 +255,6 @@ def inline() -> Found:
 @pytest.mark.parametrize("server", ["decoupled", "main", "policy"])
 def test_wherever_acting_happens_it_ends_the_same(server: str, inline: Found) -> None:
     assert finish(InProcess(), server, 1, env=HALF, num_overlapped=2) == inline
-
-
-@pytest.mark.slow
-def test_two_workers_in_processes_of_their_own_end_the_same(
-    inline: Found, apart: SpawnedBackend
-) -> None:
-    options: dict[str, Any] = {"num_workers": 2, "num_overlapped": 2, "random_s": 0.01}
-    assert finish(SpawnedExecutor(apart, 1), "decoupled", 1, env=HALF, **options) == inline
 
 
 def test_in_a_ring_one_that_hangs_ends_the_rollout() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -102,33 +101,10 @@ def test_returns_are_counted_before_rewards_are_scaled() -> None:
 
 
 @ALL
-def test_a_group_does_the_same_in_any_worker(spec: EnvSpec) -> None:
-    together, alone = env_worker(spec), env_worker(spec)
-    for step in range(2):
-        both = roll(together, step, actor=actor_for(spec), horizon=30)
-        second = roll(alone, step, actor=actor_for(spec), horizon=30, groups=(1,))
-        assert alike(second, type(both)(**{k: v[2:] for k, v in vars(both).items()}))
-
-
-@ALL
 def test_another_seed_does_something_else(spec: EnvSpec) -> None:
     one = roll(env_worker(spec, 1), 0, actor=actor_for(spec))
     other = roll(env_worker(spec, 2), 0, actor=actor_for(spec))
     assert not torch.equal(one.obs, other.obs)
-
-
-def test_an_environment_that_does_not_repeat_itself_is_not_resumed(tmp_path: Path) -> None:
-    worker = env_worker(COUNTING)
-    roll(worker, 0, horizon=2)
-    worker.save_state(tmp_path)
-    file = tmp_path / "group-0.json"
-    state = json.loads(file.read_text())
-    state["envs"]["envs"][1]["obs"] = "of another run"
-    file.write_text(json.dumps(state))
-    worker.load_state(tmp_path)
-    with pytest.raises(StateError, match=r"environment 1 of 'toys/Counting-v0' \(seed \d+\) shows "
-                       "something else after the 2 actions of its episode"):  # fmt: skip
-        roll(worker, 1)
 
 
 def test_groups_that_nobody_asked_for_stay_in_checkpoints(tmp_path: Path) -> None:

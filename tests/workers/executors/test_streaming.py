@@ -106,11 +106,7 @@ def here() -> dict[int, dict[str, str]]:
 @pytest.mark.parametrize("max_lag", [0, 1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_it_ends_with_the_same_weights_whatever_the_timing(
-    tmp_path: Path,
-    spawned: Backend,
-    here: dict[int, dict[str, str]],
-    num_ranks: int,
-    max_lag: int,
+    tmp_path: Path, spawned: Backend, here: dict[int, dict[str, str]], num_ranks: int, max_lag: int
 ) -> None:
     run = runs.make("grpo")
     waits = max_lag == 0 and num_ranks == 1

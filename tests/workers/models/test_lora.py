@@ -175,21 +175,15 @@ def test_settings_that_are_left_open_are_the_folders(made: tuple[Path, dict[str,
     [
         ({"rank": 8}, "'model.lora.rank' is 8, but ... with r=4"),
         ({"alpha": 32.0}, "'model.lora.alpha' is 32.0, but ... with lora_alpha=8"),
-        (
-            {"target_modules": ("k_proj",)},
-            "'model.lora.target_modules' is [\"k_proj\"], but ... with target_modules=",
-        ),
+        ({"target_modules": ("k_proj",)},
+         "'model.lora.target_modules' is [\"k_proj\"], but ... with target_modules="),
         ({"use_rslora": True}, "'model.lora.use_rslora' is true, but ... with use_rslora=false"),
-        (
-            {"rank_pattern": {"q_proj": 2}},
-            "'model.lora.rank_pattern' is {\"q_proj\": 2}, but ... with rank_pattern={}",
-        ),
-        (
-            {"alpha_pattern": {"q_proj": 2.0}},
-            "'model.lora.alpha_pattern' is {\"q_proj\": 2.0}, but ... with alpha_pattern={}",
-        ),
+        ({"rank_pattern": {"q_proj": 2}},
+         "'model.lora.rank_pattern' is {\"q_proj\": 2}, but ... with rank_pattern={}"),
+        ({"alpha_pattern": {"q_proj": 2.0}},
+         "'model.lora.alpha_pattern' is {\"q_proj\": 2.0}, but ... with alpha_pattern={}"),
     ],
-)
+)  # fmt: skip
 def test_a_setting_that_differs_from_the_folders_is_refused(
     made: tuple[Path, dict[str, Tensor]], given: dict[str, Any], saved: str
 ) -> None:
@@ -284,48 +278,32 @@ def test_peft_writes_fan_in_fan_out_for_gpt2_where_it_is_right(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            LoraSpec(rank=2, target_modules=("lm_head",)),
-            "lora.target_modules: 'lm_head' is the model's head, which gets no adapter\n"
-            "    leave it out",
-        ),
-        (
-            LoraSpec(rank=2, target_modules=("layers.9.self_attn.q_proj",)),
-            "lora.target_modules: no linear map of the model has a name that ends in "
-            "'layers.9.self_attn.q_proj'\n    names are such as model.layers.1.mlp.down_proj",
-        ),
-        (
-            LoraSpec(rank=2, target_modules=("layers.9.q_proj", "v_proj")),
-            "lora.target_modules: no linear map of the model has a name that ends in "
-            "'layers.9.q_proj'\n    names are such as model.layers.1.mlp.down_proj",
-        ),
-        (
-            LoraSpec(rank=2, target_modules=("embed_tokens",)),
-            "lora.target_modules: no linear map of the model is called 'embed_tokens'\n"
-            "    it has: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
-        ),
-        (
-            LoraSpec(rank=4, target_modules=("q_prj",)),
-            "lora.target_modules: no linear map of the model is called 'q_prj'; did you mean "
-            "'q_proj'?\n    it has: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
-        ),
-        (
-            LoraSpec(rank=2, target_modules=("q_proj",), alpha_pattern={"v_proj": 2.0}),
-            "lora.patterns: no linear map of the model is called 'v_proj'; did you mean "
-            "'q_proj'?\n    it has: q_proj",
-        ),
-        (
-            LoraSpec(rank=33),
-            "'model.lora.rank' is 33, but no adapted map of the model has a higher rank than 32 "
-            "([32, 32])\n    lower it; 16 is usual",
-        ),
-        (
-            LoraSpec(rank=2, rank_pattern={"q_proj": 100}),
-            "'model.lora.rank' is 100, but no adapted map of the model has a higher rank than 32 "
-            "([32, 32])\n    lower it; 16 is usual",
-        ),
+        (LoraSpec(rank=2, target_modules=("lm_head",)),
+         "lora.target_modules: 'lm_head' is the model's head, which gets no adapter\n    leave "
+         "it out"),
+        (LoraSpec(rank=2, target_modules=("layers.9.self_attn.q_proj",)),
+         "lora.target_modules: no linear map of the model has a name that ends in "
+         "'layers.9.self_attn.q_proj'\n    names are such as model.layers.1.mlp.down_proj"),
+        (LoraSpec(rank=2, target_modules=("layers.9.q_proj", "v_proj")),
+         "lora.target_modules: no linear map of the model has a name that ends in "
+         "'layers.9.q_proj'\n    names are such as model.layers.1.mlp.down_proj"),
+        (LoraSpec(rank=2, target_modules=("embed_tokens",)),
+         "lora.target_modules: no linear map of the model is called 'embed_tokens'\n    it has: "
+         "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
+        (LoraSpec(rank=4, target_modules=("q_prj",)),
+         "lora.target_modules: no linear map of the model is called 'q_prj'; did you mean "
+         "'q_proj'?\n    it has: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
+        (LoraSpec(rank=2, target_modules=("q_proj",), alpha_pattern={"v_proj": 2.0}),
+         "lora.patterns: no linear map of the model is called 'v_proj'; did you mean 'q_proj'?\n "
+         "   it has: q_proj"),
+        (LoraSpec(rank=33),
+         "'model.lora.rank' is 33, but no adapted map of the model has a higher rank than 32 "
+         "([32, 32])\n    lower it; 16 is usual"),
+        (LoraSpec(rank=2, rank_pattern={"q_proj": 100}),
+         "'model.lora.rank' is 100, but no adapted map of the model has a higher rank than 32 "
+         "([32, 32])\n    lower it; 16 is usual"),
     ],
-)
+)  # fmt: skip
 def test_adapters_that_fit_nothing_are_refused(spec: LoraSpec, message: str) -> None:
     for look in (lambda: check_lora(spec, MODEL.causal_lm("cpu")), lambda: _policy(spec)):
         with pytest.raises(ConfigError) as refused:

@@ -82,23 +82,15 @@ MISFITS: list[tuple[Change, list[str]]] = [
     (lambda t: t.pop(WEIGHT), [f"missing: {WEIGHT}"]),
     (lambda t: t.pop("lm_head.weight"), ["missing: lm_head.weight"]),
     (lambda t: t.update(foo=torch.zeros(3)), ["unexpected: foo"]),
-    (
-        lambda t: t.update({WEIGHT: torch.zeros(3, 3)}),
-        [f"of another shape: {WEIGHT} [3, 3], expected [80, 48]"],
-    ),
-    (
-        lambda t: t.update({WEIGHT: t[WEIGHT].int()}),
-        [f"of a type that is no floating point: {WEIGHT} int32"],
-    ),
-    (
-        lambda t: [t.clear(), t.update(x=torch.zeros(1))],
-        [
-            "missing: lm_head.weight, model.embed_tokens.weight, "
-            "model.layers.0.input_layernorm.weight and 24 more",
-            "unexpected: x",
-        ],
-    ),
-]
+    (lambda t: t.update({WEIGHT: torch.zeros(3, 3)}),
+     [f"of another shape: {WEIGHT} [3, 3], expected [80, 48]"]),
+    (lambda t: t.update({WEIGHT: t[WEIGHT].int()}),
+     [f"of a type that is no floating point: {WEIGHT} int32"]),
+    (lambda t: [t.clear(), t.update(x=torch.zeros(1))],
+     ["missing: lm_head.weight, model.embed_tokens.weight, model.layers.0.input_layernorm.weight "
+      "and 24 more",
+      "unexpected: x"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "lines"), MISFITS)
@@ -210,59 +202,35 @@ def config(**changes: Any) -> Callable[[str], bytes]:
         ("config.json", b"\xff\xfe{", "'M/config.json' is not JSON: 'utf-16-le' codec can't"),
         ("config.json", b"[" * 99999, "'M/config.json' is not JSON: it is nested too deeply"),
         ("config.json", b"{}", "'M/config.json': 'model_type' is None, which transformers does"),
-        (
-            "config.json",
-            config(model_type="qwen22"),
-            "'M/config.json': 'model_type' is 'qwen22', which transformers does not know; did you "
-            "mean 'qwen2'?\n    give the model_type of a causal language model, such as qwen2 or "
-            "llama; code of a folder's own is never run",
-        ),
-        (
-            "config.json",
-            b'{"model_type": "t5"}',
-            "'M/config.json': 'model_type' is 't5', of which transformers makes no causal language "
-            "model: ",
-        ),
-        (
-            "config.json",
-            config(quantization_config={"quant_method": "gptq"}),
-            "model folder 'M' holds quantized weights (quantization_config in config.json), which "
-            "cannot be trained\n    give the model as it was before, in 16 or 32 bits",
-        ),
-        (
-            "adapter_config.json",
-            b"{}",
-            "model folder 'M' holds an adapter beside the model (adapter_config.json)\n    move "
-            "the adapter's files out of it; to go on from it, give their folder as ",
-        ),
-        (
-            "config.json",
-            config(num_attention_heads=0),
-            "'M/config.json': 'num_attention_heads' is 0; expected an integer from 1 to 16384",
-        ),
-        (
-            "config.json",
-            config(hidden_size=50),
-            misfit()[: -len(WHOLE)] + "\n    of another shape: ",
-        ),
+        ("config.json", config(model_type="qwen22"),
+         "'M/config.json': 'model_type' is 'qwen22', which transformers does not know; did you "
+         "mean 'qwen2'?\n    give the model_type of a causal language model, such as qwen2 or "
+         "llama; code of a folder's own is never run"),
+        ("config.json", b'{"model_type": "t5"}',
+         "'M/config.json': 'model_type' is 't5', of which transformers makes no causal language "
+         "model: "),
+        ("config.json", config(quantization_config={"quant_method": "gptq"}),
+         "model folder 'M' holds quantized weights (quantization_config in config.json), which "
+         "cannot be trained\n    give the model as it was before, in 16 or 32 bits"),
+        ("adapter_config.json", b"{}",
+         "model folder 'M' holds an adapter beside the model (adapter_config.json)\n    move the "
+         "adapter's files out of it; to go on from it, give their folder as "),
+        ("config.json", config(num_attention_heads=0),
+         "'M/config.json': 'num_attention_heads' is 0; expected an integer from 1 to 16384"),
+        ("config.json", config(hidden_size=50),
+         misfit()[: -len(WHOLE)] + "\n    of another shape: "),
         ("generation_config.json", b"", "'M/generation_config.json' is not JSON: Expecting value"),
         ("generation_config.json", b"[]", "'M/generation_config.json' holds list; expected an"),
-        (
-            "generation_config.json",
-            b'{"temperature": 0.7}',
-            "'M/generation_config.json' cannot be saved with the trained model: GenerationConfig "
-            "is invalid: - `temperature`: ",
-        ),
-        (
-            "model.safetensors",
-            None,
-            "model folder 'M' has no weights: expected model.safetensors or "
-            "model.safetensors.index.json\n    give a folder that save_pretrained wrote",
-        ),
+        ("generation_config.json", b'{"temperature": 0.7}',
+         "'M/generation_config.json' cannot be saved with the trained model: GenerationConfig is "
+         "invalid: - `temperature`: "),
+        ("model.safetensors", None,
+         "model folder 'M' has no weights: expected model.safetensors or "
+         "model.safetensors.index.json\n    give a folder that save_pretrained wrote"),
         ("model.safetensors", b"", "'M/model.safetensors' is no whole safetensors file: Error"),
         ("model.safetensors", b"\xff" * 64, "'M/model.safetensors' is no whole safetensors file"),
     ],
-)
+)  # fmt: skip
 def test_broken_files(
     folder: Path, file: str, change: bytes | Callable[[str], bytes] | None, message: str
 ) -> None:
@@ -316,9 +284,7 @@ def test_a_folder_does_not_choose_how_it_is_loaded_and_computed(
     assert all(exported.get(key) != value for key, value in field.items())
 
 
-def test_a_classifier_of_one_label_is_a_reward_model_once_its_head_is_moved(
-    folder: Path,
-) -> None:
+def test_a_classifier_of_one_label_is_a_reward_model_once_its_head_is_moved(folder: Path) -> None:
     file, weight = folder / "model.safetensors", torch.randn(1, 48)
     edit(file, lambda t: [t.pop("lm_head.weight"), t.update({"score.weight": weight})])
     for head in (Head("lm_head"), Head("score")):

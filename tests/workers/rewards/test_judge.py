@@ -364,10 +364,8 @@ def test_templates_and_scores_are_read() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"url": "127.0.0.1:8000"},
-            "a judge needs an address and a model, got url='127.0.0.1:8000'",
-        ),
+        ({"url": "127.0.0.1:8000"},
+         "a judge needs an address and a model, got url='127.0.0.1:8000'"),
         ({"model": ""}, "got url='http://h', model=''"),
         ({"url": "http://me:key@h"}, "url holds a name or a password"),
         ({"pattern": "score"}, "pattern 'score' has no group"),
@@ -383,19 +381,15 @@ def test_templates_and_scores_are_read() -> None:
         ({"deadline_s": 1e5}, "deadline_s is 100000.0; expected at least 0.001"),
         ({"words": {"yes": float("nan")}}, "words gives 'yes' nan; expected a finite number"),
         ({"words": {"no": -1e39}}, "words gives 'no' -1e+39; expected a finite number"),
-        (
-            {"extra": {"seed": 0, "model": "x", "messages": []}},
-            "extra holds messages, model, which would not reach the server",
-        ),
-        (
-            {"template": "{response} {nope}"},
-            "template names {nope}, which nothing fills in; it may name {prompt}, {response}, "
-            "{answer}",
-        ),
+        ({"extra": {"seed": 0, "model": "x", "messages": []}},
+         "extra holds messages, model, which would not reach the server"),
+        ({"template": "{response} {nope}"},
+         "template names {nope}, which nothing fills in; it may name {prompt}, {response}, "
+         "{answer}"),
         ({"url": "http://h/a b"}, "url 'http://h/a b' holds a blank or a control character"),
         ({"url": "http://h/a\n"}, r"url 'http://h/a\n' holds a blank or a control character"),
     ],
-)
+)  # fmt: skip
 def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"url": "http://h", "model": "m", **options}
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -164,26 +164,17 @@ def test_options_of_a_rule_s_verifier_are_checked(tmp_path: Path) -> None:
         ({"weight": 1}, "part 'a' has no worker; its fields are worker, weight"),
         ({"worker": "exact", "wait": 1}, "part 'a' has no field 'wait'; did you"),
         ({"worker": "exect"}, "part 'a': there is no reward 'exect'; did you mean"),
-        (
-            {"worker": "judge", "options": {"uri": "x"}},
-            r"part 'a': a 'judge' reward has no option 'uri'; did you mean 'url'\?",
-        ),
+        ({"worker": "judge", "options": {"uri": "x"}},
+         r"part 'a': a 'judge' reward has no option 'uri'; did you mean 'url'\?"),
         ({"worker": "judge"}, "a judge needs an address and a model"),
         ({"worker": "exact", "weight": float("nan")}, "weight is nan"),
-        (
-            {"worker": "exact", "weight": 1e300},
-            "weight is 1e.300; expected at least -3.40282e.38 and at most 3.40282e.38",
-        ),
-        (
-            {"worker": "exact", "options": {"scale": -1e300}},
-            "scale is -1e.300; expected at least",
-        ),
-        (
-            {"worker": "rule", "options": {"foo": 1}},
-            "no option 'foo'; its options are .*verifier.*unscored",
-        ),
+        ({"worker": "exact", "weight": 1e300},
+         "weight is 1e.300; expected at least -3.40282e.38 and at most 3.40282e.38"),
+        ({"worker": "exact", "options": {"scale": -1e300}}, "scale is -1e.300; expected at least"),
+        ({"worker": "rule", "options": {"foo": 1}},
+         "no option 'foo'; its options are .*verifier.*unscored"),
     ],
-)
+)  # fmt: skip
 def test_parts_that_cannot_work(part: dict[str, Any], message: str) -> None:
     given: Any = {"task": None, "tokenizer": None}
     with pytest.raises(ValueError, match=message):

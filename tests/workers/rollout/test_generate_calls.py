@@ -13,10 +13,7 @@ from penstock.algorithms.roles import Policy, Rollout, Sampling
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.dataflow.graph.role import Metric
 from penstock.dataflow.runtime.call_context import call_scope
-from penstock.dataflow.runtime.worker_protocol import (
-    WorkerContext,
-    drain_metrics,
-)
+from penstock.dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 from penstock.workers.models.spec import ModelSpec

@@ -126,22 +126,6 @@ def test_texts_are_shared_by_samples_that_have_none_yet():
     assert text.tolist() == [0, 1, 2, 2, 3, 4]
 
 
-def test_rows_may_stand_at_different_places():
-    """Each takes the random number of its own place, and is barred from ending for itself."""
-    sampling = Sampling(num_samples=1, max_new_tokens=MOST, min_new_tokens=6)
-    expected = once(sampling)
-    kept = torch.arange(MOST) < torch.tensor([[0], [3], [6]])
-    begun = BegunRows(
-        expected.token.where(kept, -1),
-        expected.logprob.where(kept, 0),
-        torch.zeros(3, dtype=torch.bool),
-        MOST,
-    )
-    made = collected(sampled(sampler_of(sampling, begun)), 3, MOST)
-    assert torch.equal(made.token, expected.token)
-    assert torch.equal(made.logprob, expected.logprob)
-
-
 @pytest.mark.parametrize("stop", ["", "k"])
 def test_what_has_ended_is_given_as_it_is(stop: str):
     sampling = Sampling(max_new_tokens=4, stop=(stop,) if stop else ())

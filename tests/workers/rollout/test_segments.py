@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 from penstock.algorithms.roles import Rollout, Sampling, Unfinished
 from penstock.dataflow.graph.role import Metric, Streamed
 from penstock.dataflow.runtime.call_context import call_scope
-from penstock.dataflow.runtime.worker_protocol import (
-    WorkerContext,
-    drain_metrics,
-)
+from penstock.dataflow.runtime.worker_protocol import WorkerContext, drain_metrics
 from penstock.workers.engines.roles import PolicyWorker
 from penstock.workers.rollout.generate_calls import joined, new_groups, parted
 from penstock.workers.rollout.generator_policy import GeneratorPolicy

@@ -69,9 +69,7 @@ def test_moments_of_another_run_do_not_move_it(tmp_path: Path) -> None:
 
 
 @given(
-    size=st.integers(1, 12),
-    edges=st.sets(st.integers(0, 12)),
-    decay=st.sampled_from([0.0, 0.1]),
+    size=st.integers(1, 12), edges=st.sets(st.integers(0, 12)), decay=st.sampled_from([0.0, 0.1])
 )
 def test_any_spans_are_left_out(size: int, edges: set[int], decay: float) -> None:
     ends = sorted(edge for edge in edges if edge <= size)

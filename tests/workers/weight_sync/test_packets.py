@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penstock.planner.inputs.layout import Layout
 from penstock.planner.resharding.plan_transfer import TransferPlan, plan_transfer
-from penstock.planner.resharding.sharding import Box, Sharding, shard, volume
+from penstock.planner.resharding.sharding import Sharding, shard
 from penstock.planner.resharding.storage import concatenate, transpose
 from penstock.workers.weight_sync.packets import (
     HeldWeights,
@@ -26,8 +26,7 @@ from penstock.workers.weight_sync.packets import (
     unpack_whole,
 )
 
-from ...planner.shapes import LLAMA_7B, LLAMA_70B
-from ...planner.transfers import TINY, strided_generation, transfers
+from ...planner.transfers import TINY, transfers
 from .transfer_engines import Engine, empty, engine, expected, is_same
 
 VERSION = 3
@@ -70,53 +69,6 @@ def test_packets_rebuild_every_shard_and_hold_nothing_else(
         assert received == share.received_bytes == share.lower_bound_bytes
         held.check(VERSION)
     assert is_same(after, expected(destination, from_dtype))
-
-
-@given(transfers())
-@settings(max_examples=100)
-def test_replicas_share_the_packing_to_within_a_slice(pair: tuple[Sharding, Sharding]) -> None:
-    source, destination = pair
-    plan = plan_of(source, destination)
-    sent = defaultdict[int, int](int)
-    for packets in packed(plan, engine(source)).values():
-        for packet in packets:
-            sent[packet.source] += packet.num_bytes
-    replicas = defaultdict[frozenset[tuple[str, Box]], list[int]](list)
-    for device in source.devices:
-        held = frozenset(
-            (param.name, piece.box)
-            for param in source.params
-            for piece in source.patterns[param.pattern]
-            if piece.device == device
-        )
-        replicas[held].append(sent[device])
-    largest = max(volume(piece.box) for pattern in source.patterns for piece in pattern) * 2
-    for loads in replicas.values():
-        assert max(loads) - min(loads) <= largest
-
-
-@pytest.mark.parametrize(
-    ("model", "size_gb", "train", "generate", "received_gb"),
-    [
-        (LLAMA_70B, 140, Layout(tp=8, dp=16), Layout(tp=2, dp=64), 52.5),
-        (LLAMA_70B, 140, Layout(tp=8, pp=2, dp=8), Layout(tp=4, dp=32), 26.25),
-        (LLAMA_7B, 14, Layout(tp=8, dp=2), Layout(tp=2, dp=8), 5.25),
-    ],
-)
-def test_messages_carry_what_hybridflow_published(
-    model: object, size_gb: float, train: Layout, generate: Layout, received_gb: float
-) -> None:
-    """Table 2 again, counted in the messages that are really sent; norms make the tolerance."""
-    assert isinstance(model, type(LLAMA_7B))
-    devices = range(train.num_devices)
-    source = shard(model, train, devices)
-    order = strided_generation(train, generate, devices)
-    plan = plan_transfer(source, shard(model, generate, order))
-    scale = size_gb / (model.num_params() * model.dtype_bytes)
-    for device, messages in messages_of(plan, [0, len(devices) - 1]).items():
-        received = sum(m.num_bytes for m in messages if m.source != device)
-        assert received == plan.traffic[device].lower_bound_bytes
-        assert received * scale == pytest.approx(received_gb, rel=1e-4)
 
 
 def small() -> tuple[TransferPlan, Engine, Engine, dict[int, list[Packet]]]:
@@ -199,35 +151,6 @@ def test_a_dropped_slice_is_refused(which: int) -> None:
     assert "is not whole: its bucket has" in refusal(plan, [shorter, packets[2][1]], after)
     assert refusal(plan, [packet], after).startswith(
         f"device 2 lacks {slices(plan, 1)[0][1]}: no packet has come from device 1"
-    )
-
-
-def equal_slices(plan: TransferPlan) -> tuple[int, int]:
-    """Two slices of one size, of different parameters, in one bucket."""
-    listed = slices(plan, 0)
-    for i, (bucket, part, where) in enumerate(listed):
-        for j, (other, second, there) in enumerate(listed[:i]):
-            alike = where.stop - where.start == there.stop - there.start
-            if alike and bucket == other and part.param != second.param:
-                return j, i
-    raise AssertionError("no two slices of one size in a bucket")
-
-
-@pytest.mark.parametrize("with_checksums", [False, True])
-def test_two_swapped_slices_are_refused(with_checksums: bool) -> None:
-    """Even with their checksums: those are bound to the parameter."""
-    plan, _, after, packets = small()
-    one, other = equal_slices(plan)
-    (bucket, part, first), (_, _, second) = slices(plan, 0)[one], slices(plan, 0)[other]
-    data = packets[2][0].buckets[bucket].copy()
-    data[first], data[second] = data[second].copy(), data[first].copy()
-    packet = altered(packets[2][0], bucket, data)
-    if with_checksums:
-        checksums = packet.checksums.copy()
-        checksums[[one, other]] = checksums[[other, one]]
-        packet = replace(packet, checksums=checksums)
-    assert refusal(plan, [packet, packets[2][1]], after) == (
-        f"packet from device 0 to device 2: {part} has the wrong checksum; send it again"
     )
 
 

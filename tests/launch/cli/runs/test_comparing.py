@@ -122,60 +122,38 @@ def test_runs_of_different_lengths_are_compared_as_far_as_both_go(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["plot"],
-            "penstock runs plot: which metric?\n    give metric=NAME; penstock runs show RUN lists "
-            "those that a run has",
-        ),
-        (
-            ["plot", "metric=a.train/los"],
-            "run '20261121-031454-grpo-seed0' has no metric 'a.train/los'; did you mean "
-            "'a.train/loss'?\n    penstock runs show 20261121-031454-grpo-seed0 lists those that "
-            "it has",
-        ),
-        (
-            ["plot", "metric=a.train/loss", "over=time"],
-            "'over': expected one of steps, samples, tokens, seconds, got 'time'",
-        ),
-        (
-            ["plot", "metric=a.train/loss", "stage=sft"],
-            "'stage': run '20261121-031454-grpo-seed0' has no stage 'sft'",
-        ),
-        (
-            ["plot", "metric=a.train/loss", "file=loss.pdf"],
-            "'loss.pdf': expected a name that ends in .svg or .png",
-        ),
+        (["plot"],
+         "penstock runs plot: which metric?\n    give metric=NAME; penstock runs show RUN lists "
+         "those that a run has"),
+        (["plot", "metric=a.train/los"],
+         "run '20261121-031454-grpo-seed0' has no metric 'a.train/los'; did you mean "
+         "'a.train/loss'?\n    penstock runs show 20261121-031454-grpo-seed0 lists those that it "
+         "has"),
+        (["plot", "metric=a.train/loss", "over=time"],
+         "'over': expected one of steps, samples, tokens, seconds, got 'time'"),
+        (["plot", "metric=a.train/loss", "stage=sft"],
+         "'stage': run '20261121-031454-grpo-seed0' has no stage 'sft'"),
+        (["plot", "metric=a.train/loss", "file=loss.pdf"],
+         "'loss.pdf': expected a name that ends in .svg or .png"),
         (["plot", "x*", "metric=a.train/loss"], "no run in 'runs' is called 'x*'"),
-        (
-            ["plot", "state=gone", "metric=a.train/loss"],
-            "there is no such run in 'runs'\n    penstock runs list says which there are",
-        ),
-        (
-            ["compare"],
-            "penstock runs compare: expected two sets of runs, got 1: all runs\n    name two, such "
-            "as 'A*' 'B*', or give by=KEY, of which the runs have two values",
-        ),
-        (
-            ["compare", "by=seed", "key=x"],
-            "penstock runs compare: expected two sets of runs, got 6: seed=0, seed=1, seed=2, "
-            "seed=3, seed=4, seed=5\n    name two, such as 'A*' 'B*', or give by=KEY, of which the "
-            "runs have two values",
-        ),
-        (
-            ["compare", "by=optimizer.lr", "key=accuracy"],
-            "run '20261121-031454-grpo-seed0' has no key and no metric 'accuracy'; did you mean "
-            "'accuracy_after_rl'?",
-        ),
-        (
-            ["compare", "by=optimizer.lr", "key=name"],
-            "'name' of run '20261121-031454-grpo-seed0': expected a number, got 'grpo'",
-        ),
-        (
-            ["compare", "--by", "x"],
-            "penstock runs compare: expected KEY=VALUE or a name, got '--by'",
-        ),
+        (["plot", "state=gone", "metric=a.train/loss"],
+         "there is no such run in 'runs'\n    penstock runs list says which there are"),
+        (["compare"],
+         "penstock runs compare: expected two sets of runs, got 1: all runs\n    name two, such "
+         "as 'A*' 'B*', or give by=KEY, of which the runs have two values"),
+        (["compare", "by=seed", "key=x"],
+         "penstock runs compare: expected two sets of runs, got 6: seed=0, seed=1, seed=2, "
+         "seed=3, seed=4, seed=5\n    name two, such as 'A*' 'B*', or give by=KEY, of which the "
+         "runs have two values"),
+        (["compare", "by=optimizer.lr", "key=accuracy"],
+         "run '20261121-031454-grpo-seed0' has no key and no metric 'accuracy'; did you mean "
+         "'accuracy_after_rl'?"),
+        (["compare", "by=optimizer.lr", "key=name"],
+         "'name' of run '20261121-031454-grpo-seed0': expected a number, got 'grpo'"),
+        (["compare", "--by", "x"],
+         "penstock runs compare: expected KEY=VALUE or a name, got '--by'"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said(
     penstock: Penstock, sets: None, words: list[str], message: str
 ) -> None:

@@ -99,35 +99,25 @@ def test_a_number_and_a_truth_are_different(penstock: Penstock, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["lst"],
-            "penstock runs: expected one of list, show, diff, plot, compare, reproduce, export, "
-            "import, got 'lst'; did you mean 'list'?\n"
-            "    penstock runs --help says what each takes\n",
-        ),
+        (["lst"],
+         "penstock runs: expected one of list, show, diff, plot, compare, reproduce, export, "
+         "import, got 'lst'; did you mean 'list'?\n    penstock runs --help says what each "
+         "takes\n"),
         (["list", "grpo"], "penstock runs list: expected KEY=VALUE, got 'grpo'\n"),
-        (
-            ["list", "optimizer.rl=1"],
-            "penstock runs: no run here has a key 'optimizer.rl'; did you mean 'optimizer.lr'?\n",
-        ),
-        (
-            ["list", "sort=sead"],
-            "penstock runs: no run here has a key 'sead'; did you mean 'seed'?\n",
-        ),
+        (["list", "optimizer.rl=1"],
+         "penstock runs: no run here has a key 'optimizer.rl'; did you mean 'optimizer.lr'?\n"),
+        (["list", "sort=sead"],
+         "penstock runs: no run here has a key 'sead'; did you mean 'seed'?\n"),
         (["list", "show=sead"], "'show': no run here has a key 'sead'; did you mean 'seed'?\n"),
         (["list", "limit=-1"], "'limit': expected a whole number of at least 0, got '-1'\n"),
-        (
-            ["list", "runs=none"],
-            "'none' is no folder of runs\n    give runs=FOLDER, which `penstock run` writes to\n",
-        ),
+        (["list", "runs=none"],
+         "'none' is no folder of runs\n    give runs=FOLDER, which `penstock run` writes to\n"),
         (["diff", "one"], "penstock runs diff: expected two runs, got 1\n"),
-        (
-            ["diff", "one", "two"],
-            "'one' is not the folder of a run: it has no run.json\n"
-            "    give a folder that `penstock run` made, such as runs/20261121-031454-grpo-seed0\n",
-        ),
+        (["diff", "one", "two"],
+         "'one' is not the folder of a run: it has no run.json\n    give a folder that `penstock "
+         "run` made, such as runs/20261121-031454-grpo-seed0\n"),
     ],
-)
+)  # fmt: skip
 def test_wrong_words_are_refused_with_a_message(
     penstock: Penstock, runs: list[RunFolder], words: list[str], message: str
 ) -> None:

@@ -52,10 +52,7 @@ def test_the_last_numbers_of_every_stage_are_scraped(
         name = "20261121-031454-grpo-seed0"
         found = scraped(url)
         steps = {key: value for key, value in found.items() if key[0] == "penstock_step"}
-        assert steps == {
-            ("penstock_step", name, "sft"): 0,
-            ("penstock_step", name, "grpo"): 1,
-        }
+        assert steps == {("penstock_step", name, "sft"): 0, ("penstock_step", name, "grpo"): 1}
         numbers = {key[2:]: value for key, value in found.items() if key not in steps}
         assert math.isnan(numbers.pop(("grpo", 'a"\\\nb')))
         expected = {("sft", "loss"): 3.0, ("grpo", "low"): -math.inf, ("grpo", "m0"): math.inf}

@@ -165,32 +165,24 @@ def test_registered_names() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            {"env": "no_such_module:Env"},
-            "'task.env': 'no_such_module:Env' cannot be made: "
-            "ModuleNotFoundError(\"No module named 'no_such_module'\")\n"
-            "    give the name of a registered environment, or module:factory",
-        ),
-        (
-            {"options": {"fault": "number"}},
-            f"'task.env': '{NAME}' gave no first observation: "
-            "TypeError('an observation is a int, and not a text')\n"
-            "    it must return a text from reset(seed=...); task.step_limit_s is the time it may "
-            "take",
-        ),
-        (
-            {"options": {"fault": "hangs at once"}, "step_limit_s": 0.2},
-            f"'task.env': '{NAME}' gave no first observation: not within 0.2 s\n"
-            "    it must return a text from reset(seed=...); task.step_limit_s is the time it may "
-            "take",
-        ),
-        (
-            {"options": {"word_length": 1}},
-            f"task 'gymnasium_text[{NAME}]' has only about 8 different prompts, and 11 are asked "
-            "for\n    lower task.num_train or task.num_held_out, or make the task larger",
-        ),
+        ({"env": "no_such_module:Env"},
+         '\'task.env\': \'no_such_module:Env\' cannot be made: ModuleNotFoundError("No module '
+         'named \'no_such_module\'")\n    give the name of a registered environment, or '
+         "module:factory"),
+        ({"options": {"fault": "number"}},
+         f"'task.env': '{NAME}' gave no first observation: "
+         "TypeError('an observation is a int, and not a text')\n"
+         "    it must return a text from reset(seed=...); task.step_limit_s is the time it may "
+         "take"),
+        ({"options": {"fault": "hangs at once"}, "step_limit_s": 0.2},
+         f"'task.env': '{NAME}' gave no first observation: not within 0.2 s\n"
+         "    it must return a text from reset(seed=...); task.step_limit_s is the time it may "
+         "take"),
+        ({"options": {"word_length": 1}},
+         f"task 'gymnasium_text[{NAME}]' has only about 8 different prompts, and 11 are asked "
+         "for\n    lower task.num_train or task.num_held_out, or make the task larger"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         spec(**given).build()

@@ -206,55 +206,34 @@ def test_a_conversation_is_rendered_with_an_end_for_every_turn(name: str) -> Non
 
 
 REFUSED: list[tuple[Spec, str]] = [
-    (
-        MazeTaskSpec(size=2, num_train=10, num_held_out=3),
-        "task 'maze' has only about 12 different prompts, and 13 are asked for\n"
-        "    lower task.num_train or task.num_held_out, or make the task larger",
-    ),
-    (
-        TwentyQuestionsTaskSpec(prompt_template="Ask!"),
-        "'task.prompt_template' is 'Ask!', which has no place for the candidates\n"
-        "    write {objects} where they stand",
-    ),
-    (
-        TwentyQuestionsTaskSpec(num_objects=17, num_attributes=4),
-        "4 attributes cannot tell 17 objects apart\n    give at least 5: task.num_attributes",
-    ),
-    (
-        CalculatorTaskSpec(operators="+/"),
-        "'task.operators' is '+/'\n    give some of the characters + - *",
-    ),
-    (
-        CalculatorTaskSpec(prompt_template="?"),
-        "'task.prompt_template' is '?', which has no place for the expression\n"
-        "    write {expression} where it stands",
-    ),
-    (
-        CalculatorTaskSpec(max_terms=4, max_digits=4),
-        "task 'calculator' with 4 numbers of 4 digits has expressions that the calculator "
-        "refuses\n    lower task.max_terms or task.max_digits: at most 64 characters and "
-        "values of 15 digits",
-    ),
-    (
-        SearchTaskSpec(num_towns=10, num_train=8, num_held_out=3),
-        "task 'search' has one question for each of 10 towns, and 11 are asked for\n"
-        "    lower task.num_train or task.num_held_out, or raise task.num_towns",
-    ),
-    (
-        SearchTaskSpec(num_towns=2001),
-        "a world of 2001 towns has not enough names\n    give at most 2000: task.num_towns",
-    ),
-    (
-        SearchTaskSpec(prompt_template="?"),
-        "'task.prompt_template' is '?', which has no place for the question\n"
-        "    write {question} where it stands",
-    ),
-    (
-        TableQuestionsSpec(kinds=("totals",)),
-        "'task.kinds': there is no kind 'totals' of question; did you mean 'total'?\n"
-        "    give some of total, where, product, largest, average",
-    ),
-]
+    (MazeTaskSpec(size=2, num_train=10, num_held_out=3),
+     "task 'maze' has only about 12 different prompts, and 13 are asked for\n    lower "
+     "task.num_train or task.num_held_out, or make the task larger"),
+    (TwentyQuestionsTaskSpec(prompt_template="Ask!"),
+     "'task.prompt_template' is 'Ask!', which has no place for the candidates\n    write "
+     "{objects} where they stand"),
+    (TwentyQuestionsTaskSpec(num_objects=17, num_attributes=4),
+     "4 attributes cannot tell 17 objects apart\n    give at least 5: task.num_attributes"),
+    (CalculatorTaskSpec(operators="+/"),
+     "'task.operators' is '+/'\n    give some of the characters + - *"),
+    (CalculatorTaskSpec(prompt_template="?"),
+     "'task.prompt_template' is '?', which has no place for the expression\n    write "
+     "{expression} where it stands"),
+    (CalculatorTaskSpec(max_terms=4, max_digits=4),
+     "task 'calculator' with 4 numbers of 4 digits has expressions that the calculator refuses\n "
+     "   lower task.max_terms or task.max_digits: at most 64 characters and values of 15 digits"),
+    (SearchTaskSpec(num_towns=10, num_train=8, num_held_out=3),
+     "task 'search' has one question for each of 10 towns, and 11 are asked for\n    lower "
+     "task.num_train or task.num_held_out, or raise task.num_towns"),
+    (SearchTaskSpec(num_towns=2001),
+     "a world of 2001 towns has not enough names\n    give at most 2000: task.num_towns"),
+    (SearchTaskSpec(prompt_template="?"),
+     "'task.prompt_template' is '?', which has no place for the question\n    write {question} "
+     "where it stands"),
+    (TableQuestionsSpec(kinds=("totals",)),
+     "'task.kinds': there is no kind 'totals' of question; did you mean 'total'?\n    give some "
+     "of total, where, product, largest, average"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("spec", "said"), REFUSED)

@@ -164,9 +164,7 @@ def test_between_two_calls_an_interpreter_has_no_time(
     assert not conversation.run("n > 0").error
 
 
-def test_conversations_share_no_names_and_begin_with_their_seed(
-    conversation: Conversation,
-) -> None:
+def test_conversations_share_no_names_and_begin_with_their_seed(conversation: Conversation) -> None:
     code = "import random; (random.random(), hash('a'))"
 
     async def calls() -> list[ToolText]:

@@ -83,36 +83,20 @@ def test_activations_are_those_of_a_part_of_the_tokens_and_of_all_keys(
 @pytest.mark.parametrize(
     ("stages", "shards", "share_rows", "message"),
     [
-        (
-            1,
-            3,
-            1,
-            "'actor' has shards=3, which does not divide the 4 processes that share its model\n"
-            "    set executor.tensor_parallel to a multiple of shards",
-        ),
-        (
-            1,
-            4,
-            3,
-            "'actor' has context_parallel=3, which does not divide the 4 processes that share its "
-            "model\n    set executor.tensor_parallel to a multiple of it",
-        ),
-        (
-            1,
-            2,
-            4,
-            "'actor' has context_parallel=4, which does not divide its 2 shards\n"
-            "    set engine.options.shards to a multiple of it",
-        ),
-        (
-            2,
-            4,
-            2,
-            "'actor' is on a group of 2 pipeline stages, which engine=fsdp does not have\n"
-            "    set executor.pipeline_parallel to 1, or engine=megatron",
-        ),
+        (1, 3, 1,
+         "'actor' has shards=3, which does not divide the 4 processes that share its model\n    "
+         "set executor.tensor_parallel to a multiple of shards"),
+        (1, 4, 3,
+         "'actor' has context_parallel=3, which does not divide the 4 processes that share its "
+         "model\n    set executor.tensor_parallel to a multiple of it"),
+        (1, 2, 4,
+         "'actor' has context_parallel=4, which does not divide its 2 shards\n    set "
+         "engine.options.shards to a multiple of it"),
+        (2, 4, 2,
+         "'actor' is on a group of 2 pipeline stages, which engine=fsdp does not have\n    set "
+         "executor.pipeline_parallel to 1, or engine=megatron"),
     ],
-)
+)  # fmt: skip
 def test_processes_that_cannot_be_divided_so(
     stages: int, shards: int, share_rows: int, message: str
 ) -> None:

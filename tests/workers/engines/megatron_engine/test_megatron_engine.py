@@ -122,10 +122,7 @@ def expected(folder: Path) -> dict[str, Learnt]:
 
 @pytest.mark.parametrize(
     ("layout", "role"),
-    [
-        *itertools.product([TP2, PP2, DP2], [*TRAINED, "value", "reward"]),
-        (BOTH, "qwen2-tied"),
-    ],
+    [*itertools.product([TP2, PP2, DP2], [*TRAINED, "value", "reward"]), (BOTH, "qwen2-tied")],
 )
 def test_four_steps_learn_what_the_torch_engine_learns(
     folder: Path, expected: dict[str, Learnt], layout: Layout, role: str

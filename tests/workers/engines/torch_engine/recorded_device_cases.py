@@ -97,9 +97,7 @@ def test_other_roles_do_not_wait_either() -> None:
         old_value=torch.zeros_like(batch.advantage),
     )
     spec = TorchValueSpec(
-        model=ModelSpec(architecture=FAMILIES["qwen2"]),
-        optimizer=OPTIMIZER,
-        micro_batch_tokens=80,
+        model=ModelSpec(architecture=FAMILIES["qwen2"]), optimizer=OPTIMIZER, micro_batch_tokens=80
     )
     with RecordedDevice() as device:
         there = spec.build(THERE)

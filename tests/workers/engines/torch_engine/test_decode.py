@@ -78,44 +78,6 @@ def test_nor_through_the_hugging_face_forward(name: str, threads: int):
     assert module_of(policy).config._attn_implementation == "sdpa"
 
 
-def test_the_lengths_of_neighbors_and_who_waits_do_not_matter():
-    policy = make_policy()
-    prompt, prompt_id = make_prompts(12, longest=100, seed=1)
-    short = (prompt >= 0).sum(1) < 20
-    assert 0 < int(short.sum()) < 12
-    whole = responses(generate(policy, prompt, prompt_id))
-    only_short = responses(generate(policy, prompt[short][:, :20], prompt_id[short]))
-    few = responses(generate(make_policy(max_decode_rows=6), prompt, prompt_id))
-    assert only_short.items() <= whole.items()
-    assert few == whole
-
-
-def test_more_samples_extend_fewer_and_a_longer_limit_extends_a_shorter():
-    policy = make_policy()
-    prompt, prompt_id = make_prompts(5)
-    few = responses(generate(policy, prompt, prompt_id))
-    many = responses(
-        generate(policy, prompt, prompt_id, Sampling(num_samples=6, max_new_tokens=40))
-    )
-    for key, (tokens, logprob) in few.items():
-        assert many[key][0][: len(tokens)] == tokens
-        assert many[key][1][: len(tokens)] == logprob
-
-
-def test_seed_step_ordinal_and_role_all_change_the_sample():
-    policy = make_policy()
-    prompt, prompt_id = make_prompts(4)
-    sampled: list[object] = []
-    for step, ordinal in ((0, 0), (1, 0), (0, 1)):
-        with call_scope(step, ordinal):
-            sampled.append(policy.generate(prompt, prompt_id, SAMPLING).tokens.tolist())
-    with call_scope(0, 0):
-        assert policy.generate(prompt, prompt_id, SAMPLING).tokens.tolist() == sampled[0]
-    assert sampled[0] != sampled[1]
-    assert sampled[0] != sampled[2]
-    assert sampled[1] != sampled[2]
-
-
 @pytest.mark.parametrize("name", [*FAMILIES, *PLAIN])
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_behavior_logprobs_equal_evaluation(name: str, temperature: float):

@@ -56,18 +56,6 @@ def test_rows_that_enter_later_begin_with_the_new_weights() -> None:
     assert roll.version[8][roll.mask[8]].unique().tolist() == [8]
 
 
-def test_without_new_weights_it_only_pauses() -> None:
-    policy: Any = make_policy()
-    prompts = make_prompts(5)
-    roll, before = (
-        streamed(policy, prompts, SAMPLING, None, nothing),
-        alone(policy, prompts, SAMPLING),
-    )
-    assert torch.equal(roll.tokens, before.tokens)
-    assert torch.equal(roll.behavior_logprob, before.behavior_logprob)
-    assert torch.equal(roll.version, before.version)
-
-
 def test_segments_keep_the_version_of_every_token() -> None:
     policy: Any = make_policy()
     prompt, prompt_id = make_prompts(4)

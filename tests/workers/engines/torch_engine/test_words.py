@@ -122,10 +122,7 @@ def test_words_of_a_larger_vocabulary_are_named():
     policy = make_policy("llama", optimizer=OptimizerSpec())
     tokens, mask = rows()
     words = torch.where(mask[..., None], VOCAB + 3, -1)
-    with (
-        call_scope(0, 0, 0),
-        pytest.raises(ValueError, match="the batch asks for word") as raised,
-    ):
+    with call_scope(0, 0, 0), pytest.raises(ValueError, match="the batch asks for word") as raised:
         policy.train(DistillationLoss(), batch_of(tokens, mask, words))
     assert str(raised.value) == (
         f"the batch asks for word {VOCAB + 3}, and the model knows {VOCAB}; student and teacher "

@@ -22,13 +22,11 @@ from penstock.algorithms.roles.environment import (
 )
 from penstock.dataflow.errors import WorkerError
 from penstock.dataflow.runtime.call_context import call_scope
-from penstock.dataflow.runtime.remote_inference import ServedRole, ServedWeights
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.envs.actors.actor_critic import TorchActorCritic, TorchActorCriticSpec
 from penstock.workers.envs.actors.numpy_actor import NumpyRecurrent
 from penstock.workers.envs.actors.perceptron import PerceptronSpec, RecurrentNetwork
 from penstock.workers.envs.spec import EnvSpec
-from penstock.workers.inference.link import InferenceClient, InferenceServer
 from penstock.workers.training.optimizer import OptimizerSpec
 
 from ..acting import alike, env_worker, roll
@@ -206,28 +204,6 @@ def test_gradients_reach_what_was_seen_before() -> None:
     assert not torch.equal(worker.module.get_parameter("memory.cell.weight_hh"), before)
 
 
-def test_whoever_serves_answers_bit_for_bit() -> None:
-    """By TCP: the state travels with the request, so the server keeps nothing."""
-    env = EnvSpec(id="toys/Counting-v0", options=COUNTING)
-    worker = actor_critic(env)
-    expected = rolled(env, worker)
-    served_weights = ServedWeights("group 'policy'")
-    served_weights.add("actor", ActorCritic, worker)
-    served_weights.set_version("actor", 0)
-    server, client = (
-        InferenceServer(served_weights, "127.0.0.1", "word"),
-        InferenceClient("it", 20.0),
-    )
-    client.connect(server.address, "word")
-    try:
-        asked: Any = ServedRole("actor", ActorCritic, client.send).at(0)
-        found = rolled(env, asked)
-    finally:
-        client.close()
-        server.close()
-    assert all(alike(*pair) for pair in zip(found, expected, strict=True))
-
-
 @ENVS
 def test_what_was_saved_goes_on_bit_for_bit(env: EnvSpec, tmp_path: Path) -> None:
     actor, worker = actor_critic(env), env_worker(env)
@@ -265,8 +241,3 @@ def test_whoever_forgets_to_pass_it_on_is_told() -> None:
         "'actor' has a recurrent state, and was not told what rows begin with; pass on "
         "recurrent_state=traj.recurrent_state, mask=traj.mask"
     )
-
-
-def test_units_are_not_negative() -> None:
-    with pytest.raises(ValueError, match="recurrent_units is -1; expected at least 0"):
-        PerceptronSpec(recurrent_units=-1)

@@ -104,10 +104,7 @@ def test_a_node_that_is_lost_changes_nothing(
 
     first, second = ClusterNode(0), ClusterNode(1)
     train, rollout = (second, (first,) * 2) if lost == "train" else (first, (second,) * 2)
-    groups = (
-        DeviceGroup("train", nodes=(train,)),
-        DeviceGroup("rollout", 2, nodes=rollout),
-    )
+    groups = (DeviceGroup("train", nodes=(train,)), DeviceGroup("rollout", 2, nodes=rollout))
     names = [node.name for node in run.graph.nodes if node.name not in run.graph.sources]
     nodes = {name: "rollout" if name == "actor.generate" else "train" for name in names}
     apart = Placement(groups, nodes, num_chunks=2)

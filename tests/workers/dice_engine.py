@@ -12,7 +12,6 @@ from penstock.workers.rollout.generation_engine import (
     EndedRows,
     GenerationEngine,
     Responses,
-    collected,
 )
 from penstock.workers.rollout.sampling import SampleStreams
 from torch import Tensor
@@ -42,10 +41,6 @@ class DiceEngine(GenerationEngine):
     def check(self, sampling: Sampling) -> None:
         if sampling.top_k:
             raise ValueError("dice know no top_k")
-
-    def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
-        rows = len(prompt) * sampling.num_samples
-        return collected(self.stream(prompt, streams, sampling), rows, sampling.max_new_tokens)
 
     def stream(
         self,

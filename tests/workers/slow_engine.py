@@ -20,9 +20,7 @@ from penstock.workers.rollout.generation_engine import (
     BegunRows,
     EndedRows,
     GenerationEngine,
-    Responses,
     check_stop,
-    collected,
 )
 from penstock.workers.rollout.generator_policy import GeneratorPolicy
 from penstock.workers.rollout.response_sampler import ResponseSampler
@@ -61,13 +59,6 @@ class SlowEngine(GenerationEngine):
 
     def check(self, sampling: Sampling) -> None:
         check_stop(sampling, has_tokenizer=self._tokenizer is not None)
-
-    def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
-        return collected(
-            self.stream(prompt, streams, sampling),
-            len(prompt) * sampling.num_samples,
-            sampling.max_new_tokens,
-        )
 
     def stream(
         self,

@@ -41,11 +41,7 @@ class Generates:
     metrics: dict[str, Metric]
 
     def generating(self) -> GenerationEngine:
-        """The engine.
-
-        Raises:
-            ConfigError: If there is none.
-        """
+        """The engine; raises `ConfigError` if there is none."""
         raise NotImplementedError
 
     def generate(self, prompt: Tensor, prompt_id: Tensor, sampling: Sampling) -> Rollout:
@@ -71,9 +67,7 @@ class Generates:
                 f"{at}: {self.context.tensor_parallel} processes share the model, and the other "
                 "side of a conversation answers in one\n    set tensor_parallel=1 for its group"
             )
-        check_prompts(
-            prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
-        )
+        check_prompts(prompt, sampling, engine)
         engine.check(sampling)
         found = engine.turns(sampling, len(prompt) * sampling.num_samples * agent.max_pieces)
         if found is None:
@@ -107,24 +101,7 @@ class Generates:
         What an answer has to report is added to the metrics right before it is given. In flight
         there are pauses between answers; see `Worker.stream` and `Worker.takes_weights`.
         """
-        return self._streamed(self.generating(), method, calls)
-
-    def _streamed(
-        self, engine: GenerationEngine, method: str, calls: Sequence[Mapping[str, Any]]
-    ) -> Iterator[Streamed | None]:
-        if not calls:
-            return
-        sampling = self._common_sampling(method, calls)
-        groups = [_begun_now(call) for call in calls]
-        with closing(self._sampled(engine, groups, sampling, None)) as answers:
-            for found in answers:
-                if found is None:
-                    yield None
-                    continue
-                size, call, responses = found
-                own = groups[call]
-                answer = self._answer(own.prompt, own.prompt_id, sampling, responses)
-                yield Streamed(call, answer, size)
+        return self._streamed(self.generating(), method, calls, [None] * len(calls), None)
 
     def stream_segment(
         self,
@@ -139,32 +116,38 @@ class Generates:
         the groups of earlier steps first; a response goes on with the random numbers of its own
         step.
         """
-        return self._streamed_segment(self.generating(), method, calls, begun, length)
+        return self._streamed(self.generating(), method, calls, begun, length)
 
-    def _streamed_segment(
+    def _streamed(
         self,
         engine: GenerationEngine,
         method: str,
         calls: Sequence[Mapping[str, Any]],
         begun: Sequence[Unfinished | None],
-        length: int,
+        length: int | None,
     ) -> Iterator[Streamed | None]:
         if not calls:
             return
         sampling = self._common_sampling(method, calls)
-        groups = [
-            _begun_now(call) if old is None else joined([old, _begun_now(call)])
-            for call, old in zip(calls, begun, strict=True)
-        ]
+        step, num_samples = current_step(), sampling.num_samples
+        groups: list[Unfinished] = []
+        for call, old in zip(calls, begun, strict=True):
+            new = new_groups(call["prompt"], call["prompt_id"], step, num_samples)
+            groups.append(new if old is None else joined([old, new]))
         with closing(self._sampled(engine, groups, sampling, length)) as answers:
             for found in answers:
                 if found is None:
                     yield None
                     continue
                 size, call, responses = found
+                own = groups[call]
+                if length is None:
+                    answer = self._answer(own.prompt, own.prompt_id, sampling, responses)
+                    yield Streamed(call, answer, size)
+                    continue
                 check_logprobs(responses, self.context.role)
-                new_tokens = int(responses.length.sum() - num_tokens(groups[call]).sum())
-                whole, left = parted(grown(groups[call], responses, sampling))
+                new_tokens = int(responses.length.sum() - num_tokens(own).sum())
+                whole, left = parted(grown(own, responses, sampling))
                 ended = Responses(
                     whole.response,
                     whole.behavior_logprob,
@@ -227,9 +210,7 @@ class Generates:
         sampling: Sampling,
         steps: Tensor | None = None,
     ) -> SampleStreams:
-        check_prompts(
-            prompt, sampling, num_positions=engine.num_positions, vocab_size=engine.vocab_size
-        )
+        check_prompts(prompt, sampling, engine)
         engine.check(sampling)
         seed, role = self.context.seed, self.context.role
         key = call_key(role, "generate")
@@ -368,11 +349,6 @@ def _chosen(groups: Unfinished, kept: Tensor) -> Unfinished:
             for field in fields(groups)
         }
     )
-
-
-def _begun_now(call: Mapping[str, Any]) -> Unfinished:
-    num_samples = call["sampling"].num_samples
-    return new_groups(call["prompt"], call["prompt_id"], current_step(), num_samples)
 
 
 class OrderedAnswers:

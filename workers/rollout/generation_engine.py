@@ -89,12 +89,11 @@ class Responses:
         return torch.where(self.token >= 0, call_version(), -1)
 
 
-def check_prompts(
-    prompt: Tensor, sampling: Sampling, *, num_positions: int | None, vocab_size: int
-) -> None:
+def check_prompts(prompt: Tensor, sampling: Sampling, engine: GenerationEngine) -> None:
     """Require prompts that a model can answer."""
     if not len(prompt):
         return
+    num_positions, vocab_size = engine.num_positions, engine.vocab_size
     lengths = (prompt >= 0).sum(1)
     if int(lengths.min()) == 0:
         raise ValueError(f"prompt row {int(lengths.argmin())} is empty; drop it before generating")
@@ -236,20 +235,10 @@ class GenerationEngine(ABC):
             ValueError: Saying what, and what to ask for instead.
         """
 
-    @abstractmethod
     def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
-        """Sample responses.
-
-        A response depends on its prompt, its stream and the weights, not on the other rows.
-
-        Args:
-            prompt: i64[P, T], right padded with -1, checked.
-            streams: The random numbers of each of the P * num_samples responses.
-            sampling: How responses are sampled.
-
-        Returns:
-            On the CPU, the samples of a prompt adjacent.
-        """
+        """Sample responses; on the CPU, the samples of a prompt adjacent."""
+        steps = self.stream(prompt, streams, sampling)
+        return collected(steps, len(prompt) * sampling.num_samples, sampling.max_new_tokens)
 
     @abstractmethod
     def stream(
@@ -259,9 +248,10 @@ class GenerationEngine(ABC):
         sampling: Sampling,
         begun: BegunRows | None = None,
     ) -> Iterator[EndedRows]:
-        """Sample responses, and give each as soon as it has ended; the rest as `generate`.
+        """Sample responses, and give each as soon as it has ended.
 
-        Every row is given once. Rows that are not given yet are given up if the caller stops. In
+        A response depends on its prompt, its stream and the weights, not on the other rows. Every
+        row is given once. Rows that are not given yet are given up if the caller stops. In
         flight (`call_in_flight`) something is given after every token, be it no row.
 
         Args:

@@ -18,7 +18,7 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.graph.role import Metric, Role, add_metrics
 from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec
 from ...planner.resharding.sharding import Sharding, unsharded
-from ..weight_sync.packets import WeightsError
+from ..weight_sync.packets import WeightsError, check_names
 from .generate_calls import Generates
 from .generation_engine import GenerationEngine
 
@@ -80,7 +80,7 @@ class GeneratorPolicy(Generates, Policy):
 
     def receive(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Replace all weights; until the engine has loaded them, generating is refused."""
-        self._check_fits(tensors)
+        check_names(self.engine.shapes, {name: part.shape for name, part in tensors.items()})
         self._has_weights = False
         self.engine.load(tensors, version)
         self._has_weights, self._version = True, version
@@ -88,21 +88,6 @@ class GeneratorPolicy(Generates, Policy):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights by those of the next version, as `receive` does."""
         self.receive(weights, self._version + 1)
-
-    def _check_fits(self, tensors: Mapping[str, Tensor]) -> None:
-        shapes = self.engine.shapes
-        missing, unknown = sorted(shapes.keys() - tensors), sorted(tensors.keys() - shapes)
-        if missing or unknown:
-            raise ValueError(
-                f"weights do not fit: missing {missing or 'none'}, unknown {unknown or 'none'}; "
-                "they must come from a model of the same architecture"
-            )
-        for name, tensor in tensors.items():
-            if tensor.shape != shapes[name]:
-                raise ValueError(
-                    f"weight '{name}': expected shape {list(shapes[name])}, "
-                    f"got {list(tensor.shape)}"
-                )
 
     # --- sharing the device
 

@@ -229,7 +229,11 @@ class TokenSampler:
         uniform = self._uniform.take(row * max_new + place)
         if self._filters:
             seen = None if self._seen is None else self._seen.index_select(0, row)
-            barred = self._barred(place, waits=waits)
+            barred = None
+            if self._sampling.min_new_tokens:
+                early = place < self._sampling.min_new_tokens
+                if not waits or bool(early.any()):
+                    barred = early[:, None] & self._may_end
             logits = filtered_logits(logits, self._sampling, seen=seen, barred=barred, waits=waits)
             temperature = 1.0 if temperature else 0.0  # they are divided by it
         token, logprob = sample_token(logits, uniform, temperature, waits=waits)
@@ -246,14 +250,6 @@ class TokenSampler:
         """Return which of the live rows go on, bool[M]; stop strings are not looked for."""
         ended = (sampled.token[:, None] == self._ends).any(1)
         return live & ~ended & (self._limit.index_select(0, row) > sampled.place + 1)
-
-    def _barred(self, place: Tensor, *, waits: bool) -> Tensor | None:
-        if not self._sampling.min_new_tokens:
-            return None
-        early = place < self._sampling.min_new_tokens
-        if waits and not bool(early.any()):
-            return None
-        return early[:, None] & self._may_end
 
 
 def tokens_of(text: Tensor, vocab_size: int) -> Tensor:
@@ -390,7 +386,9 @@ class ResponseSampler:
         self._length.index_add_(0, at, torch.ones_like(at))
         ended = (taken[:, None] == self._ends).any(1)
         if self._stops is not None:
-            ended |= self._stopped(at, taken, ended)
+            given = zip(at.tolist(), taken.tolist(), ended.tolist(), strict=True)
+            stopped = [not has and self._stops.complete(index, new) for index, new, has in given]
+            ended |= torch.tensor(stopped, dtype=torch.bool)
         self._finished[at[ended]] = True
         return live[-1] & ~self._finished[row] & (self._limit[row] > self._length[row])
 
@@ -400,12 +398,6 @@ class ResponseSampler:
             place = torch.arange(self._max_new)
             self._version.masked_fill_(place >= self._length[:, None], version)
             self._sampled_by = version
-
-    def _stopped(self, row: Tensor, token: Tensor, ended: Tensor) -> Tensor:
-        assert self._stops is not None
-        given = zip(row.tolist(), token.tolist(), ended.tolist(), strict=True)
-        found = [not has and self._stops.complete(index, new) for index, new, has in given]
-        return torch.tensor(found, dtype=torch.bool)
 
     def end(self, rows: Tensor) -> EndedRows:
         """Some responses, to which nothing more is added: i64[n], ascending, on any device."""

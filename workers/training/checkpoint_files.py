@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.resharding.sharding import Box, Sharding, intersection, volume, whole
-from .weight_checks import check_names
+from ..weight_sync.packets import check_names
 
 _KEY = re.compile(r"(.+)\[([0-9:,]*)\]")
 _FORMATS = (1, 2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -82,8 +82,16 @@ class HostCopy:
         self._is_async = device == "cuda"
         for storage, _ in self._void:
             storage.resize_(0)
-        with torch.no_grad():
-            self._save()
+        with torch.no_grad():  # all copies are under way at once
+            for (storage, _), parts in zip(self._kept, self._parts(), strict=True):
+                for place, part in zip(_cut(storage, parts), parts, strict=True):
+                    part.copy_(place, non_blocking=self._is_async)
+                if not self._is_async:
+                    storage.resize_(0)
+            if self._is_async and self._kept:
+                torch.cuda.synchronize(self._kept[0][0].device)
+                for storage, _ in self._kept:
+                    storage.resize_(0)
         if storages and device == "cuda":
             torch.cuda.empty_cache()  # else only this process could use what is free
 
@@ -101,18 +109,6 @@ class HostCopy:
         if self._room is not None:
             self._room.give_back(self._pieces)
         self._kept, self._void, self._pieces = [], [], []
-
-    def _save(self) -> None:
-        """Copy what is kept, all of it under way at once, and give up its memory."""
-        for (storage, _), parts in zip(self._kept, self._parts(), strict=True):
-            for place, part in zip(_cut(storage, parts), parts, strict=True):
-                part.copy_(place, non_blocking=self._is_async)
-            if not self._is_async:
-                storage.resize_(0)
-        if self._is_async and self._kept:
-            torch.cuda.synchronize(self._kept[0][0].device)
-            for storage, _ in self._kept:
-                storage.resize_(0)
 
     def _parts(self) -> Iterator[list[Tensor]]:
         return cut_pieces(self._pieces, [size for _, size in self._kept])
@@ -153,9 +149,8 @@ def give_back_freed(device: torch.device) -> None:
     beside what the next one needs: a quarter of a gigabyte of a small language model.
     """
     if device.type == "cpu":
-        trim = _trim()
-        if trim is not None:
-            trim(0)
+        with suppress(OSError, TypeError, AttributeError):  # no C library of that kind, as on macOS
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_few_kernels() -> None:
@@ -165,15 +160,6 @@ def keep_few_kernels() -> None:
     first product in a process; a value that is set already stays.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
-
-
-@cache
-def _trim() -> Any:
-    """The C library's `malloc_trim`; None where it has none, as on macOS."""
-    try:
-        return getattr(ctypes.CDLL(None), "malloc_trim", None)
-    except (OSError, TypeError):
-        return None
 
 
 _HOST: Any = WeakTensorKeyDictionary()

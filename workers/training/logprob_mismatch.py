@@ -42,10 +42,7 @@ class MismatchLimits:
 
 
 class Mismatch:
-    """Sums over one minibatch; w is the trainer's over the rollout's probability of a token.
-
-    Of the processes that share a rank's model, the one that answers for it counts.
-    """
+    """Sums over one minibatch; w is the trainer's over the rollout's probability of a token."""
 
     def __init__(self, context: WorkerContext, device: torch.device) -> None:
         self._context = context
@@ -63,6 +60,7 @@ class Mismatch:
         behavior = getattr(batch, "rollout_logprob", None)
         if behavior is None:
             behavior = getattr(batch, "behavior_logprob", None)
+        # Of the processes that share a rank's model, the one that answers for it counts.
         if logprob is None or behavior is None or not self._context.answers:
             return
         found: Tensor = logprob

@@ -46,12 +46,7 @@ def row_sizes(batch: object) -> Tensor:
     return torch.full((len(found["mask"]),), found["mask"].shape[1])
 
 
-def columns(batch: object) -> dict[str, Tensor]:
-    if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
-        raise TypeError(
-            f"a batch must be a dataclass of columns, got {type(batch).__name__}; declare one like "
-            "PolicyBatch"
-        )
+def columns(batch: Any) -> dict[str, Tensor]:
     fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 

@@ -231,13 +231,8 @@ class ModelWorker(Worker):
             raise ConfigError(f"role '{role}' follows with share={share}; expected in (0, 1]")
         if every < 1:
             raise ConfigError(f"role '{role}' follows with every={every}; expected at least 1")
-        due = call_key(role, "follow").step % every == 0
-        if due:
-            self._move_towards(leader, share)
-        return TrainMetrics({"followed": Metric.mean(float(due), 1.0)})
-
-    def _move_towards(self, leader: object, share: float) -> None:
-        role = self.context.role
+        if call_key(role, "follow").step % every:
+            return TrainMetrics({"followed": Metric.mean(0.0, 1.0)})
         if not isinstance(leader, ModelWorker) or leader.weights_layout() != self.weights_layout():
             raise ConfigError(
                 f"role '{role}' is to follow a model that is not the same in the same layout here\n"
@@ -255,6 +250,7 @@ class ModelWorker(Worker):
             for name, tensor in tensors.items():
                 tensor.copy_(others[name] if share == 1 else tensor.lerp(others[name], share))
         self.weights_changed()
+        return TrainMetrics({"followed": Metric.mean(1.0, 1.0)})
 
     def _train(
         self,
@@ -263,7 +259,7 @@ class ModelWorker(Worker):
         batch: B,
         epochs: int,
         num_minibatches: int,
-        limits: MismatchLimits | None = None,
+        limits: MismatchLimits = MismatchLimits(),
     ) -> TrainMetrics:
         """Train in the call being served, on all of a batch or on a piece; see `Trainer.train`."""
         if self._trainer is None:

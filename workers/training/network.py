@@ -37,24 +37,16 @@ class MicroBatches(Generic[M, R]):
 
 
 class Network(Protocol):
-    """A process's part of a model, and how micro-batches go through it.
+    """A process's part of a model, and how micro-batches go through it."""
 
-    Attributes:
-        context: Where a worker would live that computed alone what this process does: whoever has
-            rows of its own is a data-parallel rank there. Its `process` is this one.
-        device: Where the weights lie.
-        layout: Which process of the group stores what; devices are numbered like processes.
-        rank_layout: The same of this data-parallel rank's processes alone.
-        replicas: Those that hold the same weights; together they have all rows of a batch.
-        sort_by_length: Whether micro-batches should bring rows of similar length together, because
-            padding is computed as well.
-    """
-
+    # Where a worker would live that computed alone what this process does: whoever has rows of its
+    # own is a data-parallel rank there. Its `process` is this one.
     context: WorkerContext
-    device: torch.device
-    layout: Sharding
-    rank_layout: Sharding
-    replicas: RankGroup
+    device: torch.device  # Where the weights lie
+    layout: Sharding  # Which process of the group stores what; devices are numbered like processes
+    rank_layout: Sharding  # The same of this data-parallel rank's processes alone
+    replicas: RankGroup  # With the same weights; together they have all rows of a batch
+    # Whether micro-batches should bring rows of similar length together, as padding is computed.
     sort_by_length: bool
 
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
@@ -109,18 +101,14 @@ class Network(Protocol):
 
 @dataclass(frozen=True)
 class Outputs:
-    """A model's outputs after some tokens.
+    """A model's outputs after some tokens."""
 
-    Attributes:
-        values: f[U, width]: what its `token_logprob` reads, be it the states before the head or
-            logits of this process's part of the vocabulary; or a scalar head's one number each.
-        entry: i64[n]; which of them belongs to each token asked for. None if they are as asked.
-        anchor: f32[], a zero that depends on the weights, for rows of which nothing is read: their
-            loss has a gradient then, which is zero. None if there is no need of it.
-    """
-
+    # f[U, width]: what its `token_logprob` reads, be it the states before the head or logits of
+    # this process's part of the vocabulary; or a scalar head's one number each.
     values: Tensor
-    entry: Tensor | None = None
+    entry: Tensor | None = None  # i64[n]; of each token asked for. None if they are as asked
+    # f32[], a zero that depends on the weights, for rows of which nothing is read: their loss has a
+    # gradient then, which is zero. None if there is no need of it.
     anchor: Tensor | None = None
 
     def spread(self, found: Tensor) -> Tensor:
@@ -138,35 +126,24 @@ class Outputs:
 
 
 class LanguageNetwork(Network, Protocol):
-    """A transformer under a head.
+    """A transformer under a head."""
 
-    Attributes:
-        engine: What computes it, for messages: "the FSDP engine".
-        num_words: Distributions are over so many words, the first of the vocabulary; None for all.
-    """
-
-    engine: str
-    num_words: int | None
+    engine: str  # What computes it, for messages: "the FSDP engine"
+    num_words: int | None  # Of distributions: the first of the vocabulary; None for all
 
     def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
-        """The model under the checkpoint's names, adapters merged.
+        """The model under the checkpoint's names, adapters merged; all processes must take part.
 
-        Args:
-            first: The model with its first weights, which a divided one is gathered into.
-
-        Returns:
-            None in processes of a divided one that have nothing to write; all must take part.
+        A divided one is gathered into `first`, the model with its first weights, and is None in
+        processes that have nothing to write.
         """
         ...
 
     def save_adapter(self, folder: Path, base: str | None) -> None:
         """Write adapters beside a model that they have been merged into, if there are any.
 
-        All processes of the rank must take part.
-
-        Args:
-            folder: Made if there are adapters.
-            base: The folder of the model below them; None if it was made of an architecture.
+        All processes of the rank must take part. `base` is the folder of the model below them; None
+        if it was made of an architecture.
         """
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
@@ -183,27 +160,16 @@ class LanguageNetwork(Network, Protocol):
     def token_logprob(
         self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of targets, and entropies of the distributions they are of.
+        """Log-probabilities of targets, and entropies, f32[n], of the distributions they are of.
 
-        Args:
-            outputs: What the model says.
-            target: i64[n], or i64[n, m] for m words of each distribution.
-            temperature: Divides the logits.
-            needs_entropy: Whether entropies are wanted.
-
-        Returns:
-            Of the shape of `target`; and f32[n] or None.
+        `target` is i64[n], or i64[n, m] for m words of each distribution.
         """
         ...
 
     def top_words(
         self, outputs: Outputs, num_words: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """The likeliest words of each distribution, most likely first.
-
-        Returns:
-            Their log-probabilities f32[n, num_words] and the words, i64[n, num_words].
-        """
+        """Log-probabilities f32[n, num_words] and words, i64[n, num_words], the likeliest first."""
         ...
 
 
@@ -237,12 +203,6 @@ class WholeNetwork:
     def tensors(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
         source = self.flat.data if buffer is None else buffer
         return {name: self.flat.view(source, name) for name in self.flat.names}
-
-    def whole_module(self, first: Callable[[], nn.Module]) -> nn.Module | None:
-        return self.module
-
-    def save_adapter(self, folder: Path, base: str | None) -> None:
-        """There are no adapters."""
 
     def held_tensors(self) -> list[Tensor]:
         return [self.flat.data, *self.gradients()]

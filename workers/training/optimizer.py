@@ -436,9 +436,6 @@ class JoinedAdamW(AdamW):
         states = [part.state() for part in self._parts]
         return {kind: torch.cat([state[kind] for state in states]) for kind in states[0]}
 
-    def new_state(self) -> dict[str, Tensor]:
-        return optimizer_buffers(self._data)
-
     def load_state(self, state: Mapping[str, Tensor], steps: int) -> None:
         split = {kind: buffer.split(self._sizes) for kind, buffer in state.items()}
         for index, part in enumerate(self._parts):

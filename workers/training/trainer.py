@@ -108,15 +108,6 @@ def divisor(loss: Loss[Any, Any], totals: Tensor, role: str) -> Tensor:
     return found
 
 
-def one_step(role: str, epochs: int, num_minibatches: int) -> None:
-    if (epochs, num_minibatches) != (1, 1):
-        raise ConfigError(
-            f"role '{role}' is given its batch in pieces, which make one optimizer step together, "
-            f"but trains with epochs={epochs} and num_minibatches={num_minibatches}\n"
-            "    set both to 1, or have the step wait for the whole batch"
-        )
-
-
 _LISTED = 6  # Names in a message
 
 
@@ -198,28 +189,27 @@ class Trainer(Generic[O]):
         epochs: int,
         num_minibatches: int,
         key: CallKey,
-        limits: MismatchLimits | None = None,
-        piece: Piece = "whole",
+        limits: MismatchLimits,
+        piece: Piece,
     ) -> TrainMetrics:
         """Take `epochs * num_minibatches` steps on this rank's part of a batch.
 
         Given a piece of it, add its gradient to those before, and with the last one take the step:
         the same as on the whole batch beyond rounding. All but the last return no metrics.
 
-        Raises:
-            ValueError: If the batch cannot be cut as asked, or no piece of it has a row.
-            ConfigError: If a piece cannot be learned from by itself, because of the loss or because
-                there is to be more than one step.
-            StateError: If the pieces before are of another call.
-            MismatchError: If another model must have sampled it; nothing has been changed.
-            WorkerError: If a gradient, the loss or the new weights are not finite; on all
-                processes.
+        A gradient, a loss or new weights that are not finite raise in all processes. If another
+        model must have sampled the batch (`MismatchError`), nothing has been changed.
         """
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; expected at least 1")
-        limits = limits or MismatchLimits()
         if piece != "whole":
-            one_step(self._context.role, epochs, num_minibatches)
+            if (epochs, num_minibatches) != (1, 1):
+                raise ConfigError(
+                    f"role '{self._context.role}' is given its batch in pieces, which make one "
+                    f"optimizer step together, but trains with epochs={epochs} and "
+                    f"num_minibatches={num_minibatches}\n    set both to 1, or have the step wait "
+                    "for the whole batch"
+                )
             if piece == "first":
                 self.discard_pieces()
             pieces = self._add_piece(forward, loss, batch, key, limits)
@@ -282,13 +272,18 @@ class Trainer(Generic[O]):
         lr = self._spec.lr_at(self.calls)
         self.calls += 1
         metrics = sums.merged(self._group) | dict(agreed)
-        self._check_result(metrics, key)
+        # Before weights that are not finite are handed out; all processes take part.
+        bad = self._weights_found()
+        if "loss" in metrics and not math.isfinite(metrics["loss"].total):
+            bad.append("the loss")
+        worst = torch.tensor([float(bool(bad))], device=self._device)
+        if bool(self._everyone.max_(worst)):
+            what = "its weights or its loss have run away"
+            raise stopped(self._context.role, key.step, what, self._everyone.union(bad))
         steps = float(len(norms))
-        metrics["loss"] = (
-            Metric.mean(metrics["loss"].total, steps)
-            if "loss" in metrics
-            else Metric.mean(0.0, 0.0)
-        )
+        has_loss = "loss" in metrics  # else it is a stage of a pipeline before the last
+        total = metrics["loss"].total if has_loss else 0.0
+        metrics["loss"] = Metric.mean(total, steps if has_loss else 0.0)
         metrics["grad_norm"] = Metric.mean(sum(norms), steps)
         metrics["lr"] = Metric.mean(lr, 1.0)
         metrics["tokens"] = Metric.mean(metrics["tokens"].total, float(epochs))
@@ -331,17 +326,11 @@ class Trainer(Generic[O]):
 
     def skip(self) -> TrainMetrics:
         """Serve a train call that has nothing to learn from: only the schedule goes on."""
-        lr = self._spec.lr_at(self.calls)
+        metrics = {name: Metric.mean(0.0, 0.0) for name in ("loss", "grad_norm")}
+        metrics["lr"] = Metric.mean(self._spec.lr_at(self.calls), 1.0)
+        metrics["tokens"] = Metric.mean(0.0, 1.0)
         self.calls += 1
-        nothing = Metric.mean(0.0, 0.0)
-        return TrainMetrics(
-            {
-                "loss": nothing,
-                "grad_norm": nothing,
-                "lr": Metric.mean(lr, 1.0),
-                "tokens": Metric.mean(0.0, 1.0),
-            }
-        )
+        return TrainMetrics(metrics)
 
     def _step(self, grad: Tensor, rows: Sequence[object], sums: Sums, key: CallKey) -> float:
         try:
@@ -355,16 +344,6 @@ class Trainer(Generic[O]):
             bad += [f"gradients of {some(n)}" for n in [unusable(self._network.tensors(grad))] if n]
             found = self._everyone.union(bad)
             raise stopped(self._context.role, key.step, str(error), found) from None
-
-    def _check_result(self, metrics: Mapping[str, Metric], key: CallKey) -> None:
-        """Raise before weights that are not finite are handed out; collective."""
-        bad = self._weights_found()
-        if "loss" in metrics and not math.isfinite(metrics["loss"].total):
-            bad.append("the loss")
-        worst = torch.tensor([float(bool(bad))], device=self._device)
-        if bool(self._everyone.max_(worst)):
-            what = "its weights or its loss have run away"
-            raise stopped(self._context.role, key.step, what, self._everyone.union(bad))
 
     def _weights_found(self) -> list[str]:
         names = unusable(self._network.tensors())
@@ -399,23 +378,19 @@ class Trainer(Generic[O]):
             mask = columns(micro).get("mask")
             trained = torch.zeros(()) if mask is None else mask.sum()
             sums.add("tokens", trained.to(device), one)
-            return self._loss(forward, loss, micro, totals, sums)
+            output = forward(micro, loss.needs_entropy)
+            if self._mismatch is not None:
+                self._mismatch.add(output, micro)
+            result = loss.checked(output, micro, totals)
+            if not result.total.requires_grad:
+                raise ValueError(
+                    f"{type(loss).__name__} gave '{self._context.role}' a total without a "
+                    "gradient; compute it from the model's output in every case, be it a sum over "
+                    "no tokens"
+                )
+            sums.add("loss", result.total, one)
+            for name, (total, weight) in result.metrics.items():
+                sums.add(name, total, weight)
+            return result.total
 
         network.run(MicroBatches(list(parts), load, compute), backward=True)
-
-    def _loss(
-        self, forward: Forward[O], loss: Loss[B, O], micro: B, totals: Tensor, sums: Sums
-    ) -> Tensor:
-        output = forward(micro, loss.needs_entropy)
-        if self._mismatch is not None:
-            self._mismatch.add(output, micro)
-        result = loss.checked(output, micro, totals)
-        if not result.total.requires_grad:
-            raise ValueError(
-                f"{type(loss).__name__} gave '{self._context.role}' a total without a gradient; "
-                "compute it from the model's output in every case, be it a sum over no tokens"
-            )
-        sums.add("loss", result.total, torch.ones((), device=self._device))
-        for name, (total, weight) in result.metrics.items():
-            sums.add(name, total, weight)
-        return result.total

@@ -30,24 +30,6 @@ def refuse_faults(place: Path, owner: str, faults: Mapping[str, Iterable[str]]) 
         )
 
 
-def check_names(
-    wanted: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]], *, exact: bool = True
-) -> None:
-    """Require weights of these names and shapes, and if `exact` no others."""
-    missing = sorted(wanted.keys() - given.keys())
-    unknown = sorted(given.keys() - wanted.keys()) if exact else []
-    if missing or unknown:
-        raise ValueError(
-            f"weights do not fit: missing {missing or 'none'}, unknown {unknown or 'none'}; "
-            "they must come from a model of the same architecture"
-        )
-    for name, shape in wanted.items():
-        if list(given[name]) != list(shape):
-            raise ValueError(
-                f"weight '{name}': expected shape {list(shape)}, got {list(given[name])}"
-            )
-
-
 def not_mapped(file: Path, error: MemoryError | RuntimeError) -> ConfigError:
     """Return the error for a file of weights that the system does not map into memory."""
     return ConfigError(

@@ -43,6 +43,24 @@ class WeightsError(WorkerError):
     """Weights that are missing, damaged or of another version; names the parameter."""
 
 
+def check_names(
+    wanted: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]], *, exact: bool = True
+) -> None:
+    """Require weights of these names and shapes, and if `exact` no others."""
+    missing = sorted(wanted.keys() - given.keys())
+    unknown = sorted(given.keys() - wanted.keys()) if exact else []
+    if missing or unknown:
+        raise ValueError(
+            f"weights do not fit: missing {missing or 'none'}, unknown {unknown or 'none'}; "
+            "they must come from a model of the same architecture"
+        )
+    for name, shape in wanted.items():
+        if list(given[name]) != list(shape):
+            raise ValueError(
+                f"weight '{name}': expected shape {list(shape)}, got {list(given[name])}"
+            )
+
+
 @dataclass
 class _Arrived:
     """A parameter's version and which boxes of it are there."""

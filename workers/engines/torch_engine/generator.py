@@ -30,9 +30,7 @@ from ...rollout.generation_engine import (
     BegunRows,
     EndedRows,
     GenerationEngine,
-    Responses,
     check_stop,
-    collected,
 )
 from ...rollout.response_sampler import ResponseSampler, TurnSampler
 from ...rollout.sampling import SampleStreams
@@ -288,14 +286,6 @@ class TorchGenerator(GenerationEngine):
     @override
     def check(self, sampling: Sampling) -> None:
         check_stop(sampling, has_tokenizer=self._tokenizer is not None)
-
-    @override
-    def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
-        return collected(
-            self.stream(prompt, streams, sampling),
-            len(prompt) * sampling.num_samples,
-            sampling.max_new_tokens,
-        )
 
     @torch.no_grad()  # only while it computes, not while its caller does
     def stream(

@@ -30,7 +30,6 @@ from ...rollout.generation_engine import (
     GenerationEngine,
     Responses,
     check_stop,
-    collected,
 )
 from ...rollout.generator_policy import GeneratorPolicy
 from ...rollout.response_sampler import StopStrings
@@ -332,11 +331,6 @@ class VllmGenerator(GenerationEngine):
                 f"{_LEAST_TEMPERATURE}, so log-probabilities would be of another distribution. Set "
                 "it to 0 for the likeliest token, or higher"
             )
-
-    @override
-    def generate(self, prompt: Tensor, streams: SampleStreams, sampling: Sampling) -> Responses:
-        steps = self.stream(prompt, streams, sampling)
-        return collected(steps, len(prompt) * sampling.num_samples, sampling.max_new_tokens)
 
     @override
     def stream(

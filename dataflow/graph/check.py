@@ -243,7 +243,11 @@ def check_unused(graph: Graph) -> None:
 def check_lag(
     graph: Graph, max_lag: int, segment_tokens: int = 0, *, in_flight: bool = False
 ) -> None:
-    # Where rollouts may be of older weights, a loss on a role's own must read how they were made.
+    """Refuse a loss on rollouts of older weights that does not read how they were sampled.
+
+    Raises:
+        FlowError: If a train call reads no behavior column of a rollout of its own role.
+    """
     if max_lag == 0 and segment_tokens == 0:
         return
     old = f"up to {max_lag} optimizer step(s) old (Schedule.max_lag={max_lag})"

@@ -392,6 +392,7 @@ class Streaming:
 
 
 def streaming(graph: Graph) -> Streaming:
+    """Find the rollouts and train calls that can stream, and the reason why others cannot."""
     rollouts: list[str] = []
     order_of: dict[str, str] = {}
     why_not: dict[str, str] = {}

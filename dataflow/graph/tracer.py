@@ -177,6 +177,7 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """Record a call of an op and return stand-ins for its outputs."""
         name, ordinal = self._unique(function.__name__)
         given = self._arguments(name, function, args, kwargs, method=False)
         if not makes_rows:
@@ -192,6 +193,10 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """Record a call of a role's method and return stand-ins for its outputs.
+
+        A train call raises the version of the role's weights that later calls read.
+        """
         name, ordinal = self._unique(f"{role}.{function.__name__}")
         is_train, rollout = spec.kind is NodeKind.TRAIN, spec.kind is NodeKind.ROLLOUT
         if is_train:

@@ -130,6 +130,7 @@ def graph_sha256(graph: Graph) -> str:
 
 
 def write_run_state(folder: Path, saved: SavedRun) -> None:
+    """Write where a resumed run goes on: tasks done, rows, and files of live outputs."""
     resume = saved.instruction.resume
     state = {
         "graph": saved.graph.name,
@@ -253,6 +254,11 @@ class StateInWorkers:
             self._now(home, self._on_all(home, load))
 
     def load_outputs(self, point: ResumePoint, num_chunks: int) -> dict[Output, Handle]:
+        """Give the groups the outputs that were live at a checkpoint, and return handles to them.
+
+        Raises:
+            ConfigError: If rows that are still being sampled were saved by another number of ranks.
+        """
         chunks = sorted(o.chunk for o, _ in point.parts if is_unfinished(o))
         if chunks and chunks != list(range(num_chunks)):
             raise ConfigError(

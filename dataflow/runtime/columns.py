@@ -254,6 +254,11 @@ def empty_part(node: Node) -> Part:
 
 
 def returned_columns(node: Node, returned: Any) -> list[Tensor]:
+    """The columns of what a call returned, in the order of the node's outputs.
+
+    Raises:
+        WorkerError: If it is of another type than the annotation, or a column is no tensor.
+    """
     expected = node.output_table.__name__ if node.output_table else "a tensor"
     if node.output_table is not None and not isinstance(returned, node.output_table):
         raise WorkerError(

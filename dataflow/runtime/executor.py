@@ -91,6 +91,11 @@ class Recoveries:
         self._furthest = -1
 
     def pause_s(self, lost: WorkerLost, completed: int) -> float:
+        """Seconds to wait before the next restart, after a death with `completed` steps done.
+
+        Raises:
+            WorkerLost: If the restarts are spent, or too many came without a step in between.
+        """
         limits = self.recovery
         if completed > self._furthest:
             self._furthest, self._in_a_row = completed, 0
@@ -312,6 +317,11 @@ def routes_of(programs: Mapping[str, Program]) -> Iterator[tuple[DeviceGroup, De
 
 
 def build_role(name: str, worker: WorkerSpec | Role, context: WorkerContext) -> Role:
+    """Build a role's worker from its spec; a live worker is returned as it is.
+
+    Raises:
+        ConfigError: If what was built is no `Role`.
+    """
     if context.device.startswith("cuda"):
         # cuDNN's attention makes a plan for each shape that it has not met, which takes about a
         # second; batches of ragged rows bring new ones for many steps.

@@ -112,6 +112,11 @@ class Ledger:
     # --- entries
 
     def read(self, step: int, source: str, parts: Sequence[Part]) -> None:
+        """Enter the rows that a source gave for a step.
+
+        Raises:
+            LedgerError: If it was read before, or gave other rows when the step was first computed.
+        """
         entries, rows = self._at(step).read, sum(_num_rows(part) for part in parts)
         sha256, before = _sha256(parts), self.lines.get(step)
         if source in entries and entries[source][0] == self._returns:
@@ -129,6 +134,11 @@ class Ledger:
             self._at(step).made[source, chunk] = (self._returns, _num_rows(parts[chunk]), digest)
 
     def done(self, task: NodeTask, report: Report) -> None:
+        """Enter what a task made and, for a train call, the pieces that it was given.
+
+        Raises:
+            LedgerError: If a piece was made before.
+        """
         one = self._at(task.step)
         if self._is_train(task.node):
             since, taken = one.trained.get(task.node, (self._returns, []))
@@ -151,6 +161,11 @@ class Ledger:
     # --- complete steps
 
     def complete(self, step: int) -> None:
+        """Close a step: check that each train call was given every piece once, and write its line.
+
+        Raises:
+            LedgerError: If one was not.
+        """
         one, before = self._open.pop(step, _Open()), self.lines.get(step)
         made: dict[str, int] = {}
         for (node, _), (_, rows, _) in one.made.items():
@@ -227,6 +242,7 @@ def _refuse(step: int, node: str, producer: str, given: Counter[Any], there: Cou
 
 
 def text_of(lines: Sequence[Line], rollouts: Collection[str]) -> str:
+    """Summarize a ledger in one line: steps, rows read, made and trained on, and repetitions."""
     read: Counter[str] = Counter()
     made: Counter[str] = Counter()
     trained: Counter[str] = Counter()

@@ -231,6 +231,7 @@ def step_result(
     weights_s: Sequence[tuple[float, float]] = (),
     mirrored_bytes: int = 0,
 ) -> StepResult:
+    """Gather the metrics, times and row counts of a step from the reports of its tasks."""
     rows: dict[str, int] = {}
     for one in done:
         made = one.report.num_rows if one.report.chunk is None else one.report.num_rows[:1]

@@ -237,6 +237,7 @@ class Resizing:
         self._next_s = 0.0
 
     def look(self, at_s: float) -> list[Resize]:
+        """Return the resizes that are wished for and whose new ranks are ready."""
         if time.monotonic() < self._next_s:
             return []
         self._next_s = time.monotonic() + _LOOK_S

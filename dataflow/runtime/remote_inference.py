@@ -178,6 +178,11 @@ def _requesting(name: str, signature: inspect.Signature, returns: type[Any]) -> 
 
 
 def remote_methods(role: str, contract: type[Role]) -> Mapping[str, type[Any]]:
+    """Methods of a contract that other groups can call -> the NamedTuples that they return.
+
+    Raises:
+        PlanError: If there is none, or one returns something else.
+    """
     found: dict[str, type[Any]] = {}
     for name, method in inspect.getmembers(contract, inspect.isfunction):
         if name.startswith("_") or hasattr(Worker, name) or call_spec(method) is not None:

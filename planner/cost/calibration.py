@@ -236,6 +236,11 @@ class Calibration(BaseModel):
 
     @staticmethod
     def read(file: Path) -> Calibration:
+        """Read what `penstock profile` wrote.
+
+        Raises:
+            PlanError: If the file is missing, cannot be read, or holds something else.
+        """
         try:
             return Calibration.model_validate_json(read_bytes(file).decode())
         except FileNotFoundError:

@@ -52,6 +52,10 @@ class Fit:
 def fit_constants(
     timed: Sequence[Timed], cluster: ClusterSpec, start: Constants, engine: EngineModel = ANY
 ) -> Fit:
+    """Fit constants of one dtype to timed calls on one device, beginning at `start`.
+
+    The matmul efficiency is one per hidden size; the others hold for all.
+    """
     widths = sorted({one.width for one in timed})
     model = _Model(timed, widths, Mesh(cluster, _one_device(cluster)), start, engine)
     point = _descended(model)

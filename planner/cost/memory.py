@@ -154,6 +154,15 @@ def transient_parts(
     rows: int | None = None,
     computes: Computes = _AS_COUNTED,
 ) -> Parts:
+    """Bytes per device while a call runs, beside what is resident, by part.
+
+    Args:
+        call: The call.
+        layout: How it is divided.
+        borrows: Whether its weights come for the call alone, and so are not resident.
+        rows: Rows that a device generates at once; None for all that the layout gives it.
+        computes: Sizes that depend on the engine.
+    """
     params = _params(call.model, call.head, layout)
     if call.kind == "generate":
         weights = (params.dense + params.experts) * call.model.dtype_bytes
@@ -365,6 +374,16 @@ def _rows(group: GroupLedger) -> list[tuple[str, str, Parts]]:
 
 
 def check(ledger: MemoryLedger, capacity: Mapping[str, int], *, change: str = "") -> None:
+    """Refuse a plan of which a group needs more memory than roles can use.
+
+    Args:
+        ledger: What each group needs.
+        capacity: Group -> bytes that roles can use on each of its devices.
+        change: The cheapest change that makes it fit, for the message.
+
+    Raises:
+        PlanError: If a group does not fit; it names the moment, the largest part and all others.
+    """
     lacking = {
         group.name: group.peak[1].total - capacity[group.name]
         for group in ledger.groups

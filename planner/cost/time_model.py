@@ -58,6 +58,11 @@ def _rows_at_once(work: Work, layout: Layout, kv_bytes: float) -> int:
 def generate_time(
     work: Work, layout: Layout, machine: MachineRates, kv_bytes: float | None = None
 ) -> CallTime:
+    """Time of generating all rows of a call, in as many waves as its key-value cache demands.
+
+    Raises:
+        PlanError: If `kv_bytes`, the cache's bytes per device, hold not even one row.
+    """
     rows = -(-work.rows // layout.dp)
     waves = 1
     if kv_bytes is not None:
@@ -189,6 +194,7 @@ class TimeModel:
     def call_time(
         self, call: Call, layout: Layout, mesh: Mesh, *, kv_bytes: float | None = None
     ) -> CallTime:
+        """Predicted time of one call in a layout on a mesh, by part, with measured corrections."""
         if self._mesh is not mesh:
             self._mesh = mesh
             self._here.clear()

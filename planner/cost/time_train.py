@@ -59,6 +59,7 @@ _TRAIN_AGAIN = _Passes(compute=2, collectives=3, keys=3, hand_overs=2)
 def layer_time(
     work: Work, layout: Layout, machine: MachineRates, tokens: float, squares: float
 ) -> LayerTime:
+    """Time of a layer's forward pass over `tokens`; `squares` adds up the squared row lengths."""
     tp, cp, ep, links = layout.tp, layout.cp, layout.ep, machine.links
     read = (work.dense_layer_params + work.expert_layer_params / ep) * work.dtype_bytes / tp
     matmul = machine.product_s(tokens * work.layer_flops / tp, read)

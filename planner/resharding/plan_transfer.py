@@ -187,6 +187,11 @@ class Piece:
 
 
 def kinds_of(source: Sharding, destination: Sharding) -> tuple[Kind, ...]:
+    """Group parameters that are cut alike on both sides, so that each kind is planned once.
+
+    Raises:
+        PlanError: If the two sides differ in a parameter or its shape.
+    """
     given = {param.name: param for param in source.params}
     wanted = {param.name: param for param in destination.params}
     for name in [*wanted, *given]:
@@ -225,6 +230,11 @@ def kept_slices(kind: Kind) -> Iterator[Kept]:
 
 
 def pieces_of(kind: Kind) -> Iterator[Piece]:
+    """Yield the boxes that a device needs and lacks; each device has one whole or not at all.
+
+    Raises:
+        PlanError: If a device needs a box that no source device holds.
+    """
     sources, wanted = _by_box(kind.source), _by_box(kind.destination)
     if not wanted:
         return
@@ -293,6 +303,7 @@ def traffic_of(
     devices: tuple[int, ...],
     element_bytes: int,
 ) -> Traffic:
+    """Sum the bytes that each device sends, receives and stages for the moves of a plan."""
     column = {device: i for i, device in enumerate(devices)}
     sent, received = (np.zeros(len(devices), np.int64) for _ in range(2))
     staged_of_group = np.zeros((len(groups), len(devices)), np.int64)

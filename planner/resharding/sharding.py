@@ -208,14 +208,22 @@ def shard(
     *,
     head: Head = "vocabulary",
 ) -> Sharding:
-    # - tp cuts query, key, value, gate and up projections, embedding and head by rows, output and
-    # down projections by columns, experts as well; norms and routers are whole everywhere. Gate and
-    # up rows that are one parameter are cut apart and lie end to end. With more ranks than
-    # key-value heads, neighboring ranks share a head. - pp gives each stage a run of layers, the
-    # first the embedding, the last norm and head. - ep deals experts in runs to the dp ranks `dp %
-    # ep`. - `zero=3` cuts what a rank would hold once more, in the first dimension, over its dp x
-    # cp ranks, as `torch.chunk` does: all pieces equal, the last ones smaller or empty. Experts are
-    # cut over the `dp // ep` x cp ranks that share them. - dp and cp without `zero=3` repeat.
+    """Slices of every parameter that each device holds under a layout.
+
+    - tp cuts query, key, value, gate and up projections, embedding and head by rows, output and
+      down projections by columns, experts as well; norms and routers are whole everywhere. Gate
+      and up rows that are one parameter are cut apart and lie end to end. With more ranks than
+      key-value heads, neighboring ranks share a head.
+    - pp gives each stage a run of layers, the first also the embedding, the last the norm and head.
+    - ep deals experts in runs to the dp ranks `dp % ep`.
+    - `zero=3` cuts what a rank would hold once more, in the first dimension, over its dp x cp
+      ranks, as `torch.chunk` does: all pieces equal, the last ones smaller or empty. Experts are
+      cut over the `dp // ep` x cp ranks that share them.
+    - dp and cp without `zero=3` repeat.
+
+    Raises:
+        PlanError: If the layout does not suit the model or the number of devices.
+    """
     check_layout(layout, model, node_size=layout.tp)
     if len(devices) != layout.num_devices:
         raise PlanError(

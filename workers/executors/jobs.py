@@ -59,6 +59,7 @@ class RankJob:
         return Completion(self.ticket, self.rank, None, error=error, trace=trace, lost=lost)
 
     def complete(self) -> Completion | None:
+        """The job's completion once every process has answered; None before."""
         if self.answers.keys() != self.processes:
             return None
         (lead,) = (one for one in self.answers.values() if one.leads)

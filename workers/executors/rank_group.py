@@ -106,6 +106,7 @@ def reserve_devices(
     training: Collection[str],
     timeout_s: float,
 ) -> None:
+    """Reserve devices for all groups that have none yet, around those that others hold."""
     held: list[Any] = [held for one in (*groups, *others) for held in one.reservations]
     without = [one for one in groups if one.devices is None]
     if without:
@@ -296,6 +297,12 @@ def start_groups(
 def all_results(
     backend: ProcessBackend, calls: Sequence[Ref], doing: str, start_s: float
 ) -> list[Any]:
+    """Wait for the results of calls to several ranks, at most `start_s` seconds.
+
+    Raises:
+        WorkerError: If one failed or was not in time.
+        WorkerLost: If a process died.
+    """
     try:
         return backend.get(calls, start_s)
     except NotInTime as error:

@@ -151,6 +151,7 @@ class RankProcess:
         return True
 
     def build(self, hosted: Ref, seed: int) -> None:
+        """Build the roles, clients and hosts of every program that runs on this process's group."""
         ((programs, workers, transport),) = self._home.get([hosted], self._start_s)
         self._channel = CHANNELS[transport](self._end)
         for key, program in programs.items():

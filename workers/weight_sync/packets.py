@@ -109,6 +109,11 @@ class HeldWeights:
         self._arrived[name].boxes.add(box)
 
     def check(self, version: int) -> None:
+        """Refuse weights that are not whole or not of one version.
+
+        Raises:
+            WeightsError: It names the first such parameter and what it lacks.
+        """
         for name, count in self._needed.items():
             found = self._arrived[name]
             there = sum(volume(box) for box in found.boxes)
@@ -416,6 +421,7 @@ def unpack(
 def unpack_whole(
     plan: TransferPlan, device: int, packets: Sequence[Packet], version: int, held: HeldWeights
 ) -> dict[str, Tensor]:
+    """Assemble whole tensors from packets, by name; a box that is a whole tensor is not copied."""
     found: dict[str, Tensor] = {}
     for part, data in _checked(plan, device, packets, version):
         param = part.param

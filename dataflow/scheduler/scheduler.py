@@ -123,6 +123,7 @@ class Scheduler(SchedulerState):
             if not self._started:
                 raise StateError(f"{type(event).__name__} came before start()")
             self._now = event.at_s
+            # A tick is no progress: it only lets time pass, so that a hang is noticed.
             if not isinstance(event, Tick):
                 self._progress_s = event.at_s
             self._take_in(event)
@@ -192,6 +193,7 @@ class Scheduler(SchedulerState):
     def _node_done(self, task: NodeTask, run: Running, event: TaskDone) -> None:
         i, state = self.index.index[task.node], self.steps[task.step]
         node = self.flow.nodes[i]
+        # Tasks of a call that takes parts as they come are no chunks, so their rows are not noted.
         if event.num_rows is not None and not node.order_of:
             state.note_rows(i, task.chunk, event.num_rows)
         ready, freed = state.finish(i, task, event.size)
@@ -257,6 +259,8 @@ class Scheduler(SchedulerState):
         return again
 
     def _begin_again(self, answered: Running) -> None:
+        # A rank samples all its parts together: with each that ends, the others' deadlines begin
+        # anew.
         for task in self.ranks.running_on(answered.group, answered.ranks[0]):
             self._since_now(task, self.running[task])
 
@@ -286,6 +290,7 @@ class Scheduler(SchedulerState):
     def _ask_for_ranks(self) -> None:
         asked = {one.group for one in self.awaited if one.what == "ranks"}
         for group, num_ranks in self.resizing.items():
+            # Ranks are only taken away where no result can still come from them.
             if group not in asked and not self.ranks.is_busy(group) and not self.done:
                 self.awaited[Awaited("ranks", self.completed, group)] = self._now
                 self._out.append(ResizeGroup(group, num_ranks))
@@ -308,6 +313,8 @@ class Scheduler(SchedulerState):
         for task in tasks:
             match task:
                 case Publish():
+                    # Step -1: weights on their way go before the work of any step, as that waits
+                    # for them.
                     self.ranks.push((-1, 0, 0), task, self.flow.homes[task.role], 0)
                 case Load():
                     self.ranks.push((-1, 1, 0), task, task.group, None)
@@ -388,6 +395,7 @@ class Scheduler(SchedulerState):
             self.ranks.reconsider()
 
     def _admit(self) -> None:
+        # The next step to complete, and as many after it as samples may be old.
         limit = min(self.num_steps, self.completed + self.schedule.max_lag + 1)
         while self.admitted < limit:
             step = self.admitted

@@ -106,9 +106,11 @@ def search(
     results: list[SearchResult] = []
     seeds: list[Found] = []
     for left, lag in zip(range(len(lags), 0, -1), lags, strict=True):
+        # What a schedule leaves of its time goes to those after it.
         share_s = None if deadline_s is None else max(0.0, deadline_s - clock.elapsed_s) / left
         run = _Run(choices, lag, _Clock(now_s, share_s), max_gap)
         results.append(run.result(seeds))
+        # A good plan for one lag is mostly good for the next, and prunes it from the start.
         seeds = run.known
     best = min(results, key=lambda result: result.step_time_s)
     others = sorted((r for r in results if r is not best), key=lambda r: r.best.max_lag)
@@ -183,6 +185,7 @@ class _Run:
         dropped_s = min(branch.dropped_s for branch in self._branches)
         return SearchResult(
             best,
+            # Boxes dropped within `max_gap` may hold plans that are better than the one returned.
             min(self._proven_s, dropped_s, best.step_time_s),
             others[0] if others else None,
             sum(branch.num_played for branch in self._branches),
@@ -259,6 +262,7 @@ class _Run:
         point = boxes.is_point
         for row in point.nonzero()[0]:
             self._clock.check()
+            # A plan found in another row of this very batch may have ruled it out meanwhile.
             if boxes.bound[row] < self._open_below_s:
                 self._evaluate(branch, boxes.point(int(row)), last=True)
             else:

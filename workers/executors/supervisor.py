@@ -214,6 +214,8 @@ class Supervisor(Executor):
         deadline_s: float,
     ) -> None:
         for name, worker in workers.items():
+            # An object of this process cannot be built where it runs, nor built again after a
+            # death.
             if not is_spec(worker):
                 raise ConfigError(
                     f"role '{name}' is given as a live {type(worker).__name__}; on {self._where} "
@@ -222,6 +224,7 @@ class Supervisor(Executor):
         check_transport(self._transport, routes_of(programs))
         self._programs, groups = programs, groups_of(programs)
         self._deadline_s = longest_s(programs, deadline_s)
+        # A start, with its imports, may take longer than any call.
         self._start_s = max(deadline_s, LEAST_START_S)
         backend = self._connect()
         threads = self._num_threads or max(
@@ -243,9 +246,11 @@ class Supervisor(Executor):
             for group in groups
         }
         every = list(self._groups.values())
+        # Before devices are reserved: warm groups bring theirs.
         take_warm(backend, every)
         training = self._groups.keys() - self._restartable
         reserve_devices(backend, every, [], training, self._start_s)
+        # Once in the backend's store, instead of once with the call of each process.
         hosted = backend.put((dict(programs), dict(workers), self._transport))
         self._started = Started(backend, hosted, seed)
         asleep = frozenset(group.name for group in groups if self._sharing.shares(group.name))
@@ -276,6 +281,7 @@ class Supervisor(Executor):
 
     def _send(self, job: RankJob) -> None:
         if (job.group, job.rank) in self._returning:
+            # It has no process now; the job is sent once it is back.
             self._returning[job.group, job.rank].owed.append(job)
             return
         if job.work.needs != "nothing":
@@ -286,6 +292,8 @@ class Supervisor(Executor):
         for process in processes:
             leads = process == processes[0]
             count = job.most_parts(self._programs)
+            # Each part becomes an object of the backend's store: what was made outlives the
+            # process.
             if leads and job.group in self._restartable and count:
                 arguments = job.program, job.work, count
                 answer, *job.parts = group.backend.call(
@@ -334,6 +342,7 @@ class Supervisor(Executor):
             return job.failed(lost, lost="stored")
         if job.ticket == LOOK:
             return None
+        # Only reports come here; rows and weights stay where they were made.
         self._controller_bytes += len(pickle.dumps(answer.report))
         if answer.report is None and answer.lost == "process":
             # A process without one that it has started is as good as dead.
@@ -349,6 +358,7 @@ class Supervisor(Executor):
         completion = job.complete()
         if completion is not None:
             self._books.note(job)
+        # Not for loads: they come with every new start, so they would forgive every death.
         if completion is not None and job.work.method in (Host.call, Host.answer):
             self._budget.answered(job.group, job.rank)
             for server, clients in self._connections.servers.items():

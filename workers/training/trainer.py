@@ -77,12 +77,14 @@ class Pieces:
         if key != self.key:
             raise self.unfinished(f"it was given one of call {key.ordinal} of step {key.step}")
         self.rows.append(rows)
+        # Rows ride along with the totals: one reduction then tells whether any rank had a row.
         count = totals.new_tensor([float(num_rows(rows))])
         self._counts = [sum(self._counts, torch.cat([totals, count]))]
 
     def totals(self, ranks: RankGroup) -> Tensor:
         """f64[K]: the loss's totals over all pieces of all ranks; all of them must ask."""
         counts = ranks.sum_(self._counts[0].clone())
+        # Only now: this rank may have no row while others have some.
         if not counts[-1]:
             raise ValueError(
                 f"'{self.role}' has nothing to train on: none of the {len(self.rows)} piece(s) of "
@@ -229,6 +231,7 @@ class Trainer(Generic[O]):
             )
             for rows in cut.epoch(random):
                 local = take_rows(batch, rows)
+                # Before the gradient, as each row is divided by the totals over all ranks.
                 totals = self._network.replicas.sum_(self._totals(loss, local))
                 grad = self._network.start_gradient()
                 self._add_gradient(forward, loss, local, totals, sums)
@@ -293,10 +296,12 @@ class Trainer(Generic[O]):
         self, forward: Forward[O], loss: Loss[B, O], batch: B, key: CallKey, limits: MismatchLimits
     ) -> Pieces:
         """Add a piece to those before; they are forgotten if this one fails."""
+        # Taken out while it is worked on: a failure leaves no part of a gradient behind.
         pieces, self._pieces = self._pieces, None
         rows = take_rows(batch, torch.arange(num_rows(batch)))
         totals = self._totals(loss, rows)
         ones = torch.ones_like(totals)
+        # With the first piece: with the last, the whole batch would have been sampled in vain.
         divisor(loss, ones, self._context.role)
         if pieces is None:
             self._begin(key, limits)
@@ -311,6 +316,7 @@ class Trainer(Generic[O]):
         """Divide what has been added up by what the loss divides by, and take the step."""
         totals = pieces.totals(self._network.replicas)
         ones, role = torch.ones_like(totals), self._context.role
+        # Pieces were divided by the divisor of ones, as nothing was known of the rest.
         share = float(divisor(loss, ones, role) / divisor(loss, totals, role))
         grad = self._network.finish_gradient(pieces.grad).mul_(share)
         if "loss" in pieces.sums.entries:

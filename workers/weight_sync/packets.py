@@ -192,6 +192,8 @@ def plan_stamp(plan: TransferPlan) -> int:
 def messages_of(plan: TransferPlan, devices: Sequence[int]) -> Mapping[int, tuple[Message, ...]]:
     """Device -> the messages it sends or receives, in the same order on all of them."""
     wanted = set(devices)
+    # What goes to several devices alike is one message, so a receiver looks at all that its senders
+    # send: else it would cut other messages than they do.
     partners = {m.source for m in plan.moves if m.destination in wanted} | wanted
     moves: dict[tuple[int, int, Box], list[Move]] = {}
     for move in plan.moves:
@@ -205,6 +207,7 @@ def messages_of(plan: TransferPlan, devices: Sequence[int]) -> Mapping[int, tupl
                 param = plan.params[index]
                 together.setdefault((param.bucket, source, to), []).append((param, alike))
     found = defaultdict[int, list[Message]](list)
+    # Each device has looked at other moves, so the order must not depend on them.
     for place in sorted(together):
         for device in wanted.intersection((place[1], *place[2])):
             found[device].append(_message(place, together[place], device, DTYPE_BYTES[plan.dtype]))
@@ -215,6 +218,7 @@ def _message(
     place: _Place, alike: Sequence[tuple[MovedParam, list[Move]]], device: int, element_bytes: int
 ) -> Message:
     parts = (
+        # A receiver needs its own move, for the place; to the sender all of them are alike.
         Part(param, next((m for m in moves if m.destination == device), moves[0]))
         for param, moves in alike
     )
@@ -250,6 +254,7 @@ def _view(
             f"{part} lies in tensor '{name}' on device {device}, and there is no such tensor; the "
             f"engine has {len(tensors)}"
         )
+    # Parameters need gradients, and torch refuses to write in place to what does.
     tensor = tensors[name].detach()
     lengths = [part.shape[dim] for dim in dims]
     fits = len(tensor.shape) == len(dims) and all(
@@ -262,6 +267,7 @@ def _view(
             f"{lengths}; the tensor is only {list(tensor.shape)}. The sharding does not describe "
             "this engine"
         )
+    # The engine may store the dimensions in another order than the model has them.
     found = tensor[window(part.move.box, dims, start)]
     return found.permute([dims.index(dim) for dim in range(len(dims))])
 
@@ -291,6 +297,7 @@ def checksum(part: Part, data: Tensor, version: int) -> int:
 
 def checksums_of_sums(message: Message, payload: Tensor, version: int) -> list[int]:
     """Return checksums of sums that are made on the payload's device and copied together."""
+    # As integers: their sums are exact in whatever order a device adds them up.
     words = _WORDS[message.element_bytes]
     sums = [_sums(data.view(words)) for data in message.slices(payload)]
     on_host = torch.cat(sums).cpu().split([len(one) for one in sums])
@@ -304,11 +311,13 @@ def checksums_of_sums(message: Message, payload: Tensor, version: int) -> list[i
 def _sums(words: Tensor) -> Tensor:
     rows = len(words) // _ROW
     table, rest = words[: rows * _ROW].view(rows, _ROW), words[rows * _ROW :]
+    # Both: either alone misses words that change places along what it sums over.
     by_column, by_row = table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)
     return torch.cat([by_column, by_row, rest.to(torch.int64)])
 
 
 def _seed(part: Part, num_bytes: int, version: int) -> int:
+    # The right bytes at a wrong place, or of another version, must not pass either.
     identity = f"{part.param.name}\0{part.move.box}\0{num_bytes}".encode()
     stamp = version.to_bytes(8, "little", signed=True)
     return xxhash.xxh3_64_intdigest(stamp, xxhash.xxh3_64_intdigest(identity))

@@ -242,6 +242,7 @@ def pieces_of(kind: Kind) -> Iterator[Piece]:
     holders, needers = _by_cell(grid, sources), _by_cell(grid, wanted)
     for cell in sorted(needers):
         have = _merged(holders.get(cell, []))
+        # What a device holds already is copied in place; see `kept_slices`.
         lack = {d: s for d, s in _merged(needers[cell]).items() if d not in have}
         if not have:
             raise PlanError(
@@ -316,6 +317,7 @@ def traffic_of(
         sent[source] += size * len(groups[group])
         received[destination] += size * len(groups[group])
         staged_of_group[group, destination] += size
+        # Packed once, however many devices it goes to.
         if (group, source, move.box) not in packed:
             packed.add((group, source, move.box))
             staged_of_group[group, source] += size
@@ -337,6 +339,7 @@ def buckets_of(traffic: Traffic, kinds: Sequence[Sequence[int]], bucket_bytes: i
     buckets, last, filled = [0] * len(turns), 0, np.zeros(len(traffic.devices), np.int64)
     for _, param in sorted(turns):
         row = traffic.staged[param]
+        # A parameter larger than a bucket has one for itself; one that is not moved fits any.
         if filled.any() and row.any() and int((filled + row).max()) > bucket_bytes:
             last, filled = last + 1, np.zeros_like(filled)
         filled = filled + row
@@ -367,6 +370,8 @@ def choose_sources(pieces: Sequence[Piece], *, min_part_elements: int) -> tuple[
     sizes = [volume(piece.box) * len(piece.kind.params) for piece in pieces]
     for index in sorted(range(len(pieces)), key=lambda i: -sizes[i]):
         holders, needers = sorted(pieces[index].holders), sorted(pieces[index].needers)
+        # The fewest parts that can be shared out evenly: parts times needers is a multiple of
+        # holders.
         count = len(holders) // gcd(len(holders), len(needers))
         for params, box in _parts(pieces[index], index, count, min_part_elements):
             for needer in needers:
@@ -380,6 +385,7 @@ def _parts(
     piece: Piece, index: int, count: int, min_part_elements: int
 ) -> Iterator[tuple[tuple[int, ...], Box]]:
     params, box = piece.kind.params, piece.box
+    # The longest side allows the most equal parts.
     dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0])
     begin, stop = box[dim]
     room = min(stop - begin, volume(box) // min_part_elements, MAX_PARTS)

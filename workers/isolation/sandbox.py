@@ -136,6 +136,8 @@ class Sandboxed:
         num_threads = 0
         for member in self._members():
             with contextlib.suppress(OSError):  # it has ended, or the system does not tell
+                # A link for each thread's folder, and the two that every folder has: cheaper than a
+                # listing.
                 num_threads = max(num_threads, os.stat(f"/proc/{member}/task").st_nlink - 2)
         return num_threads > self._limits.threads
 
@@ -147,6 +149,7 @@ class Sandboxed:
                 self._process.wait(wait_s)
             return self._process.poll() is not None
         try:
+            # Unlike a wait, this leaves the number of a process that has ended to it.
             return _readable(descriptor, wait_s)
         finally:
             os.close(descriptor)
@@ -197,6 +200,7 @@ class Sandboxed:
             self.ends(STOP_S if first else 0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        # The wait itself adds a child's time to that of all children.
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         try:
             process.wait(STOP_S)

@@ -279,6 +279,8 @@ class Trainer(Generic[O]):
         bad = self._weights_found()
         if "loss" in metrics and not math.isfinite(metrics["loss"].total):
             bad.append("the loss")
+        # One process alone may have found something, and all must raise: else the others wait for
+        # it.
         worst = torch.tensor([float(bool(bad))], device=self._device)
         if bool(self._everyone.max_(worst)):
             what = "its weights or its loss have run away"
@@ -388,6 +390,7 @@ class Trainer(Generic[O]):
             if self._mismatch is not None:
                 self._mismatch.add(output, micro)
             result = loss.checked(output, micro, totals)
+            # torch's own error in the backward pass would name neither the loss nor the role.
             if not result.total.requires_grad:
                 raise ValueError(
                     f"{type(loss).__name__} gave '{self._context.role}' a total without a "

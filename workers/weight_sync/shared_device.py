@@ -95,6 +95,7 @@ def open_memory(memory: Memory) -> Tensor:
             "both must be on one GPU, or executor.transport another"
         )
     arguments = list(memory.arguments)
+    # Processes that see different GPUs number the same one differently.
     arguments[_DEVICE] = seen[memory.gpu]
     return rebuild_cuda_tensor(*arguments)
 
@@ -145,6 +146,8 @@ class _Ledger:
     def __init__(self) -> None:
         self._file = SharedFile(_WORD)
         self.path = self._file.path
+        # A path may be used again by another process; seven bytes, as the words in the file are
+        # signed.
         self.mark = int.from_bytes(os.urandom(_WORD - 1), "little")
         self.write(0, self.mark)
 
@@ -152,6 +155,7 @@ class _Ledger:
         os.pwrite(self._file.number, number.to_bytes(_WORD, "little", signed=True), _WORD * slot)
 
     def close(self) -> None:
+        # Receivers may have it open: what they read from then on is no mark.
         os.ftruncate(self._file.number, 0)
         self._file.close()
 
@@ -196,6 +200,7 @@ class SharedDeviceChannel:
         return sum(len(piece.data) for piece in (*self._free, *self._handed, *offered))
 
     def _piece(self, num_bytes: int, device: torch.device) -> _Piece:
+        # Memory without a byte cannot be mapped.
         kind = device, max(num_bytes, 1)
         piece = next((piece for piece in self._free if piece.kind == kind), None)
         if piece is None:
@@ -226,9 +231,12 @@ class SharedDeviceChannel:
                 for receiver, packet in packets.items()
             }
         )
+        # The ledger is written last: until then a receiver refuses the offer.
         self._offered[offer.number] = used
         for piece in used:
             ledger.write(piece.slot, offer.number)
+        # Buckets are alike from version to version, so pieces of other sizes will not be used
+        # again.
         kinds = {piece.kind for piece in used}
         left = [piece for piece in (*self._free, *self._handed) if piece not in used]
         self._free = [piece for piece in left if piece.kind in kinds]
@@ -239,6 +247,7 @@ class SharedDeviceChannel:
     def _packed_in(self, bucket: Bucket) -> _Piece:
         data = bucket if isinstance(bucket, Tensor) else torch.from_numpy(bucket)  # pyright: ignore[reportUnknownMemberType]
         for piece in self._handed:
+            # Packed into memory that `room` gave: nothing is left to copy.
             if piece.data.data_ptr() == data.data_ptr() and len(data) <= len(piece.data):
                 return piece
         piece = self._piece(len(data), data.device)
@@ -265,6 +274,7 @@ class SharedDeviceChannel:
             raise RuntimeError("they are no longer there")
         sender = offer.group, offer.process
         opened = self._opened.get(sender)
+        # Another mark is another process, whose slots are other memory.
         if opened is None or opened.mark != place.mark:
             opened = self._opened[sender] = _Opened(place.mark)
         if place.slot not in opened.pieces:

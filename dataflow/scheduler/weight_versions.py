@@ -40,6 +40,7 @@ class ReadRule:
 
     def wants(self, version: int, first_step: int, num_steps: int) -> bool:
         shift = 0 if self.loose else self.lag
+        # The first step whose highest version reaches this one: a division that rounds up.
         step = max(first_step, shift - (self.offset - version) // self.per_step)
         return step < num_steps and self.lowest(step) <= version
 
@@ -71,6 +72,7 @@ def _node_rules(flow: Flow, schedule: Schedule, i: int, ahead: bool) -> tuple[Re
         before = sum(other.trains == node.trains for other in flow.nodes[:i])
         reads.append(WeightRead(node.trains, before))
     for read in reads:
+        # Its inputs come after the trainings anyway, so older weights would gain no time.
         lag = schedule.max_lag if read.lagged and ahead else 0
         # A copy elsewhere does not stay as it is merely because the node's own ranks are busy.
         by_timing = schedule.order == "arrival" or (schedule.in_flight and node.streams)
@@ -168,6 +170,7 @@ class Weights:
                 instance.blocked.setdefault(lowest, []).append(task)
                 return False
         trains = self._flow.nodes[index].trains
+        # Parts of a batch only add up gradients; the last one overwrites the weights.
         if trains is not None and overwrites and not self._may_train(self.home(trains)):
             self.home(trains).blocked_trains.append(task)
             return False
@@ -218,6 +221,7 @@ class Weights:
         ready = instance.advance(task.version, at_s)
         snapshots = self.snapshots[task.role]
         dropped: list[DropSnapshot] = []
+        # Older snapshots as well: this group never goes back to one.
         for version in sorted(v for v in snapshots if v <= task.version):
             snapshots[version].discard(task.group)
             if not snapshots[version]:
@@ -259,6 +263,7 @@ class Weights:
         )
 
     def _load(self, replica: Instance) -> list[Task]:
+        # Without a ceiling nothing reads it again, and a load would move bytes for nothing.
         if replica.loading is not None or replica.ceiling == NO_CEILING:
             return []
         choices = [
@@ -268,5 +273,6 @@ class Weights:
         ]
         if not choices:
             return []
+        # Versions in between are skipped: all that still wait take one as new as the ceiling.
         replica.loading = Load(replica.role, max(choices), replica.group)
         return [replica.loading]

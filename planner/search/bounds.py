@@ -145,6 +145,7 @@ def _cycles(found: Sequence[Wait], after: Mapping[int, set[int]], max_lag: int) 
         pairs = zip(cycle, [*cycle[1:], cycle[0]], strict=True)
         calls, steps = set(cycle), sum(distances[pair] for pair in pairs)
         assert steps > 0, "calls wait for each other in a circle"
+        # A cycle through more calls in as few steps bounds at least as much.
         if not any(calls <= other and steps >= fewer for other, fewer in kept):
             kept = [(o, n) for o, n in kept if not (o <= calls and n >= steps)]
             kept.append((calls, steps))
@@ -174,5 +175,6 @@ def _one_machine(heads: Floats, work: Floats, tails: Floats) -> Floats:
     longer = tails[None, :, :] >= tails[:, None, :]
     both = later[:, None] & longer[None, :]
     needed = heads[:, None] + (both * work[None, None]).sum(2) + tails[None, :]
+    # Pairs of a head and a tail to which no call belongs bound nothing.
     needed[~both.any(2)] = 0.0
     return needed.max((0, 1))

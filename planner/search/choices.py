@@ -95,6 +95,7 @@ def fitting(
             most = max(transient, option.transient_bytes)
             total_s = sum_s + sum(option.durations_s)
             needed = held + least.resident_bytes[left] + max(most, least.transient_bytes[left])
+            # Even with the least of all that is left, nothing that begins like this is of use.
             if needed > memory_bytes or total_s + least.work_s[left] >= below_s:
                 continue
             if not extend((*chosen, option), held, most, total_s):
@@ -141,6 +142,7 @@ def unbeaten(combined: Sequence[tuple[CallGroupOption, ...]]) -> list[tuple[Call
 
 
 def _unbeaten(rows: NDArray[np.float64]) -> list[int]:
+    # By their sums: what comes later cannot beat what is kept.
     numbers = np.lexsort((*rows.T[::-1], rows.sum(1)))
     left, kept = rows[numbers], list[int]()
     while len(numbers):

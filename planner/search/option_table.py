@@ -96,6 +96,7 @@ class ModelTable:
             found = [_option(held, plans) for held, plans in ways]
             slack = int(_SLACK * mesh.memory_bytes)
             fit = [option for option in found if option.least_bytes <= mesh.memory_bytes]
+            # If nothing fits, the smallest: the refusal then says how much is lacking.
             self._known[key] = dominant(fit, slack_bytes=slack) or self._smallest(
                 call_group, mesh, with_source
             )
@@ -156,6 +157,7 @@ class ModelTable:
         calls = self._calls[call_group]
         for layout in self._layouts(calls, mesh, only):
             held = sum(parts.total for parts in self._holds(calls, layout, with_source).values())
+            # To move a little out and in again costs time, and makes room for nothing.
             if layout.offload and only is None and self._is_slight(calls, layout, mesh):
                 continue
             if fitting and held > mesh.memory_bytes:

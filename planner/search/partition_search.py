@@ -61,6 +61,7 @@ class Branch:
 
     def take(self, limit: int, below_s: float) -> Boxes:
         keep = self.open.bound < below_s
+        # What is dropped bounds what may have been missed.
         self.dropped_s = min(self.dropped_s, float(self.open.bound[~keep].min(initial=inf)))
         boxes = self.open.where(keep).best_first()
         taken = np.arange(len(boxes)) < limit
@@ -85,6 +86,7 @@ class Branch:
         if not self.space.fits(allocation, self.fixed):
             return None
         fronts = self._fronts(allocation, below_s)
+        # What was not tried may be better: it stays in the gap that is reported.
         if last and not _complete(fronts):
             self._cut_short(allocation)
         best: tuple[Choice, ...] | None = None
@@ -106,6 +108,7 @@ class Branch:
 
     def _fronts(self, allocation: tuple[Index, ...], below_s: float) -> list[Front]:
         if len(self._groups) == 1:
+            # Alone, a group works off its calls one after another: the least sum is the best.
             return [self._groups[0].least_work(allocation[0], below_s)]
         return [
             group.front(index, below_s)
@@ -206,6 +209,7 @@ def _moves(pools: Sequence[Pool], allocation: tuple[Index, ...]) -> list[tuple[I
 
 
 def _amounts(pool: Pool) -> list[int]:
+    # Powers of two reach any number of nodes in few moves, and are few to try.
     nodes = [1 << k for k in range(len(pool.nodes).bit_length())]
     return [*range(1, pool.node_size), *(pool.node_size * n for n in nodes)]
 

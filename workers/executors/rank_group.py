@@ -154,6 +154,7 @@ class GroupProcesses:
     @property
     def key(self) -> object:
         """Equal for groups whose processes can stand in for each other."""
+        # All that a process is given when it is spawned, which cannot change afterwards.
         same = self.group, self._num_threads, self._deadline_s, self._hosted, self._replicas
         return self.backend, *same
 
@@ -215,6 +216,7 @@ class GroupProcesses:
             for process in every:
                 self._spawn(process, self.group, process, start_s, (0, 1))
             return [every] if len(every) > 1 else []
+        # To itself a replica is a group of one rank, so the number of the others may change.
         own = replace(self.group, num_ranks=1, devices=(), nodes=())
         together: list[list[int]] = []
         for rank in range(self.num_ranks) if ranks is None else ranks:
@@ -282,6 +284,7 @@ def start_groups(
     for group in groups:
         group.is_warm = False
     backend = groups[0].backend
+    # All are spawned before any is waited for: imports are most of a start.
     joining = [call for group in new for call in group.join(group.spawn(start_s))]
     all_results(backend, joining, "joining its process group", start_s)
     waiting = [g for g in groups if g.group.name in asleep and g.group.device.startswith("cuda")]
@@ -311,6 +314,7 @@ def all_results(
             f"{LEAST_START_S:g} s)"
         ) from error
     except CallFailed as error:
+        # It says what is wrong and how to fix it; another sentence around it would hide that.
         if isinstance(error.cause, PenstockError):
             raise error.cause from error
         raise WorkerError(f"a rank failed while {doing}: {error}") from error

@@ -73,6 +73,7 @@ def _confine(setup: dict[str, Any]) -> None:
     """Take everything from this process but CPU, memory, its streams and perhaps one folder."""
     libc = ctypes.CDLL(None, use_errno=True)
     kind, limits = setup["kind"], setup["limits"]
+    # 1, 9: PR_SET_PDEATHSIG, SIGKILL.
     if kind != "bubblewrap" and sys.platform == "linux":  # bubblewrap sees to it by itself
         _check(libc.prctl(1, 9, 0, 0, 0), "ending with its parent")
     if kind == "namespaces":
@@ -95,7 +96,9 @@ def _confine(setup: dict[str, Any]) -> None:
     if kind == "limits":
         return
     # What root may do beyond files of its own, and what programs could give again.
+    # 38: PR_SET_NO_NEW_PRIVS, without which an ordinary user may set no filter.
     _check(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
+    # Version 3 of capset, of this process; the three sets, of 64 bits each, are empty.
     header = ctypes.create_string_buffer(struct.pack("II", 0x20080522, 0))
     nothing = ctypes.create_string_buffer(24)
     _check(libc.capset(header, nothing), "dropping capabilities")
@@ -105,6 +108,7 @@ def _confine(setup: dict[str, Any]) -> None:
     program = program.replace(own, os.getpid().to_bytes(4, sys.byteorder))
     buffer = ctypes.create_string_buffer(program)
     filter_ = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
+    # 22, 2: PR_SET_SECCOMP, SECCOMP_MODE_FILTER. Last, as what came before may be refused then.
     _check(libc.prctl(22, 2, ctypes.create_string_buffer(filter_), 0, 0), "seccomp")
 
 
@@ -177,6 +181,7 @@ def _see_only(libc: ctypes.CDLL, places: Sequence[tuple[str, str]]) -> None:
     _check(libc.umount2(b"/old", _DETACH), "leaving the old root")
     os.rmdir("/old")
     read_only = struct.pack("QQQQ", _READ_ONLY | _NO_SUID, 0, 0, 0)
+    # -100, 0x8000: AT_FDCWD, AT_RECURSIVE. It changes all mounts below, which mount(2) does not.
     everything = libc.syscall(_MOUNT_SETATTR, -100, b"/", 0x8000, read_only, len(read_only))
     _check(everything, "read-only mounts")
 
@@ -189,11 +194,13 @@ def _restrict_files(
     Raises:
         Unconfined: If the kernel has no Landlock and it is required.
     """
+    # 444 to 446: landlock_create_ruleset, which here says its version, _add_rule, _restrict_self.
     version = libc.syscall(444, None, 0, 1)
     if version < 1:
         if required:
             raise Unconfined("the kernel has no Landlock, which keeps files apart")
         return
+    # Rights that are not named are not restricted, and those that a kernel does not know refused.
     every = (1 << (13 if version < 2 else 14 if version < 3 else 15 if version < 5 else 16)) - 1
     size = 8 if version < 4 else 16 if version < 6 else 24
     attributes = struct.pack("QQQ", every, _NO_NETWORK if version >= 4 else 0, _SCOPED)[:size]

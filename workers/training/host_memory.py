@@ -172,6 +172,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     if tensor.device.type != "cpu":
         return tensor.to(device)
+    # A copy from other memory than pinned one waits, whatever `non_blocking` says.
     source = tensor.pin_memory() if device.type == "cuda" else tensor
     there = source.to(device, non_blocking=True)
     _HOST[there] = tensor

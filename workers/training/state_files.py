@@ -158,6 +158,7 @@ class StateFiles:
                         raise _UnwantedError(path)
                     yield self._read(source, begin, staging)
                 with self._lock:
+                    # It is on its way whole: its owner may change it from now on.
                     self._left.pop(id(source), None)
 
     def _read(self, source: _Source, begin: int, staging: Tensor) -> memoryview:
@@ -179,6 +180,7 @@ def _sources(tensor: Tensor, pinned: Iterator[list[Tensor]]) -> list[_Source]:
         for part, own in zip(parts, data.split([len(part) for part in parts]), strict=True):
             part.copy_(own, non_blocking=True)  # is there once the device has been synchronized
         return [_Source(part) for part in parts]
+    # Tensors of inference mode do not count their changes, so they could not be checked.
     if not found.is_contiguous() or found.is_inference():
         copy = found.clone(memory_format=torch.contiguous_format)
         return [_Source(copy.reshape(-1).view(torch.uint8))]
@@ -207,5 +209,6 @@ def _header(tensors: Mapping[str, _Held]) -> bytes:
         dtype = _DTYPES[held.dtype]
         entries[name] = {"dtype": dtype, "shape": list(held.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    # Data begins at a multiple of eight bytes, as the library has it.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

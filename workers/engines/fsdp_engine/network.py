@@ -93,6 +93,7 @@ def held_box(
         width = shape[cut] // tensor
         box[cut] = (place * width, (place + 1) * width)
     start, stop = box[0]
+    # As `torch.chunk` cuts: all pieces equal, the last ones smaller or empty.
     size = -(-(stop - start) // shards)
     begin = start + shard * size
     box[0] = (min(begin, stop), min(begin + size, stop))

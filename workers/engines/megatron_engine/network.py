@@ -69,6 +69,7 @@ class MegatronNetwork(DividedNetwork):
         self._tied_ends = tied and context.pipeline_parallel > 1
         self._offset = context.stage * len(self._backbone.decoder.layers)
         divided = [self.flat.span(name)[0] for name in self.flat.names if _is_expert(name)]
+        # Experts are the end of the buffer, so one place divides it.
         self._num_shared = min(divided, default=len(self.flat.data))
 
     def engine_name(self, name: str) -> str:

@@ -138,9 +138,11 @@ def find_places(sequences: Sequences) -> Places:
         of = torch.repeat_interleave(torch.arange(len(num_keys)), num_keys)
         place = torch.arange(len(of)) - key_start[of]
         at = before[of]
+        # A row's keys are its prompt's, which stand once for all rows of it, and then its own.
         key = torch.where(place < at, before_start[of] + place, s.start[of] + place - at)
         copies, rest = _uses(key, s.num_prompt_tokens, s.total)
         spare = _keys_held(capacity, len(key)) - len(key)
+        # Spare places hold the last token, which is a spare one itself.
         key = torch.cat([key, torch.full((spare,), s.total - 1)])
     return Places(
         _starts(s.start, s.total),

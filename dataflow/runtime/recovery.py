@@ -161,6 +161,8 @@ class GoingBack:
             try:
                 self._start_again()
             except (WorkerError, PlanError) as error:
+                # A start that fails counts as one more death, so that the limits of recovery end
+                # this loop.
                 lost = WorkerLost(f"{lost}\nand what was to be started again: {error}")
                 self.known = Known()
                 continue

@@ -99,6 +99,7 @@ class Offers:
     def watch(self, offer: Offer, backend: ProcessBackend, process: Process) -> None:
         key = offer.group, offer.process, offer.number
         forget = weakref.finalize(offer, _forget, self._ready, key, backend, process)
+        # At exit the processes end anyway, and the backend may be gone before this is called.
         forget.atexit = False
         self._ready[key] = forget
 
@@ -125,6 +126,7 @@ class Books:
         # What a rank has done that outlasts it, so that it is known what to do again.
         place = job.group, job.rank
         if job.work.lasting:
+            # One for each kind and role: a later load stands in for the one before.
             self._loaded.setdefault(place, {})[job.work.lasting, job.work.arguments[0]] = job
         elif job.work.method is Host.begin_stream:
             self._begun[place] = job
@@ -142,6 +144,7 @@ class Books:
             if _is_of((job.group, job.rank), died.group, rank):
                 owed[id(job)] = job
                 del self.out[ref]
+        # In the order in which they were given, by which a load comes before what needs it.
         return sorted(owed.values(), key=lambda job: job.ticket)
 
     def take_loads(self, jobs: Sequence[RankJob]) -> list[Ref]:

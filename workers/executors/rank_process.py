@@ -159,6 +159,7 @@ class RankProcess:
                 continue
             names = program.placement.hosted_roles(program.graph, self._group.name)
             for name in names:
+                # Programs of a run share their roles: what is evaluated is what is trained.
                 if name not in self._roles:
                     self._roles[name] = build_role(
                         name, workers[name], self._context(name, seed, programs)
@@ -191,6 +192,7 @@ class RankProcess:
     def serve(self, token: str, before: Address | None) -> Address:
         """Answer inference requests from now on, on this process's own address; where that is."""
         host = self._home.host
+        # Where it listened before it was started again, as its clients go on asking there.
         port = before[1] if before is not None and before[0] == host else 0
         self._server = InferenceServer(self._served_weights, host, token, port)
         return self._server.address
@@ -201,6 +203,7 @@ class RankProcess:
         rank = self._group.rank_of(self._process)
         for group, addresses in servers.items():
             if group in self._clients:
+                # Ranks are spread over the processes that serve.
                 self._clients[group].connect(addresses[rank % len(addresses)], token)
 
     def _context(self, role: str, seed: int, programs: Mapping[str, Program]) -> WorkerContext:
@@ -268,6 +271,7 @@ class RankProcess:
             return RankAnswer(None, error=text, trace=trace, leads=leads, lost=_lost(error)), []
         weights = result.weights
         if weights is not None and not isinstance(weights, Offer):
+            # A whole snapshot is the same in each process of a rank, so one of them stores it.
             weights = self._home.put(_weights_to_numpy(weights)) if leads else None
         parts = [part_to_numpy(part) for part in result.parts] if leads else []
         return RankAnswer(result.report, weights=weights, leads=leads), parts
@@ -286,6 +290,7 @@ class RankProcess:
         return result
 
     def _refill(self, work: RankWork) -> None:
+        # What this very call brings need not come twice.
         brought = work.arguments[0] if work.method is Host.import_slices else None
         for role in sorted(self._emptied - {brought}):
             program, last = self._imported[role]

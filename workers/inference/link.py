@@ -86,6 +86,7 @@ class FrameReader:
         end = begin + num_header + num_arrays
         if len(self._bytes) < end:
             return None
+        # The frame's arrays are views of these bytes, so the buffer itself goes to the frame.
         whole, self._bytes = self._bytes, self._bytes[end:]
         return _frame(whole, begin, begin + num_header, end)
 
@@ -110,10 +111,12 @@ def _array(whole: bytearray, at: int, end: int, spec: Sequence[Any]) -> Array:
     dtype, *shape = spec
     if dtype not in _DTYPES:
         raise ValueError(f"it has an array of '{dtype}'; known are {', '.join(sorted(_DTYPES))}")
+    # Not `isinstance`: a bool of JSON is an int to Python.
     if len(shape) > _MOST_AXES or any(
         type(size) is not int or not 0 <= size <= _MOST_ARRAYS for size in shape
     ):
         raise ValueError(f"it has an array of shape {shape!s:.200}")
+    # Python's integers do not overflow, as a product of numpy's would.
     kind, count = np.dtype(f"<{dtype}"), math.prod(shape)
     if count * kind.itemsize > end - at:
         raise ValueError(f"it has an array of shape {shape} and {end - at} bytes for it")
@@ -353,6 +356,7 @@ class InferenceServer:
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])  # Host and port
         self.num_requests = self.num_batches = 0
+        # A byte through it ends the selector's wait, when the server is to close.
         self._wake, self._woken = socket.socketpair()
         self._closing = False
         self._failure: BaseException | None = None
@@ -449,6 +453,7 @@ class InferenceServer:
         challenge = os.urandom(CHALLENGE_BYTES)
         unproven = [peer for peer in self._peers.values() if peer.expected]
         if len(unproven) >= _MOST_UNPROVEN:
+            # The one that has waited longest: a dict keeps its order.
             self._drop(unproven[0], "too many others have not proven themselves either")
         peer = _Peer(link, proof(self._token, challenge), self._now_s())
         self._peers[link.fileno()] = peer

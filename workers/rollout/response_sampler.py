@@ -126,6 +126,7 @@ def keep_min_p(logits: Tensor, min_p: float) -> Tensor:
     Nguyen et al., "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs",
     2024.
     """
+    # A ratio of probabilities is a difference of logits, so no softmax is needed.
     least = logits.amax(1, keepdim=True) + math.log(min_p)
     return logits.masked_fill(logits < least, -math.inf)
 
@@ -167,6 +168,8 @@ def _least_ranked(probability: Tensor, top_p: float) -> Tensor:
 def _least_bisected(probability: Tensor, top_p: float) -> Tensor:
     low = torch.zeros_like(probability[:, :1], dtype=torch.int32)
     high = torch.full_like(low, _ONE_IN_BITS + 1)
+    # Bits of floats that are not negative are ordered as the floats are: so many halvings are
+    # exact.
     for _ in range(_ONE_IN_BITS.bit_length()):
         middle = (low + high) >> 1
         enough = probability * (probability >= middle.view(torch.float32))
@@ -226,12 +229,14 @@ class TokenSampler:
         max_new = self._uniform.shape[1]
         place = self.length.index_select(0, row).clamp(max=max_new - 1)
         temperature = self._sampling.temperature
+        # By row and place, so that it does not matter what else is in the batch.
         uniform = self._uniform.take(row * max_new + place)
         if self._filters:
             seen = None if self._seen is None else self._seen.index_select(0, row)
             barred = None
             if self._sampling.min_new_tokens:
                 early = place < self._sampling.min_new_tokens
+                # To look whether there are any would wait for the device.
                 if not waits or bool(early.any()):
                     barred = early[:, None] & self._may_end
             logits = filtered_logits(logits, self._sampling, seen=seen, barred=barred, waits=waits)
@@ -396,6 +401,7 @@ class ResponseSampler:
         version = call_version()
         if version != self._sampled_by:
             place = torch.arange(self._max_new)
+            # What has been sampled keeps its version; what is to come has the new one.
             self._version.masked_fill_(place >= self._length[:, None], version)
             self._sampled_by = version
 

@@ -60,6 +60,7 @@ class FlatParameters:
                 self._spans[name] = (start, parameter.shape)
                 view = self.view(self.data, name)
                 view.copy_(parameter.detach())
+                # The object stays: the module, and what is tied to it, go on to use it.
                 parameter.data = view
                 start += parameter.numel()
             if len(run) > 1:

@@ -114,6 +114,7 @@ class Minibatches:
         order = torch.from_numpy(random.permutation(self._num_units))
         place = torch.empty_like(order)
         place[order] = torch.arange(self._num_units)
+        # Sizes differ by one at most.
         bounds = [
             round(i * self._num_units / self._num_minibatches)
             for i in range(self._num_minibatches + 1)
@@ -150,6 +151,7 @@ def micro_batches(
 ) -> Iterator[Tensor]:
     """Cut a minibatch's rows into micro-batches of at most `max_tokens` tokens or one unit."""
     lengths = row_sizes(batch)[rows]
+    # The very tensor that was given, by which a caller sees that nothing was cut.
     if unit == "row" and not sort_by_length and len(rows) and int(lengths.sum()) <= max_tokens:
         yield rows
         return

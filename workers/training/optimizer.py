@@ -228,6 +228,7 @@ class AdamW:
         this raises FloatingPointError, and no weight has changed, on any process.
         """
         for begin, end in self._frozen:
+            # Before the norm, in which what is frozen has no share.
             grad[begin:end].zero_()
         own = self._own(grad)
         norm = self._norm(own)
@@ -273,6 +274,7 @@ class AdamW:
     def restart(self) -> None:
         self.steps = 0
         for kind, buffer in self._buffers.items():
+            # The master copy is no state but the weights themselves, in more digits.
             if kind != "master":
                 buffer.zero_()
 

@@ -146,6 +146,7 @@ class _TokenLogprob(torch.autograd.Function):
                 largest[at] = z.amax(-1)
                 z.sub_(largest[at, None])
                 asked, line, word = lines.of(at)
+                # Before the sums, which overwrite z where entropies are wanted.
                 found = z[line, word]
                 sums = exponential_sums(z, weighted=needs_entropy)
                 log_total[at] = sums[0].log()

@@ -40,7 +40,7 @@ from penstock.algorithms.roles import (
     ValueBatch,
     ValueOutput,
 )
-from penstock.dataflow.graph.role import Loss
+from penstock.dataflow.graph.role import Loss, LossSum
 from torch import Tensor
 
 
@@ -214,8 +214,8 @@ def value_and_slope(name: str, data: Data) -> tuple[Tensor, Tensor]:
     return total.detach(), torch.autograd.grad(total, said)[0]
 
 
-def value_of_part(name: str, data: Data, totals: Tensor) -> Tensor:
+def loss_of_part(name: str, data: Data, totals: Tensor) -> LossSum:
     """What these rows add to a loss whose whole minibatch has `totals`."""
     loss, kind = LOSSES[name]
-    output = OUTPUTS.get(kind, PolicyOutput)
-    return loss(output(data.said(output)), batch_of(kind, data), totals).total
+    said = data.said(OUTPUTS.get(kind, PolicyOutput)).clone().requires_grad_()
+    return loss(OUTPUTS.get(kind, PolicyOutput)(said), batch_of(kind, data), totals)

@@ -1,14 +1,11 @@
-"""ArCHer's options, its rounds, and that the loss of its critic is a mean over values of turns."""
+"""ArCHer's options, its rounds, and its slower copy."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-import torch
 from penstock.algorithms.losses import ClippedValueLoss
 from penstock.algorithms.papers.archer import ArCHer, archer_step
-from penstock.algorithms.roles import Sampling, ValueBatch, ValueOutput
+from penstock.algorithms.roles import Sampling
 from penstock.dataflow.graph.tracer import build
 from penstock.dataflow.runtime.engine import Engine
 from penstock.dataflow.runtime.in_process import InProcess
@@ -16,8 +13,6 @@ from penstock.dataflow.runtime.placement import one_group
 
 from .configured import configured
 from .eager import weights_of
-
-NAN = float("nan")
 
 
 def test_each_round_asks_trains_and_moves_the_slower_copy() -> None:
@@ -30,29 +25,6 @@ def test_each_round_asks_trains_and_moves_the_slower_copy() -> None:
         "target.value", "critic.train", "target.follow",
     ] * 3  # fmt: skip
     assert order[-2:] == ["critic.value", "actor.train"]
-
-
-def test_the_loss_of_the_critic_does_not_depend_on_how_rows_are_cut() -> None:
-    mask = torch.tensor([[False, True, True, False], [False, True, False, False]])
-    batch = ValueBatch(
-        tokens=torch.ones(2, 4, dtype=torch.int64),
-        mask=mask,
-        old_value=torch.zeros(2, 4),
-        value_target=torch.tensor([[NAN, 1, 2, NAN], [NAN, 4, NAN, NAN]]),
-    )
-    value = torch.tensor([[NAN, 0.0, 0, NAN], [NAN, 0, NAN, NAN]], requires_grad=True)
-    loss = ArCHer().value_loss
-    totals = loss.totals(batch)
-    whole = loss(ValueOutput(value), batch, totals).total
-    assert whole.item() == pytest.approx((1 + 4 + 16) / 2 / 3)
-    (slope,) = torch.autograd.grad(whole, value)
-    assert slope.tolist()[0] == pytest.approx([0, -1 / 3, -2 / 3, 0])
-    rows = [
-        ValueBatch(**{f.name: getattr(batch, f.name)[n : n + 1] for f in dataclasses.fields(batch)})
-        for n in range(2)
-    ]
-    parts = [loss(ValueOutput(value[n : n + 1]), rows[n], totals).total for n in range(2)]
-    assert torch.stack(parts).sum().item() == pytest.approx(whole.item())
 
 
 def test_a_slower_copy_that_goes_all_the_way_is_the_critic() -> None:

@@ -25,6 +25,7 @@ def test_eager_equals_graph_bitwise_over_five_steps(name: str) -> None:
     check_eager_equals_graph(configured(name))
 
 
+@pytest.mark.slow
 def test_adapters_and_activations_computed_again_change_nothing_of_that() -> None:
     run = configured("reference_grpo")
     saving: dict[str, Any] = {"lora": LoraSpec(rank=2), "activation_checkpointing": True}

@@ -6,12 +6,10 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from penstock.algorithms.distillation import Distillation, with_demonstrations
 from penstock.algorithms.losses import DistillationLoss, complete_distribution
 from penstock.algorithms.losses.distillation import Rest
 from penstock.algorithms.roles import Demonstrations, DistillationBatch, PolicyOutput, Sampling
-from penstock.dataflow.graph.role import LossSum
 from torch import Tensor
 
 ROWS, WIDTH, VOCAB = 5, 7, 11
@@ -138,42 +136,6 @@ def test_a_certain_teacher_makes_nothing_infinite() -> None:
         assert found.isfinite()
         assert grad.isfinite().all()
         assert grad[MASK][:, 4].max() < 0  # towards what the teacher says
-
-
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
-def test_neither_split_nor_padding_changes_loss_metrics_or_gradient(aggregation: str) -> None:
-    loss = DistillationLoss(beta=0.5, aggregation=aggregation)  # pyright: ignore[reportArgumentType]
-    student = STUDENT.double().requires_grad_()
-    output, batch = asked(student, TEACHER.double(), 4)
-    totals = loss.totals(batch)
-    expected = loss(output, batch, totals)
-    (slope,) = torch.autograd.grad(expected.total, student, retain_graph=True)
-    parts: list[LossSum] = []
-    for rows in ([3, 0], [2], [4, 1], []):
-
-        def wide(column: Tensor, fill: float, rows: list[int] = rows) -> Tensor:
-            behind = [0, 0] * (column.ndim - 2) + [0, 2]
-            return F.pad(column[rows], behind, value=fill)
-
-        assert output.word_logprob is not None
-        part = DistillationBatch(
-            tokens=wide(batch.tokens, -1),
-            mask=wide(batch.mask, False),
-            words=wide(batch.words, -1),
-            teacher_logprob=wide(batch.teacher_logprob, math.nan),
-        )
-        said = PolicyOutput(
-            wide(output.logprob, 0.0), word_logprob=wide(output.word_logprob, math.nan)
-        )
-        parts.append(loss(said, part, totals))
-    total = torch.stack([part.total for part in parts]).sum()
-    (grad,) = torch.autograd.grad(total, student)
-    torch.testing.assert_close(total, expected.total)
-    torch.testing.assert_close(grad, slope)
-    for name, pair in expected.metrics.items():
-        for at, whole in enumerate(pair):
-            added = torch.stack([part.metrics[name][at] for part in parts]).sum()
-            torch.testing.assert_close(added, whole)
 
 
 def test_a_worker_that_gives_no_words_is_named() -> None:

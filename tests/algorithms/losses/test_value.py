@@ -1,4 +1,4 @@
-"""The `Loss` classes: printed numbers, independence of how rows are split, metrics, messages."""
+"""The `Loss` classes: printed numbers, metrics, messages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from penstock.algorithms.losses import (
     BradleyTerryLoss,
     ClippedPolicyLoss,
@@ -275,129 +273,11 @@ def test_bradley_terry_refuses_broken_pairs(
         whole(BradleyTerryLoss(), ScoreOutput(score=torch.zeros(len(pair_id))), batch)
 
 
-# --- laws of every loss ---------------------------------------------------------------------------
-
-POLICY = ClippedPolicyLoss(dual_clip=3, entropy_coef=0.01)
-TOKEN_LOSSES: list[Loss[Any, Any]] = [
-    *(
-        dataclasses.replace(POLICY, aggregation=aggregation, aggregation_length=9)
-        for aggregation in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "constant")
-    ),
-    ReferenceKLPolicyLoss(policy=POLICY, kl_gradient="is_corrected"),
-    ReferenceKLPolicyLoss(policy=POLICY, kl_gradient="straight_through_k2"),
-    ClippedValueLoss(coef=0.1),
-    ClippedValueLoss(aggregation="seq-mean-token-mean"),
-    CrossEntropyLoss(),
-    CrossEntropyLoss(aggregation="seq-mean-token-sum"),
-]
-
-
-def random_rows(seed: int, rows: int, width: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal() -> Tensor:
-        return torch.randn(rows, width, generator=generator, dtype=torch.float64)
-
-    names = "logprob behavior_logprob ref_logprob advantage entropy value old_value value_target"
-    return {
-        "mask": torch.rand(rows, width, generator=generator) > 0.4,
-        **{name: normal() for name in names.split()},
-    }
-
-
-def call_arguments(loss: Loss[Any, Any], rows: dict[str, Tensor]) -> tuple[Any, Any]:
-    """The output and batch that `loss` reads, from one bag of columns."""
-    tokens = torch.zeros_like(rows["mask"]).long()
-    kinds: dict[type, tuple[type, type]] = {
-        ClippedPolicyLoss: (PolicyOutput, PolicyBatch),
-        ReferenceKLPolicyLoss: (PolicyOutput, ReferencePolicyBatch),
-        ClippedValueLoss: (ValueOutput, ValueBatch),
-        CrossEntropyLoss: (PolicyOutput, DemonstrationBatch),
-    }
-    bag: dict[str, Tensor | None] = {**rows, "tokens": tokens, "word_logprob": None}
-    output, batch = (
-        kind(**{field.name: bag[field.name] for field in dataclasses.fields(kind)})
-        for kind in kinds[type(loss)]
-    )
-    return output, batch
-
-
-def merged(parts: list[LossSum]) -> tuple[float, dict[str, float]]:
-    total = sum(part.total.item() for part in parts)
-    metrics: dict[str, float] = {}
-    for name in parts[0].metrics:
-        weight = sum(part.metrics[name][1].item() for part in parts)
-        if weight:
-            metrics[name] = sum(part.metrics[name][0].item() for part in parts) / weight
-    return total, metrics
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    num_rows=st.integers(1, 6),
-    cuts=st.lists(st.integers(0, 6), max_size=3),
-    padding=st.integers(0, 2),
-    loss=st.sampled_from(TOKEN_LOSSES),
-)
-def test_any_split_order_and_padding_gives_the_same_loss_gradient_and_metrics(
-    seed: int, num_rows: int, cuts: list[int], padding: int, loss: Loss[Any, Any]
-) -> None:
-    rows = random_rows(seed, num_rows, 5)
-    leaves = [rows[name].requires_grad_() for name in ("logprob", "value", "entropy")]
-    output, batch = call_arguments(loss, rows)
-    totals = loss.totals(batch)
-    expected = loss(output, batch, totals)
-    expected_total, expected_metrics = merged([expected])
-    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
-    edges = [0, *sorted(min(cut, num_rows) for cut in cuts), num_rows]
-    parts: list[LossSum] = []
-    part_totals: list[Tensor] = []
-    for a, b in zip(edges, edges[1:], strict=False):
-        picked = {
-            name: torch.nn.functional.pad(
-                column[order[a:b]], (0, padding), value=0 if name == "mask" else torch.nan
-            )
-            for name, column in rows.items()
-        }
-        micro_output, micro_batch = call_arguments(loss, picked)
-        part_totals.append(loss.totals(micro_batch))
-        parts.append(loss(micro_output, micro_batch, totals))
-    torch.testing.assert_close(torch.stack(part_totals).sum(0), totals)
-    total, metrics = merged(parts)
-    assert total == pytest.approx(expected_total, abs=1e-12, rel=1e-12)
-    assert metrics == pytest.approx(expected_metrics, abs=1e-9)
-    slopes, split = (
-        torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
-        for value in (expected.total, torch.stack([part.total for part in parts]).sum())
-    )
-    for one, other in zip(slopes, split, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
-        assert not one[~rows["mask"]].any()
-
-
-@pytest.mark.parametrize("loss", TOKEN_LOSSES)
-def test_a_minibatch_without_trained_tokens_is_zero(loss: Loss[Any, Any]) -> None:
-    rows = random_rows(0, 3, 4) | {"mask": torch.zeros(3, 4).bool()}
-    rows["logprob"].requires_grad_()
-    result = whole(loss, *call_arguments(loss, rows))
-    assert result.total.item() == 0
-    assert all(weight.item() == 0 for _, weight in result.metrics.values())
-
-
-def test_metrics_are_detached() -> None:
-    for loss in TOKEN_LOSSES:
-        rows = random_rows(0, 3, 4)
-        for name in ("logprob", "value", "entropy"):
-            rows[name].requires_grad_()
-        result = whole(loss, *call_arguments(loss, rows))
-        assert result.total.requires_grad
-        assert not any(t.requires_grad for metric in result.metrics.values() for t in metric)
-
-
 def test_units_and_lag() -> None:
     assert BradleyTerryLoss.unit == "group"
-    assert {type(loss).unit for loss in TOKEN_LOSSES} == {"row"}
+    assert {loss.unit for loss in (ClippedPolicyLoss, ClippedValueLoss, CrossEntropyLoss)} == {
+        "row"
+    }
     assert not ClippedPolicyLoss.tolerates_lag
     assert not ReferenceKLPolicyLoss.tolerates_lag
     assert ClippedValueLoss.tolerates_lag

@@ -43,19 +43,8 @@ X_MASK = mask_of([[1, 1, 1], [1, 1, 0]])
         ("unbiased", False, [[1.735089, 2.367544, 3], [3.632456, 4.264911, 0]]),
     ],
 )
-@pytest.mark.parametrize("prompt", [0, 2])
-def test_whiten(variance: Variance, shift_mean: bool, expected: Rows, prompt: int) -> None:
-    whitened = whiten(
-        widen(X, prompt, 0, 1e6),
-        widen(X_MASK, prompt, 0),
-        variance=variance,
-        shift_mean=shift_mean,
-    )
-    assert_close(whitened, [[0.0] * prompt + row for row in expected])
-
-
-def test_whiten_is_unbiased_by_default() -> None:
-    assert torch.equal(whiten(X, X_MASK), whiten(X, X_MASK, variance="unbiased", eps=1e-8))
+def test_whiten(variance: Variance, shift_mean: bool, expected: Rows) -> None:
+    assert_close(whiten(X, X_MASK, variance=variance, shift_mean=shift_mean), expected)
 
 
 def test_rows_may_weigh_alike() -> None:
@@ -132,50 +121,11 @@ GAE_TARGET: Rows = [
 
 
 @pytest.mark.parametrize("masking", ["transparent", "zeroed"])
-@pytest.mark.parametrize(("prompt", "padding"), [(0, 0), (2, 0), (3, 2)])
-def test_gae(masking: Masking, prompt: int, padding: int) -> None:
-    """Maskings agree while nothing inside a response is masked; what lies outside is never read."""
-    targets = gae(
-        widen(GAE_MASK, prompt, padding),
-        reward=widen(GAE_REWARD, prompt, padding, torch.nan),
-        value=widen(GAE_VALUE, prompt, padding, 9.0),
-        discount=1,
-        lam=0.95,
-        masking=masking,
-    )
-    for column, expected in (
-        (targets.advantage, GAE_ADVANTAGE),
-        (targets.value_target, GAE_TARGET),
-    ):
-        assert_close(column, [[0.0] * prompt + row + [0.0] * padding for row in expected])
-
-
-def test_gae_defaults_are_discount_1_and_lambda_095() -> None:
-    assert_close(gae(GAE_MASK, reward=GAE_REWARD, value=GAE_VALUE).advantage, GAE_ADVANTAGE)
-
-
-@pytest.mark.parametrize(
-    ("variance", "expected"),
-    [
-        (
-            "unbiased",
-            [
-                [1.218911, 1.197149, 1.166197, 0, 0],
-                [-0.47665, -0.587651, -0.708518, -0.835746, -0.973692],
-            ],
-        ),
-        (
-            "biased",
-            [
-                [1.303071, 1.279806, 1.246717, 0, 0],
-                [-0.50956, -0.628226, -0.757438, -0.89345, -1.040921],
-            ],
-        ),
-    ],
-)
-def test_gae_whitened(variance: Variance, expected: Rows) -> None:
-    advantage = gae(GAE_MASK, reward=GAE_REWARD, value=GAE_VALUE, discount=1, lam=0.95).advantage
-    assert_close(whiten(advantage, GAE_MASK, variance=variance), expected)
+def test_gae(masking: Masking) -> None:
+    """Maskings agree while nothing inside a response is masked."""
+    targets = gae(GAE_MASK, reward=GAE_REWARD, value=GAE_VALUE, masking=masking)
+    assert_close(targets.advantage, GAE_ADVANTAGE)
+    assert_close(targets.value_target, GAE_TARGET)
 
 
 HOLE_MASK = mask_of([[1, 1, 0, 0, 1]])
@@ -284,13 +234,6 @@ def test_gae_refuses_a_bootstrap_value_that_is_not_one_per_row(shape: tuple[int,
         gae(column.bool(), reward=column, value=column, bootstrap_value=torch.zeros(shape))
 
 
-def test_gae_of_rows_without_sampled_tokens_is_zero() -> None:
-    mask, reward, value = random_columns(0)
-    targets = gae(torch.zeros_like(mask), reward=reward, value=value)
-    assert not targets.advantage.any()
-    assert not targets.value_target.any()
-
-
 def test_gae_in_float32_is_float32() -> None:
     targets = gae(GAE_MASK, reward=GAE_REWARD.float(), value=GAE_VALUE.float())
     assert targets.advantage.dtype == targets.value_target.dtype == torch.float32
@@ -343,10 +286,6 @@ def test_group_advantage(
     assert_close(advantage, signs(expected))
 
 
-def test_group_advantage_defaults_to_the_unbiased_std_and_1e_6() -> None:
-    assert_close(group_advantage(SCORE, PROMPT_ID), signs(0.866024))
-
-
 def test_equal_scores_give_exactly_zero_whatever_eps() -> None:
     """0.1 has no exact mean in binary; without care the error would be divided by itself."""
     score = torch.full((3,), 0.1, dtype=torch.float64)
@@ -365,13 +304,6 @@ def test_an_infinite_score_spoils_its_whole_group_and_no_other(
     score = f64([1, bad, 0, 2, 0, bad, bad])
     advantage = estimate(score, prompt_id)
     assert advantage.isfinite().tolist() == [True, False, True, False, True, False, False]
-
-
-def test_groups_of_different_sizes() -> None:
-    score = f64([1, 10, 3, 20, 5])
-    prompt_id = torch.tensor([1, 0, 1, 0, 1])
-    assert_close(group_advantage(score, prompt_id, divide_by_std=False), [-2, -5, 0, 5, 2])
-    assert_close(leave_one_out(score, prompt_id), [-3, -10, 0, 10, 3])
 
 
 def test_singleton_groups() -> None:
@@ -403,11 +335,6 @@ def test_a_group_s_bits_do_not_depend_on_the_groups_beside_it() -> None:
     whole = group_advantage(score, prompt_id)
     for chunk in (prompt_id < 1, prompt_id < 3, prompt_id >= 3):
         assert torch.equal(group_advantage(score[chunk], prompt_id[chunk]), whole[chunk])
-
-
-def test_no_rows() -> None:
-    empty = torch.zeros(0)
-    assert group_advantage(empty, empty.long()).shape == (0,)
 
 
 scores_in_groups = st.lists(st.integers(2, 5), min_size=1, max_size=4).flatmap(
@@ -456,14 +383,3 @@ def test_broadcast_over_tokens() -> None:
     assert_close(broadcast_over_tokens(f64([2, -3]), mask), [[0, 2, 2, 0], [0, 0, -3, -3]])
     with pytest.raises(ValueError, match=r"one entry per row of the mask, \[2\], got \[3\]"):
         broadcast_over_tokens(f64([1, 2, 3]), mask)
-
-
-def test_step_rewards_normalized_over_the_group() -> None:
-    """Process supervision: all step rewards of a group share one mean and standard deviation."""
-    step_reward = f64([0.2, 0.8, 0.5, 0.1, 0.9])
-    normal = group_advantage(step_reward, torch.zeros(5).long(), eps=0)
-    reward = torch.zeros(2, 5, dtype=torch.float64)
-    reward[[0, 0, 0, 1, 1], [1, 3, 4, 2, 3]] = normal
-    mask = mask_of([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
-    expected: Rows = [[0, 0, 0.848528, 0.848528, 0], [0, 0, 0, 1.131371, 0]]
-    assert_close(return_to_go(reward, mask), expected)

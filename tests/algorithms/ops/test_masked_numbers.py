@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from penstock.algorithms.losses.tokens import ClippedPolicyLoss
-from penstock.algorithms.ops.advantages import leave_one_out, log_partition_advantage
+from penstock.algorithms.ops.advantages import log_partition_advantage
 from penstock.algorithms.ops.kl import kl_penalized_reward, kl_shaped_reward
 from penstock.algorithms.ops.rollout_correction import self_normalized
 from penstock.algorithms.ops.value_transforms import percentile_scaled, two_hot
@@ -15,13 +15,6 @@ from ..samples import number_of
 ONES = torch.ones(1, 2)
 HALF = torch.tensor([[True, False]])
 HOLE = torch.tensor([[1.0, torch.nan]])
-
-
-def test_leave_one_out_keeps_double_precision() -> None:
-    score = torch.tensor([3, 1, -2, 7], dtype=torch.float64)
-    expected = torch.tensor([1, -5 / 3, -17 / 3, 19 / 3], dtype=torch.float64)
-    got = leave_one_out(score, torch.zeros(4, dtype=torch.int64))
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-15)
 
 
 def test_nothing_is_left_where_nothing_was_sampled() -> None:
@@ -43,6 +36,7 @@ def test_options_without_a_meaning_are_refused() -> None:
         two_hot(torch.ones(1), torch.ones(1))
 
 
+@pytest.mark.slow
 def test_many_numbers_have_percentiles() -> None:
     """`torch.quantile` takes at most 2^24 numbers."""
     column = torch.zeros(1, 2**24 + 1)

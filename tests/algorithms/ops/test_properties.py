@@ -33,9 +33,9 @@ from ..samples import (
     SEEDS,
     Data,
     batch_of,
+    loss_of_part,
     sample,
     value_and_slope,
-    value_of_part,
 )
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
@@ -86,13 +86,16 @@ def test_parts_add_up_to_the_whole(name: str, seed: int) -> None:
     """Any split that keeps the rows of a group together, where the loss needs them together."""
     data = sample(seed)
     loss, kind = LOSSES[name]
-    expected, _ = value_and_slope(name, data)
     totals = loss.totals(batch_of(kind, data))
     unit = data.columns["prompt_id"] if loss.unit == "group" else torch.arange(len(data.logprob))
     first = unit % 2 == 0
     parts = [data.take(rows.nonzero()[:, 0]) for rows in (first, ~first) if rows.any()]
-    got = sum(value_of_part(name, part, totals) for part in parts)
-    torch.testing.assert_close(torch.as_tensor(got), expected)
+    whole, got = loss_of_part(name, data, totals), [loss_of_part(name, p, totals) for p in parts]
+    torch.testing.assert_close(torch.stack([part.total for part in got]).sum(), whole.total)
+    for metric, (amount, weight) in whole.metrics.items():
+        assert not amount.requires_grad
+        sums = [torch.stack([p.metrics[metric][at].double() for p in got]).sum() for at in (0, 1)]
+        torch.testing.assert_close(sums, [amount.double(), weight.double()], msg=metric)
     added = sum((loss.totals(batch_of(kind, part)) for part in parts), torch.zeros(()))
     torch.testing.assert_close(added, totals)
 

@@ -51,24 +51,6 @@ def test_aggregation_modes(mode: Aggregation, expected: float) -> None:
     assert value.item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_aggregation_with_prompt_positions_in_front() -> None:
-    loss = torch.cat([torch.full((2, 3), 50.0).double(), LOSS], dim=1)
-    mask = torch.cat([torch.zeros(2, 3).bool(), LOSS_MASK], dim=1)
-    for mode in MODES:
-        expected = aggregate(LOSS, LOSS_MASK, mode=mode, length=4)
-        assert aggregate(loss, mask, mode=mode, length=4).item() == expected.item()
-
-
-def test_two_micro_batches_share_the_global_denominator() -> None:
-    totals = aggregation_totals(LOSS_MASK)
-    shares = [
-        aggregate(LOSS[row : row + 1], LOSS_MASK[row : row + 1], totals=totals) for row in (0, 1)
-    ]
-    assert (shares[0] + shares[1]).item() == pytest.approx(3.166667, abs=1e-6)
-    means = [aggregate(LOSS[row : row + 1], LOSS_MASK[row : row + 1]) for row in (0, 1)]
-    assert (means[0] + means[1]).item() / 2 == pytest.approx(2.75, abs=1e-6)
-
-
 def test_rows_without_tokens_do_not_count_unless_asked() -> None:
     loss = torch.cat([LOSS, f64([[9, 9, 9, 9]])])
     mask = torch.cat([LOSS_MASK, mask_of([[0, 0, 0, 0]])])

@@ -40,6 +40,12 @@ def test_all_algorithms_with_a_kl_to_a_reference_are_listed() -> None:
     assert found == sorted((*WITH_KL, *ONLY_WITH_KL))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_options_inherit_from_at_most_one_class(name: str) -> None:
+    kinds = [kind for kind in type(options_of(name)).__mro__ if dataclasses.is_dataclass(kind)]
+    assert len(kinds) <= 2
+
+
 @pytest.mark.parametrize("name", WITH_KL)
 def test_without_a_kl_there_is_no_reference(name: str) -> None:
     assert "ref" in record(composed(name).algorithm, "algorithm").roles

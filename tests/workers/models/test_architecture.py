@@ -21,117 +21,63 @@ def test_models_that_can_be_made(given: dict[str, Any]) -> None:
     empty_model(checked_config(given))
 
 
+CANNOT: list[tuple[dict[str, Any], str, Any, str]] = [
+    (QWEN, "num_attention_heads", 0, "0; expected an integer from 1 to 16384"),
+    (GPT2, "n_head", 0, "0; expected an integer from 1 to 16384"),
+    (QWEN, "hidden_size", 10**9, "1000000000; expected an integer from 1 to 262144"),
+    (QWEN, "vocab_size", -1, "-1; expected an integer from 1 to 16777216"),
+    (QWEN, "hidden_size", "abc", "'abc'; expected an integer"),
+    (QWEN, "tie_word_embeddings", "yes", "'yes'; expected true or false"),
+    (GPT2, "n_embd", 33,
+     "33; expected a multiple of n_head=2\n    change one of the two, as to 32, or set head_dim"),
+    (QWEN, "num_key_value_heads", 3, "3; expected a number that divides num_attention_heads=4"),
+    (QWEN, "hidden_size", 36,
+     "36; expected a size that gives heads an even number of dimensions, not 9\n    rotary "
+     "positions turn the dimensions of a head in pairs"),
+    (MIXTURE, "num_experts_per_tok", 5, "5; expected at most the 4 experts there"),
+    (QWEN, "hidden_act", "swiglu",
+     "'swiglu'; expected an activation that transformers has; did you mean 'silu'?\n    common "
+     "ones are: silu, gelu, gelu_new, relu"),
+    (QWEN, "rms_norm_eps", float("nan"), "nan; expected a finite number"),
+    (QWEN, "rms_norm_eps", 0.0, "0.0; expected a number above 0"),
+    (QWEN, "initializer_range", -1.0, "-1.0; expected a number of at least 0"),
+    (QWEN, "attention_dropout", 2.0, "2.0; expected a share from 0 to 1"),
+    (QWEN, "rope_theta", 0, "0; expected a number above 0"),
+    (QWEN, "rope_scaling", {"rope_type": "foo"},
+     "{'rope_type': 'foo'}; expected a rope_type of default, linear, "),
+    (QWEN, "model_type", "qwen7",
+     "'qwen7', which transformers does not know; did you mean 'qwen3'?\n    give the model_type of "
+     "a causal language model, such as qwen2 or llama; code of a folder's own is never run"),
+]  # fmt: skip
+NO_CONFIG = (
+    ", and transformers makes no config of the fields beside it: Class validation error for "
+)
+OTHERS = [
+    ({**QWEN, "hiden_size": 3},
+     "there is no key 'model.architecture.hiden_size'; did you mean 'hidden_size'?\n    a qwen2 "
+     "model has: vocab_size, hidden_size, intermediate_size, num_hidden_layers, "
+     "num_attention_heads, num_key_value_heads, hidden_act, max_position_embeddings, "
+     "initializer_range, rms_norm_eps, use_cache, tie_word_embeddings, rope_parameters, "
+     "use_sliding_window, sliding_window, max_window_layers, layer_types, attention_dropout, "
+     "pad_token_id, bos_token_id, eos_token_id"),
+    ({**QWEN, "num_attention_heads": 5},
+     "'model.architecture.hidden_size' is 48; expected a multiple of num_attention_heads=5\n    "
+     "change one of the two, as to 45, or set head_dim"),
+    ({**FAMILIES["qwen3"], "head_dim": 9},
+     f"'model.architecture.model_type' is 'qwen3'{NO_CONFIG}validator 'validate_rope': "),
+    ({**QWEN, "layer_types": ["full_attention"]},
+     f"'model.architecture.model_type' is 'qwen2'{NO_CONFIG}validator 'validate_layer_type': "),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            {**QWEN, "hiden_size": 3},
-            "there is no key 'model.architecture.hiden_size'; did you mean 'hidden_size'?\n"
-            "    a qwen2 model has: vocab_size, hidden_size, intermediate_size, num_hidden_layers, "
-            "num_attention_heads, num_key_value_heads, hidden_act, max_position_embeddings, "
-            "initializer_range, rms_norm_eps, use_cache, tie_word_embeddings, rope_parameters, "
-            "use_sliding_window, sliding_window, max_window_layers, layer_types, "
-            "attention_dropout, pad_token_id, bos_token_id, eos_token_id",
+        *(
+            ({**all_, key: v}, f"'model.architecture.{key}' is {said}")
+            for all_, key, v, said in CANNOT
         ),
-        (
-            {**GPT2, "n_layers": 3},
-            "there is no key 'model.architecture.n_layers'; did you mean 'n_layer'?\n",
-        ),
-        (
-            {**QWEN, "model_type": "qwen7"},
-            "'model.architecture.model_type' is 'qwen7', which transformers does not know; did you "
-            "mean 'qwen3'?\n    give the model_type of a causal language model, such as qwen2 or "
-            "llama; code of a folder's own is never run",
-        ),
-        (
-            {**QWEN, "num_attention_heads": 0},
-            "'model.architecture.num_attention_heads' is 0; expected an integer from 1 to 16384",
-        ),
-        (
-            {**GPT2, "n_head": 0},
-            "'model.architecture.n_head' is 0; expected an integer from 1 to 16384",
-        ),
-        (
-            {**QWEN, "hidden_size": 10**9},
-            "'model.architecture.hidden_size' is 1000000000; expected an integer from 1 to 262144",
-        ),
-        (
-            {**QWEN, "vocab_size": -1},
-            "'model.architecture.vocab_size' is -1; expected an integer from 1 to 16777216",
-        ),
-        (
-            {**QWEN, "hidden_size": "abc"},
-            "'model.architecture.hidden_size' is 'abc'; expected an integer",
-        ),
-        (
-            {**QWEN, "tie_word_embeddings": "yes"},
-            "'model.architecture.tie_word_embeddings' is 'yes'; expected true or false",
-        ),
-        (
-            {**QWEN, "num_attention_heads": 5},
-            "'model.architecture.hidden_size' is 48; expected a multiple of num_attention_heads=5\n"
-            "    change one of the two, as to 45, or set head_dim",
-        ),
-        (
-            {**GPT2, "n_embd": 33},
-            "'model.architecture.n_embd' is 33; expected a multiple of n_head=2\n"
-            "    change one of the two, as to 32, or set head_dim",
-        ),
-        (
-            {**QWEN, "num_key_value_heads": 3},
-            "'model.architecture.num_key_value_heads' is 3; expected a number that divides "
-            "num_attention_heads=4",
-        ),
-        (
-            {**QWEN, "hidden_size": 36},
-            "'model.architecture.hidden_size' is 36; expected a size that gives heads an even "
-            "number of dimensions, not 9\n    rotary positions turn the dimensions of a head in "
-            "pairs",
-        ),
-        (
-            {**FAMILIES["qwen3"], "head_dim": 9},
-            "'model.architecture.model_type' is 'qwen3', and transformers makes no config of the "
-            "fields beside it: Class validation error for validator 'validate_rope': ",
-        ),
-        (
-            {**MIXTURE, "num_experts_per_tok": 5},
-            "'model.architecture.num_experts_per_tok' is 5; expected at most the 4 experts there",
-        ),
-        (
-            {**QWEN, "hidden_act": "swiglu"},
-            "'model.architecture.hidden_act' is 'swiglu'; expected an activation that transformers "
-            "has; did you mean 'silu'?\n    common ones are: silu, gelu, gelu_new, relu",
-        ),
-        (
-            {**QWEN, "rms_norm_eps": float("nan")},
-            "'model.architecture.rms_norm_eps' is nan; expected a finite number",
-        ),
-        (
-            {**QWEN, "rms_norm_eps": 0.0},
-            "'model.architecture.rms_norm_eps' is 0.0; expected a number above 0",
-        ),
-        (
-            {**QWEN, "initializer_range": -1.0},
-            "'model.architecture.initializer_range' is -1.0; expected a number of at least 0",
-        ),
-        (
-            {**QWEN, "attention_dropout": 2.0},
-            "'model.architecture.attention_dropout' is 2.0; expected a share from 0 to 1",
-        ),
-        (
-            {**QWEN, "rope_theta": 0},
-            "'model.architecture.rope_theta' is 0; expected a number above 0",
-        ),
-        (
-            {**QWEN, "rope_scaling": {"rope_type": "foo"}},
-            "'model.architecture.rope_scaling' is {'rope_type': 'foo'}; expected a rope_type of "
-            "default, linear, ",
-        ),
-        (
-            {**QWEN, "layer_types": ["full_attention"]},
-            "'model.architecture.model_type' is 'qwen2', and transformers makes no config of the "
-            "fields beside it: Class validation error for validator 'validate_layer_type': ",
-        ),
+        *OTHERS,
     ],
 )
 def test_architectures_that_cannot_be_computed(given: dict[str, Any], message: str) -> None:

@@ -151,13 +151,6 @@ def test_a_token_found_in_blocks_is_the_one_of_the_whole_sum(vocab_size: int, sp
     torch.testing.assert_close(logprob, every.gather(1, expected)[:, 0], atol=5e-6, rtol=0)
 
 
-def test_a_row_without_numbers_says_so_among_many_tokens():
-    logits = torch.zeros(2, 5000)
-    logits[1, 77] = math.nan
-    _, logprob = sample_token(logits, torch.tensor([0.5, 0.5], dtype=torch.float64), 1.0)
-    assert logprob.isnan().tolist() == [False, True]
-
-
 @given(SEEDS, VOCAB, st.floats(0.001, 0.9999), st.sampled_from([0.0, 0.3, 3.0, 20.0]))
 def test_the_nucleus_is_found_alike_without_a_look(
     seed: int, vocab_size: int, top_p: float, spread: float

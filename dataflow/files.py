@@ -252,8 +252,8 @@ class WrittenFile:
 def write_hashed(path: Path, parts: Iterable[bytes | memoryview]) -> WrittenFile:
     """Write a file part by part and have the disk take all of it.
 
-    A large file goes past the system's page cache, as far as its file system lets it. Nobody reads
-    it soon, and to fill the cache can take several times as much processor time as all else.
+    A large file goes past the system's page cache, as far as its file system lets it. It is not
+    read soon, and to fill the cache can take several times as much processor time as all else.
     """
     digest, size_bytes = hashlib.sha256(), 0
     gathered, num_gathered = memoryview(mmap.mmap(-1, _AT_ONCE)), 0  # begins where a page does

@@ -267,8 +267,8 @@ class Role(Worker):
     Attributes:
         model_head: What the model behind the role ends in, which a planner sizes it by; None if
             the contract does not say that there is a model.
-        default_worker: Who plays the role if nobody is named, as `module:factory`; None if the
-            contract does not say.
+        default_worker: The worker if none is named, as `module:factory`; None if the contract does
+            not say.
         keeps_state: True if a call depends on the calls before it in other ways than by weights.
             Its worker has `save_state`, lives in one group, and is saved in checkpoints.
     """

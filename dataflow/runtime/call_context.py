@@ -93,7 +93,7 @@ def call_piece() -> Piece:
 def call_staleness() -> int | None:
     """Versions by which the weights that sampled are older than those the call being served trains.
 
-    None if nothing was sampled for it from the role's own weights, or nobody knows.
+    None if nothing was sampled for it from the role's own weights, or that is not known.
     """
     return _SCOPE.get().staleness
 

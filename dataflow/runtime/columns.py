@@ -3,7 +3,7 @@
 Inside a call a ragged column is a padded dense tensor, because that is what maths is written on.
 Between calls it is `Packed`: the values of all rows one after another, and the rows' lengths.
 Packing drops whatever stood at padded positions, so nothing can depend on it; unpacking pads as the
-spec says. Both copy, so nobody who works on a dense tensor in place can change what is stored.
+spec says. Both copy, so work on a dense tensor in place cannot change what is stored.
 """
 
 from __future__ import annotations

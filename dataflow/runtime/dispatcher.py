@@ -72,8 +72,8 @@ class Dispatcher:
     def run(self, program: str) -> Generator[None]:
         """While it is entered a run of `program` may submit tasks and wait for them.
 
-        What is out when it is left will be carried out, but nobody hears of it, except for what was
-        marked as `carried`: that the next run may ask for.
+        What is out when it is left will be carried out, but its results are dropped, except for
+        what was marked as `carried`: that the next run may ask for.
         """
         if self._run is not None:
             raise StateError(
@@ -170,7 +170,7 @@ class Dispatcher:
     def failure(self, failed: Completion) -> WorkerError:
         """The error to raise for work that failed: a `WorkerLost`, if processes have died.
 
-        Whoever talks to a process that dies fails too, and may be heard of first.
+        A peer of a process that dies fails too, and its failure may arrive first.
         """
         return self.loss(failed) or WorkerError(describe(failed))
 

@@ -39,7 +39,7 @@ def run_eagerly(
         What the step function returned.
 
     Raises:
-        ConfigError: If a parameter is given by nobody.
+        ConfigError: If a parameter is not provided.
     """
     built: list[Role] = []
     try:

@@ -41,7 +41,7 @@ _SETTLE_S = 60.0  # For a checkpoint to be written when a run ends with an error
 class Engine:
     """Runs a graph as its placement and schedule say.
 
-    No wait is longer than `Schedule.deadline_s` or, where nobody has set that, than what follows
+    No wait is longer than `Schedule.deadline_s` or, where that is not set, than what follows
     from the time that a plan predicts of the longest call; except that a source, and in this
     process a call, can be interrupted only in the main thread, without a debugger, and if nothing
     else uses SIGALRM. With Ray every call has its deadline.
@@ -122,7 +122,7 @@ class Engine:
         self._at_rest: Callable[[], None] | None = lambda: None
 
     def start(self) -> None:
-        """Build the workers; `run` and `ask` do it if nobody did.
+        """Build the workers; `run` and `ask` do it if need be.
 
         Raises:
             ConfigError: If a worker cannot be built from what was configured.
@@ -142,7 +142,7 @@ class Engine:
         try:
             self.executor.start(self.programs, self._workers, self.seed, self.schedule.wait_s)
         except BaseException as error:
-            # Whoever was to meet one that died failed as well, and may be heard of first.
+            # A rank that was to meet one that died failed as well, and may report first.
             lost = self._dispatcher.loss() if isinstance(error, WorkerError) else None
             self.executor.stop()
             if lost is not None:
@@ -208,8 +208,8 @@ class Engine:
         """Run steps and yield each as it completes, in order.
 
         A run begins when its first step is asked for, with the weights that the runs before it
-        left; its versions count from 0. An engine does one run at a time. Whoever breaks out of a
-        run ends it: what is out at the workers is carried out, but its results are dropped.
+        left; its versions count from 0. An engine does one run at a time. Breaking out of a run
+        ends it: what is out at the workers is carried out, but its results are dropped.
 
         A run with checkpoints goes on when processes die: from the newest one, or from its start if
         there is none yet and it began with what was built. It hands every step out once.

@@ -4,8 +4,8 @@ An executor owns worker processes (or none), stores what calls produce, and repo
 decides nothing: order, versions and placement are the scheduler's. Where groups share devices it
 puts one to sleep and wakes the other before it gives out work; see `DeviceSharing`.
 
-When processes die, a group that keeps nothing is started again beside the run, and nobody else
-notices. What a group with weights or a state has lost is had from the newest checkpoint, or from
+When processes die, a group that keeps nothing is started again beside the run, unnoticed
+by others. What a group with weights or a state has lost is had from the newest checkpoint, or from
 the copy in a neighbor's memory. The run goes back to there and computes the same again: random
 numbers belong to samples, so its result does not change.
 """
@@ -224,7 +224,7 @@ class Executor(ABC):
     def revive(self, groups: Collection[str]) -> frozenset[str]:
         """Start the groups again of which a process has died, and others besides.
 
-        What they had is lost, and what they owed is forgotten: nobody hears of it. All others go on
+        What they had is lost, and what they owed is forgotten. All others go on
         with what they have been given.
 
         Args:

@@ -1,7 +1,7 @@
 """Taking a run back to where it can go on from, and replicas that join and leave while it goes on.
 
 Groups, checkpoints and books are put right after a failure. The ranks of a group that keeps nothing
-are replicas: they have nothing to do with each other. Whoever joins is started beside the run,
+are replicas: they have nothing to do with each other. A rank that joins is started beside the run,
 which goes on meanwhile. Then the scheduler has the group finish what it has begun, and it gets its
 new ranks, with the weights that the others have. Chunks stay as they are, and random numbers belong
 to samples, so the run's result does not change.

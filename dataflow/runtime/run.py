@@ -628,7 +628,7 @@ class EngineRun:
     def _failure(self, abort: Abort) -> WorkerError:
         task, cause = self._failed or (None, None)
         where = f"{self._graph[task.node].where}\n" if isinstance(task, NodeTask) else ""
-        # Whoever waits for the dead may be what did not answer in time.
+        # What did not answer in time may only have waited for a process that died.
         lost = self._lost if self._failed else self._dispatcher.loss()
         report = f"{where}{abort.report}"
         failure = lost.reported(report) if lost is not None else WorkerError(report)

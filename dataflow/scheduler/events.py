@@ -240,7 +240,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """`group` is to have so many ranks, once it has nothing to do; whoever joins is ready."""
+    """`group` is to have so many ranks, once it has nothing to do; ranks that join are ready."""
 
     group: str
     num_ranks: int
@@ -380,7 +380,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class StepCompleted:
-    """All tasks of `step` are done; its outputs that nobody consumed are released after this."""
+    """All tasks of `step` are done; its outputs that no task consumed are released after this."""
 
     step: int  # The step; steps complete in index order
     # `(versions behind the step's own, number of tasks)` over the step's rollout reads.

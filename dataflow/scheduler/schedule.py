@@ -21,7 +21,7 @@ MOST_LAG = 1000
 """Steps that generation may run ahead: what is sampled in them is kept, and the scheduler looks
 through it with every event."""
 
-_DEADLINE_S = 600.0  # Where nobody has said how long anything may take
+_DEADLINE_S = 600.0  # where neither a key nor a prediction bounds a call
 # How much longer than predicted a call may take: predictions of devices that were not measured may
 # be several times too short.
 _TIMES_PREDICTED = 5.0

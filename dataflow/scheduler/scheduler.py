@@ -9,7 +9,7 @@ Rules:
 - A task starts when its inputs are stored, every copy of weights it reads holds the right version,
   and its ranks are free. Ready tasks of one rank run by (step, node order, chunk), but a part that
   can be trained on goes first.
-- A copy of weights leaves a version only when nobody in any step to come must still read it;
+- A copy of weights leaves a version only when no task of any step to come must still read it;
   `weight_versions.py` says how, and why nothing here can deadlock.
 - Before training goes past a checkpoint's step the checkpoint is saved; then nothing runs, and
   what later steps had to do with older weights is done and part of the checkpoint.
@@ -115,7 +115,7 @@ class Scheduler(SchedulerState):
     def handle(self, *events: Event) -> list[Instruction]:
         """Take what has happened, in order, and say what is to be done about it.
 
-        Whoever has heard of several things tells them together: what may start is looked for once.
+        Events known together are given together: what may start is looked for once.
         """
         for event in events:
             if self.aborted:

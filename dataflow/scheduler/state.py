@@ -265,7 +265,7 @@ class SchedulerState:
             raise ValueError(f"cannot resume at step {resume.step} of a run of {num_steps} steps")
         self.flow, self.schedule, self.num_steps = flow, schedule, num_steps
         self.one_at_a_time = one_at_a_time
-        # The flow's nodes by name, and who reads whom.
+        # The flow's nodes by name, and the readers of each.
         self.index = FlowIndex(flow, in_flight=schedule.in_flight)
         # Which copy of which weights holds which version.
         self.weights = Weights(flow, schedule, num_steps, resume.step)

@@ -270,7 +270,7 @@ class StepState:
 
         self.has_source = True  # which is checked below
         for consumption in self.consumption.values():
-            # Whoever answered may have been other ranks, so nothing follows from what one answered.
+            # Other ranks may have answered before, so nothing follows from what one answered.
             consumption.spread(len(index.chunks))
         for task in sorted(done, key=place):
             i = index.index[task.node]

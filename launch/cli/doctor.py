@@ -3,7 +3,7 @@
 It changes nothing, and belongs to a report of a fault. `nvidia-smi` is asked what torch does not
 say, and nothing is started on a device. What the processes of `executor=ray` live in is started,
 and ended again, in a process of its own with a deadline: a machine where that hangs is one of those
-on which somebody asks.
+that `doctor` is run on.
 """
 
 from __future__ import annotations

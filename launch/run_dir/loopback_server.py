@@ -5,9 +5,9 @@ The page of `penstock watch` is served by it, and the numbers of a run for Prome
 - It listens on 127.0.0.1 and nowhere else; the kernel chooses the port unless one is given.
 - The first part of every path is a token of 32 random bytes, new each time unless one is given.
   Whatever does not begin with it, names another host, is neither GET nor HEAD, or asks for nothing
-  that is there, gets 404 and not a byte more: nobody learns that there is a page.
-- The name of the host that a browser asks for must be the loopback device's. A page of somebody
-  else, whose name is made to lead here, cannot read anything.
+  that is there, gets 404 and not a byte more: it does not learn that there is a page.
+- The name of the host that a browser asks for must be the loopback device's. A page of
+  another site, whose name is made to lead here, cannot read anything.
 - No part of a path is a path of a file: `pages.Pages` looks names up in what it knows.
 """
 

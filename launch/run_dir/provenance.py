@@ -91,7 +91,7 @@ def _versions() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-_MAX_MODULE_BYTES = 10_000_000  # a larger file is no module that somebody wrote
+_MAX_MODULE_BYTES = 10_000_000  # a larger file is no module written by hand
 # Of a model's file 2 MiB are hashed, evenly spaced, the first and the last bytes among them.
 _NUM_PIECES, _PIECE_BYTES = 16, 128 * 1024
 

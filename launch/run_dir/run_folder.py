@@ -367,7 +367,7 @@ def state_of(record: RunRecord) -> State:
     try:
         descriptor = open_regular(record.folder.lock, links=False)
     except OSError:
-        pass  # nobody has run it here, or the file is none of ours
+        pass  # it was not run here, or the file is none of ours
     else:
         try:
             holder = lock_holder(descriptor)

@@ -394,7 +394,7 @@ class TrackioTracker(_Store):
             "_Group": self._group or self._run.id,
         }
         path = self._store.get_project_db_path(self._project)
-        # The time-out is for whoever else writes to the project.
+        # The time-out is for other processes that write to the project.
         with closing(sqlite3.connect(path, timeout=30.0)) as file, file:
             file.execute(
                 "DELETE FROM metrics WHERE run_id = ? AND step >= ?", (self._id(stage), step)
@@ -440,8 +440,8 @@ Mode = Literal["offline", "online"]
 class WandbTracker(_Store):
     """Writes to Weights & Biases: into the run's folder, or sent as the run goes on.
 
-    By default nothing is sent and nobody is asked to log in: `wandb/` in the run's folder takes
-    every metric, and `wandb sync` sends it whenever somebody wants that. A run that is resumed goes
+    By default nothing is sent and no login is needed: `wandb/` in the run's folder takes
+    every metric, and `wandb sync` sends it when that is wanted. A run that is resumed goes
     on under the same name, with a file of its own; the steps that come again stand in both, at the
     same step of the stage's axis.
 

@@ -79,7 +79,7 @@ def _error(number: int, what: str) -> BaseException:
 
 
 def _tell(text: str) -> None:
-    # At once: in a signal handler a buffered file may be in use. If nobody reads it any longer, an
+    # At once: in a signal handler a buffered file may be in use. If it is read no longer, an
     # error would be raised wherever the run is and take its checkpoint, or the deadline, away.
     with suppress(OSError):
         start = (

@@ -5,8 +5,8 @@ share weights share a layout, because the weights stay where they are; micro-bat
 own.
 
 What is tried for a layout's sizes: the engine's ZeRO stages, activations kept or computed again,
-the fastest micro-batch that fits and the one that needs least, and for models whose weights nobody
-else takes, waiting in host memory. Of all that, only what the engine of each call runs
+the fastest micro-batch that fits and the one that needs least, and for models whose weights no
+other takes, waiting in host memory. Of all that, only what the engine of each call runs
 (`EngineModel.why_not`).
 """
 

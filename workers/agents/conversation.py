@@ -261,7 +261,7 @@ class Floor:
                 for turn in self._turns.step():
                     self._idle.add(turn.row)
                     self._speaking.pop(turn.row).set_result(turn)
-                await asyncio.sleep(0)  # whoever waits goes on as far as it can
+                await asyncio.sleep(0)  # conversations that wait go on as far as they can
                 continue
             began = time.perf_counter()
             self._asked.clear()

@@ -47,7 +47,7 @@ class BadRow(Exception):
 class DataReport:
     """Counts rows kept and rows left out, and remembers the first examples.
 
-    A run never dies for one bad row and never trains on one silently: whoever reads data adds to a
+    A run never dies for one bad row and never trains on one silently: what reads data adds to a
     report, the launcher prints it, and `check` stops the run before it starts when too much of the
     data is bad.
     """

@@ -35,7 +35,7 @@ def rollouts() -> list[str]:
 
 
 def check_engine(name: str, *others: str) -> str:
-    """The name, if an engine that trains has it, or it may be somebody's own ("module:ENGINE")."""
+    """The name, if an engine that trains has it, or it may be the user's own ("module:ENGINE")."""
     if ":" in name or name in others or (name in ENGINES and ENGINES[name].trains):
         return name
     raise _unknown(name, "trains", [*others, *trainers()])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 class Cover(gym.Env[Any, Any]):
     """Places on a line, some of them marked. An agent goes left, stays or goes right.
 
-    All agents earn the share of marks that somebody stands on, so two on one mark are one too many.
+    All agents earn the share of marks that an agent stands on, so two on one mark are one too many.
     An agent sees its place, where the marks are from there, and where the others are, as parts of
     the line. An episode is cut off after `max_steps`.
 

@@ -307,7 +307,7 @@ def close_all(closes: Iterable[Callable[[], None]]) -> None:
 def closed_on_error(close: Callable[[], None]) -> Generator[None]:
     """Close something if the body raises, which is what is told, whatever closing raises then.
 
-    After an interruption it is left as it is: nobody could interrupt closing again.
+    After an interruption it is left as it is: closing could not be interrupted again.
     """
     try:
         yield

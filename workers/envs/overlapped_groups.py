@@ -1,6 +1,6 @@
 """Several groups of environments rolled out at the same time, by threads of one process.
 
-While one group waits for its environments, or for the answer of whoever serves the actor, another
+While one group waits for its environments, or for the answer of a served actor, another
 computes. What a group does depends on nothing but itself and its noise, so a rollout is the same,
 however many groups are overlapped.
 

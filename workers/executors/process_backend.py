@@ -4,12 +4,12 @@ A backend starts processes on devices, each with one object in it, calls that ob
 here, and stores what is put or returned, so that any of the processes can get it. Ray is one such
 backend. What the processes do, and when, is no concern of it: see `supervisor.py`.
 
-Whoever writes one keeps to this:
+A backend keeps to this:
 
 - The calls of one process are carried out one after another, in the order in which they were made.
 - No function blocks but `reserve`, `get` and `watch`, and those for no longer than they are told.
 - A process does not outlive the one that started it.
-- Nobody but these processes can connect to them, or make them unpickle anything.
+- Only these processes can connect to them, or make them unpickle anything.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def dead_processes(
 ) -> dict[tuple[str, int], str]:
     """Group and rank of which a process has died -> one line that says how.
 
-    Of ranks that have not joined their group yet nothing is said: nobody depends on them. Nor is
+    Of ranks that have not joined their group yet nothing is said: no other depends on them. Nor is
     anything of those that are `returning`: they are being started again.
     """
     left: dict[Ref, tuple[str, int]] = {}

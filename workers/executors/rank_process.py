@@ -1,6 +1,6 @@
 """One process of one group: what it builds and does, under any executor that has processes.
 
-What a process makes stays in its store, and whoever needs it gets it from there by a reference.
+What a process makes stays in its store, and others get it from there by a reference.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class RankProcess:
     def wake(self, asleep: Sequence[Ref]) -> None:
         """Take the device back once others have given it up.
 
-        What goes wrong is told to whoever asks for work next, because nobody looks at this call.
+        What goes wrong is told when work is asked for next, as this call's answer is not read.
         """
         try:
             for one in asleep:

@@ -36,7 +36,7 @@ class ExecutorKind:
     # What must be installed, as it is imported and as it is called; None if nothing.
     package: str | None = None
     # Starts what its processes live in, or joins it, as the first executor would; what provides
-    # them, or None if nobody else can use it.
+    # them, or None if it is not shared.
     connect: Callable[[], ProcessBackend | None] = lambda: None
     # The machines of the cluster that its processes run on, those first that are taken first; none
     # if they run on this one.
@@ -92,7 +92,7 @@ EXECUTORS = Registry[ExecutorKind](
 
 
 def check_executor(name: str) -> str:
-    """The name, if an executor has it, or it may be somebody's own ("module:EXECUTOR")."""
+    """The name, if an executor has it, or it may be the user's own ("module:EXECUTOR")."""
     if name in EXECUTORS or ":" in name:
         return name
     raise ValueError(

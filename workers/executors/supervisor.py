@@ -362,7 +362,7 @@ class Supervisor(Executor):
         if completion is not None and job.work.method in (Host.call, Host.answer):
             self._budget.answered(job.group, job.rank)
             for server, clients in self._connections.servers.items():
-                if job.group in clients:  # nobody else hears that it answers
+                if job.group in clients:  # no other group knows that it answers
                     self._budget.answered(server, job.rank)
         return completion
 
@@ -412,7 +412,7 @@ class Supervisor(Executor):
             self._load_again(job.group, None, owed)
             for name in self._connections.open(self._groups, [job.group], self._start_s):
                 if name in self._books.busy:
-                    self._groups[name].kill()  # it waits for somebody who will not come
+                    self._groups[name].kill()  # it waits for a process that will not come
         except PenstockError as error:
             return self._not_back(job, None, f"{said}; it {_COULD_NOT}: {error}")
         self._send_again(owed)
@@ -476,7 +476,7 @@ class Supervisor(Executor):
             try:
                 answers = self._here.backend.get(calls, min(self._deadline_s, _LOAD_S))
             except NotInTime as error:
-                said = self.died() or str(error)  # whom they are had from may have died too
+                said = self.died() or str(error)  # the process that sends them may have died too
                 if said != str(error) or time.monotonic() > end_s:
                     raise WorkerError(f"it could not have its weights: {said}") from error
                 continue
@@ -540,7 +540,7 @@ class Supervisor(Executor):
         try:
             waiting = self._build(again)
         except BaseException:
-            for group in again:  # of those that run nobody knows whether they are connected
+            for group in again:  # it is not known which of those that run are connected
                 group.kill()
             raise
         return frozenset(names) | (self.revive(waiting) if waiting else set())

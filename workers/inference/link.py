@@ -7,7 +7,7 @@ Requests and answers are a length, a JSON header, and the arrays as they lie in 
 Everything is little-endian. The header names each array's dtype and shape, or null for a missing
 one. Nothing is unpickled, and what a frame may claim is bounded before anything is made of it.
 
-Whoever connects must know the token first: the server sends 16 random bytes, and the client answers
+A client must know the token: the server sends 16 random bytes, and the client answers
 with their HMAC-SHA256 under the token.
 """
 
@@ -57,7 +57,7 @@ def proof(token: str, challenge: bytes) -> bytes:
 @dataclass(frozen=True)
 class Frame:
     header: Mapping[str, Any]  # From JSON
-    arrays: tuple[Array | None, ...]  # The arrays it came with; writable, and nobody else's
+    arrays: tuple[Array | None, ...]  # The arrays it came with; writable, and not shared
 
 
 class FrameReader:
@@ -343,7 +343,7 @@ class InferenceServer:
     """Answers requests from other processes until it is closed.
 
     Its thread reads what has arrived on all connections, answers everything that is waiting at
-    once, and sends the answers. So requests gather while it is busy, and nobody waits for a batch
+    once, and sends the answers. So requests gather while it is busy, and none waits for a batch
     to fill. It never waits for a connection to take an answer: one that has not taken its answer is
     read no further until it has, and is dropped if it takes nothing for a while. So is one that
     does not prove itself, or does not end a request that it has begun. What time is spent on
@@ -445,7 +445,7 @@ class InferenceServer:
         except (BlockingIOError, ConnectionError):
             return  # It has gone again.
         except OSError as error:
-            # Too many files are open for now, and whoever wants to connect goes on to be an event.
+            # Too many files are open for now, and a client that waits goes on to be an event.
             _LOG.warning("a connection could not be accepted: %s", error)
             self._selector.unregister(self._listener)
             self._listen_at_s = time.monotonic() + _PAUSE_S
@@ -527,7 +527,7 @@ class InferenceServer:
         except BlockingIOError:
             pass
         except OSError:
-            self._drop(peer)  # It has gone; whoever called will notice.
+            self._drop(peer)  # It has gone; its client will notice.
             return
         wanted = selectors.EVENT_WRITE if peer.unsent else selectors.EVENT_READ
         self._selector.modify(peer.link, wanted, peer)

@@ -46,7 +46,7 @@ _OURS = tuple(
     f"{Path(__file__).resolve().parents[2] / name}{os.sep}"
     for name in ("algorithms", "configs", "dataflow", "launch", "planner", "workers")
 )
-"""Folders of this package: frames in them say nothing to somebody whose function failed."""
+"""Folders of this package: frames in them say nothing to the author of a function that failed."""
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that are sent to a process from outside. All others come of what it does itself."""
 _HEAD, _TAIL = 1000, 3000
@@ -137,7 +137,7 @@ def _supervise(child: int, lifeline: int) -> NoReturn:
 def was_killed(exit_code: int | None) -> bool:
     """Whether a process was killed from outside, which is no fault of what it was doing.
 
-    Whoever has it starts another and has it do the same again, once: what kills itself, or is
+    Its pool starts another and has it do the same again, once: what kills itself, or is
     killed because memory runs out, looks alike, and would go on for ever.
 
     Args:

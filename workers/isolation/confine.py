@@ -78,7 +78,7 @@ def _confine(setup: dict[str, Any]) -> None:
         _check(libc.prctl(1, 9, 0, 0, 0), "ending with its parent")
     if kind == "namespaces":
         _enter_namespaces(libc, setup["places"])
-    # Whoever asked for this run may have ended before the kernel was asked to tell.
+    # The process that asked for this run may have ended before the kernel was asked to tell.
     poll = select.poll()
     poll.register(setup["lifeline"])
     if poll.poll(0):

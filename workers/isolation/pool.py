@@ -259,7 +259,7 @@ class ProcessPool:
         start_limit_s: Seconds a process may take to start and become ready.
         most_bytes: Of an answer.
         accepts: Whether a value can be one; a process that gives another is believed no more.
-        repeats: Whether a call whose process is killed is made again, once: whoever has killed it
+        repeats: Whether a call whose process is killed is made again, once: what has killed it
             did not mean the call.
         keeps_state: Whether calls build on each other: none is made once a process has ended.
     """

@@ -188,7 +188,7 @@ class Sandboxed:
     def _kill(self) -> float:
         """Kill its whole group, wait for it, and return the seconds of CPU time that it took.
 
-        It is waited for last: until then nobody else can have its number, nor its group's.
+        It is waited for last: until then no other process can have its number, nor its group's.
         """
         process = self._process
         if not self.ends(0):
@@ -196,7 +196,7 @@ class Sandboxed:
             for member in first:  # it takes all its namespace along
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(member, signal.SIGKILL)
-            # The one in front waits for it; else it would be left to whoever waits for orphans.
+            # The one in front waits for it; else it would be left to init.
             self.ends(STOP_S if first else 0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -527,7 +527,7 @@ def _unnamed_file(name: str, text: str = "") -> IO[bytes]:
     try:
         file = os.fdopen(os.memfd_create(f"penstock_{name}"), "w+b")
     except (AttributeError, OSError):  # only Linux has it, and may be told to refuse
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by whoever asked for it
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the caller
     file.write(text.encode("utf-8", errors="replace"))
     file.seek(0)
     return file
@@ -569,7 +569,7 @@ def check_nothing_left(group: int, wait_s: float) -> None:
             os.killpg(group, 0)
         except ProcessLookupError:
             return
-        if not (left := [*_living(group)]):  # nobody has waited for them yet, but they have ended
+        if not (left := [*_living(group)]):  # they have ended; zombies are left
             return
         if time.monotonic() >= deadline:
             break

@@ -1,8 +1,8 @@
 """Checks of a model folder before anything is built from it.
 
 Only headers are read here, of every file, in milliseconds: the weights themselves are looked at
-where they have been loaded. transformers fills what a folder lacks with random numbers, and takes
-what it has too much for nobody's; here both are refused.
+where they have been loaded. transformers fills what a folder lacks with random numbers, and ignores
+what it has too much; here both are refused.
 
 A folder may also be the mean of others, a soup: Wortsman et al., "Model Soups", 2022; as a
 reference policy: Chegini et al., "SALSA", 2024.

@@ -225,7 +225,7 @@ class ChatClient:
             raise ChatError(f"the reply is no chat completion: {self._shown(reply)!r}") from None
         if not isinstance(content, str):
             raise ChatError("the reply has no text")
-        return self._masked(content)  # whoever asked may show it
+        return self._masked(content)  # as the caller may show it
 
     def _shown(self, text: str) -> str:
         """The beginning of a text, for messages; the key is masked before anything is cut."""
@@ -404,7 +404,7 @@ class Judge(Reward):
         """A verdict per request, and the seconds they took added up.
 
         The thread that asks is left to itself when the time is up: a name that never resolves,
-        which no time limit of a socket covers, holds up nobody.
+        which no time limit of a socket covers, holds up nothing else.
         """
         at_once = max(1, min(self._spec.concurrency, len(asked)))
         limit = -(-len(asked) // at_once) * self._spec.deadline_s + 1.0

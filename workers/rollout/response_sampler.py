@@ -203,7 +203,7 @@ class TokenSampler:
         device = uniform.device
         # One row more than there are, for rows that only fill a batch.
         self._nobody = len(uniform)
-        # i64[rows + 1], on the device; tokens that have been noted, of nobody at the end.
+        # i64[rows + 1], on the device; tokens that have been noted; the last row is a dummy.
         self.length = torch.cat([length, length.new_zeros(1)]).to(device)
         self._seen = None if seen is None else torch.cat([seen, seen.new_zeros(1, vocab_size)])
         self._limit = limit.to(device)

@@ -54,7 +54,7 @@ class HostCopy:
     """Contents of a device's tensors, kept on the host; their memory there is given up.
 
     The tensors stay what they are, and so do all views of them: only the memory under them goes and
-    comes back, at another place. Nobody may look at them meanwhile. Those that are `void` will be
+    comes back, at another place. They must not be read meanwhile. Those that are `void` will be
     written before they are read: they are not copied, and hold anything afterwards.
     """
 

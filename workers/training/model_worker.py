@@ -85,7 +85,7 @@ class ModelWorker(Worker):
     def local_tensors(self) -> dict[str, Tensor]:
         """This process's weights by the names `weights_layout` gives them: views, not copies.
 
-        Whoever writes to them calls `weights_changed` afterwards.
+        Call `weights_changed` after writing to them.
         """
         return self._network.tensors()
 

@@ -39,8 +39,8 @@ class MicroBatches(Generic[M, R]):
 class Network(Protocol):
     """A process's part of a model, and how micro-batches go through it."""
 
-    # Where a worker would live that computed alone what this process does: whoever has rows of its
-    # own is a data-parallel rank there. Its `process` is this one.
+    # Where a worker would live that computed alone what this process does: one that has rows of
+    # its own is a data-parallel rank there. Its `process` is this one.
     context: WorkerContext
     device: torch.device  # Where the weights lie
     layout: Sharding  # Which process of the group stores what; devices are numbered like processes
@@ -196,7 +196,7 @@ class WholeNetwork:
         shapes = {name: tuple(self.flat.parameter(name).shape) for name in self.flat.names}
         dtype = str(self.flat.data.dtype).removeprefix("torch.")
         self.layout = unsharded(shapes, range(context.num_processes), dtype=dtype)
-        # Exported as they lie in the buffer: whoever samples noise for one after another sees that.
+        # Exported as they lie in the buffer: noise that is sampled for one after another sees that.
         lying = {name: shapes[name] for name in sorted(shapes, key=self.flat.span)}
         self.rank_layout = unsharded(lying, [context.process], dtype=dtype)
 

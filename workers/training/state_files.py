@@ -83,7 +83,7 @@ class StateFiles:
         self._ended = threading.Event()
 
     def take(self, files: Mapping[str, Mapping[str, Tensor]]) -> Writes:
-        self.keep()  # of a state that nobody has written
+        self.keep()  # of a state that was not written
         self.room.give_back(self._pieces)  # what was copied before is read no more
         every = [one for tensors in files.values() for one in tensors.values()]
         sizes = [one.nbytes for one in every if one.device.type != "cpu"]

@@ -50,7 +50,7 @@ class ChannelEnd:
     group: str  # Of the process
     process: int  # Its number there
     host: str  # The address on which it may listen; the other processes can connect to it there
-    deadline_s: float  # How long a packet may take, from the moment somebody asks for it
+    deadline_s: float  # How long a packet may take, from the moment it is asked for
     # Stores an object in the executor's object store, and gives a reference to it.
     put: Callable[[Any], Any]
     # What references stand for; raises if that is not there within some seconds.
@@ -89,7 +89,7 @@ class WeightChannel(Protocol):
         """The packet that an offer has for this process; None if it has none.
 
         Raises:
-            WeightsError: If it cannot be had by the deadline; says of whom, and why.
+            WeightsError: If it cannot be had by the deadline; says from which process, and why.
         """
         ...
 

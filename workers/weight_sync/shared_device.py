@@ -3,14 +3,14 @@
 A sender packs into memory that receivers open by CUDA IPC, so nothing goes through the host but a
 few numbers per slice, which lie in the executor's object store. The memory is used again once an
 offer is forgotten: in a run there are two pieces for each bucket, of the version that copies have
-and of the next. They stay when the worker sleeps; whoever wakes reads them.
+and of the next. They stay when the worker sleeps; a receiver that wakes reads them.
 
     sender:    room -> pack -> publish ........................... forget -> room for the next
     receiver:                           obtain -> check -> copy
 
 Before a receiver looks at a bucket it reads in the sender's ledger whether the offer still stands.
-The ledger lies in memory of the host that is gone with the sender, so nobody reads what a dead
-process had. Tensors in host memory are shared in the same way; that is for tests without a GPU.
+The ledger lies in memory of the host that is gone with the sender, so what a dead process had is
+not read. Tensors in host memory are shared in the same way; that is for tests without a GPU.
 """
 
 from __future__ import annotations

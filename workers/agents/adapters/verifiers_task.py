@@ -81,7 +81,7 @@ class VerifiersEnvironment:
         self._rollout.cancel()
         await asyncio.wait([self._rollout], timeout=self._step_limit_s)
         if self._rollout.done() and not self._rollout.cancelled():
-            self._rollout.exception()  # looked at, or asyncio says that nobody did
+            self._rollout.exception()  # else asyncio warns that it was never retrieved
 
     async def _run(self) -> Any:
         state = await self._env.rollout(dict(self._row), self._turns, "policy", {})

@@ -1,8 +1,8 @@
 """Programs that act by asking a policy, and how they are run.
 
 A program is given an address and a key, as any client of an OpenAI-compatible server is, and asks
-for as many turns as it likes. What it comes to is its answer, which is scored. It is somebody's
-code: whatever it does ends its own conversation at most.
+for as many turns as it likes. What it comes to is its answer, which is scored. It is code of
+others: whatever it does ends its own conversation at most.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..rendering import TurnRenderer
 from .endpoint import Endpoint, ProgramSequences, served
 
 _MOST_BYTES = 1 << 20  # of what a command prints
-_END_S = 30.0  # for whoever supervises a command to kill what it has started
+_END_S = 30.0  # for a command's supervisor to kill what it has started
 _SHOWN = 500  # characters of what a command complained of
 
 
@@ -125,7 +125,7 @@ class CommandProgram:
             return await self._answer(process, access)
         finally:
             with suppress(ProcessLookupError):
-                process.terminate()  # whoever supervises it kills it and ends
+                process.terminate()  # its supervisor kills it and ends
             try:  # to the end, or its pipes stay open
                 await asyncio.wait_for(process.communicate(), _END_S)
             except TimeoutError:

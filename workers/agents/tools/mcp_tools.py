@@ -129,7 +129,7 @@ class McpServer:
     def _connected(self) -> _Connection:
         loop = asyncio.get_running_loop()
         if self._connection is not None and self._connection.loop is not loop:
-            self._connection = None  # it ended with its event loop; nobody is to blame
+            self._connection = None  # it ended with its event loop, which is no failure
         if self._connection is not None and self._connection.is_closed:
             self._lose(self._connection)
         if self._connection is None:
@@ -207,7 +207,7 @@ class _Connection:
         finally:
             if not self.made.done():
                 self.made.set_exception(why)
-                self.made.exception()  # seen, should nobody wait for it any more
+                self.made.exception()  # seen: asyncio warns of an exception that is never retrieved
 
 
 def why_not(error: BaseException) -> str:

@@ -186,8 +186,8 @@ class FsdpMesh:
     shards: RankGroup  # The processes that divide the same weights by rows
     rows: RankGroup  # Those of them that share out a rank's rows: all, without context parallelism
     context: ContextGroup | None  # Those that share every row; None if this one computes whole rows
-    # The context of a worker that computes alone what this process does: whoever takes rows of
-    # his own is a data-parallel rank there
+    # The context of a worker that computes alone what this process does: a process with rows
+    # of its own is a data-parallel rank there
     beside: WorkerContext
     # The processes that divide matrix products, in the order of the vocabulary; None if that is
     # this one alone

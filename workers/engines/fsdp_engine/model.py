@@ -38,7 +38,8 @@ class FsdpModel(nn.Module):
 
     FSDP2 has a layer's weights whole only inside its forward. Those of the head, which belongs to
     no layer, it keeps whole from the forward until the backward pass is over, or `reshard_all`. So
-    of a vocabulary that is not divided the logits are left to whoever needs them, some at a time.
+    of a vocabulary that is not divided the logits are computed where they are needed, some at
+    a time.
     """
 
     def __init__(self, module: nn.Module, backbone: nn.Module, head: nn.Module | None) -> None:

@@ -11,7 +11,7 @@ All Megatron roles of a process share the groups, so they must all have the same
 what megatron-core 0.16.1 assumes about CUDA where a model is on the CPU, be there a GPU beside it
 or not: it gives a few of megatron-core's own modules another `torch` to look names up in: torch
 itself, except for what `_CpuTorch` and `_CpuCuda` list. torch stays as it is for everyone else, so
-`torch.cuda.is_available()` tells nobody a lie.
+`torch.cuda.is_available()` stays true to the machine.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ class PlainNetwork(TorchNetwork):
     def _training_layers(self) -> Generator[None]:
         """Layers that compute activations again do so while they, without what is in them, train.
 
-        What is in them stays in evaluation mode, so there is no dropout; and whoever generates
+        What is in them stays in evaluation mode, so there is no dropout; and generation
         needs their caches, which they keep in evaluation mode alone.
         """
         for layer in self._again:

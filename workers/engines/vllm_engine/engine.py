@@ -6,7 +6,7 @@ requests share a batch there depends on when messages arrive; a worker is given 
 call, or of all calls of a step, at once, so waiting asynchronously would gain nothing, and the
 batches (and with them the last bits of log-probabilities) would vary from run to run. In this
 process weights are handed over by reference, responses leave with the step that ends them, an abort
-takes effect before the next forward pass, and whoever kills the worker kills the engine.
+takes effect before the next forward pass, and to kill the worker is to kill the engine.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class VllmEngine:
         the weights, not on the other requests, up to the rounding of sums: where two tokens are
         equally good to the last bits, a batch of another shape may choose the other one.
 
-        Whoever does not read to the end closes the iterator, which aborts what is left.
+        Close the iterator if it is not read to the end: that aborts what is left.
         """
         batch = self.begin(requests, sampling, end_ids=end_ids, completes=completes)
         known = 0
@@ -302,7 +302,7 @@ def _starting(options: EngineOptions) -> Generator[None]:
     wanted = dict(_ENVIRONMENT)
     if torch.device(options.device).type == "cpu":
         wanted |= _CPU_ENVIRONMENT
-        # Whoever imported it before has made it read its environment already.
+        # If it was imported before, it has read its environment already.
         torch._dynamo.config.disable = True  # pyright: ignore[reportPrivateUsage] - its documented switch
     if torch.distributed.is_initialized():
         wanted |= {"RANK": str(options.process), "LOCAL_RANK": "0"}

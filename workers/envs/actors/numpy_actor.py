@@ -204,7 +204,7 @@ class OnHost(Generic[N]):
     def follow(self) -> None:
         """Take the copy anew if need be: one transfer for all weights.
 
-        Whoever changes the network meanwhile, in another thread, is not missed: the copy counts as
+        A change of the network meanwhile, by another thread, is not missed: the copy counts as
         fresh before it is taken, so the change makes it stale again.
         """
         stale, self.is_stale = self.is_stale, False

@@ -115,9 +115,9 @@ class RecurrentNetwork(nn.Module):
 
     Cho et al., "Learning Phrase Representations using RNN Encoder-Decoder for Statistical Machine
     Translation", 2014, in the form of torch's `nn.GRUCell`. Actor and critic see its state beside
-    the observation. The state is a column: it goes into every step and comes out of it, so whoever
-    acts keeps nothing. An episode begins after each step that does not count, and with nothing
-    remembered.
+    the observation. The state is a column: it goes into every step and comes out of it, so the
+    worker that acts keeps nothing. An episode begins after each step that does not count, and with
+    nothing remembered.
     """
 
     def __init__(self, num_features: int, units: int, random: torch.Generator) -> None:

@@ -95,7 +95,7 @@ class TorchQNetwork(PerceptronWorker, QNetwork):
     """A perceptron over observations, and acting by its best choice.
 
     How often it acts at random is one of its weights, which training moves by a schedule. So
-    whoever acts by a version of the weights explores as that version does, wherever it is.
+    what acts by a version of the weights explores as that version does, wherever it is.
     """
 
     model_type = "perceptron_q_network"

@@ -178,7 +178,7 @@ class GameColumns:
         self.turns[moved, side] += 1
 
     def add_reward(self, reward: NDArray[np.float32]) -> None:
-        """Give both sides what a move earned them, f32[games, 2]; 0 where nobody moved."""
+        """Give both sides what a move earned them, f32[games, 2]; 0 where neither moved."""
         self.earned += reward
         game, side = np.nonzero((reward != 0) & (self.turns > 0))
         self._columns["reward"][game, side, self.turns[game, side] - 1] += reward[game, side]
@@ -282,7 +282,7 @@ class _Played:
 
     def _still_live(self) -> NDArray[np.bool_]:
         boards = self._boards
-        side = np.where(boards.over, 0, boards.turn)  # nobody is to move where a game is over
+        side = np.where(boards.over, 0, boards.turn)  # a game that is over names no player
         self._names.blame(
             (side != 0) & (side != 1),
             lambda index: f"says it is the turn of player {side[index]}; expected 0 or 1",

@@ -1,9 +1,9 @@
 """The Ray executor: every process of every group is an actor; outputs stay where they were made.
 
 Who can connect: a Ray that is started here listens on the loopback address only, and the processes
-of a group meet and talk on the address that Ray has on their machine. On a cluster that somebody
-else started Ray listens as it was told to. It may ask for a token; torch.distributed asks nobody
-who connects, so a cluster belongs on a private network.
+of a group meet and talk on the address that Ray has on their machine. On a cluster that the
+user started Ray listens as it was told to. It may ask for a token; torch.distributed asks for
+none, so a cluster belongs on a private network.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..supervisor import Supervisor
 
 _LOCK = ".lock"
 _STOP_S = 5.0
-_OLD_S = 60.0  # Age after which a folder without a lock belongs to nobody
+_OLD_S = 60.0  # Age after which a folder without a lock is left behind
 # The longest path that Ray adds to the folder of a user.
 _SOCKET = "/abcdefgh/session_2026-11-22_12-00-00_000000_4194304/sockets/plasma_store"
 _LONGEST_SOCKET = 104  # Most characters of a socket's path

@@ -93,6 +93,7 @@ class Lines:
             NotSaid: If there is no answer by then.
         """
         deadline = asyncio.get_running_loop().time() + limit_s
+        # An answer to an earlier message that comes late is none to this one.
         nonce = secrets.token_hex(8)
         await self._send(json.dumps({"nonce": nonce, **message}).encode() + b"\n", deadline)
         return read_answer(await self._receive(deadline), nonce)

@@ -90,6 +90,7 @@ def rank_group(context: WorkerContext, device: torch.device) -> RankGroup:
     """The data-parallel ranks of a worker; all processes of its group must ask."""
     sizes = (context.tensor_parallel, context.num_ranks, context.pipeline_parallel)
     several = context.num_ranks > 1 and context.num_ranks < context.num_processes
+    # None is torch's default group, of all processes.
     group = _groups(*sizes)[context.tensor_rank, context.stage] if several else None
     return RankGroup(context.rank, context.num_ranks, device, group)
 
@@ -101,6 +102,7 @@ def _groups(tensor: int, data: int, stages: int) -> dict[tuple[int, int], dist.P
     for stage in range(stages):
         for at in range(tensor):
             ranks = [at + tensor * (rank + data * stage) for rank in range(data)]
+            # torch has every process make every group, in one order, also those that it is not in.
             group = dist.new_group(ranks)
             if isinstance(group, dist.ProcessGroup):  # a number for those that are not in it
                 made[at, stage] = group

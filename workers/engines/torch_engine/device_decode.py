@@ -211,6 +211,7 @@ class DeviceBatch(Batch):
 
     def advance(self) -> Tensor:
         """Sample some more tokens of every row, and look; the responses that ended, ascending."""
+        # A stop string, or newer weights, must count before the next token.
         ahead = 1 if self._sampler.reads_text or call_in_flight() else TOKENS_PER_LOOK
         count = min(ahead, self._sampler.most_left(self._response[self._known]))
         self.run(count)
@@ -238,6 +239,7 @@ class DeviceBatch(Batch):
         tokens = self._sampler.tokens
         sampled = tokens.sample(logits, self.row, waits=False)
         tokens.note(sampled, self.row, live)
+        # Of one type, so that one copy brings all three to the host.
         note = [sampled.token, sampled.logprob.view(torch.int32).long(), live.long()]
         self._window.index_copy_(0, self._next, torch.stack(note)[None])
         self._next.add_(1)

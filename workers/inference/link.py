@@ -246,7 +246,11 @@ class InferenceClient:
             try:
                 _limit(link, end_s)
                 link.sendall(frame)
-                answer = _next_frame(link, end_s)
+                reader = FrameReader()
+                while (answer := reader.take()) is None:
+                    reader.feed(_piece(link, end_s))
+                if reader.has_begun:  # it would pass for the answer to the next request
+                    raise ConnectionError("it said more than its answer")
             except TimeoutError:
                 raise
             except OSError as error:
@@ -306,15 +310,6 @@ def _piece(link: socket.socket, end_s: float, most: int = _PIECE) -> bytes:
     return piece
 
 
-def _next_frame(link: socket.socket, end_s: float) -> Any:
-    reader = FrameReader()
-    while (frame := reader.take()) is None:
-        reader.feed(_piece(link, end_s))
-    if reader.has_begun:  # it would pass for the answer to the next request
-        raise ConnectionError("it said more than its answer")
-    return frame
-
-
 # How long a connection may keep us waiting: to prove itself, and to take some of an answer.
 _PATIENCE_S = 10.0
 
@@ -352,7 +347,12 @@ class InferenceServer:
 
     def __init__(self, served_weights: ServedWeights, host: str, token: str, port: int = 0) -> None:
         self._served_weights, self._token = served_weights, token
-        self._listener = _listening(host, port)
+        try:
+            self._listener = socket.create_server((host, port), backlog=1024)
+        except OSError:  # another process has that port
+            if not port:
+                raise
+            self._listener = socket.create_server((host, 0), backlog=1024)
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])  # Host and port
         self.num_requests = self.num_batches = 0
@@ -539,15 +539,6 @@ class InferenceServer:
         if self._peers.pop(number, None) is not None:
             self._selector.unregister(peer.link)
             peer.link.close()
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), backlog=1024)
-    except OSError:
-        if not port:
-            raise
-        return socket.create_server((host, 0), backlog=1024)
 
 
 def _frame_of(request: InferenceRequest, answer: object) -> bytes:

@@ -44,20 +44,9 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _COMMON_ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 """Known without a look at the list of transformers, which takes seconds to import."""
 
-_ALSO = frozenset(
-    {
-        "model_type",
-        "torch_dtype",
-        "tie_word_embeddings",
-        "use_cache",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "head_dim",
-        "rope_theta",
-        "rope_scaling",
-        "partial_rotary_factor",
-    }
+_ALSO = (
+    *("model_type", "torch_dtype", "tie_word_embeddings", "use_cache", "head_dim", "rope_theta"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "rope_scaling", "partial_rotary_factor"),
 )
 """Keys that models read beside the fields that their config classes declare."""
 
@@ -85,9 +74,6 @@ class _Fields:
             if field.init
         }
 
-    def called(self, key: str) -> str:
-        return _called(key, self.folder)
-
     def written(self, name: str) -> str:
         """A field as it is written here: families have names of their own."""
         own = str(self.kind.attribute_map.get(name, name))
@@ -99,8 +85,7 @@ class _Fields:
 
     def refusal(self, name: str, expected: str, fix: str = "") -> ConfigError:
         key = self.written(name)
-        where = self.called(key)
-        hint = f"\n    {fix}" if fix else ""
+        where, hint = _called(key, self.folder), f"\n    {fix}" if fix else ""
         return ConfigError(f"{where} is {self.value(name)!r}; expected {expected}{hint}")
 
 
@@ -173,7 +158,7 @@ def _check_known(fields: _Fields) -> None:
     for key in unknown:
         if key not in written:
             raise ConfigError(
-                f"there is no key {fields.called(key)}{nearest(key, sorted(known))}\n"
+                f"there is no key {_called(key, fields.folder)}{nearest(key, sorted(known))}\n"
                 f"    a {fields.given['model_type']} model has: "
                 f"{', '.join(name for name in fields.declared if name not in common)}"
             )
@@ -264,8 +249,8 @@ def _made(fields: _Fields) -> Any:
         if fault is not None:
             raise fields.refusal(fault[1], _TYPES.get(fault[2], fault[2])) from None
         raise ConfigError(
-            f"{fields.called('model_type')} is {kind!r}, and transformers makes no config of the "
-            f"fields beside it: {' '.join(str(error).split()):.300}"
+            f"{_called('model_type', fields.folder)} is {kind!r}, and transformers makes no config "
+            f"of the fields beside it: {' '.join(str(error).split()):.300}"
         ) from None
 
 

@@ -327,10 +327,8 @@ def first_adapters(
 
 
 def _fresh(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """B is zero, and A sampled as peft does, from the seed and its name alone.
-
-    So roles that start from one model start alike, whichever processes hold them.
-    """
+    # B is zero, and A sampled as peft does, from the seed and its name alone: so roles that start
+    # from one model start alike, whichever processes hold them.
     made = torch.zeros(*shape)
     if ".lora_B." in name:
         return made

@@ -296,7 +296,14 @@ def mean_folder(folders: Mapping[str, float], home: Path) -> Path:
     Configuration and tokenizer are the first folder's. Tied weights stand in a file once and are
     averaged once; what is computed from the configuration is in no file and is not averaged.
     """
-    place = home / f"mean-{_made_of(folders)}"
+    digest = hashlib.sha256()  # of the shares and the bytes of the weights
+    for folder, share in folders.items():
+        digest.update(f"{share!r} ".encode())
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            digest.update(f"{file.name} ".encode())
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    place = home / f"mean-{digest.hexdigest()[:16]}"
     if place.is_dir():
         return place
     sources = [Path(folder) for folder in folders]
@@ -319,15 +326,3 @@ def mean_folder(folders: Mapping[str, float], home: Path) -> Path:
             raise ConfigError(f"{', '.join(map(str, sources))}: {error}") from error
         write_tensors(draft / name, mean)
     return draft.rename(place)
-
-
-def _made_of(folders: Mapping[str, float]) -> str:
-    """Identifies folders, shares, and the bytes of the weights."""
-    digest = hashlib.sha256()
-    for folder, share in folders.items():
-        digest.update(f"{share!r} ".encode())
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            digest.update(f"{file.name} ".encode())
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()[:16]

@@ -69,18 +69,11 @@ class ModelSpec:
 
     @property
     def num_positions(self) -> int | None:
-        """Longest sequence the model is made for, in tokens; None if its config does not say.
-
-        Reads the config alone.
-        """
+        """Longest sequence the model is made for, in tokens; None if its config does not say."""
         return getattr(self.config, "max_position_embeddings", None)
 
     def causal_lm(self, device: str) -> transformers.PreTrainedModel:
-        """Build the whole language model on `device`, in evaluation mode (dropout off).
-
-        Raises:
-            ConfigError: As `check`.
-        """
+        """Build the whole language model on `device`, in evaluation mode (dropout off)."""
         model = self._initialized() if self.folder is None else self._loaded(scalar_head=False)
         return self._placed(model, device)
 
@@ -109,12 +102,8 @@ class ModelSpec:
     def check(self, *, scalar_head: bool) -> None:
         """Look at all that can be known of a model without its weights, in milliseconds.
 
-        Args:
-            scalar_head: Whether the backbone alone is taken; see `check_tensors`.
-
-        Raises:
-            ConfigError: If the architecture cannot be computed, or the folder does not hold exactly
-                the weights of its model.
+        Raises `ConfigError` if the architecture cannot be computed, or the folder does not hold
+        exactly the weights of its model: of the backbone alone, with a scalar head.
         """
         if self.folder is None:
             empty_model(self.config)
@@ -124,12 +113,7 @@ class ModelSpec:
     def check_weights(self, weights: Mapping[str, Tensor], context: WorkerContext) -> None:
         """Require of a model's first weights, wherever they lie by now, that they are numbers.
 
-        Args:
-            weights: All of them, or a process's part.
-            context: Whose they are; all processes of the group must ask, and are answered alike.
-
-        Raises:
-            ConfigError: Naming those with which nothing can be computed.
+        `weights` are all, or a process's part: all processes of its group must ask.
         """
         device = next(iter(weights.values())).device
         everyone = RankGroup(context.process, context.num_processes, device)
@@ -227,28 +211,25 @@ class Head:
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
             linear = nn.Linear(model.config.hidden_size, 1)
             if self.name == "score":
-                _init_score(linear)
+                # So that scores start with variance near 1: Stiennon et al. 2020, "Learning to
+                # summarize from human feedback", appendix.
+                nn.init.normal_(linear.weight, std=(linear.in_features + 1) ** -0.5)
+                nn.init.zeros_(linear.bias)
         if self.zero_init:
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
-        self._take_saved(linear, model.folder)
+        path = None if model.folder is None else Path(model.folder) / HEAD_FILE
+        if path is not None and path.is_file():
+            names = {part: f"{self.name}.{part}" for part in ("weight", "bias")}
+            saved = read_tensors(path)
+            if not saved.keys().isdisjoint(names.values()):  # else another kind of head is there
+                wanted = {name: linear.get_parameter(part) for part, name in names.items()}
+                take_tensors(path, f"a {self.name}", saved, wanted)
         return linear
 
     def is_saved(self, folder: str | None) -> bool:
         path = None if folder is None else Path(folder) / HEAD_FILE
         return path is not None and path.is_file() and f"{self.name}.weight" in read_tensors(path)
-
-    def _take_saved(self, linear: nn.Linear, folder: str | None) -> None:
-        """Raises `ConfigError` if the folder's head does not fit; another kind of head may be."""
-        path = None if folder is None else Path(folder) / HEAD_FILE
-        if path is None or not path.is_file():
-            return
-        names = {part: f"{self.name}.{part}" for part in ("weight", "bias")}
-        saved = read_tensors(path)
-        if saved.keys().isdisjoint(names.values()):
-            return
-        wanted = {name: linear.get_parameter(part) for part, name in names.items()}
-        take_tensors(path, f"a {self.name}", saved, wanted)
 
     def check(self, model: ModelSpec) -> None:
         """Look at all that can be known of a model under this head, without its weights."""
@@ -274,12 +255,3 @@ class Head:
             linear: nn.Linear = whole.get_submodule(self.name)
             named = {f"{self.name}.weight": linear.weight, f"{self.name}.bias": linear.bias}
             write_tensors(folder / HEAD_FILE, named)
-
-
-def _init_score(head: nn.Linear) -> None:
-    """Weights from N(0, 1/(d+1)), bias 0, so that scores start with variance near 1.
-
-    Stiennon et al. 2020, "Learning to summarize from human feedback", appendix.
-    """
-    nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
-    nn.init.zeros_(head.bias)

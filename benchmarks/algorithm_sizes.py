@@ -23,7 +23,7 @@ import penstock.configs
 from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.kinds import NodeKind
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.record import load_step, record, step_cfg
+from penstock.launch.inputs.record import load_step, recorded
 from penstock.launch.inputs.run import run_config
 
 __all__ = ["NAMES", "RELATIVES", "Algorithm", "Difference", "algorithm", "difference"]
@@ -126,7 +126,7 @@ def algorithm(name: str) -> Algorithm:
     data = compose("run", [f"algorithm={name}"])
     data.pop("resume")
     config = run_config(data).algorithm
-    step = load_step(config.step, "algorithm.step")
+    stage = recorded(config, seed=0)[-1]
     comment = [
         line.removeprefix("#").strip()
         for line in (CONFIGS / f"{name}.yaml").read_text().splitlines()
@@ -135,9 +135,9 @@ def algorithm(name: str) -> Algorithm:
     return Algorithm(
         name=name,
         about=" ".join(comment),
-        step=step,
-        cfg=step_cfg(step, config.cfg, "algorithm.cfg")["cfg"],
-        graph=record(config, "algorithm"),
+        step=load_step(config.step, "algorithm.step"),
+        cfg=stage.cfg,
+        graph=stage.graph,
         before=tuple(config.before),
     )
 

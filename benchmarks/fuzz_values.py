@@ -23,7 +23,8 @@ from penstock.dataflow.errors import PenstockError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.failures import in_our_words
 from penstock.launch.inputs.run import dumped, resolve, run_config
-from penstock.launch.stages.prepare import build_stages, check_options
+from penstock.launch.stages.prepare import build_stages
+from penstock.launch.stages.worker_specs import check_options
 
 _VALUES: Sequence[Any] = (
     None, True, False, 0, -1, 1, 2, 3, 7, 1000, 2**31, 2**53 + 1, 2**63, 10**12, 10**18, 10**40,

@@ -1,8 +1,8 @@
 """The configuration of a run: frozen models that validate what Hydra composed.
 
 A key is declared once, at its owner. Sections that belong to the launcher are declared here; the
-algorithm's own config (`algorithm.cfg`), the schedule, the optimizer and the task's options are the
-stdlib dataclasses their owners take, and are validated as they stand.
+algorithm's own config (`algorithm.cfg`), the schedule, the optimizer, the task's options and others
+are the stdlib dataclasses their owners take, and are validated as they stand.
 
 Sizes are in one unit, which the name says: `per_step.prompts`, `max_prompt_tokens`, `num_steps`.
 The parts of a cluster are the planner's types; what is given in words ("h100" for a device, "0-7"
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ..dataflow.runtime.executor import Recovery
 from ..dataflow.scheduler.schedule import Schedule
 from ..planner.formatting import bytes_of
 from ..planner.inputs.calls import Lengths
@@ -25,6 +26,7 @@ from ..workers.executors.registry import DEFAULT_EXECUTOR, PARALLEL_EXECUTOR, ch
 from ..workers.models.lora import LoraSpec
 from ..workers.models.spec import ModelSpec
 from ..workers.models.tokenizer import TokenizerSpec
+from ..workers.training.logprob_mismatch import MismatchLimits
 from ..workers.training.optimizer import OptimizerSpec
 from ..workers.weight_sync.channel import DEFAULT_TRANSPORT, Transport
 
@@ -276,36 +278,6 @@ class RolloutConfig(Section):
     """Fields of the rollout worker's spec, such as `max_decode_rows`."""
 
 
-class MismatchConfig(Section):
-    """Limits of the mismatch between the engines that sample and train, on the same weights.
-
-    Both bounds are in nats per token, by the k3 estimator, over the first minibatch of a train
-    call. What ran ahead of the training is not judged.
-    """
-
-    every: AtLeastOne = 1
-    """Steps from one comparison to the next; the first step is one always. They cost next to
-    nothing: the training engine's log-probabilities are there anyway."""
-    warn_above: Annotated[float, Field(ge=0)] | None = 0.01
-    """Warn if they differ by more, or by a tenth of it and ever more; null never does."""
-    stop_above: Annotated[float, Field(ge=0)] | None = None
-    """End the run if they differ by more, before the weights are changed."""
-
-
-class RecoveryConfig(Section):
-    """Number of times that a run goes on by itself after processes died, and the pause before."""
-
-    max_restarts: Count = 20
-    """Times in all; 0 ends the run with the first death of what cannot be started again beside it.
-    `penstock run --supervise` starts a run anew as often at most."""
-    max_repeats: AtLeastOne = 3
-    """Times in a row without a step that was not complete before: a fault that comes again each
-    time is not one that starting again fixes."""
-    pause_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
-    """Seconds before the second time in a row; they double with each further one, up to a minute or
-    what is given here."""
-
-
 class CheckpointConfig(Section):
     """Checkpoints that are kept beside those on the disk."""
 
@@ -423,7 +395,7 @@ class RunConfig(Section):
     """Engine that trains and evaluates; see `engine=`."""
     rollout: RolloutConfig = RolloutConfig()
     """Engine that generates; see `rollout=`."""
-    mismatch: MismatchConfig = MismatchConfig()
+    mismatch: MismatchLimits = MismatchLimits()
     """Limits beyond which two engines disagree."""
     placement: FileName = "auto"
     """`auto`: with several ranks the planner chooses where nodes run. Or the file of a plan, which
@@ -447,7 +419,7 @@ class RunConfig(Section):
     """Checkpoints kept per stage, the newest ones."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints that are kept beside them."""
-    recovery: RecoveryConfig = RecoveryConfig()
+    recovery: Recovery = Recovery()
     """Reaction to processes that die."""
     runs: FileName = "runs"
     """The folder in which run folders are made."""

@@ -15,13 +15,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Le
 
 from ..errors import ConfigError, PlanError, WorkerError, no_exit
 from ..graph.graph import Graph
 from ..graph.role import Role
+from ..options import NonNegativeFloat, NonNegativeInt, PositiveInt, option_class
 from .columns import Part
 from .messages import Handle, RankWork, Report
 from .placement import DeviceGroup, Placement
@@ -39,22 +41,24 @@ class WorkerLost(WorkerError):
         return WorkerLost(self.said, stored=self.stored, report=report)
 
 
-@dataclass(frozen=True)
+@option_class
 class Recovery:
-    """Limits of going back: how often, and after which pauses."""
+    """Number of times that a run goes on by itself after processes died, and the pause before."""
 
-    max_restarts: int = 20  # Times in all, in one run; 0 ends it with the first death
-    # Times in a row without a step that was not complete before: a fault that comes again each time
-    # is not one that starting again fixes.
-    max_repeats: int = 3
-    # Seconds before the second time in a row; they double with each further one.
-    pause_s: float = 1.0
-    longest_pause_s: float = 60.0  # And how long they become at most
+    max_restarts: NonNegativeInt = 20
+    """Times in all; 0 ends the run with the first death of what cannot be started again beside it.
+    `penstock run --supervise` starts a run anew as often at most."""
+    max_repeats: PositiveInt = 3
+    """Times in a row without a step that was not complete before: a fault that comes again each
+    time is not one that starting again fixes."""
+    pause_s: Annotated[NonNegativeFloat, Le(3600)] = 1.0
+    """Seconds before the second time in a row; they double with each further one, up to a minute or
+    what is given here."""
 
     def wait_s(self, in_a_row: int) -> float:
         if not in_a_row:
             return 0.0
-        return min(self.pause_s * 2.0 ** (in_a_row - 1), self.longest_pause_s)
+        return min(self.pause_s * 2.0 ** (in_a_row - 1), max(60.0, self.pause_s))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ from ..run_dir.provenance import (
 )
 from ..run_dir.resume import Resumed, resumed_config
 from ..run_dir.run_folder import RunFolder, RunRecord, change_config, create_run, record_of
-from ..run_dir.step_logs import count_kinds
 from ..run_dir.stop import Terminated, say, tell
 from ..run_dir.trackers import TRACKERS, RunInfo, Tracker, Trackers
 from ..stages.observers import stage_plans
@@ -94,7 +93,7 @@ def _carry_out(
     file = file if again is None else again.folder.plan
     placed = Plan.read(file) if file is not None and file.exists() else None
     config = run_config(composed)
-    tell(recovery=config.recovery.model_dump())
+    tell(recovery=asdict(config.recovery))
     trackers = Trackers(config.tracker, tables=config.samples.track_every is not None)
     if shown is not None:
         trackers.add("the notebook's curve", shown)
@@ -206,13 +205,12 @@ def _stages(
     summary = summary_of(
         run,
         outcome,
+        folder,
         code=code,
         usage=usage,
         wall_time_s=wall_time_s,
         stage_times_s=progress.time.took_s,
-        warned=count_kinds(folder.path),
         resumed=resumed,
-        record=record_of(folder),
     )
     write_report(run, folder, outcome, summary, progress, trackers.place)
     folder.write_summary(summary)

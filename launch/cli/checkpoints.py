@@ -32,7 +32,7 @@ from ..inputs.data import load_data
 from ..inputs.run import check_model, on_a_device, run_config
 from ..inputs.suites import suites_of
 from ..placement.machine import has_fast_bfloat16
-from ..placement.models import local_model, with_dtype
+from ..placement.models import local_model
 from ..run_dir.evaluations import WHOLE, Change, Evaluations, Measured, example_text
 from ..run_dir.resume import copy_value
 from ..run_dir.stop import visible
@@ -133,7 +133,7 @@ def _of_model(composed: Mapping[str, Any]) -> dict[str, Measured]:
     config = run_config(composed)
     check_model(config.model)
     device = on_a_device(config).device
-    section = with_dtype(local_model(config.model), lambda: has_fast_bfloat16(device))
+    section = local_model(config.model, lambda: has_fast_bfloat16(device))
     lora = section.lora.resolved()
     data = load_data(config.task, section)
     suites = suites_of(config.evaluation, data) if data.has_text else ()
@@ -223,24 +223,24 @@ def _write(kept: KeptRun, point: KeptCheckpoint, role: str, folder: Path, *, ada
     try:
         with kept.reading(point):
             specs = {role: kept.specs()[role]}
-            made = export_roles(specs, point.folder, tokenizer, draft, run.main.seed)
-        if role not in made.folders:
+            folders, hashes = export_roles(specs, point.folder, tokenizer, draft, run.main.seed)
+        if role not in folders:
             raise ConfigError(
                 f"'role': the worker of '{role}' writes no model folder\n    give it a method "
                 "save_pretrained(folder), or choose another role"
             )
         if tokenizer is not None and role == run.main.policy:
-            write_generation_config(made.folders[role], run)
-        written = made.folders[role]
+            write_generation_config(folders[role], run)
+        written = folders[role]
         if adapter:
             written = _adapter_of(written, role, tokenizer)
-        write_card(written, kept.folder, run, role, point.step, made.weights_sha256[role])
+        write_card(written, kept.folder, run, role, point.step, hashes[role])
         written.replace(folder)
     except OSError as error:
         raise ConfigError(f"'output': '{folder}' cannot be written: {error.strerror}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return made.weights_sha256[role]
+    return hashes[role]
 
 
 def _adapter_of(model: Path, role: str, tokenizer: Tokenizer | None) -> Path:

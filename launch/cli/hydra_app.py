@@ -93,7 +93,13 @@ def command_line(command: str, arguments: Sequence[str]) -> CommandLine:
         )
     keys = [with_escapes(key) for key in cast("list[str]", parsed.overrides)]
     if parsed.config_dir:
-        keys = _with_folders(keys, parsed.config_dir)
+        for folder in parsed.config_dir:
+            if not Path(folder).is_dir():
+                raise ConfigError(f"{_FOLDER}: there is no folder '{folder}'")
+        places = [f"file://{Path(folder).absolute()}" for folder in parsed.config_dir]
+        places = ",".join(map(quoted, (*places, *_search_path(keys))))
+        others = [key for key in keys if not key.startswith(_SEARCH_PATH)]
+        keys = [f"{_SEARCH_PATH}[{places}]", *others]
     keys = [_listed(key, keys) for key in keys]
     options = list(arguments)
     for key in parsed.overrides:
@@ -209,15 +215,6 @@ def _without_folders(options: Sequence[str]) -> list[str]:
         else:
             kept.append(word)
     return kept
-
-
-def _with_folders(keys: Sequence[str], folders: Sequence[str]) -> list[str]:
-    for folder in folders:
-        if not Path(folder).is_dir():
-            raise ConfigError(f"{_FOLDER}: there is no folder '{folder}'")
-    places = [*(f"file://{Path(folder).absolute()}" for folder in folders), *_search_path(keys)]
-    others = [key for key in keys if not key.startswith(_SEARCH_PATH)]
-    return [f"{_SEARCH_PATH}[{','.join(map(quoted, places))}]", *others]
 
 
 def _search_path(keys: Sequence[str]) -> list[str]:

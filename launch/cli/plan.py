@@ -127,26 +127,21 @@ def measure(composed: dict[str, Any]) -> None:
 
 
 def show_graph(composed: dict[str, Any]) -> None:
-    formats = {"text": _graph_text, "mermaid": to_mermaid, "svg": to_svg, "json": Graph.to_json}
+    formats = {"text": str, "mermaid": to_mermaid, "svg": to_svg, "json": Graph.to_json}
     form, output = composed.pop("format"), output_file("output", composed.pop("output"))
     refuse_resume(composed, "graph")
     if not isinstance(form, str) or form not in formats:
         raise ConfigError(f"'format': expected one of {', '.join(formats)}, got {form!r}")
     run = resolved(composed)
-    unlike = run.config.schedule.why_not_reproducible
-    text = formats[form](run.main.graph)
-    if unlike and form == "text":
+    graph, unlike = run.main.graph, run.config.schedule.why_not_reproducible
+    text = formats[form](graph)
+    if form == "text" and any(node.kind is NodeKind.ROLLOUT for node in graph.nodes):
+        lines = [f"  {line}" for line in str(streaming(graph)).splitlines()]
+        text = "\n".join([text, "", "with schedule.streaming above 0", *lines])
+    if form == "text" and unlike:
         text += f"\n\nnot reproducible: {unlike}"
     if output is None:
         print(text)
         return
     write_output("output", output, text + "\n")
     print(f"wrote {output}")
-
-
-def _graph_text(shown: Graph) -> str:
-    """Describe the graph, and what of it could stream if something is sampled."""
-    if not any(node.kind is NodeKind.ROLLOUT for node in shown.nodes):
-        return str(shown)
-    lines = [f"  {line}" for line in str(streaming(shown)).splitlines()]
-    return "\n".join([str(shown), "", "with schedule.streaming above 0", *lines])

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import FrameType
@@ -143,9 +142,7 @@ def _looked_after(child: _Child, words: list[str], file: int) -> int:
             say(f"{_how(code)}, but the run had finished: {run.summary}")
             return 0
         if "recovery" in told:
-            given = told["recovery"]
-            known = {one.name: given[one.name] for one in fields(Recovery) if one.name in given}
-            recoveries.recovery = Recovery(**known)
+            recoveries.recovery = Recovery(**told["recovery"])
         said = _how(code) if run is None else f"{_how(code)} after {_completed(run)} steps"
         try:
             pause_s = recoveries.pause_s(WorkerLost(said), _completed(run) if run else 0)

@@ -61,11 +61,6 @@ class Key:
             self.low, self.high, log=self.log, step=self.step or None
         )
 
-    @property
-    def first(self) -> Value:
-        low = int(self.low) if self.whole else self.low
-        return self.choices[0] if self.choices else low
-
     def values(self) -> Sequence[Value] | None:
         if self.choices:
             return self.choices
@@ -310,7 +305,7 @@ def _check_metric(sweep: Sweep) -> None:
     from ..inputs.record import recorded
     from ..inputs.run import run_config
 
-    first = [f"{key.name}={_typed(key.first)}" for key in sweep.keys]
+    first = [f"{key.name}={_typed((key.values() or [key.low])[0])}" for key in sweep.keys]
     made = composed("run", [*sweep.fixed, *first])
     del made["resume"]
     config = run_config(made)

@@ -141,6 +141,19 @@ class Data:
             return frozenset(), None
         return contaminated(self.task, self.prompts.written, self.section.decontaminate_words)
 
+    def source(self, kind: Any, *, batch_size: int, seed: int, **options: Any) -> Any:
+        """Make a source of the task's rows, of one of the kinds of `TEXTS`."""
+        return kind(
+            self.task,
+            self.tokenizer,
+            batch_size=batch_size,
+            seed=seed,
+            max_prompt_tokens=self.section.max_prompt_tokens,
+            max_bad_fraction=self.section.max_bad_fraction,
+            chat=self.chat,
+            **options,
+        )
+
     @property
     def prompts(self) -> PromptEncoder:
         return PromptEncoder(self.task, self.tokenizer, self.chat)
@@ -303,7 +316,7 @@ def _source(stage: Stage, name: str, data: Data) -> Source:
             "    choose a task with problems, such as task=chain_sum"
         )
     section = data.section
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"left_out": data.contaminated[0]}
     if kind is PromptSource:
         options["order"] = Order(
             kind=section.order,
@@ -313,17 +326,7 @@ def _source(stage: Stage, name: str, data: Data) -> Source:
     else:
         # What is imitated of a conversation is all that follows the prompt.
         options["max_response_tokens"] = section.max_total_tokens or section.max_response_tokens
-    return kind(
-        data.task,
-        data.tokenizer,
-        batch_size=count,
-        seed=stage.seed,
-        max_prompt_tokens=section.max_prompt_tokens,
-        max_bad_fraction=section.max_bad_fraction,
-        chat=data.chat,
-        left_out=data.contaminated[0],
-        **options,
-    )
+    return data.source(kind, batch_size=count, seed=stage.seed, **options)
 
 
 def _group_size(stage: Stage, name: str, spec: TaskSpec) -> int:
@@ -345,7 +348,3 @@ def _group_size(stage: Stage, name: str, spec: TaskSpec) -> int:
             f"{count // least} or less"
         )
     return size
-
-
-def longest_rows(sources: Mapping[str, Source]) -> dict[str, int]:
-    return {name: one.longest for name, one in sources.items() if isinstance(one, TaskSource)}

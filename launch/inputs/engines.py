@@ -18,7 +18,6 @@ from ...configs.references import entry_or_own, load_object
 from ...configs.schema import SAME, AlgorithmConfig, EngineConfig, RoleConfig, RolloutConfig
 from ...dataflow.errors import ConfigError
 from ...dataflow.graph.graph import Graph, Node
-from ...dataflow.graph.role import Role
 from ...dataflow.kinds import NodeKind
 from ...dataflow.registry import Registry
 from ...planner.cost.engine_model import RoleEngines
@@ -32,19 +31,6 @@ from ...workers.models.spec import ModelSpec
 from ...workers.models.tokenizer import TokenizerSpec
 from ...workers.training.logprob_mismatch import MismatchLimits
 from ...workers.training.optimizer import OptimizerSpec
-from .record import Stage
-
-ENV_CONTRACTS = Registry[type[Role]](
-    {
-        "env": "penstock.algorithms.roles.environment:Env",
-        "board": "penstock.algorithms.roles.environment:BoardGame",
-        "actor_critic": "penstock.algorithms.roles.environment:ActorCritic",
-        "team_critic": "penstock.algorithms.roles.environment:TeamCritic",
-        "q_network": "penstock.algorithms.roles.environment:QNetwork",
-        "replay": "penstock.algorithms.roles.environment:Replay",
-    }
-)
-"""The workers that can be named, and the contract of each."""
 
 ENV_SPECS = Registry[Any](
     {
@@ -56,16 +42,11 @@ ENV_SPECS = Registry[Any](
         "replay": "penstock.workers.envs.actors.q_learning:ReplaySpec",
     }
 )
-"""The workers that can be named, and the spec of each."""
+"""The workers that act in environments or games, and the spec of each."""
 
 NETWORKS = frozenset({"actor_critic", "team_critic", "q_network"})  # those that have weights
 
-NETWORK_SPECS = Registry[Any](
-    {"perceptron": "penstock.workers.envs.actors.perceptron:PerceptronSpec"}
-)
-"""`model.architecture.model_type` -> the spec of networks that act in environments."""
-
-(MODEL_TYPE,) = NETWORK_SPECS
+MODEL_TYPE = "perceptron"  # `model.architecture.model_type` of networks that act in environments
 
 FILLED_IN = frozenset(
     ("env", "network", "start", "optimizer", "height", "width", "in_line", "gravity")
@@ -205,18 +186,6 @@ def engines_of(
     )
 
 
-def refuse_engines(stage: Stage) -> None:
-    """An earlier stage's roles run where the main one's are."""
-    for role, given in stage.config.roles.items():
-        for key in ("engine", "rollout"):
-            if getattr(given, key) is not None:
-                raise ConfigError(
-                    f"'{stage.at}.roles.{role}.{key}' is set, but the roles of an earlier stage "
-                    "run on the engines that the main one's have\n    set "
-                    f"algorithm.roles.{role}.{key} instead"
-                )
-
-
 def _generator(name: str, at: str) -> EngineKind | None:
     if name == SAME:
         return None
@@ -301,25 +270,4 @@ def check_takes(worker: str, given: RoleConfig, asked: frozenset[str], at: str) 
             raise ConfigError(
                 f"'{at}.{key}' is set, but '{worker}' does not ask for it\n"
                 f"    give it a parameter '{needed}' ({kind}), or leave the key out"
-            )
-
-
-def refuse_other_value_loss(graph: Graph, architecture: Mapping[str, Any]) -> None:
-    """Require of every actor's critic that its loss is the one for how it says values."""
-    weighs = architecture.get("value_bins") is not None
-    for node in graph.nodes:
-        for loss in node.constants.values():
-            two_hot = getattr(loss, "two_hot", None)
-            if two_hot is None or two_hot == weighs:
-                continue
-            if weighs:
-                raise ConfigError(
-                    f"the critic that '{node.name}' trains weighs values (model.architecture."
-                    "value_bins), and its loss is a squared error\n    leave value_bins out, or set"
-                    " two_hot of the loss: algorithm.cfg.loss.two_hot=true (env_ppo, a2c), "
-                    "algorithm.cfg.learning.loss.two_hot=true (self_play, population)"
-                )
-            raise ConfigError(
-                f"the loss of '{node.name}' is two_hot, and its critic says one value\n    set "
-                "model.architecture.value_bins=255, or leave two_hot out"
             )

@@ -41,6 +41,7 @@ class Stage:
     config: AlgorithmConfig  # its section
     graph: Graph  # its recorded step
     seed: int  # of its data and random numbers
+    cfg: Any = None  # its section's options, as its step function takes them
     # role -> its section with `worker` and `start` filled in. `start` is "model", the name of an
     # earlier stage, a folder, or None for a worker without weights, or with random ones of its own
     # seed; it is the first of `start_mean` if there is one.
@@ -57,6 +58,12 @@ class Stage:
         rollouts = (node for node in self.graph.nodes if node.kind is NodeKind.ROLLOUT)
         given = (value for node in rollouts for value in node.constants.values())
         return next((value for value in given if isinstance(value, Sampling)), None)
+
+    @property
+    def changed_roles(self) -> set[str]:
+        """Roles whose weights change: by a loss, or as they follow another role's."""
+        following = {n.role for n in self.graph.nodes if n.leader is not None and n.role}
+        return following | set(self.graph.learning_roles)
 
     @property
     def policy(self) -> str | None:
@@ -89,15 +96,15 @@ def recorded(algorithm: AlgorithmConfig, seed: int) -> tuple[Stage, ...]:
                 f"'{at}.before' is set, but stages cannot be nested\n"
                 "    list all stages under algorithm.before, in order"
             )
-        graph = record(section, at)
+        step = load_step(section.step, f"{at}.step")
+        constants = step_cfg(step, section.cfg, f"{at}.cfg")
+        graph = _record(step, constants)
         own = seed if section.seed is None else section.seed
-        stages.append(Stage(name or graph.name, at, section, graph, own))
+        stages.append(Stage(name or graph.name, at, section, graph, own, constants.get("cfg")))
     return (*stages[1:], stages[0])
 
 
-def record(algorithm: AlgorithmConfig, at: str) -> Graph:
-    step = load_step(algorithm.step, f"{at}.step")
-    constants = step_cfg(step, algorithm.cfg, f"{at}.cfg")
+def _record(step: Callable[..., Any], constants: Mapping[str, Any]) -> Graph:
     name = step.__name__.removesuffix("_step") or step.__name__
     try:
         with one_process(), deadline(_RECORD_DEADLINE_S):
@@ -118,26 +125,6 @@ def record(algorithm: AlgorithmConfig, at: str) -> Graph:
             fix="a step is recorded once, with stand-ins for its columns; --debug shows how it "
             "came about",
         ) from error
-
-
-def check_followers(stage: Stage, dtype: str) -> None:
-    """Refuse calls that could not move one role's weights towards another's."""
-    for node in stage.graph.nodes:
-        if node.leader is None:
-            continue
-        given = node.constants
-        share, every = given.get("share", 1.0), given.get("every", 1)
-        at = f"{node.where}\nnode '{node.name}'"
-        if not 0 < share <= 1:
-            raise ConfigError(f"{at} follows with share={share}; expected above 0, at most 1")
-        if not (isinstance(every, int) and every >= 1):
-            raise ConfigError(f"{at} follows with every={every}; expected a whole number of steps")
-        if share < 1 and dtype == "bfloat16":
-            raise ConfigError(
-                f"{at} averages weights (share={share}), but 'model.dtype' is '{dtype}', and 16 "
-                "bits hold no change smaller than 1/256 of a weight\n"
-                "    set model.dtype=float32, or let it copy now and then: share=1.0, every=N"
-            )
 
 
 def load_step(reference: str, at: str) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ from ...configs.references import entry_or_own
 from ...configs.schema import ExecutorConfig, ModelConfig, RunConfig
 from ...configs.validate import check_finite, validated
 from ...dataflow.errors import ConfigError, PlanError
+from ...dataflow.graph.graph import Node
 from ...dataflow.runtime.engine import Source
-from ...dataflow.runtime.executor import Recovery
 from ...planner.cost.calibration import Calibration
 from ...planner.inputs.cluster import ClusterSpec
 from ...planner.plan.plan import Plan
@@ -22,8 +22,8 @@ from ...workers.data.task import DataReport, TaskSpec
 from ...workers.executors.registry import EXECUTORS, ExecutorKind
 from ...workers.models.architecture import checked_config
 from .data import Data, task_spec_of
-from .engines import MODEL_TYPE, Engines, engines_of, refuse_engines, refuse_other_value_loss
-from .record import Stage, check_followers, load_step, recorded, step_cfg
+from .engines import MODEL_TYPE, Engines, engines_of
+from .record import Stage, load_step, recorded, step_cfg
 from .suites import HeldOut, HeldOutRows, Suite
 
 AUTO = "auto"  # as `placement`: let the planner choose
@@ -76,22 +76,6 @@ class Run:
         return self.config.executor
 
     @property
-    def folder(self) -> Path:
-        return Path(self.config.runs)
-
-    @property
-    def recovery(self) -> Recovery:
-        """Number of times that the run may go back when processes die."""
-        given = self.config.recovery
-        longest_s = max(Recovery.longest_pause_s, given.pause_s)
-        return Recovery(given.max_restarts, given.max_repeats, given.pause_s, longest_s)
-
-    @property
-    def mirrored(self) -> bool:
-        """True if its state is kept in memory after every step."""
-        return self.config.checkpoint.mirror == "neighbor"
-
-    @property
     def held_out(self) -> HeldOut | None:
         """The problems of the suite that has no name; None if there is none."""
         return next((suite.prompts for suite in self.suites if not suite.name), None)
@@ -122,10 +106,18 @@ def resolve(config: RunConfig, device: str | None = None) -> Run:
     if architecture and architecture.get("model_type") != MODEL_TYPE:
         checked_config(architecture)
     for stage in stages[:-1]:
-        refuse_engines(stage)
-    for stage in stages:
-        refuse_other_value_loss(stage.graph, architecture)
-        check_followers(stage, config.model.dtype)
+        for role, given in stage.config.roles.items():
+            for key in ("engine", "rollout"):
+                if getattr(given, key) is not None:
+                    raise ConfigError(
+                        f"'{stage.at}.roles.{role}.{key}' is set, but the roles of an earlier "
+                        "stage run on the engines that the main one's have\n    set "
+                        f"algorithm.roles.{role}.{key} instead"
+                    )
+    for node in (node for stage in stages for node in stage.graph.nodes):
+        _check_two_hot(node, architecture)
+        if node.leader is not None:
+            _check_follower(node, config.model.dtype)
     engines = engines_of(config.engine, config.rollout, config.algorithm)
     config = config.model_copy(update={"executor": on_a_device(config, device)})
     return Run(config, stages, engines, task_spec_of(config.task))
@@ -133,6 +125,40 @@ def resolve(config: RunConfig, device: str | None = None) -> Run:
 
 def resolved(composed: Mapping[str, Any]) -> Run:
     return resolve(run_config(composed))
+
+
+def _check_two_hot(node: Node, architecture: Mapping[str, Any]) -> None:
+    weighs = architecture.get("value_bins") is not None
+    for loss in node.constants.values():
+        two_hot = getattr(loss, "two_hot", None)
+        if two_hot is None or two_hot == weighs:
+            continue
+        if weighs:
+            raise ConfigError(
+                f"the critic that '{node.name}' trains weighs values (model.architecture."
+                "value_bins), and its loss is a squared error\n    leave value_bins out, or set"
+                " two_hot of the loss: algorithm.cfg.loss.two_hot=true (env_ppo, a2c), "
+                "algorithm.cfg.learning.loss.two_hot=true (self_play, population)"
+            )
+        raise ConfigError(
+            f"the loss of '{node.name}' is two_hot, and its critic says one value\n    set "
+            "model.architecture.value_bins=255, or leave two_hot out"
+        )
+
+
+def _check_follower(node: Node, dtype: str) -> None:
+    share, every = node.constants.get("share", 1.0), node.constants.get("every", 1)
+    at = f"{node.where}\nnode '{node.name}'"
+    if not 0 < share <= 1:
+        raise ConfigError(f"{at} follows with share={share}; expected above 0, at most 1")
+    if not (isinstance(every, int) and every >= 1):
+        raise ConfigError(f"{at} follows with every={every}; expected a whole number of steps")
+    if share < 1 and dtype == "bfloat16":
+        raise ConfigError(
+            f"{at} averages weights (share={share}), but 'model.dtype' is '{dtype}', and 16 "
+            "bits hold no change smaller than 1/256 of a weight\n"
+            "    set model.dtype=float32, or let it copy now and then: share=1.0, every=N"
+        )
 
 
 def _check_executor(config: RunConfig) -> None:

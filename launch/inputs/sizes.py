@@ -55,7 +55,7 @@ def _rows(graph: Graph, per_step: Mapping[str, int]) -> dict[str, _Rows]:
                     each=read.each * sampling.num_samples,
                     why="samples",
                     new_tokens=read.new_tokens + sampling.max_new_tokens,
-                    most_tokens=sampling.max_total_tokens if converses(node) else 0,
+                    most_tokens=sampling.max_total_tokens if node.method == "converse" else 0,
                 )
         else:
             kept = {output.rows for output in node.outputs} - {node.name}
@@ -70,10 +70,6 @@ def _read(node: Node, rows: Mapping[str, _Rows]) -> _Rows | None:
 
 def _sampling(node: Node) -> Sampling | None:
     return next((one for one in node.constants.values() if isinstance(one, Sampling)), None)
-
-
-def converses(node: Node) -> bool:
-    return node.method == "converse"
 
 
 def check_stage(stage: Stage, schedule: Schedule) -> None:
@@ -166,13 +162,13 @@ def check_lengths(
     rows = _rows(graph, per_step)
     for node in graph.nodes:
         sampling, read = _sampling(node), rows.get(node.name) or _read(node, rows)
-        if converses(node) and sampling is not None:
+        if node.method == "converse" and sampling is not None:
             given, branch = node.constants, bool(node.constants.get("branch", False))
             check_turns(f"'{node.name}'", sampling, given.get("max_turns", 1), branch=branch)
         if node.kind is NodeKind.ROLLOUT and sampling is not None and read is not None:
             prompt = longest.get(read.source, 0)
             if 0 < sampling.max_total_tokens <= prompt:
-                of = "task" if converses(node) else "cfg.sampling"
+                of = "task" if node.method == "converse" else "cfg.sampling"
                 raise ConfigError(
                     f"'{node.name}' has {read.source} of up to {prompt} tokens, and "
                     f"max_total_tokens is {sampling.max_total_tokens}: none are left for a response"

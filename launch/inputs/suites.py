@@ -96,7 +96,7 @@ def _own(config: EvaluationConfig, data: Data, ends: Mapping[str, Any]) -> Itera
     if not len(task.held_out):
         return
     sampling = _sampling(data, ends, {"evaluation.sampling": config.sampling})
-    source = _source(data)
+    source: PromptSource = data.source(PromptSource, batch_size=1, seed=0)
     with one_process():
         named = task.suites()
     for name, problems in (named or {"": task.held_out}).items():
@@ -121,7 +121,7 @@ def _configured(
             raise ConfigError(
                 f"a '{suite.task.kind}' task has no prompts\n    give one of problems"
             )
-        source = _source(own)
+        source: PromptSource = own.source(PromptSource, batch_size=1, seed=0)
     except ConfigError as error:
         raise ConfigError(f"'{at}.task': {error}") from error
     problems = source.usable(task.held_out or task.train)
@@ -134,18 +134,6 @@ def _configured(
     given = {"evaluation.sampling": config.sampling, f"{at}.sampling": suite.sampling}
     prompts = HeldOut(source, problems[:wanted])
     return Suite(name, own, prompts, _sampling(own, ends, given), is_own=False)
-
-
-def _source(data: Data) -> PromptSource:
-    return PromptSource(
-        data.task,
-        data.tokenizer,
-        batch_size=1,
-        seed=0,
-        max_prompt_tokens=data.section.max_prompt_tokens,
-        max_bad_fraction=data.section.max_bad_fraction,
-        chat=data.chat,
-    )
 
 
 def _sampling(

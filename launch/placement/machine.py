@@ -380,7 +380,7 @@ def planned_machine(run: Run) -> PlannedMachine | str:
     kind, given = run.executor.device.partition(":")[0], run.config.calibration
     if run.cluster is not None and given is None:
         return PlannedMachine(run.cluster, None)
-    file = Path(given or run.folder / CALIBRATION)
+    file = Path(given or Path(run.config.runs) / CALIBRATION)
     if given is not None or file.is_file():
         calibration = read_calibration(file)
         if calibration.device == kind:

@@ -34,7 +34,6 @@ from ..inputs.data import Data, load_data
 from ..inputs.engines import asked_for, is_own
 from ..inputs.record import Stage
 from ..inputs.run import AUTO, Run
-from ..inputs.sizes import converses
 from ..run_dir.stop import say
 from .machine import has_fast_bfloat16
 
@@ -64,7 +63,7 @@ def with_models(run: Run) -> Run:
             return cluster.computes_faster("bfloat16")
         return has_fast_bfloat16(device)
 
-    model = with_dtype(local_model(run.model), is_fast)
+    model = local_model(run.model, is_fast)
     run = run.having(model=model.model_copy(update={"lora": model.lora.resolved()}))
     # With folders in place of the models of hubs and packages that roles start from.
     snapshots: dict[str, str] = {}
@@ -105,8 +104,12 @@ def fetch_weights(run: Run) -> None:
         hub_folder(name, commit, weights=True, key=key)
 
 
-def local_model(model: ModelConfig) -> ModelConfig:
-    """The section with the folder of its model, if that is in a hub or a package."""
+def local_model(model: ModelConfig, is_fast: Callable[[], bool]) -> ModelConfig:
+    """The section with the folder of its model, if that is in a hub or a package, and a precision.
+
+    It is 16 bits for trained weights where these are computed faster. Random weights stay in
+    float32: small models that begin from nothing learn better so.
+    """
     named = [key for key in ("hub", "package", "folder", "architecture") if getattr(model, key)]
     if len(named) > 1 and named[0] in ("hub", "package"):
         raise ConfigError(
@@ -120,23 +123,15 @@ def local_model(model: ModelConfig) -> ModelConfig:
         )
     if model.hub is not None:
         folder = hub_folder(model.hub, model.revision, weights=False)
-        return model.model_copy(update={"folder": str(folder), "revision": folder.name})
-    if model.package is not None:
+        model = model.model_copy(update={"folder": str(folder), "revision": folder.name})
+    elif model.package is not None:
         if model.package not in PACKAGED:
             raise ConfigError(
                 f"'model.package': there is no model '{model.package}'"
                 f"{nearest(model.package, PACKAGED)}\n    models in packages are: "
                 f"{', '.join(PACKAGED)}"
             )
-        return model.model_copy(update={"folder": str(packaged_folder(model.package, say))})
-    return model
-
-
-def with_dtype(model: ModelConfig, is_fast: Callable[[], bool]) -> ModelConfig:
-    """The section with a precision: 16 bits for trained weights where they are computed faster.
-
-    Random weights stay in float32: small models that begin from nothing learn better so.
-    """
+        model = model.model_copy(update={"folder": str(packaged_folder(model.package, say))})
     if model.dtype != AUTO:
         return model
     dtype = "bfloat16" if model.folder is not None and is_fast() else "float32"
@@ -163,13 +158,11 @@ class PlanInputs:
                     f"{nearest(role, self.graph.roles)}\n"
                     f"    its roles are: {', '.join(self.graph.roles)}"
                 )
-        following = {node.role for node in self.graph.nodes if node.leader is not None}
-        changed = {*self.graph.learning_roles, *following}
         lora = self._run.model.lora.resolved()
         shapes: dict[str, ModelShape | None] = {}
         for role in self.graph.roles:
             shape = self._model(role, given)
-            if shape is not None and lora and (role in changed or lora.folder):
+            if shape is not None and lora and (role in self._run.main.changed_roles or lora.folder):
                 adapters = adapter_params(shape, lora.rank, lora.target_modules)
                 shape = shape.model_copy(update={"adapter_params": adapters})
             shapes[role] = shape
@@ -228,7 +221,7 @@ class PlanInputs:
                 "dtype", "float32" if "architecture" in preset else self._run.model.precision
             ),
         )
-        return self._shape(local_model(section), name)
+        return self._shape(local_model(section, lambda: False), name)
 
     def _in_folder(self, folder: Path) -> ModelShape:
         section = ModelConfig(folder=str(folder), dtype=self._run.model.precision)
@@ -269,7 +262,7 @@ class PlanInputs:
         longest = self._run.config.task.max_response_tokens
         if sampling is not None:
             longest = sampling.max_new_tokens
-            if any(converses(node) for node in self.graph.nodes):
+            if any(node.method == "converse" for node in self.graph.nodes):
                 longest = sampling.max_total_tokens
         prompt, response = (
             Lengths.constant(given) if isinstance(given, int) else given

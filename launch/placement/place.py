@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf, lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,11 +29,12 @@ from ...workers.engines.registry import ENGINES, trainers
 from ...workers.executors.assignment import Machine, NoRoom, assign, shares_of
 from ...workers.executors.registry import PARALLEL_EXECUTOR
 from ...workers.weight_sync.channel import DEFAULT_TRANSPORT
+from ..inputs.data import check_tables
 from ..inputs.engines import Engines
 from ..inputs.record import Stage
 from ..inputs.run import AUTO, Run, executor_kind
-from ..inputs.sizes import train_items
-from .machine import PlannedMachine, planned_machine, threads_of
+from ..inputs.sizes import check_stage, train_items
+from .machine import PlannedMachine, idle_gpus, planned_machine, threads_of
 from .models import PlanInputs
 
 if TYPE_CHECKING:
@@ -142,6 +143,31 @@ def _from_file(file: Path, section: ExecutorConfig, *, several: bool) -> Plan:
     return plan
 
 
+def with_placement(run: Run, plan: Plan) -> Run:
+    """The run with its stages' nodes placed: the main one's as the plan says, others' after it."""
+    main, keep_ranks = run.main, bool(run.executor.groups)
+    placement = placement_of(main.graph, plan, run)
+    stages = [
+        replace(stage, placement=follow_main(stage, main.graph, placement, keep_ranks=keep_ranks))
+        for stage in run.stages[:-1]
+    ]
+    for stage in (*stages, replace(main, placement=placement)):
+        check_tables(stage.graph, stage.at)
+        check_stage(stage, run.config.schedule)
+    options = planned_options(plan, main, run.engines)
+    main = replace(main, placement=placement, planned_options=options)
+    return replace(run, stages=(*stages, main), plan=plan)
+
+
+def placed(run: Run) -> Run:
+    """The run with the plan that is written, or one for this machine, and with threads."""
+    if run.plan is None:
+        run = choose(run)
+        return with_placement(run, run.placed)
+    run = replace(run, note=idle_gpus(run.executor))
+    return run.having(executor=_with_threads(run.executor, run.placed))
+
+
 def placement_of(graph: Graph, plan: Plan, run: Run) -> Placement:
     given = run.config.placement
     where = "the plan" if given == AUTO else f"plan file {given}"
@@ -190,7 +216,7 @@ def follow_main(stage: Stage, main: Graph, placement: Placement, *, keep_ranks: 
     return made
 
 
-def with_threads(
+def _with_threads(
     section: ExecutorConfig, plan: Plan, measured: int | None = None
 ) -> ExecutorConfig:
     """The section with the threads that each rank of a plan has, where none are given.
@@ -414,34 +440,25 @@ def process_lines(run: Run, nodes: Mapping[int, str]) -> list[str]:
     return aligned(rows)
 
 
-@dataclass(frozen=True)
-class PlacementChoice:
-    plan: Plan  # where nodes run
-    # torch threads of each rank, if the calibration says; None to share out cores
-    num_threads: int | None
-    note: str  # a line about it, and one for each role that was left out
-
-
-def choose(run: Run) -> PlacementChoice:
-    """Plan the main stage for this machine.
+def choose(run: Run) -> Run:
+    """The run with a plan of its main stage for this machine, a note about it, and threads.
 
     Where the planner knows the model, an infeasible run is refused. Where it does not, everything
     is placed on one rank, and the note says why.
     """
-    graph, section = run.main.graph, run.executor
-    run.engines.check_generates(graph)
+    graph = run.main.graph
     inputs = PlanInputs(run)
     try:
         models = inputs.models({})
         workload = inputs.workload(WorkloadConfig())
         calls = calls_of(graph, workload, models)
     except (ConfigError, PlanError) as error:
-        return _one_rank(section, str(error).splitlines()[0])
+        return _one_rank(run, str(error).splitlines()[0])
     if not calls:
-        return _one_rank(section, f"no role of {graph.name} has a model")
+        return _one_rank(run, f"no role of {graph.name} has a model")
     machine = planned_machine(run)
     if isinstance(machine, str):
-        return _one_rank(section, machine)
+        return _one_rank(run, machine)
     plan = _best(run, models, workload, machine)
     assert plan.prediction is not None
     calibration = machine.calibration
@@ -455,12 +472,15 @@ def choose(run: Run) -> PlacementChoice:
         *(calibration.notes_for(shapes) if calibration else ()),
     ]
     note = "\n".join(f"placement: {line}" for line in said)
-    return PlacementChoice(plan, calibration.num_threads if calibration else None, note)
+    # Ranks have the threads that they were measured with, or else share out the cores.
+    threads = calibration.num_threads if calibration else None
+    section = _with_threads(run.executor, plan, threads)
+    return replace(run, plan=plan, note=note).having(executor=section)
 
 
-def _one_rank(section: ExecutorConfig, why: str) -> PlacementChoice:
+def _one_rank(run: Run, why: str) -> Run:
     note = f"placement: everything on one rank; nothing was planned: {why}"
-    return PlacementChoice(one_group_plan(device=section.device), None, note)
+    return replace(run, plan=one_group_plan(device=run.executor.device), note=note)
 
 
 def _best(
@@ -476,7 +496,12 @@ def _best(
     from ...planner.plan.planner import plan_step
     from ...planner.search.pins import Pins
 
-    pins = Pins(allows=_Divides(items, workload))
+    def divides(_: str, option: Option) -> bool:
+        return all(
+            items.get(name, layout.dp) % layout.dp == 0 and layout.dp <= workload.num_prompts
+            for name, layout in option.layouts.items()
+        )
+
     found: list[Plan] = []
     refused: list[PlanError] = []
     sizes = halvings(machine.cluster.num_devices)
@@ -492,7 +517,7 @@ def _best(
                 constants=machine.constants(models),
                 engines=engines,
                 others=others,
-                pins=pins,
+                pins=Pins(allows=divides),
                 deadline_s=max(0.5, (until_s - time.monotonic()) / left),
             )
         except PlanError as error:
@@ -506,19 +531,6 @@ def _best(
     ranks = [group.device_group.num_ranks for group in divided.groups]
     chunks = lcm(*ranks) // max(ranks)
     return best.model_copy(update={"cluster": machine.cluster, "chunks_per_rank": chunks})
-
-
-@dataclass(frozen=True)
-class _Divides:
-    items: Mapping[str, int]
-    workload: Workload
-
-    def __call__(self, call_group: str, option: Option) -> bool:
-        return all(
-            self.items.get(name, layout.dp) % layout.dp == 0
-            and layout.dp <= self.workload.num_prompts
-            for name, layout in option.layouts.items()
-        )
 
 
 def planned_options(plan: Plan, step: Stage, engines: Engines) -> dict[str, dict[str, Any]]:

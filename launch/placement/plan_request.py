@@ -37,7 +37,7 @@ from ..inputs.run import resolved
 from ..run_dir.run_folder import RunFolder
 from ..run_dir.step_logs import read_trace
 from .machine import PlannedMachine, cluster_spec, named_devices, read_calibration
-from .models import PlanInputs, local_model, with_dtype
+from .models import PlanInputs, local_model
 
 
 def measured_run(name: str, graph: Graph, workload: Workload) -> Alternative:
@@ -206,7 +206,7 @@ def plan_request(composed: Mapping[str, Any], model_name: str = "") -> PlanReque
     file = options.calibration
     calibration = None if file is None else read_calibration(Path(file))
     cluster = cluster_spec(asked.cluster, calibration and calibration.cluster)
-    model = with_dtype(local_model(found.model), lambda: cluster.computes_faster("bfloat16"))
+    model = local_model(found.model, lambda: cluster.computes_faster("bfloat16"))
     inputs = PlanInputs(found.having(model=model), model.hub or model_name)
     graph, models = inputs.graph, inputs.models(options.models)
     if not any(models.values()):

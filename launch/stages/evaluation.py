@@ -371,10 +371,6 @@ class Evaluates(Protocol):
         ...
 
 
-EvaluationReport = Callable[[int, Mapping[str, float], float | None], None]
-"""Called with a step, the metrics of its evaluation, and the seconds of the latest evaluation."""
-
-
 def logged(found: Mapping[str, Measured]) -> dict[str, float]:
     return {
         f"evaluation/{logged_name(suite, name)}": value
@@ -400,7 +396,8 @@ class Measuring:
         self._first_step, self._num_steps, self._store = first_step, num_steps, store
         self._shown = shown
         self._latest_s: float | None = None
-        self._report: EvaluationReport = lambda step, found, took_s: None
+        # is called with a step, its metrics, and the seconds of the latest evaluation
+        self._report: Callable[[int, Mapping[str, float], float | None], None]
         for step in kept.steps() if evaluator else ():
             if step <= first_step:
                 kept.read(step)
@@ -411,7 +408,9 @@ class Measuring:
         self.stopped: int | None = None
         self.took_s = 0.0  # seconds spent so far between steps
 
-    def begin(self, engine: Engine, report: EvaluationReport) -> None:
+    def begin(
+        self, engine: Engine, report: Callable[[int, Mapping[str, float], float | None], None]
+    ) -> None:
         """Measure what the stage begins with, unless the run did before it was interrupted."""
         self._report, first_step = report, self._first_step
         if self._evaluator is None:

@@ -7,12 +7,11 @@ that is found out, and said.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +46,18 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of a step's sampling that a generation config has under the same name."""
 
 
-@dataclass(frozen=True)
-class Exported:
-    # role name -> its model folder; workers that cannot write one are left out
-    folders: Mapping[str, Path]
-    # role name -> hash over names, types, shapes and bytes of its weights
-    weights_sha256: Mapping[str, str]
-
-
 def export_roles(
     roles: Mapping[str, WorkerSpec | Role],
     checkpoint: Path,
     tokenizer: Tokenizer | None,
     folder: Path,
     seed: int,
-) -> Exported:
+) -> tuple[dict[str, Path], dict[str, str]]:
     """Write a model folder for every trained role, from the checkpoint that holds its state.
 
     The weights are read in this process whatever executor trained them, and written to a folder
-    that is complete or absent.
+    that is complete or absent. Returned are these folders by role, without those of workers that
+    cannot write one, and each role's hash over names, types, shapes and bytes of its weights.
     """
     folders: dict[str, Path] = {}
     hashes: dict[str, str] = {}
@@ -85,7 +77,7 @@ def export_roles(
                 tokenizer.save(draft)
         shutil.rmtree(folder / role, ignore_errors=True)
         folders[role] = draft.rename(folder / role)
-    return Exported(folders, hashes)
+    return folders, hashes
 
 
 @dataclass(frozen=True)
@@ -96,11 +88,10 @@ class RestoredSpec:
     state: Path
 
     def build(self, context: WorkerContext) -> Any:
-        spec: WorkerSpec = self.spec
-        if dataclasses.is_dataclass(spec) and hasattr(spec, "optimizer"):
-            frozen: Any = dataclasses.replace(spec, optimizer=None)  # type: ignore[type-var]
-            spec = frozen
-        built: Any = spec.build(context)
+        spec: Any = self.spec
+        if is_dataclass(self.spec) and hasattr(spec, "optimizer"):
+            spec = replace(spec, optimizer=None)
+        built = spec.build(context)
         built.load_state(self.state)
         return built
 

@@ -7,7 +7,7 @@ language models that the torch engine computes on CPUs. Nothing is watched while
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,18 +136,15 @@ class _Asked:
             total += ledger.num_devices * (_PROCESS_BYTES + occupied)
         return total
 
-    def smaller(self) -> Iterator[tuple[_Options, _Options]]:
+    def smaller(self) -> list[tuple[_Options, _Options]]:
         """Changes of options that train and of those that generate, the least costly first."""
-        train = self.run.engines.train.saving
-        trains = () if train is None else train.for_training(self.run.engines.options)
-        changes: list[_Options] = [{}, *trains]
-        samples = (work for work in self.works if work.call.kind == "generate")
-        generates = next(samples, None)
-        yield from ((change, {}) for change in changes[1:])
-        if generates is not None:
-            given = self.options(generates, {}, {})
-            for fewer in generates.saving.for_generating(given):
-                yield from ((change, fewer) for change in changes)
+        trains: list[_Options] = [{}]
+        rollouts: list[_Options] = [{}]
+        if saving := self.run.engines.train.saving:
+            trains += saving.for_training(self.run.engines.options)
+        for work in [work for work in self.works if work.call.kind == "generate"][:1]:
+            rollouts += work.saving.for_generating(self.options(work, {}, {}))
+        return [(train, rollout) for rollout in rollouts for train in trains][1:]
 
     def keys(self, train: _Options, rollout: _Options) -> list[str]:
         """The changes as words of the configuration."""

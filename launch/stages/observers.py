@@ -236,7 +236,6 @@ def observing(
 ) -> Generator[Observers]:
     config = run.config
     tracker = TrackerObserver(trackers, stage.name, curves=config.evaluation.every is not None)
-    tracker.on_stage(first_step)
     with ExitStack() as stack:
         check_there = stack.enter_context(home.watched())
         trace = stack.enter_context(TraceLog(home.trace, first_step=first_step))
@@ -246,10 +245,10 @@ def observing(
         reported = Observers([log, console], check_there)
         health = HealthObserver(signs, home.metrics, reported.on_event)
         shows = SampleObserver(shown, trackers, home.path, stage, config.samples)
-        others = [log, console, health, shows]
-        for one in others:
-            one.on_stage(first_step)
-        yield Observers([tracker, *others], check_there)
+        # The tracker first: it cuts the metrics off that the health checks read again.
+        observers = Observers([tracker, log, console, health, shows], check_there)
+        observers.on_stage(first_step)
+        yield observers
         check_there()  # models are written next
 
 

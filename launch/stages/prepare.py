@@ -7,80 +7,45 @@ out, so giving a model folder, or a rule for a reward, skips the warm-up that wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import MISSING, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import lcm
-from typing import Any, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any
 
 from ...algorithms.roles.language import RewardModel
 from ...configs.schema import SAME, ModelConfig, model_spec
 from ...dataflow.errors import ConfigError, nearest
-from ...dataflow.options import check_early
 from ...dataflow.runtime.engine import Source
-from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.plan.plan import Plan, one_group_plan
 from ...workers.agents.environment import AGENT, TASK_AGENTS, check_converses
+from ...workers.data.sources import TaskSource
 from ...workers.data.task import DataReport
 from ...workers.engines.registry import DEFAULT
 from ...workers.models.architecture import empty_model
 from ...workers.models.lora import check_lora
 from ...workers.models.spec import Head, HeadName, ModelSpec
-from ...workers.rewards.registry import TASK_REWARDS, check_verifiers
 from ...workers.rewards.rule_reward import RuleRewardSpec
-from ..inputs.data import Data, check_tables, load_data, longest_rows, sources_of
-from ..inputs.engines import ENV_SPECS, FILLED_IN, MODEL_TYPE, NETWORKS, Engines, is_own
+from ..inputs.data import Data, load_data, sources_of
+from ..inputs.engines import ENV_SPECS, MODEL_TYPE
 from ..inputs.record import Stage
 from ..inputs.run import Run, check_model
-from ..inputs.sizes import check_lengths, check_stage, check_streams, longest_sampled
+from ..inputs.sizes import check_lengths, check_streams, longest_sampled
 from ..inputs.suites import HeldOutRows, Suite, suites_of
-from ..placement.machine import idle_gpus, with_cluster
+from ..placement.machine import with_cluster
 from ..placement.models import fetch_weights, with_models
-from ..placement.place import (
-    check_devices,
-    choose,
-    follow_main,
-    make_executor,
-    placement_of,
-    planned_options,
-    with_threads,
-    written_plan,
-)
+from ..placement.place import check_devices, make_executor, placed, with_placement, written_plan
 from ..run_dir.evaluations import LOSS, logged_name, names_of
 from .evaluation import env_actors, evaluation_graph
 from .memory_limit import check_memory
 from .worker_specs import (
     HEADS,
     MODEL,
-    changed_roles,
-    contract_of,
-    env_worker,
-    optimizer_of,
-    perceptron_spec,
-    spec_class,
-    started_from,
+    agent_spec,
+    check_groups,
+    check_options,
+    first_start,
     with_roles,
-    worker_spec,
 )
-
-_OURS = {
-    "model",
-    "end_ids",
-    "num_words",
-    "optimizer",
-    "mismatch",
-    "lora",
-    "shares_weights",
-    "task",
-    "tokenizer",
-    "task_fingerprint",
-    "longest_sequence",
-}
-"""Fields of a spec that the run fills in; the others may be set as `options`."""
-
-_OF_TASKS = {"task", "tokenizer", "task_fingerprint", "chat"}
-"""The same of what looks at the task; a judge's `model` is the user's to name."""
 
 
 def prepare(run: Run, plan: Plan | None = None, *, dry: bool = False) -> Run:
@@ -98,7 +63,9 @@ def prepare(run: Run, plan: Plan | None = None, *, dry: bool = False) -> Run:
     for stage in run.stages:
         check_options(stage, run)
     make_executor(run.executor, dry=dry)
-    run = _placed(run)
+    if run.model.architecture.get("model_type") == MODEL_TYPE:
+        run = _of_perceptrons(run)
+    run = placed(run)
     if run.cluster is not None and (dry or run.cluster.device_type == "cuda"):
         check_devices(run.placed, run.cluster)  # what CPUs are said to have is a share of a machine
     sections = [section for stage in run.stages for section in stage.roles.values()]
@@ -125,7 +92,7 @@ def build_stages(run: Run, plan: Plan | None = None) -> Run:
     for stage in run.stages:
         stages.append(with_roles(stage, run.model, stages))
     on_one_rank = one_group_plan(device=run.executor.device)
-    run = _with_placement(replace(run, stages=tuple(stages)), plan or on_one_rank)
+    run = with_placement(replace(run, stages=tuple(stages)), plan or on_one_rank)
     # The main stage, and those from which it starts, directly or through others.
     wanted: set[str] = {run.main.name}
     for stage in reversed(run.stages):
@@ -134,34 +101,6 @@ def build_stages(run: Run, plan: Plan | None = None) -> Run:
     run = replace(run, stages=tuple(s for s in run.stages if s.name in wanted), plan=plan)
     check_streams(run.stages, run.config.schedule)
     return run
-
-
-def _with_placement(run: Run, plan: Plan) -> Run:
-    main, keep_ranks = run.main, bool(run.executor.groups)
-    placement = placement_of(main.graph, plan, run)
-    stages = [
-        replace(stage, placement=follow_main(stage, main.graph, placement, keep_ranks=keep_ranks))
-        for stage in run.stages[:-1]
-    ]
-    for stage in (*stages, replace(main, placement=placement)):
-        check_tables(stage.graph, stage.at)
-        check_stage(stage, run.config.schedule)
-    options = planned_options(plan, main, run.engines)
-    main = replace(main, placement=placement, planned_options=options)
-    return replace(run, stages=(*stages, main), plan=plan)
-
-
-def _placed(run: Run) -> Run:
-    if run.model.architecture.get("model_type") == MODEL_TYPE:
-        run = _of_perceptrons(run)
-    threads = None
-    if run.plan is not None:
-        run = replace(run, note=idle_gpus(run.executor))
-    else:
-        choice = choose(run)
-        run, threads = _with_placement(run, choice.plan), choice.num_threads
-        run = replace(run, note=choice.note)
-    return run.having(executor=with_threads(run.executor, run.placed, threads))
 
 
 def _of_perceptrons(run: Run) -> Run:
@@ -189,7 +128,15 @@ def _with_data(run: Run, *, converses: bool) -> Run:
     data = load_data(run.config.task, run.model)
     if converses:
         check_converses(data.task)
-    run = replace(run, data=data).having(model=_with_vocabulary(run.model, run.main, data))
+    run = replace(run, data=data)
+    architecture = run.model.architecture
+    if data.has_text and architecture and "vocab_size" not in architecture:
+        # Tensor parallelism divides it; nothing is ever trained to say what is added for that. It
+        # stays if the run goes on in another layout.
+        parts = lcm(*(group.tensor_parallel for group in run.main.placement.groups))
+        size = -(-data.tokenizer.vocab_size // parts) * parts
+        architecture = {**architecture, "vocab_size": size}
+        run = run.having(model=run.model.model_copy(update={"architecture": architecture}))
     reports: list[DataReport] = [data.task.report]
     if (contaminated := data.contaminated[1]) is not None:
         reports.append(contaminated)
@@ -203,18 +150,6 @@ def _with_data(run: Run, *, converses: bool) -> Run:
     rows = HeldOutRows.of(run.main.graph, sources[run.main.name])
     run = replace(run, sources=sources, held_out_rows=rows, reports=tuple(reports))
     return replace(run, suites=_suites(run))
-
-
-def _with_vocabulary(model: ModelConfig, main: Stage, data: Data) -> ModelConfig:
-    """With the size of the model's vocabulary, which stays if the run goes on in another layout.
-
-    Tensor parallelism divides it; nothing is ever trained to say what was added for that.
-    """
-    if not data.has_text or not model.architecture or "vocab_size" in model.architecture:
-        return model
-    parts = lcm(*(group.tensor_parallel for group in main.placement.groups))
-    size = -(-data.tokenizer.vocab_size // parts) * parts
-    return model.model_copy(update={"architecture": {**model.architecture, "vocab_size": size}})
 
 
 def _suites(run: Run) -> tuple[Suite, ...]:
@@ -257,7 +192,8 @@ def _with_lengths(run: Run) -> Run:
     for stage in run.stages:
         positions = model_positions(stage, by_name, run.model, num_tokens)
         graph, per_step = stage.graph, stage.config.per_step
-        longest = longest_rows(run.sources[stage.name])
+        tables = run.sources[stage.name].items()
+        longest = {name: one.longest for name, one in tables if isinstance(one, TaskSource)}
         shorten = f"lower max_new_tokens ({stage.at}.cfg)"
         check_lengths(graph, per_step, longest, positions, shorten)
         lengths.append(longest_sampled(graph, per_step, longest))
@@ -291,143 +227,11 @@ def model_folders(run: Run) -> set[str]:
     return {folder for folder in named if folder}
 
 
-def check_options(stage: Stage, run: Run) -> None:
-    """Validate the options of a stage's workers without making one."""
-    engines = run.engines
-    engines.check_generates(stage.graph)
-    _check_apart(stage, engines)
-    if engines.rollout is not None:
-        kind = engines.rollout.rollout_spec
-        _check(kind, engines.rollout_options, "rollout.options", "rollout")
-    for role, section in stage.roles.items():
-        optimizer_of(stage, role)
-        at, worker = f"{stage.at}.roles.{role}.options", stage.worker(role)
-        if is_own(worker):
-            continue  # looked at when the stage was made
-        if worker in ENV_SPECS:
-            _check(ENV_SPECS[worker], section.options, at, worker, FILLED_IN)
-            if worker in NETWORKS:
-                perceptron_spec(run.model)
-                _check_start(stage, role, run)
-            continue
-        if worker in TASK_REWARDS or worker in TASK_AGENTS:
-            kind = TASK_REWARDS[worker] if worker in TASK_REWARDS else TASK_AGENTS[worker]
-            _check(kind, section.options, at, worker, _OF_TASKS)
-            if worker in TASK_REWARDS:
-                check_verifiers(worker, section.options)
-            continue
-        kind = spec_class(engines.trainer(role), worker)
-        _check(kind, section.options, at, worker)
-        _check(kind, engines.options_of(role), "engine.options", worker)
-    _check_adapters(stage, run)
-
-
-def check_groups(run: Run) -> None:
-    """Refuse groups on which a language model could not be built, before any is trained."""
-    by_name = {stage.name: stage for stage in run.stages}
-    for stage in run.stages:
-        for role, section in stage.roles.items():
-            if section.worker not in HEADS:
-                continue
-            start = {"start": _first_start(stage, role, by_name), "start_mean": {}}
-            first = {**stage.roles, role: section.model_copy(update=start)}
-            spec = worker_spec(replace(stage, roles=first), role, run, {})
-            check: Callable[[WorkerContext], None] | None = getattr(spec, "check_group", None)
-            for group in stage.placement.groups:
-                if check and role in stage.placement.hosted_roles(stage.graph, group.name):
-                    context = WorkerContext(
-                        role,
-                        num_ranks=group.num_ranks,
-                        device=group.device,
-                        tensor_parallel=group.tensor_parallel,
-                        pipeline_parallel=group.pipeline_parallel,
-                        methods=stage.placement.methods(stage.graph, group.name, role),
-                    )
-                    check(context)
-
-
-def _first_start(stage: Stage, role: str, stages: Mapping[str, Stage]) -> str | None:
-    while (start := stage.roles[role].start) and start in stages:
-        earlier = stages[start]
-        role = started_from(earlier, contract_of(stage, role))
-        stage = earlier
-    return start
-
-
-def _check_start(stage: Stage, role: str, run: Run) -> None:
-    start = stage.roles[role].start
-    if not start or start in run.config.algorithm.before:
-        return
-    spec = env_worker(stage.worker(role), run, start)
-    try:
-        spec.build(WorkerContext(role))
-    except ConfigError as error:
-        raise ConfigError(f"'{stage.at}.roles.{role}.start': {error}") from error
-
-
-def _check(
-    kind: Any, options: Mapping[str, Any], at: str, worker: str, ours: Set[str] = _OURS
-) -> None:
-    hints = get_type_hints(kind)
-    free = [name for name in hints if name not in ours]
-    for key, value in options.items():
-        if key not in free:
-            raise ConfigError(
-                f"there is no key '{at}.{key}'{nearest(key, free, at)}\n"
-                f"    a '{worker}' worker has: {', '.join(free) or 'none'}"
-            )
-        try:
-            TypeAdapter(hints[key]).validate_python(value, strict=True)
-        except ValidationError as error:
-            raise ConfigError(f"'{at}.{key}': {error.errors()[0]['msg']}, got {value!r}") from None
-    required = (f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
-    try:
-        check_early(kind, options, [field.name for field in required if field.name in ours])
-    except ValueError as error:
-        raise ConfigError(f"'{at}': {error}") from None
-
-
-def _check_apart(stage: Stage, engines: Engines) -> None:
-    for node in stage.graph.nodes:
-        ours = stage.roles[node.role].worker == "policy" if node.role else False
-        if not ours or not engines.apart(stage.graph, node):
-            continue
-        group = stage.placement.nodes[node.name]
-        asked = stage.placement.methods(stage.graph, group, node.role or "")
-        others = sorted(asked - {node.method})
-        if others:
-            rollout = engines.runs(stage.graph, node).name
-            raise ConfigError(
-                f"rollout={rollout}: '{node.name}' is on group '{group}', which "
-                f"is also asked for {node.role}.{others[0]}\n    give generation a group of its "
-                f"own: executor=ray_split, or executor.nodes.{node.name}=GROUP"
-            )
-
-
 def check_agents(datas: Sequence[Data], options: Mapping[str, Any]) -> None:
     """Refuse problems whose conversations could not be rendered or read."""
     for data in {id(data): data for data in datas if data.task.converses}.values():
-        spec = TASK_AGENTS[AGENT](
-            task=data.spec, tokenizer=data.tokenizer_spec, chat=data.chat, **options
-        )
+        spec = agent_spec(AGENT, data, data.tokenizer_spec, options)
         spec.ways(data.task, data.tokenizer)
-
-
-def _check_adapters(stage: Stage, run: Run) -> None:
-    if not run.model.lora:
-        return
-    for node in stage.graph.nodes:
-        if node.role is None or stage.roles[node.role].worker not in HEADS:
-            continue
-        engine = run.engines.runs(stage.graph, node)
-        spec = engine.rollout_spec if run.engines.apart(stage.graph, node) else None
-        spec = spec or spec_class(engine, stage.worker(node.role))
-        if "lora" not in get_type_hints(spec):
-            raise ConfigError(
-                f"'model.lora.rank' is {run.model.lora.rank}, but '{node.name}' runs on the engine "
-                f"'{engine.name}', which has no adapters\n    train the weights themselves "
-                "(model.lora.rank=0), or take engine=torch or engine=fsdp"
-            )
 
 
 def model_positions(
@@ -445,9 +249,9 @@ def model_positions(
             if start not in stages and (start, head) not in looked_at:
                 looked_at.add((start, head))
                 _check_model(f"{stage.at}.roles.{role}.start", start, head, model, num_tokens)
-            if head == "score" and role not in changed_roles(stage):
+            if head == "score" and role not in stage.changed_roles:
                 _check_has_score(f"{stage.at}.roles.{role}", start, stages.get(start), model)
-        first = _first_start(stage, role, stages)
+        first = first_start(stage, role, stages)
         if not first:
             continue
         positions = _started_model(first, model).num_positions

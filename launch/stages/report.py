@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 from ...algorithms.roles.language import Policy
 from ...configs.schema import ModelConfig, model_spec
 from ...dataflow.graph.graph import Graph, NodeKind, RoleRef
-from ...dataflow.scheduler.schedule import Schedule
 from ...planner.formatting import aligned, bytes_text, seconds_text
 from ...planner.plan.plan import Plan
 from ...workers.agents.environment import TASK_AGENTS
 from ...workers.data.sources import TaskSource
-from ...workers.data.task import Task
 from ...workers.models.architecture import empty_model
 from ..inputs.data import acted_in
 from ..inputs.engines import MODEL_TYPE
@@ -36,8 +34,8 @@ from ..run_dir.evaluations import (
 from ..run_dir.files import write_text
 from ..run_dir.progress import RunProgress, format_duration
 from ..run_dir.provenance import CodeVersion, ProcessUsage
-from ..run_dir.run_folder import RunFolder, RunRecord
-from ..run_dir.step_logs import read_metrics
+from ..run_dir.run_folder import RunFolder, record_of
+from ..run_dir.step_logs import count_kinds, read_metrics
 from .stage_result import Headline, StageResult
 from .worker_specs import HEADS, optimizer_of
 
@@ -64,7 +62,7 @@ def first_notes(run: Run, *, tries: bool = False) -> list[str]:
     lines = [run.note, run.data.about_tools]
     why = not_reproducible(run)
     lines.append(why and f"not reproducible: {why}")
-    lines += not_exact(run.stages, run.config.schedule, run.data.task, run.spec, tries=tries)
+    lines += not_exact(run, tries=tries)
     lines += [line for stage in run.stages for line in high_rates(stage, run.model)]
     lines.append(rounded_adapters(run))
     if run.held_out_rows and run.config.evaluation.num_prompts:
@@ -115,13 +113,11 @@ def not_reproducible(run: Run) -> str:
     return "; ".join(filter(None, reasons))
 
 
-def not_exact(
-    stages: Sequence[Stage], schedule: Schedule, task: Task, spec: Any, *, tries: bool = False
-) -> list[str]:
+def not_exact(run: Run, *, tries: bool = False) -> list[str]:
     """Return a line for every group that cannot be restarted exactly; none if all can."""
     lines: dict[str, None] = {}
-    for stage in stages:
-        for role, reason in _reasons(stage, schedule, task, spec, tries):
+    for stage in run.stages:
+        for role, reason in _reasons(stage, run, tries):
             for node in stage.graph.nodes:
                 arguments = (one for _, one in node.arguments if isinstance(one, RoleRef))
                 named = node.role == role or any(one.role == role for one in arguments)
@@ -131,11 +127,9 @@ def not_exact(
     return list(lines)
 
 
-def _reasons(
-    stage: Stage, schedule: Schedule, task: Task, spec: Any, tries: bool
-) -> Iterator[tuple[str, str]]:
+def _reasons(stage: Stage, run: Run, tries: bool) -> Iterator[tuple[str, str]]:
     """Yield the roles that cannot be restarted exactly, each with why and what to change."""
-    nodes = stage.graph.nodes
+    nodes, task, schedule = stage.graph.nodes, run.data.task, run.config.schedule
     samples = {n.role for n in nodes if n.kind is NodeKind.ROLLOUT and n.role is not None}
     for role in samples:
         if schedule.order == "arrival":
@@ -167,7 +161,7 @@ def _reasons(
                 "a judge behind an address may score the same response otherwise; to change that: "
                 "a rule, or a reward model that the run computes itself",
             )
-        acted = acted_in(spec) if worker == "env" else None
+        acted = acted_in(run.spec) if worker == "env" else None
         of_env = acted is not None and acted.acts_in == "environment"
         if of_env and (why := _why_random(cast("EnvTaskSpec", acted), tries)):
             yield (
@@ -248,17 +242,16 @@ def rounded_adapters(run: Run) -> str:
 def summary_of(
     run: Run,
     outcome: StageResult,
+    folder: RunFolder,
     *,
     code: CodeVersion,
     usage: ProcessUsage,
     wall_time_s: float,
     stage_times_s: Mapping[str, float],
-    warned: Mapping[str, int],
     resumed: bool,
-    record: RunRecord,
 ) -> dict[str, Any]:
     """The contents of summary.json. Times are of this process only, if the run was resumed."""
-    main, prediction = run.main, run.placed.prediction
+    main, prediction, record = run.main, run.placed.prediction, record_of(folder)
     suites = outcome.before, outcome.after
     examples = [[shown for one in found.values() for shown in one.examples] for found in suites]
     before, after = (found.get(WHOLE, Measured({})) for found in suites)
@@ -296,7 +289,7 @@ def summary_of(
         "cpu_utilization": usage.cpu_s / (wall_time_s * num_cores()) if wall_time_s else None,
         "wall_time_s": wall_time_s,
         "stage_times_s": dict(stage_times_s),
-        "warnings": dict(warned),
+        "warnings": count_kinds(folder.path),
         **outcome.deaths.summary,
         "ledger": outcome.ledger,
         "checkpoints_missed": outcome.checkpoints_missed,

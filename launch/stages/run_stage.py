@@ -70,7 +70,7 @@ def run_stage(
             found.deaths.tell = observers.on_event
             measuring.begin(engine, observers.on_evaluation)
             with (
-                mirror_of(home.path, mirrored=run.mirrored) as mirror,
+                mirror_of(home.path, mirrored=run.config.checkpoint.mirror == "neighbor") as mirror,
                 stoppable(engine.longest.limit_s) as stop,
             ):
                 steps = engine.run(
@@ -169,7 +169,7 @@ def _engine(
         executor=make_executor(run.executor),
         also=evaluator.programs if evaluator else None,
         watch=watch,
-        recovery=run.recovery,
+        recovery=run.config.recovery,
         recovered=deaths.note,
     )
 
@@ -215,8 +215,7 @@ def _export(
     specs = exporting_specs(stage, run, results)
     trained = {role: specs[role] for role in stage.graph.trains_per_step}
     tokenizer = run.data.tokenizer if run.data.has_text else None
-    exported = export_roles(trained, last, tokenizer, home.path / MODELS, stage.seed)
-    found.roles_sha256 = dict(exported.weights_sha256)
+    _, found.roles_sha256 = export_roles(trained, last, tokenizer, home.path / MODELS, stage.seed)
     found.weights_sha256 = combined_sha256(found.roles_sha256)
     if stage is not run.main:
         home.write_summary(
@@ -238,10 +237,7 @@ def _export(
 def check_stage_models(stage: str, home: RunFolder) -> None:
     """Require that the models of a stage that has ended are as it wrote them."""
     try:
-        summary = required_object(home.summary)
-        if summary["stage"] == stage and "files_sha256" not in summary:
-            return  # of a version that did not write them
-        written = summary["files_sha256"]
+        written = required_object(home.summary)["files_sha256"]
         there = files_sha256(home.path / MODELS)
         changed = sorted(dict(written.items() ^ there.items()))
     except (ConfigError, OSError, TypeError, KeyError, AttributeError) as error:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
-from ...configs.schema import MismatchConfig
 from ...dataflow.kinds import NodeKind
 from ...dataflow.scheduler.schedule import Schedule
-from ..inputs.record import Stage, load_step, step_cfg
+from ...workers.training.logprob_mismatch import MismatchLimits
+from ..inputs.record import Stage
 from .stage_result import needed_nodes, ranked_nodes
 
 Row = Mapping[str, float]  # a step's metrics, `node/name` -> number
@@ -150,10 +150,6 @@ class Rule:
     num_responses: float = 0.0  # responses that must have been made in them
     # a kind that says more of the same node; while that is there this is not told of
     unless: str = ""
-
-    def remedy(self, facts: SignFacts) -> str:
-        """Advise what to change, with the keys that the stage has."""
-        return facts.advice(*self.parts)
 
 
 def _constant(at: Point) -> str | None:
@@ -413,7 +409,7 @@ class Signs:
                 stretch.add(step, seen is not None, rows)
                 if stretch.is_due(rule) and not self._is_there(rule.unless, node):
                     stretch.told = True
-                    told = rule.means, rule.remedy(self.facts)
+                    told = rule.means, self.facts.advice(*rule.parts)
                     found.append(BadSign(rule.kind, node, stretch.first, step, seen or "", *told))
         return found
 
@@ -450,13 +446,11 @@ class _Stretch:
         return not self.told and self.num_steps >= rule.num_steps and enough
 
 
-def facts_of(stage: Stage, mismatch: MismatchConfig, schedule: Schedule) -> SignFacts:
-    config, needed = stage.config, needed_nodes(stage)
-    step = load_step(config.step, f"{stage.at}.step")
-    cfg = step_cfg(step, config.cfg, f"{stage.at}.cfg").get("cfg")
+def facts_of(stage: Stage, mismatch: MismatchLimits, schedule: Schedule) -> SignFacts:
+    needed = needed_nodes(stage)
     keys: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for name, key, value in _options(cfg, f"{stage.at}.cfg"):
+    for name, key, value in _options(stage.cfg, f"{stage.at}.cfg"):
         if name not in values:
             keys[name], values[name] = key, value
     for name in ("epochs", "num_minibatches"):

@@ -137,17 +137,15 @@ def ranked_nodes(stage: Stage) -> list[str]:
     return [node.name for node in ranked]
 
 
-Tell = Callable[[str, int, str, dict[str, Any]], None]
-"""Called with a death: its kind, the step, a message, and further fields of the event."""
-
-
 @dataclass
 class Deaths:
     # those after which it went back, in order
     recovered: list[Recovered] = field(default_factory=list[Recovered])
     # groups that were started again beside it
     restarts: list[Restart] = field(default_factory=list[Restart])
-    tell: Tell | None = None  # is called with each death; does nothing before the first step
+    # is called with each death: its kind, the step, a message, and further fields of the event;
+    # None before the first step
+    tell: Callable[[str, int, str, dict[str, Any]], None] | None = None
     num_complete: int = 0  # steps that are complete
 
     def note(self, one: Recovered | Restart) -> None:
@@ -166,7 +164,8 @@ class Deaths:
             seen = f"a process of group '{one.group}' died"
             means = f"it was started again beside the run, which took {format_duration(one.took_s)}"
         if self.tell is not None:
-            fields = {"node": "", "seen": seen, "means": means, "remedy": _REMEDY}
+            remedy = "none is needed as long as the run goes on; `recovery` says how often it may"
+            fields = {"node": "", "seen": seen, "means": means, "remedy": remedy}
             self.tell(kind, step, f"{seen}; {means}", fields)
 
     @property
@@ -193,9 +192,6 @@ class Deaths:
             f"{said['num_restarts']} times; the longest pause was "
             f"{format_duration(said['longest_pause_s'])}"
         )
-
-
-_REMEDY = "none is needed as long as the run goes on; `recovery` says how often it may"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Specs of a stage's workers: the players of its roles, and where their weights start.
+"""Specs of a stage's workers: the players of its roles, their options, where their weights start.
 
 Every role that starts from the same place starts from the same weights, so a frozen reference is
 the policy as it was when the stage began.
@@ -6,11 +6,14 @@ the policy as it was when the stage began.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Set
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from pydantic import TypeAdapter, ValidationError
+
+from ...algorithms.roles import environment
 from ...algorithms.roles.language import (
     Agent,
     Policy,
@@ -24,25 +27,25 @@ from ...configs.schema import EngineConfig, ModelConfig, RoleConfig, RolloutConf
 from ...configs.validate import validated
 from ...dataflow.errors import ConfigError, nearest, one_process
 from ...dataflow.graph.role import Role
-from ...dataflow.runtime.worker_protocol import WorkerSpec, is_spec
+from ...dataflow.options import check_early
+from ...dataflow.runtime.worker_protocol import WorkerContext, WorkerSpec, is_spec
 from ...workers.agents.environment import TASK_AGENTS
 from ...workers.engines.engine import EngineKind
 from ...workers.engines.registry import DEFAULT, ENGINES
 from ...workers.models.model_folder import mean_folder
 from ...workers.models.spec import HeadName, ModelSpec
 from ...workers.models.tokenizer import TokenizerSpec
-from ...workers.rewards.registry import TASK_REWARDS
+from ...workers.rewards.registry import TASK_REWARDS, check_verifiers
 from ...workers.rollout.generator_policy import SplitPolicySpec
 from ...workers.rollout.scores import CheckedRewardSpec
-from ...workers.training.logprob_mismatch import MismatchLimits
 from ...workers.training.optimizer import OptimizerSpec
 from ..inputs.data import Data, acted_in, env_task, game_task
 from ..inputs.engines import (
-    ENV_CONTRACTS,
     ENV_SPECS,
+    FILLED_IN,
     MODEL_TYPE,
-    NETWORK_SPECS,
     NETWORKS,
+    Engines,
     asked_for,
     check_takes,
     engines_of,
@@ -60,7 +63,12 @@ CONTRACTS: Mapping[str, type[Role]] = {
     **dict.fromkeys(TASK_REWARDS, Reward),
     "process_reward": ProcessReward,
     **dict.fromkeys(TASK_AGENTS, Agent),
-    **ENV_CONTRACTS,
+    "env": environment.Env,
+    "board": environment.BoardGame,
+    "actor_critic": environment.ActorCritic,
+    "team_critic": environment.TeamCritic,
+    "q_network": environment.QNetwork,
+    "replay": environment.Replay,
 }
 """The workers that can be named, and the contract each fulfils."""
 
@@ -71,6 +79,12 @@ HEADS: Mapping[str, HeadName] = {
     "process_reward": "score",
 }
 """Worker -> what its model ends in."""
+
+# Fields of a spec that the run fills in; the others may be set as `options`.
+_OF_MODELS = {"model", "lora", "shares_weights", "num_words", "end_ids", "longest_sequence"}
+_OURS = {*_OF_MODELS, "optimizer", "mismatch", "task", "tokenizer", "task_fingerprint"}
+# The same of what looks at the task; a judge's `model` is the user's to name.
+_OF_TASKS = {"task", "tokenizer", "task_fingerprint", "chat"}
 
 Results = Mapping[str, tuple[Stage, Path]]
 """Name of a finished stage -> the stage, and the folder with a model folder per trained role."""
@@ -125,7 +139,7 @@ def _role(model: ModelConfig, stage: Stage, role: str, earlier: list[Stage]) -> 
             f"'{at}.worker': role '{role}' is a {contract.__name__}, which '{worker}' is not\n"
             f"    use {' or '.join([*fitting, 'module:factory'])}"
         )
-    if worker in ENV_CONTRACTS:
+    if worker in ENV_SPECS:
         start = _env_start(at, worker, stage, role, earlier)
         return played.model_copy(update={"start": start})
     if worker in TASK_REWARDS or worker in TASK_AGENTS:
@@ -243,11 +257,6 @@ def contract_of(stage: Stage, role: str) -> type[Role]:
     return stage.graph.roles[role] if is_own(worker) else CONTRACTS[worker]
 
 
-def changed_roles(stage: Stage) -> set[str]:
-    following = {node.role for node in stage.graph.nodes if node.method == "follow" and node.role}
-    return following | set(stage.graph.learning_roles)
-
-
 def started_from(earlier: Stage, contract: type[Role]) -> str:
     """The role of an earlier stage that a worker of this contract starts from."""
     role = earlier.trained(contract) or earlier.policy
@@ -276,14 +285,14 @@ def exporting_specs(stage: Stage, run: Run, results: Results) -> dict[str, Worke
 def worker_spec(stage: Stage, role: str, run: Run, results: Results) -> WorkerSpec | Role:
     """The spec of one role's worker: its options, and what its kind asks the run for."""
     data, section, worker = run.data, stage.roles[role], stage.worker(role)
-    limits, options = run.config.mismatch, dict(section.options)
+    options = dict(section.options)
     given: dict[str, Callable[[], Any]] = {
         "model": lambda: _model(stage, role, run, results),
         "optimizer": lambda: optimizer_of(stage, role),
         "tokenizer": lambda: stage_tokenizer(stage, data),
         "end_ids": lambda: data.tokenizer.end.ids,
         "num_words": lambda: data.tokenizer.vocab_size,
-        "mismatch": lambda: MismatchLimits(every=limits.every, stop_above=limits.stop_above),
+        "mismatch": lambda: run.config.mismatch,
         "longest_sequence": lambda: run.longest_sequence,
         "task": lambda: data.spec,
         "task_fingerprint": lambda: data.fingerprint,
@@ -318,8 +327,8 @@ def worker_spec(stage: Stage, role: str, run: Run, results: Results) -> WorkerSp
 
 def _filled(kind: Any, options: Mapping[str, Any], given: Mapping[str, Callable[[], Any]]) -> Any:
     """Make a spec with its options and those of its fields that the run gives."""
-    fields = get_type_hints(kind)
-    return kind(**{**options, **{name: make() for name, make in given.items() if name in fields}})
+    hints = get_type_hints(kind)
+    return kind(**{**options, **{name: make() for name, make in given.items() if name in hints}})
 
 
 def perceptron_spec(model: ModelConfig, init_offset: int = 0) -> Any:
@@ -330,8 +339,10 @@ def perceptron_spec(model: ModelConfig, init_offset: int = 0) -> Any:
             f"'model' is {'a folder' if kind is None else repr(kind)}, and an actor in an "
             f"environment needs model_type {MODEL_TYPE!r}\n    choose model=mlp"
         )
+    from ...workers.envs.actors.perceptron import PerceptronSpec  # few runs act
+
     seeded = {"init_seed": model.init_seed + init_offset, **architecture}
-    return validated(NETWORK_SPECS[kind], seeded, "model.architecture")
+    return validated(PerceptronSpec, seeded, "model.architecture")
 
 
 def env_worker(
@@ -352,10 +363,8 @@ def env_worker(
     if worker == "env":
         return kind(env=env_task(run.spec, reader).env, **options)
     acted = acted_in(run.spec) if worker == "actor_critic" else None
-    env, network = (
-        (acted or env_task(run.spec, reader)).env,
-        perceptron_spec(run.model, init_offset),
-    )
+    env = (acted or env_task(run.spec, reader)).env
+    network = perceptron_spec(run.model, init_offset)
     return kind(env=env, network=network, start=start, optimizer=optimizer, **options)
 
 
@@ -378,7 +387,7 @@ def stage_tokenizer(stage: Stage, data: Data) -> TokenizerSpec:
 
 def agent_spec(
     worker: str, data: Data, tokenizer: TokenizerSpec, options: Mapping[str, Any]
-) -> WorkerSpec:
+) -> Any:
     return TASK_AGENTS[worker](
         task=data.spec,
         tokenizer=tokenizer,
@@ -400,7 +409,7 @@ def _adapters(stage: Stage, role: str, run: Run, *, waits: bool) -> dict[str, An
         return {}
     if stage.roles[role].start != MODEL:
         lora = replace(lora, folder=None)
-    if role in changed_roles(stage) or lora.folder is not None:
+    if role in stage.changed_roles or lora.folder is not None:
         return {"lora": lora}
     return {"shares_weights": True} if stage.worker(role) == "policy" and not waits else {}
 
@@ -429,7 +438,7 @@ def _model(stage: Stage, role: str, run: Run, results: Results) -> ModelSpec:
     if len(folders) == 1:
         return ModelSpec(folder=next(iter(folders)), dtype=run.model.precision)
     earlier = next((results[start][1] for start in starts if start in results), None)
-    mean = mean_folder(folders, run.folder if earlier is None else earlier.parent)
+    mean = mean_folder(folders, Path(run.config.runs) if earlier is None else earlier.parent)
     return ModelSpec(folder=str(mean), dtype=run.model.precision)
 
 
@@ -470,3 +479,133 @@ def _own(stage: Stage, role: str, given: Mapping[str, Callable[[], Any]]) -> Wor
         f"'{at}.worker': '{worker}' returned a {type(made).__name__}\n"
         "    it must return a worker (a Role) or its spec (with a method build)"
     )
+
+
+def check_options(stage: Stage, run: Run) -> None:
+    """Validate the options of a stage's workers without making one."""
+    engines = run.engines
+    engines.check_generates(stage.graph)
+    _check_apart(stage, engines)
+    if engines.rollout is not None:
+        kind = engines.rollout.rollout_spec
+        _check(kind, engines.rollout_options, "rollout.options", "rollout")
+    for role, section in stage.roles.items():
+        optimizer_of(stage, role)
+        at, worker = f"{stage.at}.roles.{role}.options", stage.worker(role)
+        if is_own(worker):
+            continue  # looked at when the stage was made
+        if worker in ENV_SPECS:
+            _check(ENV_SPECS[worker], section.options, at, worker, FILLED_IN)
+            if worker in NETWORKS:
+                perceptron_spec(run.model)
+                _check_start(stage, role, run)
+            continue
+        if worker in TASK_REWARDS or worker in TASK_AGENTS:
+            kind = (TASK_REWARDS if worker in TASK_REWARDS else TASK_AGENTS)[worker]
+            _check(kind, section.options, at, worker, _OF_TASKS)
+            if worker in TASK_REWARDS:
+                check_verifiers(worker, section.options)
+            continue
+        kind = spec_class(engines.trainer(role), worker)
+        _check(kind, section.options, at, worker)
+        _check(kind, engines.options_of(role), "engine.options", worker)
+    _check_adapters(stage, run)
+
+
+def _check(
+    kind: Any, options: Mapping[str, Any], at: str, worker: str, ours: Set[str] = _OURS
+) -> None:
+    hints = get_type_hints(kind)
+    free = [name for name in hints if name not in ours]
+    for key, value in options.items():
+        if key not in free:
+            raise ConfigError(
+                f"there is no key '{at}.{key}'{nearest(key, free, at)}\n"
+                f"    a '{worker}' worker has: {', '.join(free) or 'none'}"
+            )
+        try:
+            TypeAdapter(hints[key]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ConfigError(f"'{at}.{key}': {error.errors()[0]['msg']}, got {value!r}") from None
+    required = (f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
+    try:
+        check_early(kind, options, [field.name for field in required if field.name in ours])
+    except ValueError as error:
+        raise ConfigError(f"'{at}': {error}") from None
+
+
+def _check_start(stage: Stage, role: str, run: Run) -> None:
+    start = stage.roles[role].start
+    if not start or start in run.config.algorithm.before:
+        return
+    spec = env_worker(stage.worker(role), run, start)
+    try:
+        spec.build(WorkerContext(role))
+    except ConfigError as error:
+        raise ConfigError(f"'{stage.at}.roles.{role}.start': {error}") from error
+
+
+def _check_apart(stage: Stage, engines: Engines) -> None:
+    for node in stage.graph.nodes:
+        ours = stage.roles[node.role].worker == "policy" if node.role else False
+        if not ours or not engines.apart(stage.graph, node):
+            continue
+        group = stage.placement.nodes[node.name]
+        asked = stage.placement.methods(stage.graph, group, node.role or "")
+        others = sorted(asked - {node.method})
+        if others:
+            rollout = engines.runs(stage.graph, node).name
+            raise ConfigError(
+                f"rollout={rollout}: '{node.name}' is on group '{group}', which "
+                f"is also asked for {node.role}.{others[0]}\n    give generation a group of its "
+                f"own: executor=ray_split, or executor.nodes.{node.name}=GROUP"
+            )
+
+
+def _check_adapters(stage: Stage, run: Run) -> None:
+    if not run.model.lora:
+        return
+    for node in stage.graph.nodes:
+        if node.role is None or stage.roles[node.role].worker not in HEADS:
+            continue
+        engine = run.engines.runs(stage.graph, node)
+        spec = engine.rollout_spec if run.engines.apart(stage.graph, node) else None
+        spec = spec or spec_class(engine, stage.worker(node.role))
+        if "lora" not in get_type_hints(spec):
+            raise ConfigError(
+                f"'model.lora.rank' is {run.model.lora.rank}, but '{node.name}' runs on the engine "
+                f"'{engine.name}', which has no adapters\n    train the weights themselves "
+                "(model.lora.rank=0), or take engine=torch or engine=fsdp"
+            )
+
+
+def check_groups(run: Run) -> None:
+    """Refuse groups on which a language model could not be built, before any is trained."""
+    by_name = {stage.name: stage for stage in run.stages}
+    for stage in run.stages:
+        for role, section in stage.roles.items():
+            if section.worker not in HEADS:
+                continue
+            start = {"start": first_start(stage, role, by_name), "start_mean": {}}
+            first = {**stage.roles, role: section.model_copy(update=start)}
+            spec = worker_spec(replace(stage, roles=first), role, run, {})
+            check: Callable[[WorkerContext], None] | None = getattr(spec, "check_group", None)
+            for group in stage.placement.groups:
+                if check and role in stage.placement.hosted_roles(stage.graph, group.name):
+                    context = WorkerContext(
+                        role,
+                        num_ranks=group.num_ranks,
+                        device=group.device,
+                        tensor_parallel=group.tensor_parallel,
+                        pipeline_parallel=group.pipeline_parallel,
+                        methods=stage.placement.methods(stage.graph, group.name, role),
+                    )
+                    check(context)
+
+
+def first_start(stage: Stage, role: str, stages: Mapping[str, Stage]) -> str | None:
+    while (start := stage.roles[role].start) and start in stages:
+        earlier = stages[start]
+        role = started_from(earlier, contract_of(stage, role))
+        stage = earlier
+    return start

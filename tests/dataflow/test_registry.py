@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 from penstock.dataflow.registry import Registry
 from penstock.launch.inputs.data import TASKS
-from penstock.launch.inputs.engines import ENV_CONTRACTS, ENV_SPECS, NETWORK_SPECS, NETWORKS
+from penstock.launch.inputs.engines import ENV_SPECS, NETWORKS
 from penstock.launch.run_dir.trackers import TRACKERS
 from penstock.workers.agents.environment import TASK_AGENTS
 from penstock.workers.engines.registry import ENGINES
@@ -19,8 +19,6 @@ from penstock.workers.weight_sync.channel import CHANNELS
 REGISTRIES: dict[str, Registry[object]] = {
     "task": TASKS,
     "worker that acts": ENV_SPECS,
-    "contract of one": ENV_CONTRACTS,
-    "network": NETWORK_SPECS,
     "reward": TASK_REWARDS,
     "agent": TASK_AGENTS,
     "verifier": BUILT_IN,

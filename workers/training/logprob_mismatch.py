@@ -33,12 +33,19 @@ class MismatchError(PenstockError):
 
 @option_class
 class MismatchLimits:
-    """Times of comparing the two, and the largest distance between them."""
+    """Limits of the mismatch between the engines that sample and train, on the same weights.
+
+    Both bounds are in nats per token, by the k3 estimator, over the first minibatch of a train
+    call. What ran ahead of the training is not judged.
+    """
 
     every: PositiveInt = 1
-    """Steps from one comparison to the next; a worker's first train call is one always."""
+    """Steps from one comparison to the next; the first step is one always. They cost next to
+    nothing: the training engine's log-probabilities are there anyway."""
+    warn_above: NonNegativeFloat | None = 0.01
+    """Warn if they differ by more, or by a tenth of it and ever more; null never does."""
     stop_above: NonNegativeFloat | None = None
-    """Refuse to train if `rollout_k3` is above this, in nats per token; None never does."""
+    """End the run if they differ by more, before the weights are changed."""
 
 
 class Mismatch:

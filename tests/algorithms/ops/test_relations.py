@@ -22,7 +22,7 @@ from penstock.algorithms.papers.vtrace_ppo import VtracePPO, vtrace_targets
 from penstock.algorithms.ppo import PPO, critic_states, gae_targets
 from penstock.algorithms.roles import PolicyBatch, PolicyOutput, Rollout
 from penstock.dataflow.graph.check import check_lag
-from penstock.launch.inputs.record import record
+from penstock.launch.inputs.record import recorded
 
 from ..configured import NAMES, composed, options_of
 from ..samples import SEEDS, Data, sample
@@ -48,8 +48,8 @@ def test_options_inherit_from_at_most_one_class(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_KL)
 def test_without_a_kl_there_is_no_reference(name: str) -> None:
-    assert "ref" in record(composed(name).algorithm, "algorithm").roles
-    graph = record(composed(name, "algorithm.cfg.kl_coef=0.0").algorithm, "algorithm")
+    assert "ref" in recorded(composed(name).algorithm, 0)[-1].graph.roles
+    graph = recorded(composed(name, "algorithm.cfg.kl_coef=0.0").algorithm, 0)[-1].graph
     assert "ref" not in graph.roles
     assert "actor" in graph.trains_per_step
 
@@ -148,7 +148,7 @@ def test_options_that_vtrace_ppo_has_no_use_for(options: dict[str, Any], message
 
 def test_vtrace_ppo_takes_old_rollouts() -> None:
     algorithm = composed("vtrace_ppo", "schedule=one_step_off").algorithm
-    check_lag(record(algorithm, "algorithm"), 2)
+    check_lag(recorded(algorithm, 0)[-1].graph, 2)
 
 
 @settings(max_examples=25)

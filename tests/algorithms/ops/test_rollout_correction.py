@@ -18,7 +18,7 @@ from penstock.algorithms.roles import PolicyBatch, PolicyOutput
 from penstock.dataflow.errors import ConfigError, FlowError
 from penstock.dataflow.graph.check import check_lag
 from penstock.dataflow.graph.graph import Ref
-from penstock.launch.inputs.record import record
+from penstock.launch.inputs.record import recorded
 from torch import Tensor, tensor
 
 from ..configured import NAMES, composed, options_of
@@ -120,7 +120,7 @@ def test_every_algorithm_that_samples_takes_a_correction_or_refuses_it(name: str
     if not hasattr(options_of(name), "sampling"):
         return
     assert options_of(name, word).correction == RolloutCorrection(cap=3.0)
-    graph = record(composed(name, word).algorithm, "algorithm")
+    graph = recorded(composed(name, word).algorithm, 0)[-1].graph
     inputs = {node.name: dict(node.inputs) for node in graph.nodes}
     trained, weighed = inputs["actor.train"], inputs["rollout_weight"]
     assert trained["batch.advantage"] == Ref("weighted_advantage", "out")
@@ -138,7 +138,7 @@ def test_weights_may_be_divided_by_their_mean() -> None:
 def test_the_trainer_s_numbers_without_weights_and_weights_of_mean_1() -> None:
     """The one has no weights, so old rollouts are refused; the other divides by a mean."""
     word = "+algorithm.cfg.correction={mode: none}"
-    graph = record(composed("grpo", word).algorithm, "algorithm")
+    graph = recorded(composed("grpo", word).algorithm, 0)[-1].graph
     train = dict(graph["actor.train"].inputs)
     assert train["batch.behavior_logprob"].node == "actor.logprob"
     assert train["batch.advantage"].node == "broadcast_over_tokens"
@@ -146,7 +146,7 @@ def test_the_trainer_s_numbers_without_weights_and_weights_of_mean_1() -> None:
     with pytest.raises(FlowError, match="may see samples up to 1 optimizer step"):
         check_lag(graph, 1)
     word = "+algorithm.cfg.correction={self_normalized: true}"
-    graph = record(composed("grpo", word).algorithm, "algorithm")
+    graph = recorded(composed("grpo", word).algorithm, 0)[-1].graph
     check_lag(graph, 1)
     assert dict(graph["weighted_advantage"].inputs)["weight"].node == "self_normalized"
     mode_none = RolloutCorrection(mode="none")
@@ -171,7 +171,7 @@ def test_what_a_mask_leaves_out_is_counted_in_the_divisor_or_not(
 ) -> None:
     """Three of four tokens: the sum is divided by 4, or by 3."""
     word = f"+algorithm.cfg.correction={{mode: token_mask, zero_weights: {zero_weights}}}"
-    graph = record(composed("grpo", word).algorithm, "algorithm")
+    graph = recorded(composed("grpo", word).algorithm, 0)[-1].graph
     weight = weights(RolloutCorrection(mode="token_mask", zero_weights=zero_weights))
     mask, source = MASK, "actor.generate"
     if zero_weights == "left_out":

@@ -201,7 +201,7 @@ def test_the_planner_places_both_engines(tmp_path: Path) -> None:
     file.write_text(calibration(num_devices=2).model_dump_json())
     config = config_of(*BOTH, f"calibration={file}")
     assert written_plan(config) is None
-    plan = choose(config).plan
+    plan = choose(config).placed
     assert plan.prediction is not None
     main = build_stages(config, plan).stages[-1]
     kinds = {main.placement.nodes[name] for name in ("actor.generate", "actor.train")}

@@ -11,9 +11,9 @@ import torch
 from penstock.configs.references import options_of
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.run import resolved
+from penstock.launch.inputs.run import Run, resolved
 from penstock.launch.placement.machine import idle_gpus, preset_of, with_cluster
-from penstock.launch.placement.place import PlacementChoice, choose
+from penstock.launch.placement.place import choose
 from penstock.workers.executors.assignment import Machine
 from penstock.workers.executors.on_ray import executor
 from penstock.workers.executors.registry import EXECUTORS
@@ -42,7 +42,7 @@ def has(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[tuple[str, int]]) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
 
 
-def chosen(*words: str) -> PlacementChoice:
+def chosen(*words: str) -> Run:
     composed = compose("run", [*LARGE, "executor=ray", "executor.device=cuda", *words])
     composed.pop("resume")
     return choose(with_cluster(resolved(composed)))
@@ -81,7 +81,7 @@ def test_all_gpus_of_a_machine_are_used_without_a_calibration(
 ) -> None:
     has(monkeypatch, [H100] * 8)
     choice = chosen("algorithm.per_step.prompts=512")
-    devices = {device for group in choice.plan.groups for device in group.devices}
+    devices = {device for group in choice.placed.groups for device in group.devices}
     assert devices == set(range(8))
     first, second = choice.note.splitlines()[:2]
     assert first.startswith("placement: {actor, reward} on 8; ")
@@ -94,7 +94,7 @@ def test_all_gpus_of_a_machine_are_used_without_a_calibration(
 def test_memory_is_what_the_machine_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     less = 60 * 2**30
     has(monkeypatch, [("NVIDIA H200", less), ("NVIDIA H200", less + 1)])
-    memory = chosen().plan.prediction
+    memory = chosen().placed.prediction
     assert memory is not None
     reserved = 3_000_000_000
     assert {group.capacity_bytes for group in memory.memory.values()} == {less - reserved}
@@ -123,7 +123,7 @@ def test_gpus_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_single_gpu_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, [("NVIDIA H800", 80 * 2**30)])
     choice = chosen()
-    assert [group.num_ranks for group in choice.plan.groups] == [1]
+    assert [group.num_ranks for group in choice.placed.groups] == [1]
     assert choice.note == (
         "placement: everything on one rank; nothing was planned: no option of cluster= describes "
         "1 x NVIDIA H800 (80.0 GiB)"
@@ -153,7 +153,7 @@ def test_gpus_of_joined_nodes_are_used_from_a_head_without_one(
 ) -> None:
     nodes = [Machine(str(i), "", {"GPU": 8.0}, {"GPU": 8.0}, {}, ("H100",)) for i in range(2)]
     joins(monkeypatch, Machine("head", "", {"CPU": 4.0}, {"CPU": 4.0}), *nodes)
-    plan = chosen("algorithm.per_step.prompts=512").plan
+    plan = chosen("algorithm.per_step.prompts=512").placed
     assert {device for group in plan.groups for device in group.devices} == set(range(16))
 
 

@@ -17,11 +17,10 @@ from penstock.launch.inputs.record import Stage
 from penstock.launch.inputs.run import Run, resolved
 from penstock.launch.placement.machine import threads_of
 from penstock.launch.placement.place import (
-    PlacementChoice,
     choose,
     make_executor,
+    placed,
     placement_of,
-    with_threads,
     written_plan,
 )
 from penstock.launch.stages.prepare import build_stages
@@ -73,7 +72,7 @@ def calibration(
     )
 
 
-def planned(tmp_path: Path, made: Calibration, *words: str) -> tuple[Run, PlacementChoice]:
+def planned(tmp_path: Path, made: Calibration, *words: str) -> tuple[Run, Run]:
     file = tmp_path / "measured.json"
     file.write_text(made.model_dump_json())
     config = config_of(*PPO, f"calibration={file}", *words)
@@ -98,7 +97,7 @@ def test_one_process_needs_no_planner() -> None:
 def test_on_ray_the_planner_is_asked(tmp_path: Path) -> None:
     config, choice = planned(tmp_path, calibration())
     assert written_plan(config) is None
-    prediction = choice.plan.prediction
+    prediction = choice.placed.prediction
     assert prediction is not None
     assert prediction.calibration == "measured"
     assert set(prediction.nodes) == {
@@ -106,8 +105,8 @@ def test_on_ray_the_planner_is_asked(tmp_path: Path) -> None:
     }  # fmt: skip
     assert choice.note.startswith("placement: {actor")
     assert choice.note.endswith(" per step predicted (measured)")
-    main = stages(config, choice.plan)["ppo"]
-    assert {group.name for group in main.placement.groups} == {g.name for g in choice.plan.groups}
+    main = stages(config, choice.placed)["ppo"]
+    assert {group.name for group in main.placement.groups} == {g.name for g in choice.placed.groups}
 
 
 def test_a_plan_is_made_with_analytic_defaults_where_nothing_was_measured(
@@ -116,12 +115,10 @@ def test_a_plan_is_made_with_analytic_defaults_where_nothing_was_measured(
     monkeypatch.chdir(tmp_path)
     config = config_of(*PPO)
     choice = choose(config)
-    assert choice.plan.prediction is not None
-    assert choice.plan.prediction.calibration == "analytic defaults for CPUs"
-    assert isinstance(choice.plan.cluster, ClusterSpec)
-    assert with_threads(config.executor, choice.plan).num_threads == threads_of(
-        choice.plan.cluster.num_devices
-    )
+    assert choice.placed.prediction is not None
+    assert choice.placed.prediction.calibration == "analytic defaults for CPUs"
+    assert isinstance(choice.placed.cluster, ClusterSpec)
+    assert choice.executor.num_threads == threads_of(choice.placed.cluster.num_devices)
 
 
 def test_a_calibration_is_found_in_the_folder_of_runs(
@@ -135,11 +132,9 @@ def test_a_calibration_is_found_in_the_folder_of_runs(
 
 
 def test_ranks_have_the_threads_they_were_measured_with(tmp_path: Path) -> None:
-    config, choice = planned(tmp_path, calibration(threads=3))
-    assert choice.num_threads == 3
-    assert with_threads(config.executor, choice.plan, choice.num_threads).num_threads == 3
-    given = config_of(*PPO, "executor.num_threads=5")
-    assert with_threads(given.executor, choice.plan, choice.num_threads).num_threads == 5
+    for words, threads in (((), 3), (("executor.num_threads=5",), 5)):
+        _, choice = planned(tmp_path, calibration(threads=3), *words)
+        assert choice.executor.num_threads == threads
 
 
 @pytest.mark.parametrize("num_prompts", [7, 9, 10])
@@ -147,7 +142,7 @@ def test_every_batch_divides_by_its_ranks(tmp_path: Path, num_prompts: int) -> N
     config, choice = planned(
         tmp_path, calibration(num_devices=4), f"algorithm.per_step.prompts={num_prompts}"
     )
-    placement = stages(config, choice.plan)["ppo"].placement  # which checks the sizes
+    placement = stages(config, choice.placed)["ppo"].placement  # which checks the sizes
     for node in ("actor.train", "critic.train"):
         assert num_prompts % placement.group(placement.nodes[node]).num_ranks == 0
     assert all(placement.num_chunks % group.num_ranks == 0 for group in placement.groups)
@@ -168,7 +163,7 @@ def test_a_run_that_fits_nowhere_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_the_planner_does_not_know_runs_on_one_rank(tmp_path: Path) -> None:
     _, choice = planned(tmp_path, calibration(), "model.architecture.model_type=gemma")
-    assert choice.plan.groups == (GroupPlan(name="all"),)
+    assert choice.placed.groups == (GroupPlan(name="all"),)
     assert choice.note.startswith(
         "placement: everything on one rank; nothing was planned: cannot plan for model_type 'gemma'"
     )
@@ -267,8 +262,7 @@ def test_groups_are_used_instead_of_the_planner() -> None:
     plan = written_plan(config)
     assert plan is not None
     assert [(group.name, group.num_ranks) for group in plan.groups] == [("a", 2), ("b", 1)]
-    section = config.executor
-    assert with_threads(section, plan) == section
+    assert placed(build_stages(config)).executor == config.executor
     assert stages(config)["ppo"].placement.nodes["critic.value"] == "b"
 
 

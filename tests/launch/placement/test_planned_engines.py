@@ -19,7 +19,8 @@ from penstock.dataflow.graph.graph import Graph
 from penstock.dataflow.graph.tracer import build
 from penstock.launch.inputs.run import Run
 from penstock.launch.placement.place import check_layouts, choose, divide_groups, planned_options
-from penstock.launch.stages.prepare import build_stages, check_options
+from penstock.launch.stages.prepare import build_stages
+from penstock.launch.stages.worker_specs import check_options
 from penstock.planner.cost.calibration import GPU_DEFAULTS
 from penstock.planner.inputs.calls import CALL_KINDS, Lengths, Workload
 from penstock.planner.inputs.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
@@ -244,7 +245,7 @@ def test_placement_auto_places_fsdp(tmp_path: Path) -> None:
     file = tmp_path / "measured.json"
     file.write_text(calibration(num_devices=2).model_dump_json())
     run = config("fsdp", "torch", f"calibration={file}")
-    plan = choose(run).plan
+    plan = choose(run).placed
     assert plan.prediction is not None
     main = build_stages(run, plan).stages[-1]
     for name, layout in plan.layouts.items():

@@ -11,8 +11,8 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.launch.inputs.data import load_data
 from penstock.launch.placement.models import with_models
-from penstock.launch.stages.prepare import build_stages, check_options
-from penstock.launch.stages.worker_specs import worker_specs
+from penstock.launch.stages.prepare import build_stages
+from penstock.launch.stages.worker_specs import check_options, worker_specs
 from penstock.workers.engines.fsdp_engine.specs import FsdpPolicySpec
 from penstock.workers.engines.torch_engine.specs import TorchPolicySpec
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -26,8 +27,8 @@ def named(*words: str, schedule: Schedule | None = None, **task: Any) -> list[st
     data = load_data(run.config.task, run.model)
     for name, value in task.items():
         setattr(data.task, name, value)
-    schedule = schedule or run.config.schedule
-    return not_exact(build_stages(run).stages, schedule, data.task, run.spec, tries=True)
+    run = replace(build_stages(run), data=data)
+    return not_exact(run.having(schedule=schedule or run.config.schedule), tries=True)
 
 
 @pytest.mark.parametrize(

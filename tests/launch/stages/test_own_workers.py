@@ -209,7 +209,7 @@ def test_a_run_says_it_as_well_and_keeps_the_worker_data_parallel() -> None:
         "time are not known (plan.models.judge=MODEL says what it computes)"
     ]
     divided = config_of(*WORDS, SURPRISE, "executor=ray", "engine=fsdp", "rollout=torch")
-    plan = choose(divided).plan
+    plan = choose(divided).placed
     assert (plan.layouts["judge.mark"].tp, plan.layouts["judge.mark"].zero) == (1, 0)
 
 

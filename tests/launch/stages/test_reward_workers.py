@@ -13,8 +13,8 @@ from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.data import load_data
 from penstock.launch.inputs.run import resolved
-from penstock.launch.stages.prepare import build_stages, check_options
-from penstock.launch.stages.worker_specs import worker_specs
+from penstock.launch.stages.prepare import build_stages
+from penstock.launch.stages.worker_specs import check_options, worker_specs
 from penstock.workers.rewards.judge import JudgeSpec
 from penstock.workers.rewards.mixture import MixtureSpec
 from penstock.workers.rewards.registry import RULES

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from penstock.configs.schema import MismatchConfig
 from penstock.dataflow.scheduler.schedule import Schedule
 from penstock.launch.stages.signs import RULES, SignFacts, facts_of
+from penstock.workers.training.logprob_mismatch import MismatchLimits
 
 from .test_stage_result import stage
 
 
 def facts(*words: str, max_lag: int = 0) -> SignFacts:
-    return facts_of(stage(*words), MismatchConfig(), Schedule(max_lag=max_lag))
+    return facts_of(stage(*words), MismatchLimits(), Schedule(max_lag=max_lag))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_advice_names_the_keys_that_a_stage_has() -> None:
 
 def test_every_rule_has_advice_for_every_algorithm() -> None:
     bare = SignFacts()
-    assert all(rule.remedy(bare) for rule in RULES)
+    assert all(bare.advice(*rule.parts) for rule in RULES)
     assert bare.advice("lower {lr}", "lower {epochs}") == "lower algorithm.optimizer.lr"
 
 

@@ -10,9 +10,9 @@ from penstock.dataflow.errors import ConfigError, PlanError
 from penstock.launch.cli.hydra_app import compose
 from penstock.launch.inputs.record import Stage
 from penstock.launch.inputs.run import Run, resolved
-from penstock.launch.stages.prepare import build_stages, check_options
+from penstock.launch.stages.prepare import build_stages
 from penstock.launch.stages.report import whose_accuracy
-from penstock.launch.stages.worker_specs import optimizer_of
+from penstock.launch.stages.worker_specs import check_options, optimizer_of
 
 from ...docs.pages import ROOT
 

@@ -185,7 +185,7 @@ def _end_of(group: str) -> ChannelEnd:
         return packet
 
     make: Any = ChannelEnd
-    return make(group, 0, "127.0.0.1", DEADLINE_S, put, get)
+    return make(group, 0, DEADLINE_S, put, get)
 
 
 def _by_channel(bench: Bench, held: Holder) -> list[float]:
@@ -205,7 +205,7 @@ def _by_channel(bench: Bench, held: Holder) -> list[float]:
     try:
         return _exchange(_receive_by_channel, bench, held, send)
     finally:
-        channel.close(1.0)
+        channel.close()
 
 
 def _receive_by_channel(there: Any, back: Any, architecture: dict[str, Any], device: str) -> None:
@@ -219,7 +219,7 @@ def _receive_by_channel(there: Any, back: Any, architecture: dict[str, Any], dev
         traffic.write("actor", own, own.layout, [channel.obtain(offer)], version)
         traffic.check("actor", version)
         back.put(_number(own))
-    channel.close(1.0)
+    channel.close()
 
 
 # --- to the host and back

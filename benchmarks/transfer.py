@@ -124,7 +124,7 @@ class Member:
 
     def __init__(self, home: ProcessHome, group: str, process: int) -> None:
         torch.set_num_threads(1)
-        end = ChannelEnd(group, process, home.host, DEADLINE_S, home.put, home.get)
+        end = ChannelEnd(group, process, DEADLINE_S, home.put, home.get)
         self._channels = {name: make(end) for name, make in CHANNELS.items() if name in MEASURED}
         self._process, self._traffic = process, SliceTraffic(process, (0, 1))
 
@@ -154,7 +154,7 @@ class Member:
     def close(self) -> None:
         """End what the channels keep running."""
         for channel in self._channels.values():
-            channel.close(1.0)
+            channel.close()
 
 
 class Processes:

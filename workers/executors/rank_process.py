@@ -40,8 +40,6 @@ from ..weight_sync.packets import SliceTraffic
 from .process_backend import BackendError, CallFailed, NotInTime, ProcessDied, ProcessHome, Ref
 from .process_setup import Address, bound_groups, meet, use_threads
 
-_CLOSE_CHANNEL_S = 1.0  # How long a process that ends waits for the threads of its weight channel
-
 
 @dataclass(frozen=True)
 class RankAnswer:
@@ -108,7 +106,7 @@ class RankProcess:
         self._home = home
         self._group, self._process = group, process
         self._traffic = SliceTraffic(process, group.processes(0))
-        self._end = ChannelEnd(group.name, process, home.host, deadline_s, home.put, home.get)
+        self._end = ChannelEnd(group.name, process, deadline_s, home.put, home.get)
         self._channel = CHANNELS[DEFAULT_TRANSPORT](self._end)  # until `build` knows which
         self._deadline_s, self._start_s = deadline_s, start_s
         self._replica = replica
@@ -225,12 +223,10 @@ class RankProcess:
         )
 
     def sleep(self) -> None:
-        """Give up the device; whatever needs it is refused until `wake`.
-
-        Weights that came from another group are not kept, if the worker can do without: they come
-        again, or newer ones. Their last offer stands until they have come from the next.
-        """
+        """Give up the device; whatever needs it is refused until `wake`."""
         self._sleeps = "nobody has woken it"
+        # Weights that came from another group are not kept, if the worker can do without: they come
+        # again, or newer ones. Their last offer stands until they have come from the next.
         for name, role in self._roles.items():
             if name in self._imported and role.sleep_empty():
                 self._emptied.add(name)
@@ -238,17 +234,14 @@ class RankProcess:
                 sleep_workers([role])
 
     def wake(self, asleep: Sequence[Ref]) -> None:
-        """Take the device back once others have given it up.
-
-        What goes wrong is told when work is asked for next, as this call's answer is not read.
-        """
+        """Take the device back once others have given it up."""
         try:
             for one in asleep:
                 with contextlib.suppress(ProcessDied):  # The dead hold nothing.
                     self._home.get([one], self._deadline_s)
             wake_workers(self._roles.values())
             self._sleeps = ""
-        except Exception:  # noqa: BLE001 - workers may raise anything; it is passed on
+        except Exception:  # noqa: BLE001 - told with the next call; nobody looks at this one
             self._sleeps = f"waking it failed:\n{traceback.format_exc()}"
 
     def perform(self, program: str, work: RankWork, leads: bool) -> RankAnswer:
@@ -281,21 +274,18 @@ class RankProcess:
             if self._sleeps:
                 where = f"process {self._process} of group '{self._group.name}'"
                 raise WorkerError(f"{where} sleeps; {self._sleeps}")
-            self._refill(work)
+            # Other roles that have slept without weights need their last ones again.
+            brought = work.arguments[0] if work.method is Host.import_slices else None
+            for role in sorted(self._emptied - {brought}):
+                before, last = self._imported[role]
+                self._hosts[before].perform(last)
+                self._emptied.discard(role)
         result = self._hosts[program].perform(work)
         if work.method is Host.import_slices:
             role = work.arguments[0]
             self._imported[role] = program, work
             self._emptied.discard(role)
         return result
-
-    def _refill(self, work: RankWork) -> None:
-        # What this very call brings need not come twice.
-        brought = work.arguments[0] if work.method is Host.import_slices else None
-        for role in sorted(self._emptied - {brought}):
-            program, last = self._imported[role]
-            self._hosts[program].perform(last)
-            self._emptied.discard(role)
 
     def _got(self, ref: Ref, timeout_s: float = 0.0) -> Any:
         (found,) = self._home.get([ref], timeout_s or self._deadline_s)
@@ -307,7 +297,7 @@ class RankProcess:
             return False
         if self._clients or self._server:
             return False  # Others may still be connected.
-        self._channel.close(_CLOSE_CHANNEL_S)
+        self._channel.close()
         for role in self._roles.values():
             role.keep_warm()
         again = self._home, self._group, self._process, torch.get_num_threads()
@@ -325,7 +315,7 @@ class RankProcess:
             try:
                 close_workers([*hosts.values(), *roles.values()])
             finally:
-                self._channel.close(_CLOSE_CHANNEL_S)
+                self._channel.close()
 
     def _fetch(self, handle: Any) -> Any:
         # Get a stored part or snapshot; copied, because arrays may be shared and read-only.

@@ -49,8 +49,7 @@ class ChannelEnd:
 
     group: str  # Of the process
     process: int  # Its number there
-    host: str  # The address on which it may listen; the other processes can connect to it there
-    deadline_s: float  # How long a packet may take, from the moment it is asked for
+    deadline_s: float  # How long a packet may take, from the moment somebody asks for it
     # Stores an object in the executor's object store, and gives a reference to it.
     put: Callable[[Any], Any]
     # What references stand for; raises if that is not there within some seconds.
@@ -96,8 +95,8 @@ class WeightChannel(Protocol):
     def forget(self, number: int) -> None:
         """Release the packets of this process's offer, which are no longer asked for."""
 
-    def close(self, timeout_s: float) -> None:
-        """End what the channel keeps running in this process, within about `timeout_s` seconds."""
+    def close(self) -> None:
+        """Give up what the channel keeps in this process; its offers are void."""
 
 
 class ObjectStoreChannel:
@@ -143,8 +142,8 @@ class ObjectStoreChannel:
     def forget(self, number: int) -> None:
         """Nothing to do: the store drops objects without references."""
 
-    def close(self, timeout_s: float) -> None:
-        """Nothing to do: nothing runs."""
+    def close(self) -> None:
+        """Nothing to do: nothing is kept here."""
 
 
 _FOLDER = "penstock.workers.weight_sync"
@@ -163,21 +162,15 @@ CHANNELS: Registry[Callable[[ChannelEnd], WeightChannel]] = Registry(
 )
 """Name -> what makes a process's end of one."""
 
-_WHY_NOT = Registry[Callable[[DeviceGroup, DeviceGroup], str | None]](
-    {"cuda_ipc": f"{_FOLDER}.shared_device:why_not_shared"}
-)
-"""Name -> why one group's weights cannot get to another by it; of those that not all groups can."""
-
 
 def check_transport(
     transport: Transport, routes: Iterable[tuple[DeviceGroup, DeviceGroup]]
 ) -> None:
     """Require that weights can get by a channel wherever they go."""
-    why_not = _WHY_NOT.get(transport)
-    if why_not is None:
+    if transport != "cuda_ipc":
         return
     for sender, receiver in routes:
-        reason = why_not(sender, receiver)
+        reason = _why_not_shared(sender, receiver)
         if reason is not None:
             raise ConfigError(
                 f"'executor.transport' is '{transport}', which carries weights from "
@@ -185,3 +178,14 @@ def check_transport(
                 f"but {reason}\n    put them on one GPU, to take turns there, or leave "
                 "executor.transport out"
             )
+
+
+def _why_not_shared(sender: DeviceGroup, receiver: DeviceGroup) -> str | None:
+    """Why one group's weights cannot get to another in a GPU's memory; None if they can."""
+    for group in (sender, receiver):
+        if not group.device.startswith("cuda"):
+            return f"group '{group.name}' is on '{group.device}'"
+    giving = {sender.devices[process] for process in sender.processes(0)} if sender.devices else {}
+    if len(giving) != 1 or set(receiver.devices) != giving:
+        return "they are not on one GPU together"
+    return None

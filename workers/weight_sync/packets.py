@@ -11,10 +11,9 @@ the exporting group are numbered as its processes, those of a receiver behind th
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -36,7 +35,7 @@ from ...planner.resharding.plan_transfer import (
     plan_transfer,
     window,
 )
-from ...planner.resharding.sharding import Box, Sharding, intersection, volume, whole
+from ...planner.resharding.sharding import Box, Sharding, volume, whole
 
 
 class WeightsError(WorkerError):
@@ -62,73 +61,28 @@ def check_names(
 
 
 @dataclass
-class _Arrived:
-    """A parameter's version and which boxes of it are there."""
-
-    version: int | None = None
-    boxes: set[Box] = field(default_factory=set[Box])
-
-
 class HeldWeights:
-    """Versions of the parameters of one device."""
+    """The version of the weights that one device was sent: all of them, as `unpack` writes all."""
 
-    def __init__(self, needed: Mapping[str, int], device: int) -> None:
-        self._needed = {name: count for name, count in needed.items() if count}
-        self._device = device
-        self._arrived = {name: _Arrived() for name in self._needed}
+    device: int
+    first: str  # The first parameter of which the device has any, for messages
+    version: int | None = None  # None before any have come, and after a write that broke off
 
     @staticmethod
     def of(sharding: Sharding, device: int) -> HeldWeights:
-        needed = defaultdict[str, int](int)
         for param in sharding.params:
-            for piece in sharding.patterns[param.pattern]:
-                if piece.device == device:
-                    needed[param.name] += volume(piece.box)
-        return HeldWeights(needed, device)
-
-    def writing(self, name: str, box: Box, version: int) -> None:
-        """Note that a box of a parameter is about to be overwritten.
-
-        What the parameter held of other versions is void, and so is what overlaps the box, even if
-        it was of this version: it is not known what will lie there until `wrote` says it.
-        """
-        if name not in self._needed:
-            raise WeightsError(
-                f"device {self._device} needs nothing of parameter '{name}', and was given some of "
-                "it; the transfer plan must end in the engine's own sharding"
-            )
-        found = self._arrived[name]
-        if found.version != version:
-            self._arrived[name] = _Arrived(version)
-        elif found.boxes:
-            found.boxes = {other for other in found.boxes if intersection(other, box) is None}
-
-    def wrote(self, name: str, box: Box, version: int) -> None:
-        """Note that a box of a parameter is in place. The same box counts once."""
-        self.writing(name, box, version)
-        self._arrived[name].boxes.add(box)
+            if any(p.device == device and volume(p.box) for p in sharding.patterns[param.pattern]):
+                return HeldWeights(device, param.name)
+        return HeldWeights(device, sharding.params[0].name)
 
     def check(self, version: int) -> None:
-        """Refuse weights that are not whole or not of one version.
-
-        Raises:
-            WeightsError: It names the first such parameter and what it lacks.
-        """
-        for name, count in self._needed.items():
-            found = self._arrived[name]
-            there = sum(volume(box) for box in found.boxes)
-            if found.version == version and there == count:
-                continue
-            if found.version is None:
-                what = "was never received"
-            elif there < count:
-                what = f"has only {there} of its {count} elements of version {found.version}"
-            else:
-                what = f"is of version {found.version}"
-            raise WeightsError(
-                f"cannot use the weights on device {self._device}: parameter '{name}' {what}; "
-                f"version {version} is expected. Transfer version {version} to it, whole"
-            )
+        if self.version == version:
+            return
+        what = "was never received" if self.version is None else f"is of version {self.version}"
+        raise WeightsError(
+            f"cannot use the weights on device {self.device}: parameter '{self.first}' {what}; "
+            f"version {version} is expected. Transfer version {version} to it, whole"
+        )
 
 
 Tensors = Mapping[str, Tensor]
@@ -183,12 +137,6 @@ def dtype_of(plan: TransferPlan) -> torch.dtype:
     return getattr(torch, plan.dtype)
 
 
-def plan_stamp(plan: TransferPlan) -> int:
-    """A number that two different plans hardly share."""
-    what = (plan.params, plan.groups, plan.moves, plan.dtype)
-    return zlib.crc32(repr(what).encode())
-
-
 def messages_of(plan: TransferPlan, devices: Sequence[int]) -> Mapping[int, tuple[Message, ...]]:
     """Device -> the messages it sends or receives, in the same order on all of them."""
     wanted = set(devices)
@@ -210,26 +158,12 @@ def messages_of(plan: TransferPlan, devices: Sequence[int]) -> Mapping[int, tupl
     # Each device has looked at other moves, so the order must not depend on them.
     for place in sorted(together):
         for device in wanted.intersection((place[1], *place[2])):
-            found[device].append(_message(place, together[place], device, DTYPE_BYTES[plan.dtype]))
+            parts = tuple(
+                Part(param, next((m for m in alike if m.destination == device), alike[0]))
+                for param, alike in together[place]
+            )
+            found[device].append(Message(*place, parts, DTYPE_BYTES[plan.dtype]))
     return {device: tuple(found[device]) for device in devices}
-
-
-def _message(
-    place: _Place, alike: Sequence[tuple[MovedParam, list[Move]]], device: int, element_bytes: int
-) -> Message:
-    parts = (
-        # A receiver needs its own move, for the place; to the sender all of them are alike.
-        Part(param, next((m for m in moves if m.destination == device), moves[0]))
-        for param, moves in alike
-    )
-    return Message(*place, tuple(parts), element_bytes)
-
-
-def read_view(part: Part, tensors: Tensors) -> Tensor:
-    param, move = part
-    return _view(
-        part, tensors, param.source_tensor, param.source_dims, move.source_start, move.source
-    )
 
 
 def write_view(part: Part, tensors: Tensors, dtype: torch.dtype) -> Tensor:
@@ -342,12 +276,10 @@ def host_room(num_bytes: int, device: torch.device) -> Tensor:
 class Packet:
     """A message from one device to another: numbers and arrays only."""
 
-    plan: int  # Stamp of the plan
     source: int  # Device that packed it
     destination: int  # Device that it is for
     version: int  # Of the weights
-    params: NDArray[np.int64]  # i64[slices], index of each slice's parameter in the plan
-    checksums: NDArray[np.int64]  # i64[slices], one of each slice
+    checksums: NDArray[np.int64]  # i64[slices], one of each slice, in the order of the plan
     # u8[bytes] each, slices end to end; what goes to several devices alike is one array in all
     # their packets.
     buckets: tuple[Bucket, ...]
@@ -366,13 +298,9 @@ def pack(
     room: Room = host_room,
     packed: Packed | None = None,
 ) -> dict[int, Packet]:
-    """Read what a device has to send out of its engine's tensors.
-
-    Elements are converted to the plan's dtype here, so that what travels is what is stored.
-    """
-    index = _param_index(plan)
+    """Read what a device has to send out of its engine's tensors, converted to the plan's dtype."""
     packed = {} if packed is None else packed
-    sent: dict[int, list[tuple[Message, Bucket, list[int]]]] = {}
+    sent: dict[int, list[tuple[Bucket, list[int]]]] = {}
     for message in messages_of(plan, [device])[device]:
         if message.source != device:
             continue
@@ -380,17 +308,14 @@ def pack(
         if key not in packed:
             packed[key] = _packed(message, tensors, dtype_of(plan), version, room)
         for destination in message.destinations:
-            sent.setdefault(destination, []).append((message, *packed[key]))
-    stamp = plan_stamp(plan)
+            sent.setdefault(destination, []).append(packed[key])
     return {
         destination: Packet(
-            plan=stamp,
             source=device,
             destination=destination,
             version=version,
-            params=np.array([index[p.param.name] for m, _, _ in given for p in m.parts], np.int64),
-            checksums=np.array([c for _, _, values in given for c in values], np.int64),
-            buckets=tuple(bucket for _, bucket, _ in given),
+            checksums=np.array([c for _, values in given for c in values], np.int64),
+            buckets=tuple(bucket for bucket, _ in given),
         )
         for destination, given in sorted(sent.items())
     }
@@ -399,7 +324,11 @@ def pack(
 def _packed(
     message: Message, tensors: Tensors, dtype: torch.dtype, version: int, room: Room
 ) -> tuple[Bucket, list[int]]:
-    read = [read_view(part, tensors) for part in message.parts]
+    read = [
+        _view(p, tensors, p.param.source_tensor, p.param.source_dims, p.move.source_start,
+              p.move.source)
+        for p in message.parts
+    ]  # fmt: skip
     payload = room(message.num_bytes, read[0].device)
     for part, data, values in zip(message.parts, message.slices(payload), read, strict=True):
         data.view(dtype).view(part.shape).copy_(values)
@@ -408,114 +337,62 @@ def _packed(
 
 
 def unpack(
-    plan: TransferPlan,
-    device: int,
-    packets: Sequence[Packet],
-    tensors: Tensors,
-    version: int,
-    held: HeldWeights,
+    plan: TransferPlan, device: int, packets: Sequence[Packet], tensors: Tensors, version: int
 ) -> int:
     """Write what a device receives into its engine's tensors: all of it or nothing."""
     ready = [
-        (part, data, write_view(part, tensors, dtype_of(plan)))
+        (data, write_view(part, tensors, dtype_of(plan)))
         for part, data in _checked(plan, device, packets, version)
     ]
-    for part, data, place in ready:
-        held.writing(part.param.name, part.move.box, version)
+    for data, place in ready:
         place.copy_(data)
-        held.wrote(part.param.name, part.move.box, version)
     return sum(packet.num_bytes for packet in packets)
 
 
 def unpack_whole(
-    plan: TransferPlan, device: int, packets: Sequence[Packet], version: int, held: HeldWeights
+    plan: TransferPlan, device: int, packets: Sequence[Packet], version: int
 ) -> dict[str, Tensor]:
     """Assemble whole tensors from packets, by name; a box that is a whole tensor is not copied."""
     found: dict[str, Tensor] = {}
     for part, data in _checked(plan, device, packets, version):
         param = part.param
-        held.writing(param.name, part.move.box, version)
         if part.move.box == whole(param.shape):
             found[param.destination_tensor] = data
         else:
             if param.destination_tensor not in found:
                 found[param.destination_tensor] = data.new_empty(param.shape)
             write_view(part, found, data.dtype).copy_(data)
-        held.wrote(param.name, part.move.box, version)
     return found
 
 
-def _param_index(plan: TransferPlan) -> Mapping[str, int]:
-    return {param.name: i for i, param in enumerate(plan.params)}
-
-
-def _by_source(
-    packets: Sequence[Packet], device: int, expected: Mapping[int, Sequence[Message]]
-) -> Mapping[int, Packet]:
-    given: dict[int, Packet] = {}
+def _checked(
+    plan: TransferPlan, device: int, packets: Sequence[Packet], version: int
+) -> list[tuple[Part, Tensor]]:
+    expected: dict[int, list[Message]] = {}
+    for message in messages_of(plan, [device])[device]:
+        if message.source != device:
+            expected.setdefault(message.source, []).append(message)
     for packet in packets:
         if packet.destination != device or packet.source not in expected:
             raise WeightsError(
                 f"device {device} was given a packet from device {packet.source} for device "
                 f"{packet.destination}; by the plan, devices {sorted(expected)} send to it"
             )
-        if packet.source in given:
-            raise WeightsError(
-                f"device {device} was given two packets from device {packet.source}; pass one "
-                "of each source"
-            )
-        given[packet.source] = packet
-    return given
-
-
-def _check_packet(
-    packet: Packet, device: int, parts: Sequence[Part], index: Mapping[str, int], stamp: int,
-    version: int,
-) -> None:  # fmt: skip
-    where = f"packet from device {packet.source} to device {device}"
-    if packet.version != version:
-        raise WeightsError(
-            f"{where}: {parts[0]} and all others are of version {packet.version}; expected version "
-            f"{version}. Pack them again after the update"
-        )
-    listed = packet.params.tolist()
-    for at, part in enumerate(parts):
-        if at >= len(listed) or listed[at] != index[part.param.name]:
-            raise WeightsError(
-                f"{where}: {part} is missing, the slice numbered {at} of {len(parts)}; the packet "
-                f"has {len(listed)}"
-            )
-    if packet.plan != stamp:
-        raise WeightsError(
-            f"{where}: {parts[0]} and all others were packed by another plan; both sides must use "
-            "the same"
-        )
-    if len(listed) != len(parts) or len(packet.checksums) != len(parts):
-        raise WeightsError(
-            f"{where}: it lists {len(listed)} slices and {len(packet.checksums)} checksums; the "
-            f"plan ends with {parts[-1]}, the last of {len(parts)}"
-        )
-
-
-def _checked(
-    plan: TransferPlan, device: int, packets: Sequence[Packet], version: int
-) -> list[tuple[Part, Tensor]]:
-    index, stamp = _param_index(plan), plan_stamp(plan)
-    expected: dict[int, list[Message]] = {}
-    for message in messages_of(plan, [device])[device]:
-        if message.source != device:
-            expected.setdefault(message.source, []).append(message)
-    given = _by_source(packets, device, expected)
+    given = {packet.source: packet for packet in packets}
     ready: list[tuple[Part, Tensor]] = []
     for source, messages in expected.items():
-        parts = [part for message in messages for part in message.parts]
-        packet = given.get(source)
+        packet, first = given.get(source), messages[0].parts[0]
         if packet is None:
             raise WeightsError(
-                f"device {device} lacks {parts[0]}: no packet has come from device {source}. "
+                f"device {device} lacks {first}: no packet has come from device {source}. "
                 "Unpack when all packets are there"
             )
-        _check_packet(packet, device, parts, index, stamp, version)
+        if packet.version != version:
+            raise WeightsError(
+                f"packet from device {source} to device {device}: {first} and all others are of "
+                f"version {packet.version}; expected version {version}. Pack them again after the "
+                "update"
+            )
         ready += _slices(packet, messages, dtype_of(plan))
     return ready
 
@@ -524,6 +401,7 @@ def _slices(
     packet: Packet, messages: Sequence[Message], dtype: torch.dtype
 ) -> list[tuple[Part, Tensor]]:
     where = f"packet from device {packet.source} to device {packet.destination}"
+    # Bound to parameter, box and version, so they also tell apart packets of two plans.
     given = iter(packet.checksums.tolist())
     ready: list[tuple[Part, Tensor]] = []
     for at, message in enumerate(messages):
@@ -537,7 +415,7 @@ def _slices(
             )
         found = checksums(message, payload, packet.version)
         for part, data, one in zip(message.parts, message.slices(payload), found, strict=True):
-            if one != next(given):
+            if one != next(given, None):
                 raise WeightsError(f"{where}: {part} has the wrong checksum; send it again")
             ready.append((part, data.view(dtype).view(part.shape)))
     return ready
@@ -573,10 +451,7 @@ class SliceTraffic:
         version: int,
         room: Room = host_room,
     ) -> dict[tuple[str, int], Packet]:
-        """The packet of this process for each process of the receivers, by (group, process).
-
-        What goes to several of them alike is one bucket in all their packets.
-        """
+        """The packet of this process for each process of the receivers, by (group, process)."""
         tensors = worker.local_tensors()
         if tensors is None:
             raise WorkerError(
@@ -593,10 +468,7 @@ class SliceTraffic:
         return found
 
     def expect(self, role: str, worker: Worker) -> None:
-        """From now on the role's weights come from outside: those it was built with are none.
-
-        To be told before packets are asked for, so that a call is refused if they never come.
-        """
+        """From now on the role's weights come from outside: those it was built with are none."""
         if role not in self._held:
             self._held[role] = HeldWeights.of(worker.weights_layout(), self._process)
 
@@ -608,21 +480,20 @@ class SliceTraffic:
         plan, first = _plan(source, layout)
         self.expect(role, worker)
         held, device = self._held[role], first + self._process
+        before, held.version = held.version, None  # until all of it is there
         try:
             tensors = worker.local_tensors()
             if tensors is not None:
-                unpack(plan, device, packets, tensors, version, held)
+                unpack(plan, device, packets, tensors, version)
                 worker.weights_changed()
             else:
-                whole = unpack_whole(plan, device, packets, version, held)
-                given = {param.tensor: whole[param.tensor] for param in layout.params}
+                found = unpack_whole(plan, device, packets, version)
+                given = {param.tensor: found[param.tensor] for param in layout.params}
                 worker.receive(given, version)
-        except WeightsError:
-            raise  # nothing was written
-        except BaseException:  # what the worker holds now is not known
-            del self._held[role]
-            self.expect(role, worker)
+        except WeightsError:  # nothing was written
+            held.version = before
             raise
+        held.version = version
         buckets = (bucket for packet in packets for bucket in packet.buckets)
         for at in {bucket.device for bucket in buckets if isinstance(bucket, Tensor)}:
             if at.type == "cuda":  # what is read must not be overwritten before

@@ -28,7 +28,6 @@ from torch.multiprocessing.reductions import (
     reduce_tensor,  # pyright: ignore[reportUnknownVariableType]
 )
 
-from ...dataflow.runtime.placement import DeviceGroup
 from .channel import ChannelEnd, ObjectStoreChannel, Offer, Receiver
 from .packets import Bucket, Packet, WeightsError
 
@@ -288,7 +287,7 @@ class SharedDeviceChannel:
             self._ledger.write(piece.slot, _NOBODY)
         self._free += pieces
 
-    def close(self, timeout_s: float) -> None:
+    def close(self) -> None:
         ledger, self._ledger = self._ledger, None
         if ledger is not None:
             ledger.close()
@@ -302,14 +301,3 @@ def _close(pieces: Sequence[_Piece]) -> None:
     for piece in pieces:
         if piece.file is not None:
             piece.file.close()
-
-
-def why_not_shared(sender: DeviceGroup, receiver: DeviceGroup) -> str | None:
-    """Why one group's weights cannot get to another by this channel; None if they can."""
-    for group in (sender, receiver):
-        if not group.device.startswith("cuda"):
-            return f"group '{group.name}' is on '{group.device}'"
-    giving = {sender.devices[process] for process in sender.processes(0)} if sender.devices else {}
-    if len(giving) != 1 or set(receiver.devices) != giving:
-        return "they are not on one GPU together"
-    return None

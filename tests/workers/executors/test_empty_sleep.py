@@ -128,7 +128,7 @@ def test_a_process_asks_for_them_again_unless_newer_ones_come(tmp_path: Path) ->
     home, file = Home(), tmp_path / "weights"
     policy = EmptySpec(model=MODEL, end_ids=(EOS,), file=str(file)).build(WorkerContext("actor"))
     layout = policy.weights_layout()
-    channel = ObjectStoreChannel(ChannelEnd("main", 0, home.host, 5.0, home.put, home.get))
+    channel = ObjectStoreChannel(ChannelEnd("main", 0, 5.0, home.put, home.get))
 
     def arrival(version: int) -> RankWork:
         receivers = {"rollout": layout}

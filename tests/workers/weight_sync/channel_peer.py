@@ -60,7 +60,7 @@ class Peer:
         begin = engine(self._layout) if group == "train" else empty(self._layout)
         self._worker = Holder(self._layout, begin[process])
         self._traffic = SliceTraffic(process, (0, 1))
-        end = ChannelEnd(group, process, home.host, deadline_s, home.put, home.get)
+        end = ChannelEnd(group, process, deadline_s, home.put, home.get)
         self._channel = CHANNELS[transport](end)
 
     def pid(self) -> int:
@@ -103,8 +103,8 @@ class Peer:
     def forget(self, number: int) -> None:
         self._channel.forget(number)
 
-    def close(self, timeout_s: float) -> None:
-        self._channel.close(timeout_s)
+    def close(self) -> None:
+        self._channel.close()
 
 
 # --- what can be wrong with what arrives at receiver 0; receiver 1 gets what it should
@@ -168,14 +168,9 @@ def _arranged(packet: Packet, order: slice) -> Packet:
     slices = np.split(packet.buckets[0], message.ends[:-1])[order]
     return replace(
         packet,
-        params=np.concatenate([packet.params[:count][order], packet.params[count:]]),
         checksums=np.concatenate([packet.checksums[:count][order], packet.checksums[count:]]),
         buckets=(np.concatenate(slices), *packet.buckets[1:]),
     )
-
-
-def _of_another_plan(packet: Packet) -> Packet:
-    return replace(packet, plan=packet.plan + 1)
 
 
 FAULTS: Mapping[str, Callable[[Pack, int], Packets]] = {
@@ -187,6 +182,5 @@ FAULTS: Mapping[str, Callable[[Pack, int], Packets]] = {
     "a bucket cut short": _altered(_cut_short),
     "a missing slice": _altered(_slice_missing),
     "reordered slices": _altered(_reordered),
-    "another plan": _altered(_of_another_plan),
 }
 """Name -> makes a version's packets from what packs one."""

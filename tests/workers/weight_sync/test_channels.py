@@ -309,7 +309,7 @@ def test_a_receiver_that_dies_is_in_nobodys_way(mortals: Peers) -> None:
     newer = mortals.publish(2)
     mortals.ask(again, "receive", newer, 2)
     check_received(mortals, again, 2)
-    mortals.result(mortals.call(sender, "close", 1.0), 1.0 + SLACK_S)
+    mortals.result(mortals.call(sender, "close"), 1.0 + SLACK_S)
 
 
 def test_a_sender_ends_in_time_though_a_receiver_hangs(mortals: Peers) -> None:
@@ -318,5 +318,5 @@ def test_a_sender_ends_in_time_though_a_receiver_hangs(mortals: Peers) -> None:
     offer = mortals.ask(sender, "publish_large", LARGE)
     mortals.call(receiver, "receive", [offer], 1)
     os.kill(pid, signal.SIGSTOP)
-    mortals.result(mortals.call(sender, "close", 1.0), 1.0 + SLACK_S)
+    mortals.result(mortals.call(sender, "close"), 1.0 + SLACK_S)
     os.kill(pid, signal.SIGCONT)

@@ -18,7 +18,6 @@ from penstock.planner.resharding.sharding import unsharded
 from penstock.workers.executors.process_backend import CallFailed
 from penstock.workers.weight_sync.channel import ChannelEnd, Offer, Receiver, check_transport
 from penstock.workers.weight_sync.packets import (
-    HeldWeights,
     Packet,
     WeightsError,
     pack,
@@ -51,7 +50,7 @@ class Ends:
             assert timeout_s > 0
             return [self.stored[ref] for ref in refs]
 
-        return SharedDeviceChannel(ChannelEnd(group, 0, "127.0.0.1", 3.0, put, get))
+        return SharedDeviceChannel(ChannelEnd(group, 0, 3.0, put, get))
 
     def pack(self, version: int, device: str = "cpu") -> dict[Receiver, Packet]:
         tensors = {name: tensor.to(device) for name, tensor in weights(version).items()}
@@ -64,7 +63,7 @@ class Ends:
     def receive(self, offer: Offer, version: int) -> Mapping[str, Tensor]:
         packet = self.receiver.obtain(offer)
         assert packet is not None
-        return unpack_whole(PLAN, 1, [packet], version, HeldWeights.of(LAYOUT, 0))
+        return unpack_whole(PLAN, 1, [packet], version)
 
 
 def weights(version: int) -> dict[str, Tensor]:
@@ -76,8 +75,8 @@ def weights(version: int) -> dict[str, Tensor]:
 def ends() -> Iterator[Ends]:
     made = Ends()
     yield made
-    made.sender.close(1.0)
-    made.receiver.close(1.0)
+    made.sender.close()
+    made.receiver.close()
 
 
 def is_of(found: Mapping[str, Tensor], version: int) -> bool:
@@ -134,7 +133,7 @@ def test_weights_that_are_forgotten_are_refused_though_they_are_still_there(ends
 def test_nobody_reads_what_a_sender_had_that_has_ended(ends: Ends) -> None:
     offer = ends.publish(1)
     assert is_of(ends.receive(offer, 1), 1)
-    ends.sender.close(1.0)
+    ends.sender.close()
     with pytest.raises(WeightsError, match="of group 'train' cannot be read where they are: "):
         ends.receiver.obtain(offer)
 

@@ -28,7 +28,7 @@ class WholePeer(Worker):
     ) -> None:
         self._group, self._device = group, device
         self._traffic = SliceTraffic(process, (0,))
-        end = ChannelEnd(group, process, home.host, 60.0, home.put, home.get)
+        end = ChannelEnd(group, process, 60.0, home.put, home.get)
         self._channel = CHANNELS[transport](end)
         self._taken: Mapping[str, Tensor] = {}
         self.version = 0

@@ -70,7 +70,7 @@ def sample_seeds(
         n: Request(ids, seed, sampling.longest_response(len(ids))) for n, seed in enumerate(seeds)
     }
     ended: dict[int, Sampled] = {}
-    for step in policy.vllm.stream(requests, sampling, end_ids=(EOS,)):
+    for step in policy.vllm.begin(requests, sampling, end_ids=(EOS,)).steps():
         ended |= step.ended
     return [ended[number] for number in sorted(ended)]
 

@@ -5,8 +5,8 @@ model runner with continuous batching. `AsyncLLM` has its core in a further proc
 requests share a batch there depends on when messages arrive; a worker is given all prompts of a
 call, or of all calls of a step, at once, so waiting asynchronously would gain nothing, and the
 batches (and with them the last bits of log-probabilities) would vary from run to run. In this
-process weights are handed over by reference, responses leave with the step that ends them, an abort
-takes effect before the next forward pass, and to kill the worker is to kill the engine.
+process weights are handed over by reference, responses leave with the step that ends them, and
+whoever kills the worker kills the engine.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from __future__ import annotations
 import gc
 import math
 import os
-import queue
 import random
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +27,7 @@ import torch
 from torch import Tensor
 
 from ....algorithms.roles.language_tables import Sampling
-from ....dataflow.errors import PenstockError
-from ....dataflow.runtime.call_context import call_in_flight
-from .requests import Progress, Request, RequestBatch, Sampled
+from .requests import Request, RequestBatch
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process
@@ -42,10 +39,6 @@ _CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # compiling small functions costs the first call 7 to 26 s
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the process may share its cores with others
 }
-
-
-class GenerationAbortedError(PenstockError):
-    """A call to generate was aborted as a whole."""
 
 
 @dataclass(frozen=True)
@@ -83,42 +76,24 @@ class VllmEngine:
             )
         self._options = options
         self._calls = self._loads = 0
-        self._aborted: queue.SimpleQueue[frozenset[int] | None] = queue.SimpleQueue()
         self._asleep = False
         self._freed_bytes: list[int] = []
         with _starting(options):
-            self._engine: Any = _start(folder, options)
+            from vllm.platforms import current_platform
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.llm_engine import LLMEngine
+
+            device, built_for = torch.device(options.device).type, current_platform.device_type
+            if built_for != device:
+                raise RuntimeError(
+                    f"the vLLM that is installed runs on '{built_for}', and this worker is placed "
+                    f"on '{device}'; install the build for {device} or place the role elsewhere"
+                )
+            # What is not set takes vLLM's defaults for many prompts at once, not a server's.
+            arguments = engine_arguments(folder, options)
+            self._engine: Any = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
             self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         VllmEngine._running = True
-
-    def stream(
-        self,
-        requests: Mapping[int, Request],
-        sampling: Sampling,
-        *,
-        end_ids: Sequence[int],
-        completes: Callable[[int, int], bool] | None = None,
-    ) -> Iterator[Progress]:
-        """Sample responses, and tell which have ended and how far the others are.
-
-        Equal prompts share their keys and values. A response depends on its prompt, its seed and
-        the weights, not on the other requests, up to the rounding of sums: where two tokens are
-        equally good to the last bits, a batch of another shape may choose the other one.
-
-        Close the iterator if it is not read to the end: that aborts what is left.
-        """
-        batch = self.begin(requests, sampling, end_ids=end_ids, completes=completes)
-        known = 0
-        try:
-            while len(batch):
-                ended = self._serve_aborts(batch)
-                if len(batch):
-                    ended |= batch.step()
-                if ended or batch.at_least > known or call_in_flight():
-                    known = batch.at_least
-                    yield Progress(ended, known)
-        finally:
-            batch.give_up()
 
     def begin(
         self,
@@ -128,31 +103,18 @@ class VllmEngine:
         end_ids: Sequence[int],
         completes: Callable[[int, int], bool] | None = None,
     ) -> RequestBatch:
-        """Begin to sample responses; see `stream`. The caller steps, and gives up what is left."""
+        """Begin to sample responses. The caller steps, and gives up what is left.
+
+        Equal prompts share their keys and values. A response depends on its prompt, its seed and
+        the weights, not on the other requests, up to the rounding of sums: where two tokens are
+        equally good to the last bits, a batch of another shape may choose the other one.
+        """
         if self._asleep:
             raise RuntimeError("the vLLM engine sleeps; call wake() before generating")
         self._require_idle("generate")
-        while not self._aborted.empty():  # of an earlier call
-            self._aborted.get_nowait()
         self._calls += 1
         call, loaded = str(self._calls), str(self._loads)
         return RequestBatch(self._engine, call, loaded, requests, sampling, end_ids, completes)
-
-    def abort(self, requests: Iterable[int] | None = None) -> None:
-        """Cut requests of the call being served short, before its next token. From any thread.
-
-        What they have so far is kept. Without requests the whole call ends, and raises.
-        """
-        self._aborted.put(None if requests is None else frozenset(requests))
-
-    def _serve_aborts(self, batch: RequestBatch) -> dict[int, Sampled]:
-        ended: dict[int, Sampled] = {}
-        while not self._aborted.empty():
-            numbers = self._aborted.get_nowait()
-            if numbers is None:
-                raise GenerationAbortedError("generation was aborted; nothing was kept of the call")
-            ended |= batch.cut(numbers)
-        return ended
 
     def _require_idle(self, what: str) -> None:
         if self._engine.has_unfinished_requests():
@@ -161,23 +123,15 @@ class VllmEngine:
                 "its end; close that one first"
             )
 
-    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Replace all weights; no request that is made from now on finds what old ones computed.
-
-        A stream that is open goes on with the new ones, from the keys and values that it has.
-        """
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace all weights; no request that is made from now on finds what old ones computed."""
         from .weights import load_whole_tensors
 
         self._loads += 1
-        load_whole_tensors(self._engine, tensors, version)
+        load_whole_tensors(self._engine, tensors)
 
     def sample_among(self, num_words: int | None) -> None:
         self._engine.collective_rpc(_sample_among, args=(num_words,))
-
-    @property
-    def weight_version(self) -> str:
-        """The version that `load` was last given; "default" before."""
-        return self._engine.get_weight_version()
 
     @property
     def drops_weights(self) -> bool:
@@ -228,21 +182,6 @@ class VllmEngine:
         # What vLLM does when an engine is collected must not happen to the next one.
         gc.collect()
         VllmEngine._running = False
-
-
-def _start(folder: Path, options: EngineOptions) -> Any:
-    from vllm.platforms import current_platform
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    device = torch.device(options.device).type
-    if current_platform.device_type != device:
-        raise RuntimeError(
-            f"the vLLM that is installed runs on '{current_platform.device_type}', and this worker "
-            f"is placed on '{device}'; install the build for {device} or place the role elsewhere"
-        )
-    # What is not set takes vLLM's defaults for many prompts at once, not those of a server.
-    return LLMEngine.from_engine_args(engine_arguments(folder, options), UsageContext.LLM_CLASS)
 
 
 def engine_arguments(folder: Path, options: EngineOptions) -> Any:

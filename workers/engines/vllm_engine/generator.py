@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -92,11 +92,7 @@ def as_requests(
     ends: Collection[int],
     completes: Callable[[int, int], bool] | None,
 ) -> tuple[dict[int, Request], dict[int, Sampled]]:
-    """Return what is to be sampled, by row, and the responses that are complete.
-
-    `completes` says whether a response completes a stop string with its next token; it is told of
-    all tokens that there are.
-    """
+    """Return what is to be sampled, by row, and the responses that are complete."""
     rows = [[token for token in row if token >= 0] for row in prompt.tolist()]
     rows = [row for row in rows for _ in range(sampling.num_samples)]
     if begun is None:
@@ -167,10 +163,7 @@ def keep(key: str, engine: VllmEngine) -> None:
 
 
 def take(key: str) -> VllmEngine | None:
-    """Return the engine cached under this key, awake, with the weights it had; or None.
-
-    One that is cached under another key is closed: a process has one engine.
-    """
+    """Return the engine cached under this key, awake, with the weights it had; or None."""
     engine = _cached.pop(key, None)
     if _cached and torch.distributed.is_initialized():
         # Closing it would end torch.distributed, which the next engine needs to reach its peers.
@@ -178,7 +171,7 @@ def take(key: str) -> VllmEngine | None:
             "processes that share a vLLM engine were kept for a model that has changed since; end "
             "them with shutdown_ray() and start again"
         )
-    while _cached:
+    while _cached:  # a process has one engine
         _cached.popitem()[1].close()
     if engine is not None:
         engine.wake()
@@ -192,6 +185,7 @@ _LEAST_TEMPERATURE = 0.01
 """vLLM silently raises lower ones, but 0, to this."""
 _LENGTH_STEP = 64
 _CPU_ROWS = 256
+_CPU_BLOCK = 32
 _CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of heads that vLLM's attention on CPUs has kernels for."""
 
@@ -231,13 +225,6 @@ class VllmPolicySpec:
     tokenizer: TokenizerSpec | None = None
     """Only to look for `Sampling.stop`; prompts and responses are token ids."""
 
-    def __post_init__(self) -> None:
-        if self.quantization not in (None, *get_args(Quantization)):
-            raise ValueError(
-                f"quantization is '{self.quantization}'; expected one of "
-                f"{', '.join(get_args(Quantization))}, or none"
-            )
-
     def check_group(self, context: WorkerContext) -> None:
         if context.pipeline_parallel > 1:
             raise ConfigError(
@@ -267,15 +254,6 @@ class VllmPolicy(GeneratorPolicy):
         self.vllm = generator.vllm
         self._key = generator.key
 
-    def abort(self, rows: Iterable[int] | None = None) -> None:
-        """Cut responses of the call being served short, before their next token. From any thread.
-
-        Rows are those of the rollout, numbered on through calls that are served together; each
-        keeps what it has and counts as cut off. Without rows all that is being served ends, and
-        raises `GenerationAbortedError`.
-        """
-        self.vllm.abort(rows)
-
     @override
     def keep_warm(self) -> None:
         keep(self._key, self.vllm)
@@ -300,7 +278,12 @@ class VllmGenerator(GenerationEngine):
         self.dtype = spec.model.dtype
         self.vocab_size: int = config.vocab_size
         self.num_positions = longest_sequence(spec, config)
-        _check_head_dim(context, config)
+        if torch.device(context.device).type == "cpu" and _head_dim(config) not in _CPU_HEAD_DIMS:
+            raise ValueError(
+                f"'{context.role}' has attention heads of {_head_dim(config)} dimensions; vLLM on "
+                f"CPUs computes heads of {', '.join(map(str, _CPU_HEAD_DIMS))}. Change the model, "
+                "or generate with the torch engine"
+            )
         self._adapted: AdaptedModel | None = None
         if spec.lora:  # before the cache takes its part of the memory that is free
             module = spec.model.causal_lm("cpu")
@@ -340,12 +323,9 @@ class VllmGenerator(GenerationEngine):
         sampling: Sampling,
         begun: BegunRows | None = None,
     ) -> Iterator[EndedRows]:
-        """Sample responses with vLLM.
-
-        A response that goes on has other random numbers from there than if it had not been
-        interrupted: vLLM's own begin anew with each request, here at a seed that says how many
-        tokens there are already.
-        """
+        # A response that goes on has other random numbers from there than if it had not been
+        # interrupted: vLLM's own begin anew with each request, here at a seed that says how many
+        # tokens there are already.
         stops, end_ids = None, self._spec.end_ids
         if sampling.stop and self._spec.tokenizer is not None:
             stops = StopStrings(self._spec.tokenizer, sampling, prompt)
@@ -356,7 +336,8 @@ class VllmGenerator(GenerationEngine):
         )
         if over:
             yield as_columns(Progress(over, 0), sampling)
-        for step in self.vllm.stream(requests, sampling, end_ids=end_ids, completes=completes):
+        batch = self.vllm.begin(requests, sampling, end_ids=end_ids, completes=completes)
+        for step in batch.steps():
             yield as_columns(step, sampling)
 
     @override
@@ -366,7 +347,7 @@ class VllmGenerator(GenerationEngine):
     @override
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         whole = tensors if self._adapted is None else self._adapted.merged_with(tensors)
-        self.vllm.load(whole, version)
+        self.vllm.load(whole)
 
     @override
     def sleep(self) -> int:
@@ -391,8 +372,14 @@ def engine_options(
     on_cpu = torch.device(context.device).type == "cpu"
     cache, rows = spec.kv_cache_bytes, spec.max_decode_rows
     if on_cpu:
-        each = _row_bytes(config, spec, longest, context.tensor_parallel)
-        rows = rows or _rows_that_fit(each, context)
+        heads = max(config.num_key_value_heads // context.tensor_parallel, 1)
+        element = torch.finfo(getattr(torch, spec.model.dtype)).bits // 8
+        token = 2 * config.num_hidden_layers * heads * _head_dim(config) * element
+        each = token * -(-longest // _CPU_BLOCK) * _CPU_BLOCK
+        # The cache takes half of the memory that is free, shared among processes.
+        sharing = context.num_processes * context.num_replicas
+        free = psutil.virtual_memory().available // (2 * sharing)
+        rows = rows or max(1, min(_CPU_ROWS, free // each - 1))
         cache = cache or each * (rows + 1)
     return EngineOptions(
         dtype=spec.model.dtype,
@@ -436,35 +423,8 @@ def _head_dim(config: Any) -> int:
     return own or config.hidden_size // config.num_attention_heads
 
 
-def _check_head_dim(context: WorkerContext, config: Any) -> None:
-    if torch.device(context.device).type == "cpu" and _head_dim(config) not in _CPU_HEAD_DIMS:
-        raise ValueError(
-            f"'{context.role}' has attention heads of {_head_dim(config)} dimensions; vLLM on CPUs "
-            f"computes heads of {', '.join(map(str, _CPU_HEAD_DIMS))}. Change the model, or "
-            "generate with the torch engine"
-        )
-
-
-def _row_bytes(config: Any, spec: VllmPolicySpec, longest: int, tensor_parallel: int) -> int:
-    heads = max(config.num_key_value_heads // tensor_parallel, 1)
-    element = torch.finfo(getattr(torch, spec.model.dtype)).bits // 8
-    token = 2 * config.num_hidden_layers * heads * _head_dim(config) * element
-    block = 32
-    return token * -(-longest // block) * block
-
-
-def _rows_that_fit(row_bytes: int, context: WorkerContext) -> int:
-    """Rows of which the cache takes half of the memory that is free, shared among processes."""
-    sharing = context.num_processes * context.num_replicas
-    free = psutil.virtual_memory().available // (2 * sharing)
-    return max(1, min(_CPU_ROWS, free // row_bytes - 1))
-
-
 def _model_folder(model: ModelSpec, scratch: Path) -> Path:
-    """A folder that vLLM can load: the model's own, or its seeded weights written to `scratch`.
-
-    `save_pretrained` is not used: in a group of processes it writes in the first alone.
-    """
+    """A folder that vLLM can load: the model's own, or its seeded weights written to `scratch`."""
     if model.folder is not None:
         return Path(model.folder)
     folder = scratch / "model"
@@ -472,6 +432,7 @@ def _model_folder(model: ModelSpec, scratch: Path) -> Path:
     module = model.causal_lm("cpu")
     config: Any = module.config
     config.architectures = [type(module).__name__]
+    # Not by `save_pretrained`, which writes in the first alone of a group of processes.
     config.to_json_file(folder / "config.json")
     weights = dict(module.named_parameters())
     write_tensors(folder / "model.safetensors", dict(as_in_files(weights, config.model_type)))

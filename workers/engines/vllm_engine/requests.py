@@ -11,12 +11,12 @@ under other weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ....algorithms.roles.language_tables import Sampling
-from ....dataflow.runtime.call_context import call_version
+from ....dataflow.runtime.call_context import call_in_flight, call_version
 
 
 @dataclass
@@ -74,7 +74,6 @@ class RequestBatch:
         self._completes = completes
         self._call = call
         self._open: dict[str, int] = {}
-        self._names: dict[int, str] = {}
         self._sampled: dict[int, Sampled] = {}
         self._params = _sampling_params(sampling, end_ids)
         self._min_new_tokens = sampling.min_new_tokens
@@ -94,6 +93,18 @@ class RequestBatch:
         open_ = (len(self._sampled[number].tokens) for number in self._open.values())
         return min(open_, default=0)
 
+    def steps(self) -> Iterator[Progress]:
+        """Sample them all; who does not read to the end closes it, which aborts what is left."""
+        known = 0
+        try:
+            while len(self):
+                ended = self.step()
+                if ended or self.at_least > known or call_in_flight():
+                    known = self.at_least
+                    yield Progress(ended, known)
+        finally:
+            self.give_up()
+
     def step(self) -> dict[int, Sampled]:
         """Have the next tokens sampled; the requests that end with them."""
         ended: dict[int, Sampled] = {}
@@ -106,7 +117,14 @@ class RequestBatch:
             sampled = self._sampled[number]
             new = _append(sampled, output, version)
             if self._completes and not sampled.finished:
-                self._end_where(self._completes, number, new)
+                # It ends with the first of its new tokens that completes a stop string.
+                for place, token in enumerate(new, start=len(sampled.tokens) - len(new) + 1):
+                    if self._completes(number, token):
+                        del sampled.tokens[place:], sampled.logprobs[place:]
+                        del sampled.versions[place:]
+                        sampled.finished = True
+                        self._engine.abort_request([output.request_id])
+                        break
             if output.finished or sampled.finished:
                 del self._open[output.request_id]
                 ended[number] = sampled
@@ -117,7 +135,7 @@ class RequestBatch:
 
     def add(self, number: int, request: Request) -> None:
         """Sample one more, under a number that no other has had."""
-        self._names[number] = name = f"{self._call}/{number}"
+        name = f"{self._call}/{number}"
         self._open[name] = number
         self._sampled[number] = request.so_far
         own = self._params.clone()
@@ -130,30 +148,9 @@ class RequestBatch:
         prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": self._loaded}
         self._engine.add_request(name, prompt, own)
 
-    def cut(self, numbers: Iterable[int]) -> dict[int, Sampled]:
-        """End some requests with what they have; those of them that had not ended."""
-        wanted = set(numbers)
-        names = {name: number for name, number in self._open.items() if number in wanted}
-        self._engine.abort_request(list(names))
-        for name in names:
-            del self._open[name]
-        return {number: self._sampled[number] for number in names.values()}
-
     def give_up(self) -> None:
         self._engine.abort_request(list(self._open))
         self._open.clear()
-
-    def _end_where(
-        self, completes: Callable[[int, int], bool], number: int, new: Sequence[int]
-    ) -> None:
-        """End a request with the first of its new tokens that completes a stop string."""
-        sampled = self._sampled[number]
-        for place, token in enumerate(new, start=len(sampled.tokens) - len(new) + 1):
-            if completes(number, token):
-                del sampled.tokens[place:], sampled.logprobs[place:], sampled.versions[place:]
-                sampled.finished = True
-                self._engine.abort_request([self._names[number]])
-                return
 
 
 def _sampling_params(sampling: Sampling, end_ids: Sequence[int]) -> Any:

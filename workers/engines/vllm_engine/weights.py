@@ -61,16 +61,17 @@ class WholeTensors(WeightTransferEngine[_Start, _Update]):
 
     def start_weight_update(self) -> None:
         if self.device.type == "cpu":
-            _forget_kernels(self.model)
+            # A mixture's experts are packed where their kernel is made, and a kernel that is there
+            # already is kept: it would read what was loaded as if that were packed.
+            for module in self.model.modules():
+                method: Any = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load some parameters.
-
-        The base class synchronizes an accelerator here, which a CPU build does not have.
-        """
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
+        if self.device.type != "cpu":  # the base class asks, and a CPU build has no accelerator
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: _Update) -> None:
@@ -82,34 +83,15 @@ class WholeTensors(WeightTransferEngine[_Start, _Update]):
         """Put the layers back in use; those that got nothing keep what they had."""
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            _pack_heads(self.model)
+            # A head that shares the embedding's tensor gets no weights of its own, so reloading
+            # takes it for untouched and leaves it with a packed copy of the old embedding.
+            for module in self.model.modules():
+                if isinstance(module, ParallelLMHead):
+                    method: Any = module.quant_method
+                    method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """Nothing was opened."""
-
-
-def _forget_kernels(model: torch.nn.Module) -> None:
-    """Have a mixture's experts packed when they are loaded.
-
-    They are packed where their kernel is made, and a kernel that is there already is kept: it would
-    read what was loaded as if that were packed.
-    """
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
-
-
-def _pack_heads(model: torch.nn.Module) -> None:
-    """Pack output heads anew.
-
-    A head that shares the embedding's tensor gets no weights of its own, so reloading takes it for
-    untouched and leaves it with a packed copy of the old embedding.
-    """
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            method: Any = module.quant_method
-            method.process_weights_after_loading(module)
 
 
 def weight_transfer_config() -> WeightTransferConfig:
@@ -119,7 +101,7 @@ def weight_transfer_config() -> WeightTransferConfig:
     return WeightTransferConfig(backend=_NAME)
 
 
-def load_whole_tensors(engine: Any, tensors: Mapping[str, Tensor], version: int) -> None:
+def load_whole_tensors(engine: Any, tensors: Mapping[str, Tensor]) -> None:
     """Replace all weights of an `LLMEngine`, and empty its prefix cache if no request runs.
 
     Requests that run keep their keys and values; others are told apart by a salt.
@@ -130,4 +112,3 @@ def load_whole_tensors(engine: Any, tensors: Mapping[str, Tensor], version: int)
     # Keys and values of the old weights must not be found again.
     if not engine.reset_prefix_cache() and not engine.has_unfinished_requests():
         raise RuntimeError("vLLM kept its prefix cache, though no request is running")
-    engine.set_weight_version(str(version))

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-import threading
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +17,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from penstock.algorithms.roles import Rollout, Sampling
+from penstock.algorithms.roles import Sampling
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.runtime.call_context import CallKey, call_scope
 from penstock.dataflow.runtime.worker_protocol import WorkerContext
 from penstock.workers.engines.vllm_engine.engine import (
     EngineOptions,
-    GenerationAbortedError,
     engine_arguments,
 )
 from penstock.workers.engines.vllm_engine.generator import (
@@ -203,56 +200,6 @@ def test_responses_go_on_where_earlier_calls_have_left_them(
     roll = to_rollout(prompt, prompt_id.repeat_interleave(sampling.num_samples), last)
     expected = hugging_face_logprob(module, roll)
     torch.testing.assert_close(roll.behavior_logprob, expected, atol=1e-5, rtol=0)
-
-
-# --- abort
-
-
-def while_aborting(run: Callable[[], Rollout], abort: Callable[[], None]) -> Rollout | Exception:
-    """What `run` gives or raises in a thread while `abort` is called again and again."""
-    found: list[Rollout | Exception] = []
-
-    def target() -> None:
-        try:
-            found.append(run())
-        except GenerationAbortedError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    deadline = time.monotonic() + 60
-    while thread.is_alive() and time.monotonic() < deadline:
-        abort()
-        time.sleep(0.005)
-    thread.join(timeout=1)
-    return found[0]
-
-
-def test_a_whole_call_can_be_aborted_and_the_engine_goes_on(policy: VllmPolicy):
-    prompt, prompt_id = long_prompts(16, 30)
-    long = Sampling(num_samples=8, max_new_tokens=200)
-    error = while_aborting(lambda: generate(policy, prompt, prompt_id, long), policy.abort)
-    assert str(error) == "generation was aborted; nothing was kept of the call"
-    again = generate(policy, prompt, prompt_id, SAMPLING)
-    assert generate(policy, prompt, prompt_id, SAMPLING).tokens.tolist() == again.tokens.tolist()
-
-
-@pytest.mark.slow
-def test_aborted_rows_keep_what_they_have(policy: VllmPolicy):
-    prompt, prompt_id = long_prompts(16, 30)
-    long = Sampling(num_samples=8, max_new_tokens=200)
-    whole = generate(policy, prompt, prompt_id, long)
-    longest = int(whole.mask.sum(1).argmax())
-    cut = while_aborting(
-        lambda: generate(policy, prompt, prompt_id, long), lambda: policy.abort([longest])
-    )
-    assert isinstance(cut, Rollout)
-    kept = cut.tokens[longest][cut.mask[longest]].tolist()
-    assert len(kept) < int(whole.mask[longest].sum())
-    assert kept == whole.tokens[longest][whole.mask[longest]].tolist()[: len(kept)]
-    assert not cut.finished[longest]
-    others = torch.arange(len(whole.tokens)) != longest
-    assert cut.mask[others].sum(1).tolist() == whole.mask[others].sum(1).tolist()
 
 
 # --- sleeping

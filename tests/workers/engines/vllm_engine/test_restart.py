@@ -49,13 +49,13 @@ class MortalSpec:
             print(os.getpid(), file=told)
         if self.kills and context.replica == 1 and not mark.exists():
             engine: Any = policy.vllm
-            core, step, stream = engine._engine, engine._engine.step, engine.stream
+            core, step, begin = engine._engine, engine._engine.step, engine.begin
             calls = tokens = 0
 
             def counted(*args: Any, **kwargs: Any) -> Any:
                 nonlocal calls, tokens
                 calls, tokens = calls + 1, 0
-                return stream(*args, **kwargs)
+                return begin(*args, **kwargs)
 
             def mortal() -> Any:
                 nonlocal tokens
@@ -66,7 +66,7 @@ class MortalSpec:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return outputs
 
-            engine.stream, core.step = counted, mortal
+            engine.begin, core.step = counted, mortal
         return policy
 
 

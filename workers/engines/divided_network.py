@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ...dataflow.errors import ConfigError
 from ...dataflow.runtime.worker_protocol import WorkerContext
 from ...planner.resharding.sharding import Sharding
 from ..training.checkpoint_files import gather_weights
@@ -54,16 +53,13 @@ def vocabulary_top(
     if group is None or group.size() == 1:
         return best - total, words
     words += group.rank() * width
-    parts = [_gathered(column, group) for column in (best, words, total)]
-    best, chosen = torch.cat(parts[0], 1).topk(num_words)
-    total = torch.cat(parts[2], 1).logsumexp(-1, keepdim=True)
-    return best - total, torch.cat(parts[1], 1).gather(1, chosen)
-
-
-def _gathered(column: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    parts = [torch.empty_like(column) for _ in range(group.size())]
-    dist.all_gather(parts, column.contiguous(), group)
-    return parts
+    every: list[Tensor] = []
+    for column in (best, words, total):
+        parts = [torch.empty_like(column) for _ in range(group.size())]
+        dist.all_gather(parts, column.contiguous(), group)
+        every.append(torch.cat(parts, 1))
+    best, chosen = every[0].topk(num_words)
+    return best - every[2].logsumexp(-1, keepdim=True), every[1].gather(1, chosen)
 
 
 class _Statistics(torch.autograd.Function):
@@ -136,20 +132,13 @@ def _rows(logits: Tensor) -> Iterator[slice]:
 
 
 def join_processes(context: WorkerContext) -> None:
-    """Require torch.distributed's default group over the worker group's processes.
-
-    A group of one process needs none for anything else; it gets one of itself.
-    """
+    """Require torch.distributed's default group; one process alone gets a group of itself."""
     cuda = torch.device(context.device).type == "cuda"
     if cuda:
         torch.cuda.set_device(context.device)  # libraries ask for "the current device"
     if dist.is_initialized():
         return
-    if context.num_processes > 1:
-        raise ConfigError(
-            f"'{context.role}' is one of {context.num_processes} processes, but torch.distributed "
-            "was not started; initialize its default group over exactly these processes first"
-        )
+    assert context.num_processes == 1, "the executor starts torch.distributed in larger groups"
     in_memory: Any = dist
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=in_memory.HashStore(), rank=0, world_size=1)
@@ -165,15 +154,11 @@ def sum_parts(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
 
 
 def recompute_layers(layers: Iterable[nn.Module]) -> None:
-    """Have training keep what goes into each layer, and compute the rest again going backward.
-
-    Call it before anything else wraps the layers. They must have no dropout: no random state is
-    kept.
-    """
+    """Have training keep what goes into each layer; call it before anything else wraps them."""
     for layer in layers:
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-        )
+        # There is no dropout, so no random state need be kept.
+        options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+        layer.forward = partial(checkpoint, layer.forward, **options)
 
 
 _IMPOSSIBLE = -1e30
@@ -206,12 +191,9 @@ class DividedNetwork:
         if not weights:
             return None
         module = first()
-        unknown = module.load_state_dict(weights, strict=False).unexpected_keys
-        missing = dict(module.named_parameters()).keys() - weights.keys()
-        if unknown or missing:
-            raise RuntimeError(
-                f"gathered weights do not fit: {sorted(missing)} missing, {unknown} new"
-            )
+        found = module.load_state_dict(weights, strict=False)  # it has buffers besides
+        assert not found.unexpected_keys, found.unexpected_keys
+        assert dict(module.named_parameters()).keys() <= weights.keys(), "some are missing"
         return module
 
     def save_adapter(self, folder: Path, base: str | None) -> None:

@@ -137,16 +137,13 @@ def _numbers(call: Call, layout: Layout) -> tuple[int, int, int]:
 
 
 def _logits(call: Call, layout: Layout, tokens: int) -> int:
-    """Bytes of logits that exist at once, and of slices of them in float32.
-
-    Those are some of a whole vocabulary, or all of a divided one and their gradient.
-    """
+    """Bytes of logits that exist at once, and of slices of them in float32."""
     if call.head == "scalar":
         return tokens * _FLOAT
     words = -(-call.model.vocab_size // layout.tp)
-    at_once, in_float32 = (_AT_ONCE, _IN_FLOAT32) if layout.tp == 1 else (0, _SLICES)
-    kept = min(tokens, max(1, at_once // words)) if at_once else 2 * tokens
-    slices = 3 * min(tokens, max(1, in_float32 // words))
+    # Some of a whole vocabulary, or all of a divided one and their gradient.
+    kept = min(tokens, max(1, _AT_ONCE // words)) if layout.tp == 1 else 2 * tokens
+    slices = 3 * min(tokens, max(1, (_IN_FLOAT32 if layout.tp == 1 else _SLICES) // words))
     return words * (kept * call.model.dtype_bytes + slices * _FLOAT)
 
 
@@ -158,12 +155,10 @@ def _by_rows(layout: Layout) -> Layout:
 
 
 def _others_keys(call: Call, layout: Layout) -> int:
-    """Bytes of keys and values of the tokens of a row that other processes compute.
-
-    Training keeps those of every layer for the backward pass, unless that computes them again.
-    """
+    """Bytes of keys and values of the tokens of a row that other processes compute."""
     model = call.model
     heads = -(-model.num_key_heads // layout.tp)
+    # Training keeps those of every layer for the backward pass, unless that computes them again.
     layers = model.num_layers if call.kind == "train" and not layout.checkpointing else 1
     tokens = layout.micro_batch * call.tokens_longest
     others = tokens - tokens // layout.cp

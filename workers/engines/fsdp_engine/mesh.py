@@ -53,10 +53,7 @@ class ContextGroup:
         return self.rank, 2 * self.size - 1 - self.rank
 
     def cut(self, tokens: Tensor, reads: Tensor) -> CutRows:
-        """This process's part of some rows.
-
-        Shapes: `tokens` i64[rows, T]; `reads` bool[rows, T].
-        """
+        """This process's part of rows: `tokens` i64[rows, T], `reads` bool[rows, T]."""
         width = tokens.shape[1]
         chunk = -(-width // (2 * self.size))
         place = torch.arange(chunk, device=tokens.device)
@@ -133,7 +130,7 @@ def attend(
 
 
 def _looks_at(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """The first keys of a row that the last of their queries look at, bool[queries, keys]."""
+    """The keys that the last so many queries of a row look at, bool[queries, keys]."""
     if device.type == "cuda":  # says the same to kernels that need no mask, and share key heads
         return causal_lower_right(num_queries, num_keys)
     every = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
@@ -224,11 +221,7 @@ def check_division(context: WorkerContext, shards: int, share_rows: int) -> None
 
 
 def join_mesh(context: WorkerContext, shards: int | None, share_rows: int = 1) -> FsdpMesh:
-    """Make the process groups of a worker group, or find them.
-
-    Every process of the group must call this at the same time. A group of one process needs no
-    torch.distributed for anything else; it gets a default group of itself.
-    """
+    """Make the process groups of a worker group, or find them; all its processes must, at once."""
     size = context.tensor_parallel
     shards = size if shards is None else shards
     check_division(context, shards, share_rows)
@@ -244,11 +237,7 @@ def join_mesh(context: WorkerContext, shards: int | None, share_rows: int = 1) -
     if share_rows > 1:
         # The same processes, with the shards told apart that take the same rows.
         cut = _mesh(
-            device.type,
-            replica=context.num_ranks,
-            rows=num_rows,
-            context=share_rows,
-            tensor=tensor,
+            device.type, replica=context.num_ranks, rows=num_rows, context=share_rows, tensor=tensor
         )
         rows = RankGroup(row, num_rows, device, cut.get_group("rows"))
         sharing = ContextGroup(part, share_rows, cut.get_group("context"))

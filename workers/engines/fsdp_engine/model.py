@@ -126,10 +126,7 @@ def build_model(
 
 
 def _skeleton(spec: ModelSpec, head: Head, lora: LoraSpec, *, cut: bool) -> FsdpModel:
-    """The whole module in evaluation mode, with parameters on the meta device.
-
-    Its attention is over cut rows, if they are `cut`.
-    """
+    """The whole module in evaluation mode, with parameters on the meta device."""
     auto: Any = transformers.AutoModelForCausalLM
     if cut:
         transformers.AttentionInterface.register(ATTENTION, attend)

@@ -69,18 +69,9 @@ class FsdpAdamW(AdamW):
         return torch.cat([part.reshape(-1) for part in self._views(None).values()])
 
 
+# The parameters of Llama, Qwen2 and Qwen3 that tensor parallelism cuts.
 _BY_ROWS = re.compile(r"(.*\.)?(embed_tokens|lm_head|[qkv]_proj|gate_proj|up_proj)\.(weight|bias)")
 _BY_COLUMNS = re.compile(r"(.*\.)?(o_proj|down_proj)\.weight")
-
-
-def tensor_cut(name: str) -> int | None:
-    """Return the dimension in which tensor parallelism cuts a parameter of Llama, Qwen2 or Qwen3.
-
-    None if every process has all of it.
-    """
-    if _BY_ROWS.fullmatch(name):
-        return 0
-    return 1 if _BY_COLUMNS.fullmatch(name) else None
 
 
 def held_box(
@@ -88,8 +79,8 @@ def held_box(
 ) -> Box:
     """Return the part of a parameter that one process holds; may be empty."""
     box = [(0, size) for size in shape]
-    cut = tensor_cut(name) if tensor > 1 else None
-    if cut is not None:
+    cut = 0 if _BY_ROWS.fullmatch(name) else 1 if _BY_COLUMNS.fullmatch(name) else None
+    if tensor > 1 and cut is not None:
         width = shape[cut] // tensor
         box[cut] = (place * width, (place + 1) * width)
     start, stop = box[0]
@@ -286,18 +277,14 @@ class FsdpNetwork(DividedNetwork):
     def token_logprob(
         self, outputs: Outputs, target: Tensor, temperature: float, *, needs_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See `LanguageNetwork.token_logprob`: of context parallelism too.
-
-        Logits of a whole vocabulary are made some at a time, as the torch engine makes them.
-        """
         rows = outputs.rows if isinstance(outputs, CutOutputs) else None
         own = target if rows is None else target[rows.number]
         if self._model.apart:
             head = known_words(self._model.head, self.num_words)
+            # Logits of a whole vocabulary are made some at a time, as the torch engine does.
             logprob, entropy = token_logprob(
-                outputs.values, *head, own, None, temperature,
-                needs_entropy=needs_entropy,
-            )  # fmt: skip
+                outputs.values, *head, own, None, temperature, needs_entropy=needs_entropy
+            )
         else:
             logprob, entropy = super().token_logprob(
                 outputs, own, temperature, needs_entropy=needs_entropy

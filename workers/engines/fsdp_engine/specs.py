@@ -64,19 +64,14 @@ class FsdpOptions:
         else:
             fill_weights(network.frozen, source, exact=False)
             model.check_weights(network.frozen.tensors(), context)
-            fill_weights(network, _first_trained(network, lora, head, model, context))
+            params = network.layout.params
+            shapes = {param.name: param.shape for param in params if is_adapter(param.name)}
+            trained = first_adapters(lora, context.seed, shapes)
+            if head.is_scalar:
+                linear = head.first_weights(model, context)
+                trained |= {f"{head.name}.{part}": p for part, p in linear.named_parameters()}
+            fill_weights(network, WholeTensorSource(trained))
         return network
-
-
-def _first_trained(
-    network: FsdpNetwork, lora: LoraSpec, head: Head, model: ModelSpec, context: WorkerContext
-) -> WholeTensorSource:
-    shapes = {param.name: param.shape for param in network.layout.params if is_adapter(param.name)}
-    found = first_adapters(lora, context.seed, shapes)
-    if head.is_scalar:
-        linear = head.first_weights(model, context)
-        found |= {f"{head.name}.{part}": value for part, value in linear.named_parameters()}
-    return WholeTensorSource(found)
 
 
 def _source(spec: ModelSpec, model: FsdpModel, head: Head) -> TensorSource:

@@ -16,24 +16,20 @@ itself, except for what `_CpuTorch` and `_CpuCuda` list. torch stays as it is fo
 
 from __future__ import annotations
 
+import importlib
+import types
+import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ....dataflow.errors import ConfigError
 from ....dataflow.runtime.worker_protocol import WorkerContext
 from ...training.data_parallel import RankGroup
 from ..divided_network import join_processes
-
-if TYPE_CHECKING:
-    from types import ModuleType
-import importlib
-import types
-import warnings
-
-from torch import Tensor
 
 _ADAPTED = {
     # Buffers of tensor-parallel gathers and reductions are made on the "current CUDA device".
@@ -86,7 +82,7 @@ def prepare_megatron(device: str) -> None:
     """Import megatron-core, without its notes on optional CUDA packages, for a kind of device."""
     kind = torch.device(device).type
     if not _PREPARED_FOR:
-        _prepare(kind)
+        _import_megatron(kind)
         _PREPARED_FOR.append(kind)
     if [kind] != _PREPARED_FOR:
         raise ConfigError(
@@ -99,7 +95,7 @@ def _as_written(function: Any, **_: object) -> Any:
     return function
 
 
-def _prepare(kind: str) -> None:
+def _import_megatron(kind: str) -> None:
     compiler = torch.compile
     if kind == "cpu":
         # megatron-core decorates small functions with it. That loads torch's compiler, a quarter of
@@ -125,30 +121,20 @@ def _prepare(kind: str) -> None:
 def parallel_state() -> Any:
     from megatron.core import parallel_state as found
 
-    module: ModuleType = found
-    return module
+    return found
 
 
 def join_groups(context: WorkerContext, expert_parallel: int = 1) -> WorkerContext:
     """Make megatron-core's process groups for a worker group's sizes, unless they are there.
 
-    Every process of the worker group must call this at the same time. A group of one process needs
-    no torch.distributed for anything else; it gets a default group of itself.
-
-    Returns the context of a worker that computes alone what this process does: every expert place
-    of every rank is a data-parallel rank there.
+    Every process of the worker group must call this at the same time. Returns the context of
+    `beside_experts`.
     """
     beside = beside_experts(context, expert_parallel)
     prepare_megatron(context.device)
     state = parallel_state()
     join_processes(context)
-    size, place = dist.get_world_size(), dist.get_rank()
-    if (size, place) != (context.num_processes, context.process):
-        raise ConfigError(
-            f"'{context.role}' is process {context.process} of {context.num_processes}, but "
-            f"torch.distributed was started as process {place} of {size}; a Megatron group must "
-            "own its processes"
-        )
+    assert dist.get_world_size() == context.num_processes, "a Megatron group owns its processes"
     if not state.model_parallel_is_initialized():
         # Its default order of ranks (tensor, data, pipeline) is that of `WorkerContext.process`.
         state.initialize_model_parallel(
@@ -161,12 +147,7 @@ def join_groups(context: WorkerContext, expert_parallel: int = 1) -> WorkerConte
 
         # Dropout is off everywhere, so no random state per rank is needed (nor CUDA's).
         initialize_rng_tracker(inference_rng_tracker=True)
-    wanted = (
-        beside.tensor_parallel,
-        beside.num_ranks,
-        beside.pipeline_parallel,
-        expert_parallel,
-    )
+    wanted = (beside.tensor_parallel, beside.num_ranks, beside.pipeline_parallel, expert_parallel)
     made = (
         state.get_tensor_model_parallel_world_size(),
         state.get_data_parallel_world_size(),
@@ -183,7 +164,10 @@ def join_groups(context: WorkerContext, expert_parallel: int = 1) -> WorkerConte
 
 
 def beside_experts(context: WorkerContext, experts: int) -> WorkerContext:
-    """Return the context of a worker that computes alone what this process does."""
+    """Return the context of a worker that computes alone what this process does.
+
+    Every expert place of every rank is a data-parallel rank there.
+    """
     if context.tensor_parallel % experts:
         raise ConfigError(
             f"'{context.role}' has expert_parallel={experts}, which does not divide the "

@@ -138,7 +138,10 @@ class Mixture(nn.Module):
 
     def _chosen(self, tokens: Tensor) -> Tensor:
         """Weighted output of each token's experts, [n, hidden]; of this process's part of them."""
-        chance, chosen = self._route(tokens)
+        chance = torch.softmax(F.linear(tokens, self.gate.weight), -1, dtype=torch.float32)
+        chance, chosen = chance.topk(self._part.shape.experts_per_token)
+        if self._part.normalizes:
+            chance = chance / chance.sum(-1, keepdim=True)
         number = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)  # by expert
         counts = chosen.flatten().bincount(minlength=self._part.shape.num_experts)
@@ -146,13 +149,6 @@ class Mixture(nn.Module):
         back = order.argsort()
         parts = found[back].view(len(tokens), number, -1)
         return (parts * chance[:, :, None]).sum(1).to(tokens.dtype)
-
-    def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Chances f32[n, k] and experts i64[n, k] of tokens."""
-        logits = F.linear(tokens, self.gate.weight)
-        chance = torch.softmax(logits, -1, dtype=torch.float32)
-        best, chosen = chance.topk(self._part.shape.experts_per_token)
-        return (best / best.sum(-1, keepdim=True) if self._part.normalizes else best), chosen
 
     def _computed(self, sent: Tensor, counts: Tensor) -> Tensor:
         """Outputs of experts for tokens that lie expert by expert, `counts` i64[experts] each."""
@@ -233,7 +229,6 @@ class _RmsNorm(nn.Module):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
     ) -> None:
         super().__init__()
-        del unused
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         size = torch.empty(hidden_size, dtype=config.params_dtype, device=device)
         self.weight = nn.Parameter(size)
@@ -252,7 +247,6 @@ class _CausalAttention(nn.Module):
 
     def __init__(self, config: TransformerConfig, **unused: Any) -> None:
         super().__init__()
-        del config, unused
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **unused: Any

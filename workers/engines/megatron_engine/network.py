@@ -123,17 +123,14 @@ class MegatronNetwork(DividedNetwork):
         )
 
     def outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None = None) -> Outputs:
-        """See `LanguageNetwork.outputs`; the last stage's alone.
-
-        What follows a token does not change its output, so padding needs no mask. The anchor
-        depends on the states: the stage before waits for a gradient whatever is read.
-        """
+        # What follows a token does not change its output, so padding needs no mask.
         states = self.states(tokens)
         if self._backbone.config.sequence_parallel:
             # The head below adds up its input's gradient over processes, so here it is only cut.
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
         picked = states.transpose(0, 1)[self._padded(reads, False)]
         head: Any = self._backbone.output_layer
+        # The stage before waits for a gradient of the states, whatever is read.
         anchor = states.reshape(-1)[0].float() * 0
         if isinstance(head, nn.Linear):
             return Outputs(head(picked), anchor=anchor)
@@ -146,11 +143,8 @@ class MegatronNetwork(DividedNetwork):
         return F.pad(column, (0, -column.shape[1] % self.context.tensor_parallel), value=value)
 
     def run(self, given: MicroBatches[M, R], *, backward: bool) -> None:
-        """See `Network.run`; of several stages the last one alone computes outputs.
-
-        Micro-batches go through all stages: one forward, one backward in turn. Processes that
-        divide the experts share them out.
-        """
+        # Micro-batches go through all stages: one forward, one backward in turn; the last stage
+        # alone computes outputs. Processes that divide the experts share them out.
         if not given.parts:
             return
         mine = self.share(given.parts)
@@ -187,18 +181,15 @@ class MegatronNetwork(DividedNetwork):
         return self.flat.enable_gradients()
 
     def finish_gradient(self, grad: Tensor) -> Tensor:
-        """See `Network.finish_gradient`.
-
-        - Weights that a tensor-parallel process has whole but uses on a part: head norms on its
-          heads, routers for its part of experts, all norms on its part of the sequence.
-        - The embedding and its copy under the last stage's head.
-        """
+        # Weights that a tensor-parallel process has whole but uses on a part: head norms on its
+        # heads, routers for its part of experts, all norms on its part of the sequence.
         if self.context.tensor_parallel > 1:
             partial = ("q_layernorm.weight", "k_layernorm.weight", "gate.weight")
             if self._backbone.config.sequence_parallel:
                 partial = ("layernorm.weight", "gate.weight")
             names = [name for name in self.flat.names if name.endswith(partial)]
             sum_parts([self.flat.view(grad, name) for name in names], self.vocabulary_group)
+        # The embedding and its copy under the last stage's head.
         if self._tied_ends and (self.context.stage == 0 or self.is_last):
             first = self.context.stage == 0
             table = "embedding.word_embeddings.weight" if first else "output_layer.weight"
@@ -206,11 +197,8 @@ class MegatronNetwork(DividedNetwork):
         return grad
 
     def _counted(self) -> list[tuple[int, int]]:
-        """Places in the buffers of the tensors that count in the gradient's norm, runs as one.
-
-        Each has the same gradient in all processes that share it, so the first of those that share
-        a model counts.
-        """
+        """Places in the buffers of the tensors that count in the gradient's norm, runs as one."""
+        # Of those that share a tensor, and have the same gradient, the first counts.
         ours = set(worker_group(self.context).processes(self.context.rank))
         patterns = tuple(
             tuple(piece for piece in pattern if piece.device in ours)

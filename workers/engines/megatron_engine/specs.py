@@ -50,21 +50,6 @@ def megatron_sharding(
     - Gate then up rows lie in `linear_fc1`; experts lie as in the checkpoint's module.
     - A scalar head and its bias are whole on every tensor-parallel process of the last stage.
     """
-    _check(model, layout)
-    whole = shard(model, layout, devices, head="vocabulary" if head == "lm_head" else "scalar")
-    if head != "lm_head":
-        whole = _scalar_head(whole, head)
-    fused = interleave_qkv(whole, model.head_dim, "linear_qkv")
-    fused = concatenate(fused, ("gate_proj", "up_proj"), "linear_fc1")
-    params = tuple(replace(param, tensor=_renamed(param.tensor)) for param in fused.params)
-    return replace(fused, params=params)
-
-
-def _check(model: ModelShape, layout: Layout) -> None:
-    if layout.cp > 1 or layout.zero == 3:
-        raise PlanError(
-            f"layout '{layout}': the Megatron engine knows tp, pp, dp, ep and zero up to 2"
-        )
     if layout.ep > 1 and not model.num_experts:
         raise PlanError(
             f"layout '{layout}' divides experts, and model '{model.name}' has none; take ep=1"
@@ -74,6 +59,13 @@ def _check(model: ModelShape, layout: Layout) -> None:
             f"tp={layout.tp} does not divide {model.num_key_heads} key heads, as the Megatron "
             f"engine needs (model '{model.name}'); take a tp that does"
         )
+    whole = shard(model, layout, devices, head="vocabulary" if head == "lm_head" else "scalar")
+    if head != "lm_head":
+        whole = _scalar_head(whole, head)
+    fused = interleave_qkv(whole, model.head_dim, "linear_qkv")
+    fused = concatenate(fused, ("gate_proj", "up_proj"), "linear_fc1")
+    params = tuple(replace(param, tensor=_renamed(param.tensor)) for param in fused.params)
+    return replace(fused, params=params)
 
 
 def _scalar_head(sharding: Sharding, head: HeadName) -> Sharding:

@@ -43,22 +43,17 @@ Adapters = tuple[LowRank | int, ...]
 """Adapters of linear maps that are computed as one, or the width of a map without one."""
 
 
-def _low_rank(linear: Any) -> LowRank | None:
-    if not hasattr(linear, "lora_A"):
-        return None
-    (name,) = linear.lora_A
-    return LowRank(linear.lora_A[name].weight, linear.lora_B[name].weight, linear.scaling[name])
-
-
 def adapters_of(linears: Sequence[Any]) -> Adapters | None:
     """Adapters of linear maps that are computed as one; None if none of them has any."""
-    found = [_low_rank(linear) for linear in linears]
-    if all(adapter is None for adapter in found):
-        return None
-    return tuple(
-        linear.out_features if adapter is None else adapter
-        for linear, adapter in zip(linears, found, strict=True)
-    )
+    found: list[LowRank | int] = []
+    for linear in linears:
+        if not hasattr(linear, "lora_A"):
+            found.append(linear.out_features)
+            continue
+        (name,) = linear.lora_A
+        up = linear.lora_B[name].weight
+        found.append(LowRank(linear.lora_A[name].weight, up, linear.scaling[name]))
+    return tuple(found) if any(isinstance(one, LowRank) for one in found) else None
 
 
 def added(x: Tensor, adapters: Adapters) -> Tensor:
@@ -325,13 +320,8 @@ class LeanBackbone:
             cache = None if caches is None else caches[index]
             inputs = (x, layer, cos, sin, pack, read, cache)
             if again:
-                found: Any = checkpoint(
-                    self._layer,
-                    *inputs,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                    determinism_check="none",
-                )
+                options: Any = {"preserve_rng_state": False, "determinism_check": "none"}
+                found: Any = checkpoint(self._layer, *inputs, use_reentrant=False, **options)
                 x = found
             else:
                 x = self._layer(*inputs)

@@ -38,10 +38,7 @@ from ...training.flat_parameters import ADDED_AT_ONCE
 from ...training.token_logprob import most_logits
 from ..engine import EngineKind, why_not_as_usual
 from .attention import MOST_SCORES
-from .packing import by_length, padded_tokens, padded_width
-
-ALIGN = 16
-"""Decoded rows and cache positions come in multiples of it."""
+from .packing import ALIGN, by_length, padded_tokens, padded_width, round_up
 
 _SIMULATED = 256  # rows sampled to see how micro-batches differ
 
@@ -110,10 +107,8 @@ def spread(lengths: Lengths, count: int, random: Random) -> list[int]:
 
 
 def _packed(rows: Sequence[_Row]) -> PackSizes:
-    """Lay rows out: whole, or prompts once and then what each row has of its own.
-
-    The last token of a row is never computed: nothing is read after it.
-    """
+    """Lay rows out: whole, or prompts once and then what each row has of its own."""
+    # The last token of a row is never computed: nothing is read after it.
     lengths = [row.prompt + row.response - 1 for row in rows]
     prompts = list({row.owner: row.prompt for row in rows}.values())
     saved = sum(row.prompt for row in rows) - sum(prompts)
@@ -153,18 +148,15 @@ def _pack(
     )
 
 
-def aligned(number: int) -> int:
-    return -(-number // ALIGN) * ALIGN
-
-
 MICRO_BATCH_TOKENS = 4096
 """The workers' own default of `micro_batch_tokens`."""
 
 _DECODE_ROWS = 512  # the generator's own default of `max_decode_rows`
 _LEAST_TOKENS, _LEAST_ROWS = 256, 8  # what is suggested where memory is short
 _SHRINK = 0.8  # the share of rows that is left when finished ones leave the batch
-_PREFILL_TOKENS = 1 << 14  # prompts are computed in parts of about so many tokens
-_SMALL_PRODUCT = 400  # a row's attention is at least this many multiplies
+PREFILL_TOKENS = 1 << 14  # prompts are computed in parts of about so many tokens
+# A row's attention is at least this many multiplies: torch has another kernel for fewer.
+SMALL_PRODUCT = 400
 _FLOAT = 4
 _INDEX = 8
 
@@ -230,10 +222,7 @@ class TorchSaving:
 
 
 def torch_resident_parts(call: Call, *, trains: bool = True) -> Parts:
-    """Bytes that a worker holds between calls, whole on every rank.
-
-    Weights; from its first train call on gradients and Adam's moments too.
-    """
+    """Bytes of what every rank has whole between calls, once it has trained if it does."""
     params, size = call.model.num_params(call.head), call.model.dtype_bytes
     adapters = call.model.adapter_params * _FLOAT
     if not (call.trained and trains):
@@ -285,13 +274,11 @@ class _Sizes(NamedTuple):
 
     @property
     def feed_forward(self) -> int:
-        """Its input, gate and up.
-
-        A mixture's are transformers' own (`grouped_mm_experts_forward`), which keeps the activated
-        gate and the product too, and what goes into and comes out of each expert.
-        """
+        """Its input, gate and up."""
         kept = self.hidden + 2 * self.inner
         if self.routed:
+            # transformers' `grouped_mm_experts_forward` keeps the activated gate and the product
+            # too, and what goes into and comes out of each expert.
             kept += 2 * self.inner + 2 * self.routed
         return kept + self.hidden + self.inner if self.adapted else kept
 
@@ -435,15 +422,15 @@ def _generate(call: Call, rows: int, max_rows: int) -> list[Parts]:
     samples = call.samples_per_prompt
     at_once = min(rows, max_rows)
     prompts = max(1, -(-at_once // samples))
-    live = aligned(at_once)
+    live = round_up(at_once)
     group = shape.num_heads // shape.num_key_heads
-    least = math.ceil(_SMALL_PRODUCT / (group * shape.head_dim))
-    positions = aligned(max(call.tokens_longest - 1, least))
+    least = math.ceil(SMALL_PRODUCT / (group * shape.head_dim))
+    positions = round_up(max(call.tokens_longest - 1, least))
     cache = live * positions * shape.num_layers * 2 * s.keys
     cells = live * shape.vocab_size
 
     lengths = spread(call.prompt, prompts, Random(0))
-    parts = -(-sum(lengths) // _PREFILL_TOKENS)
+    parts = -(-sum(lengths) // PREFILL_TOKENS)
     part = lengths[: -(-prompts // parts)]
     tokens = padded_tokens(sum(part) + 1)
     pack = _pack(tokens, len(part), _rectangles([*part, tokens - sum(part)], ALIGN), [])

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,20 +28,13 @@ from torch import Tensor
 from ....dataflow.runtime.call_context import call_in_flight
 from ...rollout.response_sampler import ResponseSampler
 from .attention import attend_cache
+from .declaration import PREFILL_TOKENS, SMALL_PRODUCT
 from .network import LeanNetwork
-from .packing import pack_rows
-
-_ALIGN = 16  # rows and cache positions; see the module's docstring
-_SMALL_PRODUCT = 400  # torch uses another kernel for batched products below this many multiplies
-_PREFILL_TOKENS = 1 << 14  # of texts that are computed at once, about; see declaration.py
+from .packing import ALIGN, pack_rows, round_up
 
 
 def decode(network: LeanNetwork, sampler: ResponseSampler, max_rows: int) -> Iterator[Tensor]:
-    """Sample the responses that are open; yields those that ended in a step, i64[n], ascending.
-
-    In flight it may be none, and other weights may be there afterwards, from which the next tokens
-    are sampled.
-    """
+    """Sample the responses that are open; yields those that ended in a step, i64[n], ascending."""
     waiting = torch.nonzero(sampler.open)[:, 0]
     if not len(waiting):
         return
@@ -56,7 +48,9 @@ def decode(network: LeanNetwork, sampler: ResponseSampler, max_rows: int) -> Ite
         if len(ended):
             batch.end(live)
         if len(ended) or call_in_flight():
-            yield ended.sort().values  # before anything is computed of the next tokens
+            # Before anything is computed of the next tokens: in flight it may be none that ended,
+            # and other weights may be there afterwards.
+            yield ended.sort().values
         if batch.num_live:
             keep = None if len(waiting) else batch.shrink()
             batch.step(sampled if keep is None else sampled[keep])
@@ -70,25 +64,12 @@ def entering(waiting: Tensor, room: int, max_rows: int, num_samples: int) -> int
     """
     if len(waiting) <= room or not len(waiting):
         return len(waiting)
-    least = max(min(_ALIGN, max_rows // 8), min(num_samples, max_rows // 4), 1)
+    least = max(min(ALIGN, max_rows // 8), min(num_samples, max_rows // 4), 1)
     if room < least:
         return 0
     prompt = waiting[: room + 1] // num_samples
     apart = torch.nonzero(prompt[1:] != prompt[:-1])[:, 0] + 1
     return int(apart[-1]) if len(apart) else room
-
-
-def padded(count: int) -> int:
-    return -(-count // _ALIGN) * _ALIGN
-
-
-class _Computed(NamedTuple):
-    """The model's results for n texts, N tokens in all."""
-
-    packed: list[tuple[Tensor, Tensor]]  # Of each layer the keys and values, [N, K, E]
-    place: Tensor  # i64[n, T]; which tokens are a text's
-    logits: Tensor  # [U, V]
-    entry: Tensor  # i64[n]; which of them follow a text
 
 
 class Batch:
@@ -102,7 +83,7 @@ class Batch:
         self._sampler = sampler
         self._device = network.device
         # i64[M]; which response each row is of; any for those that are not live
-        self.row = torch.zeros(padded(most), dtype=torch.int64, device=self._device)
+        self.row = torch.zeros(round_up(most), dtype=torch.int64, device=self._device)
         self.live = torch.zeros(len(self.row), dtype=torch.bool, device=self._device)  # bool[M]
         self.num_live = 0  # How many
         # bool[M]; rows that keep their cache, live or not, until they are let go
@@ -127,14 +108,13 @@ class Batch:
         self.live[free] = True
         self._position[free] = length[text].to(self._device)
         capacity = self._span(self._sampler.longest(row) - 1)
-        part = (length.cumsum(0) - 1) // _PREFILL_TOKENS
+        part = (length.cumsum(0) - 1) // PREFILL_TOKENS
         for number in part.unique().tolist():
             some = part == number
             mine = torch.nonzero(some[text])[:, 0]
             index = (some.cumsum(0) - 1)[text[mine]]
-            found = self._computed(texts[some], length[some])
-            self._reserve(capacity)  # no earlier: computing texts takes memory as well
-            self._fill(found, index.to(self._device), free[mine.to(self._device)])
+            into = free[mine.to(self._device)]
+            self._read(texts[some], length[some], capacity, index.to(self._device), into)
         self._count()
         return free
 
@@ -158,26 +138,31 @@ class Batch:
         self.live[slot] = True
         self._count()
 
-    def _computed(self, texts: Tensor, length: Tensor) -> _Computed:
-        """The model's results for texts, i64[n, T] on the CPU, right padded with -1."""
+    def _read(
+        self, texts: Tensor, length: Tensor, capacity: int, text: Tensor, into: Tensor
+    ) -> None:
+        """Compute texts, i64[n, T] on the CPU, right padded with -1, for the rows that have them.
+
+        Row `into[i]` goes on from text `text[i]`, i64[m] each.
+        """
         backbone = self._backbone
         column = torch.arange(int(length.max()))
         last = column == length[:, None] - 1
-        pack = pack_rows(texts[:, : len(column)].to(self._device), last, width_unit=_ALIGN)
-        shape = (len(pack.tokens), backbone.num_key_heads, backbone.head_dim)
+        pack = pack_rows(texts[:, : len(column)].to(self._device), last, width_unit=ALIGN)
+        num_tokens, entry = len(pack.tokens), pack.entry
+        shape = (num_tokens, backbone.num_key_heads, backbone.head_dim)
         packed = [(self._new(*shape), self._new(*shape)) for _ in backbone.layers]
         logits = self._network.head(backbone.states(pack, packed))
+        del pack  # its indices take memory
         start = length.cumsum(0) - length
-        place = (start[:, None] + column).where(column < length[:, None], len(pack.tokens) - 1)
-        return _Computed(packed, place.to(self._device), logits, pack.entry)
-
-    def _fill(self, found: _Computed, text: Tensor, into: Tensor) -> None:
-        width = found.place.shape[1]
-        for caches, packed in zip(self._cache, found.packed, strict=True):
-            for cache, of_tokens in zip(caches, packed, strict=True):
-                cache[into, :, :width] = of_tokens[found.place].transpose(1, 2)[text]
-                cache[into, :, width:] = 0  # it is multiplied, by 0, before it is written
-        logits = found.logits[found.entry[text]]
+        place = (start[:, None] + column).where(column < length[:, None], num_tokens - 1)
+        place = place.to(self._device)
+        self._reserve(capacity)  # no earlier: computing texts takes memory as well
+        for caches, of_layer in zip(self._cache, packed, strict=True):
+            for cache, of_tokens in zip(caches, of_layer, strict=True):
+                cache[into, :, : len(column)] = of_tokens[place].transpose(1, 2)[text]
+                cache[into, :, len(column) :] = 0  # it is multiplied, by 0, before it is written
+        logits = logits[entry[text]]
         if len(into) == len(self.row):
             self.logits = logits
             return
@@ -216,7 +201,7 @@ class Batch:
     def shrink(self) -> Tensor | None:
         """Have free rows leave if enough of them do; which stay, i64[M], None if all do."""
         free = ~(self.live | self.held)
-        size = padded(len(free) - int(free.sum()))
+        size = round_up(len(free) - int(free.sum()))
         if size > self.shrinks_to * len(self.row):
             return None
         keep = torch.argsort(free.to(torch.int8), stable=True)[:size]
@@ -237,8 +222,8 @@ class Batch:
         """Number of cache positions to attend over for rows of at most `length` tokens."""
         backbone = self._backbone
         group = backbone.num_heads // backbone.num_key_heads
-        least = math.ceil(_SMALL_PRODUCT / (group * backbone.head_dim))
-        return padded(max(length, least))
+        least = math.ceil(SMALL_PRODUCT / (group * backbone.head_dim))
+        return round_up(max(length, least))
 
     def step(self, token: Tensor) -> None:
         """Append one token to every row; the logits after it are those of the next."""

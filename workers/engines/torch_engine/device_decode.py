@@ -28,8 +28,9 @@ from ....dataflow.errors import WorkerError
 from ....dataflow.runtime.call_context import call_in_flight
 from ...rollout.response_sampler import ResponseSampler
 from .backbone import LeanBackbone
-from .decode import Batch, entering, padded
+from .decode import Batch, entering
 from .network import LeanNetwork
+from .packing import ALIGN, round_up
 
 _RESERVED = 0.1
 """Share of a device's memory that is left for reading texts and to other processes."""
@@ -37,7 +38,6 @@ _BYTES_PER_WORD = 32
 """Bytes of a row for each token of the vocabulary: logits, float32 and float64 of the sample."""
 _BYTES_PER_SCORE = 12
 """Bytes of a row for each position and head: the scores of one layer's attention."""
-_LEAST_ROWS = 16
 
 
 def rows_that_fit(free_bytes: int, *, total_bytes: int, bytes_per_row: int, most: int) -> int:
@@ -46,15 +46,15 @@ def rows_that_fit(free_bytes: int, *, total_bytes: int, bytes_per_row: int, most
     A tenth of the device stays free. Of 1.5 billion weights in bfloat16 (28 layers of 2 key heads
     of 128) a row of 1,024 + 8,192 tokens takes 252 MiB of cache; 512 of them would be 126 GiB.
     """
-    if free_bytes < _LEAST_ROWS * bytes_per_row:
+    if free_bytes < ALIGN * bytes_per_row:
         raise WorkerError(
-            f"generation needs {_gib(_LEAST_ROWS * bytes_per_row)} GiB for a key-value cache of "
-            f"{_LEAST_ROWS} responses, the fewest that are sampled at once, and the device has "
+            f"generation needs {_gib(ALIGN * bytes_per_row)} GiB for a key-value cache of "
+            f"{ALIGN} responses, the fewest that are sampled at once, and the device has "
             f"{_gib(free_bytes)} GiB free\n    lower sampling.max_new_tokens or drop long prompts, "
             "or have what else is on the device sleep or move"
         )
     fitting = int(free_bytes - _RESERVED * total_bytes) // bytes_per_row
-    return min(most, max(fitting // _LEAST_ROWS, 1) * _LEAST_ROWS)
+    return min(most, max(fitting // ALIGN, 1) * ALIGN)
 
 
 def rows_in_memory(backbone: LeanBackbone, device: torch.device, longest: int, most: int) -> int:
@@ -68,7 +68,7 @@ def rows_in_memory(backbone: LeanBackbone, device: torch.device, longest: int, m
 
 def bytes_per_row(backbone: LeanBackbone, longest: int) -> int:
     """Return the bytes of a row of a batch: its cache, and what computing and sampling takes."""
-    positions = padded(longest)
+    positions = round_up(longest)
     vocab_size, number = len(backbone.embedding), backbone.embedding.element_size()
     cache = 2 * len(backbone.layers) * backbone.num_key_heads * backbone.head_dim * number
     words = _BYTES_PER_WORD * vocab_size
@@ -274,7 +274,7 @@ class DeviceBatch(Batch):
 
     def shrink(self) -> Tensor | None:
         # Other rows need other graphs.
-        if padded(self.num_live) > self.shrinks_to * len(self.row):
+        if round_up(self.num_live) > self.shrinks_to * len(self.row):
             return None
         keep = super().shrink()
         if keep is not None:

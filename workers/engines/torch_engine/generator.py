@@ -39,8 +39,8 @@ from .attention import attend_cache
 from .decode import Batch, decode
 from .device_decode import decode_on_device
 from .network import LeanNetwork, TorchNetwork
+from .packing import ALIGN
 
-_ALIGN = 16  # rows; see `decode`
 _ROWS_ALIKE = "penstock_rows_alike"
 
 
@@ -65,16 +65,13 @@ class _Read:
 
 
 def decode_plain(module: Any, sampler: ResponseSampler, max_rows: int) -> Iterator[Tensor]:
-    """Sample the responses that are open; see `decode.decode`.
-
-    Rows whose texts have one length are sampled from beginning to end before any others.
-    """
+    """Sample the responses that are open; see `decode.decode`."""
     waiting = torch.nonzero(sampler.open)[:, 0]
     if not len(waiting):
         return
     texts, text = sampler.texts(waiting)
     length = (texts >= 0).sum(1)[text]
-    for size in length.unique().tolist():
+    for size in length.unique().tolist():  # those of one length from beginning to end
         for rows in waiting[length == size].split(max_rows):
             for _ in _sample(module, sampler, rows):
                 yield rows[:0]
@@ -107,10 +104,7 @@ def _read(module: Any, texts: Tensor) -> _Read:
 
 
 def _batches(rows: Tensor, unit: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the rows of each batch, i64[n], and which to sample; spare ones repeat the first.
-
-    A `unit` of 1 makes a batch of each row, more one batch of a multiple of it, None one of all.
-    """
+    """The rows of each batch, i64[n], and which to sample; spare ones repeat the first."""
     for part in rows.split(1) if unit == 1 else [rows]:
         spare = 0 if unit is None else -len(part) % unit
         place = torch.arange(len(part) + spare, device=rows.device)
@@ -134,7 +128,7 @@ def _rows_alike(module: Any) -> Generator[int | None]:
     try:
         chosen = module.config._attn_implementation == _ROWS_ALIKE
         experts = any("experts" in name for name in module.config.to_dict())
-        yield _ALIGN if chosen and not experts else 1
+        yield ALIGN if chosen and not experts else 1
     finally:
         with quiet_transformers():
             module.set_attn_implementation(before)
@@ -193,8 +187,12 @@ class TorchTurns:
             batch.end(live)
         turns = [self._ended(row) for row in sorted(ended)]
         if batch.num_live:
-            keep = self._shrink()
-            batch.step(sampled if keep is None else sampled[keep])
+            keep = None if self._num_to_come else batch.shrink()
+            if keep is not None:
+                sampled = sampled[keep]
+                place = {slot: new for new, slot in enumerate(keep.tolist())}
+                self._slots = {row: place[slot] for row, slot in self._slots.items()}
+            batch.step(sampled)
         return turns
 
     def release(self, row: int) -> None:
@@ -227,13 +225,6 @@ class TorchTurns:
             self._batch.hold(self._slots[request.row], held=True)
             self._held[request.row] = [*request.text]
             self.num_read += len(request.text)
-
-    def _shrink(self) -> Tensor | None:
-        keep = None if self._num_to_come else self._batch.shrink()
-        if keep is not None:
-            place = {slot: new for new, slot in enumerate(keep.tolist())}
-            self._slots = {row: place[slot] for row, slot in self._slots.items()}
-        return keep
 
     def _goes_on(self, request: TurnRequest, held: list[int]) -> bool:
         """Whether a row can go on from what it holds; if so, it reads the rest."""

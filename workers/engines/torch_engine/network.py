@@ -85,17 +85,20 @@ class TorchNetwork(WholeNetwork):
     num_words: int | None = None
     same_bits = False
     """Whether a CUDA device is to give the same bits each time."""
-    _linear: Any  # The head
+    _linear: Any
 
     def __init__(
         self,
         module: nn.Module,
+        head: Head,
         context: WorkerContext,
-        own: FlatParameters,
-        split: SplitWeights | None,
+        split: SplitWeights | None = None,
     ) -> None:
+        own = FlatParameters(module, lean_names(module, head)) if split is None else split.trained
         super().__init__(module, context, own)
         self._split = split
+        self._is_scalar = head.is_scalar
+        self._body, self._linear = _parts(module, head)
 
     def run(self, given: MicroBatches[M, R], *, backward: bool) -> None:
         with _same_bits(self.same_bits and self.device.type == "cuda"):
@@ -153,13 +156,9 @@ class LeanNetwork(TorchNetwork):
         context: WorkerContext,
         split: SplitWeights | None = None,
     ) -> None:
-        backbone, linear = _parts(module, head)
-        own = FlatParameters(module, lean_names(module, head)) if split is None else split.trained
-        super().__init__(module, context, own, split)
-        weights = own if split is None else split.frozen.flat
-        self.backbone = LeanBackbone(backbone, weights, _PREFIX)
-        self._linear = linear
-        self._is_scalar = head.is_scalar
+        super().__init__(module, head, context, split)
+        weights = self.flat if split is None else split.frozen.flat
+        self.backbone = LeanBackbone(self._body, weights, _PREFIX)
 
     def _outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None) -> Outputs:
         pack = pack_rows(tokens, reads, shared)
@@ -187,13 +186,9 @@ class PlainNetwork(TorchNetwork):
         context: WorkerContext,
         split: SplitWeights | None = None,
     ) -> None:
-        own = FlatParameters(module) if split is None else split.trained
-        super().__init__(module, context, own, split)
-        backbone, linear = _parts(module, head)
-        self._is_scalar = head.is_scalar
-        self._makes_logits = not head.is_scalar and not _ends_in(module, backbone, linear)
-        self._backbone: Any = module if self._makes_logits else backbone
-        self._linear: Any = linear
+        super().__init__(module, head, context, split)
+        ends = head.is_scalar or _ends_in(module, self._body, self._linear)
+        self._makes_logits = not ends
         self._again: list[nn.Module] = []
 
     def _outputs(self, tokens: Tensor, reads: Tensor, shared: Tensor | None) -> Outputs:
@@ -201,8 +196,17 @@ class PlainNetwork(TorchNetwork):
         width = int((reads * torch.arange(1, reads.shape[1] + 1, device=reads.device)).max())
         rows = tokens[used, :width]
         mask = (rows >= 0).long()
-        with self._training_layers():
-            out = self._backbone(input_ids=rows.clamp(min=0), attention_mask=mask, use_cache=False)
+        # Layers compute activations again while they, without what is in them, train. What is in
+        # them stays in evaluation mode, so there is no dropout; and whoever generates needs their
+        # caches, which they keep in evaluation mode alone.
+        for layer in self._again:
+            layer.training = torch.is_grad_enabled()
+        called: Any = self.module if self._makes_logits else self._body
+        try:
+            out = called(input_ids=rows.clamp(min=0), attention_mask=mask, use_cache=False)
+        finally:
+            for layer in self._again:
+                layer.training = False
         picked = reads[used, :width]
         if self._makes_logits:
             return Outputs(out.logits[picked])
@@ -210,21 +214,6 @@ class PlainNetwork(TorchNetwork):
         if self._is_scalar:
             states = self._linear(states.to(self._linear.weight.dtype))
         return Outputs(states)
-
-    @contextmanager
-    def _training_layers(self) -> Generator[None]:
-        """Layers that compute activations again do so while they, without what is in them, train.
-
-        What is in them stays in evaluation mode, so there is no dropout; and generation
-        needs their caches, which they keep in evaluation mode alone.
-        """
-        for layer in self._again:
-            layer.training = torch.is_grad_enabled()
-        try:
-            yield
-        finally:
-            for layer in self._again:
-                layer.training = False
 
     def checkpoint_activations(self) -> None:
         from transformers.modeling_layers import GradientCheckpointingLayer
@@ -260,10 +249,8 @@ class PlainNetwork(TorchNetwork):
 
 
 def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
-    """Whether a language model's logits are its head's linear map of the backbone's states.
-
-    Some families scale or cap them; which ones is found by trying, bit for bit.
-    """
+    """Whether a language model's logits are its head's linear map of the backbone's states."""
+    # Some families scale or cap them; which ones is found by trying, bit for bit.
     tokens = torch.arange(4, device=linear.weight.device)[None] % linear.weight.shape[0]
     seen: list[Tensor] = []
 
@@ -281,10 +268,7 @@ def _ends_in(module: Any, backbone: Any, linear: Any) -> bool:
 
 
 def prepare_same_bits() -> None:
-    """Have cuBLAS use workspaces that give the same bits; a variable that is set already stays.
-
-    It must be set before the first matrix product of a process.
-    """
+    # cuBLAS reads it at a process's first matrix product; one that is set already stays.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 

@@ -53,6 +53,9 @@ def shared_prompts(tokens: Tensor, prompt: Tensor, length: Tensor) -> tuple[Tens
     return prompt, owner
 
 
+ALIGN = 16
+"""Decoded rows and positions of their caches come in multiples of it; see `decode`."""
+
 _FEW = 8
 _FEW_PAIRS = 1 << 13
 """Pairs of a query and a key that cost about as much as a rectangle more."""
@@ -67,15 +70,11 @@ class Block:
     # bool[B, 1, Q, K], True where a query may look; None for causal self-attention
     mask: Tensor | None
 
-    @property
-    def causal(self) -> bool:
-        """True for plain self-attention, where the mask is the lower triangle."""
-        return self.mask is None
-
     def on(self, device: torch.device) -> Block:
         query = sent(self.query, device)
-        key = query if self.causal else sent(self.key, device)
-        return Block(query, key, None if self.mask is None else sent(self.mask, device))
+        if self.mask is None:
+            return Block(query, query, None)
+        return Block(query, sent(self.key, device), sent(self.mask, device))
 
     def hidden(self, rows: slice, queries: slice, width: int) -> Tensor:
         """The first `width` keys that queries may not look at, bool[b or 1, 1, 1, Q, width]."""
@@ -121,28 +120,24 @@ def rectangles(sequences: Sequences) -> tuple[Block, ...]:
     """Rectangles whose queries cover every packed token, on the CPU."""
     s, dummy = sequences, sequences.total - 1
     start, lengths, prompts = s.start, s.length, s.num_prompts
-    unit = s.width_unit
-
+    unit, alone = s.width_unit, torch.arange(len(lengths))
+    if prompts:  # the spare tokens are attended to like one more prompt
+        unit, alone = 0, torch.cat([alone[:prompts], alone[-1:]])
+    blocks: list[Block] = []
+    for rows in by_length(lengths[alone].tolist(), unit):
+        index = _span(start[alone[rows]], lengths[alone[rows]], dummy, unit)
+        blocks.append(Block(index, index, None))
     if not prompts:
-        return tuple(
-            _causal(start[rows], lengths[rows], dummy, unit)
-            for rows in by_length(lengths.tolist(), unit)
-        )
-    # The spare tokens are a sequence of their own, attended to like one more prompt.
-    alone = torch.cat([torch.arange(prompts), torch.tensor([len(lengths) - 1])])
-    blocks = [
-        _causal(start[alone[rows]], lengths[alone[rows]], dummy, 0)
-        for rows in by_length(lengths[alone].tolist(), 0)
-    ]
+        return tuple(blocks)
     own_start, own_length = start[prompts:-1], lengths[prompts:-1]
-    blocks += [
-        _after_prompt(
-            _span(own_start[rows], own_length[rows], dummy),
-            _span(s.prompt_start[rows], s.prompt[rows], dummy),
-            s.prompt[rows],
-        )
-        for rows in by_length(own_length.tolist(), 0)
-    ]
+    for rows in by_length(own_length.tolist(), 0):
+        query = _span(own_start[rows], own_length[rows], dummy)
+        before = _span(s.prompt_start[rows], s.prompt[rows], dummy)
+        in_prompt = torch.arange(before.shape[1]) < s.prompt[rows][:, None]
+        num_rows, width = query.shape
+        lower = torch.ones(width, width, dtype=torch.bool).tril().expand(num_rows, -1, -1)
+        mask = torch.cat([in_prompt[:, None, :].expand(-1, width, -1), lower], dim=2)
+        blocks.append(Block(query, torch.cat([before, query], dim=1), mask[:, None]))
     return tuple(blocks)
 
 
@@ -150,7 +145,7 @@ def by_length(lengths: Sequence[int], unit: int) -> list[list[int]]:
     """Indices of the non-empty sequences, in groups of similar length, ascending by length.
 
     Sizes grow by about a third from one to the next, so that at most a quarter of a rectangle's
-    side is padding unless the group is small; see `_joins_next`.
+    side is padding unless the group is small.
     """
     order = sorted((at for at, length in enumerate(lengths) if length), key=lengths.__getitem__)
     sizes = [[*some] for _, some in groupby(order, key=lambda at: _rounded(lengths[at], unit))]
@@ -158,31 +153,29 @@ def by_length(lengths: Sequence[int], unit: int) -> list[list[int]]:
     group: list[int] = []
     for some, wider in zip_longest(sizes, sizes[1:]):
         group += some
-        joins = wider and not unit
-        if not joins or not _joins_next(len(group), lengths[group[-1]], lengths[wider[-1]]):
-            groups.append(group)
-            group = []
+        if wider and not unit and len(group) < _FEW:
+            padding = len(group) * (lengths[wider[-1]] ** 2 - lengths[group[-1]] ** 2)
+            if padding < _FEW_PAIRS:  # they join the next larger ones in their rectangle
+                continue
+        groups.append(group)
+        group = []
     return groups
-
-
-def _joins_next(count: int, longest: int, wider: int) -> bool:
-    """Whether sequences of one size join those of the next larger one in their rectangle.
-
-    They do if they are few and it pads them little: fewer than 8, and by 8,192 pairs of tokens.
-    """
-    return count < _FEW and count * (wider**2 - longest**2) < _FEW_PAIRS
 
 
 def padded_width(width: int, unit: int = 0) -> int:
     """Round up the side of a rectangle to a multiple of `unit`, else of 16."""
-    unit = unit or (16 if width > 16 else 8 if width > 8 else 1)
-    return -(-width // unit) * unit
+    return round_up(width, unit or (16 if width > 16 else 8 if width > 8 else 1))
+
+
+def round_up(number: int, unit: int = ALIGN) -> int:
+    """The next multiple of a unit."""
+    return -(-number // unit) * unit
 
 
 def _rounded(length: int, unit: int) -> int:
     """Up to a multiple of `unit`; without one to 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
     if unit:
-        return -(-length // unit) * unit
+        return round_up(length, unit)
     power = 1 << (length - 1).bit_length()
     middle = power * 3 // 4
     return middle if length <= middle and power > 2 else power
@@ -193,25 +186,6 @@ def _span(start: Tensor, length: Tensor, dummy: int, unit: int = 0) -> Tensor:
     longest = int(length.max())
     column = torch.arange(padded_width(longest, unit))
     return (start[:, None] + column).where(column < length[:, None], torch.tensor(dummy))
-
-
-def _causal(start: Tensor, length: Tensor, dummy: int, unit: int) -> Block:
-    index = _span(start, length, dummy, unit)
-    return Block(index, index, None)
-
-
-def _after_prompt(query: Tensor, before: Tensor, prompt: Tensor) -> Block:
-    in_prompt = torch.arange(before.shape[1]) < prompt[:, None]
-    width = query.shape[1]
-    lower = torch.ones(width, width, dtype=torch.bool).tril()
-    mask = torch.cat(
-        [
-            in_prompt[:, None, :].expand(-1, width, -1),
-            lower.expand(len(query), -1, -1),
-        ],
-        dim=2,
-    )
-    return Block(query, torch.cat([before, query], dim=1), mask[:, None])
 
 
 def find_head_rows(blocks: Sequence[Block], num_tokens: int, heads: int, keys: int) -> HeadRows:
@@ -229,15 +203,12 @@ def find_head_rows(blocks: Sequence[Block], num_tokens: int, heads: int, keys: i
 
 
 def _uses(rows: Tensor, num_tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `HeadRows.once`, `again` and `others`; `rows` are those of all blocks' keys.
-
-    Padded places point at the last token, of which nothing is ever wanted.
-    """
+    """See `HeadRows.once`, `again` and `others`; `rows` are those of all blocks' keys."""
     nowhere = len(rows)
     order = torch.cat([torch.argsort(rows, stable=True), rows.new_tensor([nowhere])])
     count = torch.bincount(rows, minlength=num_tokens * keys)
     start = count.cumsum(0) - count
-    count[-keys:] = 0
+    count[-keys:] = 0  # padded places point at the last token, of which nothing is ever wanted
     once = order[start.where(count > 0, nowhere)]
     again = torch.nonzero(count > 1)[:, 0]
     more = torch.arange(1, int(count.max()))
@@ -293,76 +264,47 @@ def pack_rows(
     """
     device = tokens.device
     tokens, reads = on_host(tokens), on_host(reads)
-    place = torch.arange(1, tokens.shape[1] + 1)
-    length = (reads * place).amax(1) if tokens.numel() else torch.zeros(len(tokens)).long()
-    zero = torch.zeros_like(length)
-    prompt, owner = zero, torch.zeros_like(length)
+    column = torch.arange(tokens.shape[1])
+    length = (reads * (column + 1)).amax(1) if tokens.numel() else torch.zeros(len(tokens)).long()
+    # Row r's tokens `[prompt[r], length[r])` are its own; its prompt is number `owner[r]`, laid out
+    # once, for the row where `first` is True. Without sharing `prompt` is 0 everywhere.
+    prompt, owner = torch.zeros_like(length), torch.zeros_like(length)
     if shared is not None and len(tokens):
         prompt, owner = shared_prompts(tokens, torch.minimum(on_host(shared), length), length)
     first = torch.zeros(len(tokens), dtype=torch.bool)
     if bool(prompt.any()):
         first[0] = True
         first[1:] = owner[1:] != owner[:-1]
-    builder = _Builder(tokens, prompt, length, owner, first, width_unit)
-    return builder.build(reads, device)
+
+    # Laid out are prompts, own parts, and spare tokens; all of this on the CPU.
+    lengths = torch.cat([prompt[first], length - prompt])
+    used, num_prompts = int(lengths.sum()), int(first.sum())
+    total = padded_tokens(used + 1)
+    lengths = torch.cat([lengths, torch.tensor([total - used])])
+    start = lengths.cumsum(0) - lengths
+    in_prompt = (column < prompt[:, None]) & first[:, None]
+    in_own = (column >= prompt[:, None]) & (column < length[:, None])
+    spare = torch.zeros(total - used, dtype=torch.int64)
+    flat = torch.cat([tokens[in_prompt], tokens[in_own], spare])
+    places = column.expand(tokens.shape)
+    position = torch.cat([places[in_prompt], places[in_own], spare])
+
+    own_start = start[num_prompts:-1]
+    prompt_start = start[owner] if num_prompts else own_start
+    index = torch.where(
+        column < prompt[:, None],
+        prompt_start[:, None] + column,
+        own_start[:, None] + column - prompt[:, None],
+    )
+    read, entry = torch.unique(index[reads], return_inverse=True)
+    fill = torch.full((padded_tokens(len(read)) - len(read),), total - 1, dtype=torch.int64)
+    read = torch.cat([read, fill])
+    sequences = Sequences(start, lengths, num_prompts, prompt_start, prompt, total, width_unit)
+    flat, position, read, entry = (sent(x, device) for x in (flat, position, read, entry))
+    longest = int(length.max()) if len(length) else 0
+    return Pack(flat, position, max(longest, 1), read, entry, sequences)
 
 
 def padded_tokens(count: int) -> int:
-    """Round up a number of tokens.
-
-    A multiple of 16 (see decode.py for what that buys), and of a sixteenth of the next lower power
-    of two, up to 64.
-    """
-    unit = 16 if count <= 256 else 32 if count <= 512 else 64
-    return -(-count // unit) * unit
-
-
-@dataclass(frozen=True)
-class _Builder:
-    """Lays out [prompts | own parts | spare tokens]; all tensors on the CPU.
-
-    Row r's tokens `[prompt[r], length[r])` are its own; its prompt is number `owner[r]`, laid out
-    once for the row where `first` is True. Without sharing `prompt` is 0 everywhere.
-    """
-
-    tokens: Tensor
-    prompt: Tensor
-    length: Tensor
-    owner: Tensor
-    first: Tensor
-    width_unit: int
-
-    def build(self, reads: Tensor, device: torch.device) -> Pack:
-        own_length = self.length - self.prompt
-        prompt_length = self.prompt[self.first]
-        lengths = torch.cat([prompt_length, own_length])
-        used = int(lengths.sum())
-        total = padded_tokens(used + 1)
-        lengths = torch.cat([lengths, torch.tensor([total - used])])
-        start = lengths.cumsum(0) - lengths
-        num_prompts = len(prompt_length)
-
-        column = torch.arange(self.tokens.shape[1])
-        in_prompt = (column < self.prompt[:, None]) & self.first[:, None]
-        in_own = (column >= self.prompt[:, None]) & (column < self.length[:, None])
-        spare = torch.zeros(total - used, dtype=torch.int64)
-        flat = torch.cat([self.tokens[in_prompt], self.tokens[in_own], spare])
-        places = column.expand(self.tokens.shape)
-        position = torch.cat([places[in_prompt], places[in_own], spare])
-
-        own_start = start[num_prompts : num_prompts + len(own_length)]
-        prompt_start = start[self.owner] if num_prompts else own_start
-        index = torch.where(
-            column < self.prompt[:, None],
-            prompt_start[:, None] + column,
-            own_start[:, None] + column - self.prompt[:, None],
-        )
-        read, entry = torch.unique(index[reads], return_inverse=True)
-        fill = torch.full((padded_tokens(len(read)) - len(read),), total - 1, dtype=torch.int64)
-        read = torch.cat([read, fill])
-        sequences = Sequences(
-            start, lengths, num_prompts, prompt_start, self.prompt, total, self.width_unit
-        )
-        flat, position, read, entry = (sent(x, device) for x in (flat, position, read, entry))
-        longest = int(self.length.max()) if len(self.length) else 0
-        return Pack(flat, position, max(longest, 1), read, entry, sequences)
+    """Round up to 16 (see `decode`), and to a sixteenth of the next lower power of 2, up to 64."""
+    return round_up(count, 16 if count <= 256 else 32 if count <= 512 else 64)

@@ -28,16 +28,7 @@ def check_whole(
     key: str = "engine=torch",
     others: str = "engine=fsdp or engine=megatron",
 ) -> None:
-    """Require that every process has a model of its own.
-
-    Args:
-        context: Where the worker lives.
-        key: The key that chose this engine, for the message.
-        others: Keys of engines that divide a model.
-
-    Raises:
-        ConfigError: If several are to share one.
-    """
+    """Require that every process has a model of its own; keys are for the message."""
     sharing = context.tensor_parallel * context.pipeline_parallel
     if sharing > 1:
         raise ConfigError(
@@ -66,11 +57,6 @@ class TorchModel:
         check_whole(context)
 
     def make_network(self, model: ModelSpec, context: WorkerContext, head: Head) -> TorchNetwork:
-        """See `Recipe.make_network`.
-
-        Raises:
-            ConfigError: If several processes are to share the model.
-        """
         check_whole(context)
         keep_few_kernels()
         if self.deterministic:

@@ -141,9 +141,10 @@ def find_places(sequences: Sequences) -> Places:
         # A row's keys are its prompt's, which stand once for all rows of it, and then its own.
         key = torch.where(place < at, before_start[of] + place, s.start[of] + place - at)
         copies, rest = _uses(key, s.num_prompt_tokens, s.total)
-        spare = _keys_held(capacity, len(key)) - len(key)
-        # Spare places hold the last token, which is a spare one itself.
-        key = torch.cat([key, torch.full((spare,), s.total - 1)])
+        num_held = capacity  # or twice, four times, ... as much
+        while num_held < len(key):
+            num_held *= 2
+        key = torch.cat([key, torch.full((num_held - len(key),), s.total - 1)])
     return Places(
         _starts(s.start, s.total),
         _starts(key_start, int(num_keys.sum())),
@@ -157,11 +158,8 @@ def find_places(sequences: Sequences) -> Places:
 
 
 def _uses(key: Tensor, num_prompt_tokens: int, total: int) -> tuple[Tensor, Tensor]:
-    """See `Places.copies` and `rest`.
-
-    The last token is the last of the spare ones, which only itself looks at, and nothing reads.
-    """
-    nowhere = len(key) - 1
+    """See `Places.copies` and `rest`."""
+    nowhere = len(key) - 1  # of a spare token, which only itself looks at, and nothing reads
     order = torch.argsort(key, stable=True)
     count = torch.bincount(key, minlength=total)
     start = count.cumsum(0) - count
@@ -182,13 +180,6 @@ def _rounded(tokens: int) -> int:
     """Up to a quarter of the next power of two, or 2,048."""
     unit = max(_power_of_two(tokens, 1) // 4, _LEAST_TOKENS)
     return -(-tokens // unit) * unit
-
-
-def _keys_held(capacity: int, num_keys: int) -> int:
-    """The capacity, or twice, four times, ... as much."""
-    while capacity < num_keys:
-        capacity *= 2
-    return capacity
 
 
 def _power_of_two(number: int, least: int) -> int:

@@ -176,11 +176,6 @@ def test_tied_embeddings_lie_at_both_ends():
             Layout(dp=2, ep=2),
             "layout 'dp2 ep2' divides experts, and model 'tiny' has none; take ep=1",
         ),
-        (
-            shape(),
-            Layout(cp=2),
-            "layout 'cp2': the Megatron engine knows tp, pp, dp, ep and zero up to 2",
-        ),
         (shape(vocab_size=15), Layout(tp=2), "tp=2 does not divide the vocabulary of 15"),
         (shape(num_layers=3), Layout(pp=2), "pp=2 does not divide 3 layers"),
     ],

@@ -18,7 +18,7 @@ from ...dataflow.runtime.host import Host
 from ...dataflow.runtime.messages import Handle, RankWork
 from ..weight_sync.channel import Offer
 from .process_backend import Process, ProcessBackend, Ref
-from .rank_group import GroupProcesses, all_results
+from .rank_group import GroupProcesses, Started, all_results
 from .rank_process import RankAnswer
 
 _OfferKey = tuple[str, int, int]  # Group, process and number of an `Offer`
@@ -75,15 +75,6 @@ class RankJob:
         return Completion(self.ticket, self.rank, lead.report, parts, weights, answers=answers)
 
 
-@dataclass(frozen=True)
-class Started:
-    """The state of an executor between `start` and `stop`."""
-
-    backend: ProcessBackend  # What provides the processes
-    hosted: Ref  # Programs, workers and the weight channel's name, stored
-    seed: int  # The run's
-
-
 class Offers:
     """Snapshots of weights in slices that processes have ready for others.
 
@@ -91,22 +82,18 @@ class Offers:
     """
 
     def __init__(self) -> None:
-        self._ready: dict[_OfferKey, weakref.finalize[..., Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self._ready)
+        self.ready: dict[_OfferKey, weakref.finalize[..., Any]] = {}
 
     def watch(self, offer: Offer, backend: ProcessBackend, process: Process) -> None:
         key = offer.group, offer.process, offer.number
-        forget = weakref.finalize(offer, _forget, self._ready, key, backend, process)
-        # At exit the processes end anyway, and the backend may be gone before this is called.
+        forget = weakref.finalize(offer, _forget, self.ready, key, backend, process)
         forget.atexit = False
-        self._ready[key] = forget
+        self.ready[key] = forget
 
     def drop(self, groups: Collection[str] | None = None) -> None:
         """The processes of some groups, or of all, have ended, and with them what was ready."""
-        for key in [key for key in self._ready if groups is None or key[0] in groups]:
-            self._ready.pop(key).detach()
+        for key in [key for key in self.ready if groups is None or key[0] in groups]:
+            self.ready.pop(key).detach()
 
 
 class Books:
@@ -188,10 +175,10 @@ _SIGN_S = 1.0  # How often is said that a rank is still on its way
 class _Starting:
     """Processes that start, and build what the others of their group have built."""
 
-    def __init__(self, group: GroupProcesses, ranks: Sequence[int], here: Started, start_s: float):
-        self._backend, self._start_s = group.backend, start_s
-        self._end_s = time.monotonic() + start_s
-        self.calls: list[Ref] = group.join(group.spawn(start_s, ranks))
+    def __init__(self, group: GroupProcesses, ranks: Sequence[int], here: Started) -> None:
+        self._backend, self._start_s = group.backend, here.start_s
+        self._end_s = time.monotonic() + here.start_s
+        self.calls: list[Ref] = group.join(group.spawn(here.start_s, ranks))
         self.calls += [
             group.call(process, "build", here.hosted, here.seed)
             for rank in ranks
@@ -211,18 +198,13 @@ class Joining(_Starting):
     """Ranks that a group did not have."""
 
     def __init__(
-        self,
-        group: GroupProcesses,
-        num_ranks: int,
-        held: Sequence[object],
-        here: Started,
-        start_s: float,
+        self, group: GroupProcesses, num_ranks: int, held: Sequence[object], here: Started
     ) -> None:
         self.num_ranks = num_ranks
         self.ranks = range(group.num_ranks, num_ranks)  # Those that join
         self._group = group
         group.reserve(self.ranks, held)
-        super().__init__(group, self.ranks, here, start_s)
+        super().__init__(group, self.ranks, here)
 
     def give_up(self) -> None:
         self._group.end(self.ranks, closing=False)
@@ -239,11 +221,10 @@ class Returning:
         owed: list[RankJob],
         pause_s: float,
         here: Started,
-        start_s: float,
     ) -> None:
         self.place = job.group, job.rank  # Group and rank
         self.job, self.said, self.owed = job, said, owed
-        self._group, self._here, self._start_s = group, here, start_s
+        self._group, self._here = group, here
         self._since_s = time.monotonic()
         self._begin_s, self._next_sign_s = self._since_s + pause_s, 0.0
         self._starting: _Starting | None = None
@@ -259,8 +240,7 @@ class Returning:
                 return False
             if not self._group.is_there():
                 raise WorkerError("a machine that it was on is gone")
-            ranks = [self.job.rank]
-            self._starting = _Starting(self._group, ranks, self._here, self._start_s)
+            self._starting = _Starting(self._group, [self.job.rank], self._here)
         return self._starting.is_ready()
 
     def sign(self) -> Restart | None:

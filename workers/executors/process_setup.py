@@ -24,18 +24,17 @@ Store = dist.Store  # pyright: ignore[reportPrivateImportUsage] - torch document
 
 
 def meet(
-    address: Address,
-    listener: socket.socket | None,
-    host: str,
-    num_processes: int,
-    start_s: float,
+    address: Address, listener: socket.socket | None, host: str, num_processes: int, start_s: float
 ) -> Store:
     """The store that processes share to find each other.
 
     Torch's own store would listen on every interface, and gloo on the one that the host's name
     resolves to; both are given the interface of this process's own address.
     """
-    interface = _interface(host)
+    addresses = psutil.net_if_addrs().items()
+    interface = next((name for name, own in addresses if host in {one.address for one in own}), "")
+    if not interface:
+        raise OSError(f"no network interface of this machine has its address {host}")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - torch documents it
@@ -48,22 +47,13 @@ def meet(
 
 
 def bound_groups(deadline_s: float) -> None:
-    """Have process groups that are made from now on wait at least so long for each other.
-
-    Those that libraries make beside the default group have no timeout of their own. torch gives
-    them 10 minutes under NCCL and 30 under gloo, however long a call may take.
-    """
+    """Have process groups that are made from now on wait at least so long for each other."""
+    # Those that libraries make beside the default group have no timeout of their own. torch gives
+    # them 10 minutes under NCCL and 30 under gloo, however long a call may take.
     limit = timedelta(seconds=deadline_s)
     own: Any = distributed_c10d  # it reads its own globals
     own.default_pg_timeout = max(own.default_pg_timeout, limit)
     own.default_pg_nccl_timeout = max(own.default_pg_nccl_timeout or limit, limit)
-
-
-def _interface(address: str) -> str:
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
-            return name
-    raise OSError(f"no network interface of this machine has its address {address}")
 
 
 def use_threads(num_threads: int) -> None:
@@ -78,10 +68,7 @@ def use_threads(num_threads: int) -> None:
 
 @contextmanager
 def threads_within(num_threads: int | None) -> Generator[None]:
-    """Let this process compute with so many while the block lasts; None changes nothing.
-
-    What the process runs next, such as the next run of a sweep, has its own number again.
-    """
+    """Let this process compute with so many while the block lasts; None changes nothing."""
     before = torch.get_num_threads()
     with threadpool_limits(num_threads, user_api="blas"):
         torch.set_num_threads(num_threads or before)

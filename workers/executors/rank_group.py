@@ -14,7 +14,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...dataflow.errors import PenstockError, PlanError, WorkerError
@@ -80,10 +80,7 @@ def reserve_again(
     training: Collection[str],
     timeout_s: float,
 ) -> None:
-    """Set devices aside anew for groups of which some are gone with their machine.
-
-    Waits for them to come back, or for others in their place.
-    """
+    """Set devices aside anew for groups of which some are gone, once they or others are there."""
     for one in groups:
         one.give_back_lost()
     end_s = time.monotonic() + timeout_s
@@ -163,10 +160,8 @@ class GroupProcesses:
         return [*([] if self.devices is None else [self.devices]), *self._joined.values()]
 
     def reserve(self, ranks: Sequence[int], held: Sequence[Any]) -> None:
-        """Set devices aside for ranks that join, for each its own.
-
-        Those that the group had at first still have theirs, if they have left.
-        """
+        """Set devices aside for ranks that join, for each its own."""
+        # Those that the group had at first still have theirs, if they have left.
         wanted = [r for r in ranks if r >= self.group.num_ranks and r not in self._joined]
         try:
             for rank in wanted:
@@ -268,29 +263,34 @@ def hosted_bytes(
     return pickle.dumps([(role, workers.get(role)) for role in sorted(roles)])
 
 
-def start_groups(
-    groups: Sequence[GroupProcesses],
-    hosted: Ref,
-    seed: int,
-    start_s: float,
-    asleep: frozenset[str] = frozenset(),
-) -> None:
-    """Start the processes of several groups, all at once.
+@dataclass(frozen=True)
+class Started:
+    """The state of an executor between `start` and `stop`."""
 
-    Groups that are to sleep build their roles one after another on GPUs, so that each finds the
-    memory of its devices free.
-    """
+    backend: ProcessBackend  # What provides the processes
+    hosted: Ref  # Programs, workers and the weight channel's name, stored
+    seed: int  # The run's
+    start_s: float  # How long processes may take to start and to load models
+
+
+def start_groups(
+    groups: Sequence[GroupProcesses], here: Started, asleep: frozenset[str] = frozenset()
+) -> None:
+    """Start the processes of several groups, all at once."""
     new = [group for group in groups if not group.is_warm]
     for group in groups:
         group.is_warm = False
-    backend = groups[0].backend
-    # All are spawned before any is waited for: imports are most of a start.
+    backend, start_s = here.backend, here.start_s
     joining = [call for group in new for call in group.join(group.spawn(start_s))]
     all_results(backend, joining, "joining its process group", start_s)
+    # Groups that are to sleep build their roles one after another on GPUs, so that each finds the
+    # memory of its devices free.
     waiting = [g for g in groups if g.group.name in asleep and g.group.device.startswith("cuda")]
     together = [group for group in groups if group not in waiting]
     for some in (together, *([group] for group in waiting)):
-        building = [call for group in some for call in group.call_all("build", hosted, seed)]
+        building = [
+            call for group in some for call in group.call_all("build", here.hosted, here.seed)
+        ]
         all_results(backend, building, "building its roles", start_s)
         sleeping = [group for group in some if group.group.name in asleep]
         calls = [call for group in sleeping for call in group.call_all("sleep")]
@@ -324,14 +324,13 @@ def all_results(
         raise WorkerError(f"a rank failed while {doing}: {error}") from error
 
 
-def end_groups(groups: Sequence[GroupProcesses], *, closing: bool) -> None:
+def end_groups(groups: Sequence[GroupProcesses]) -> None:
     """End the processes of groups of one backend, and give their devices back."""
     if not groups or not groups[0].backend.is_up:
         return  # They ended with it.
     try:
-        if closing:
-            calls = [call for group in groups for call in group.call_all("close")]
-            _wait(groups[0].backend, calls)
+        calls = [call for group in groups for call in group.call_all("close")]
+        _wait(groups[0].backend, calls)
     finally:
         for group in groups:
             group.end(range(group.group.num_ranks, group.num_ranks), closing=False)
@@ -368,7 +367,7 @@ def take_warm(backend: ProcessBackend, groups: Sequence[GroupProcesses]) -> None
             group.processes, group.is_warm = found.processes, True
             group.devices = found.devices
             warm.remove(found)
-    end_groups(warm, closing=True)
+    end_groups(warm)
 
 
 def forget_warm(backend: ProcessBackend) -> None:

@@ -241,7 +241,7 @@ class RankProcess:
                     self._home.get([one], self._deadline_s)
             wake_workers(self._roles.values())
             self._sleeps = ""
-        except Exception:  # noqa: BLE001 - told with the next call; nobody looks at this one
+        except Exception:  # noqa: BLE001 - told when work is asked for next; this answer is not read
             self._sleeps = f"waking it failed:\n{traceback.format_exc()}"
 
     def perform(self, program: str, work: RankWork, leads: bool) -> RankAnswer:
@@ -274,7 +274,8 @@ class RankProcess:
             if self._sleeps:
                 where = f"process {self._process} of group '{self._group.name}'"
                 raise WorkerError(f"{where} sleeps; {self._sleeps}")
-            # Other roles that have slept without weights need their last ones again.
+            # Other roles that have slept without weights need their last ones again; what this very
+            # call brings need not come twice.
             brought = work.arguments[0] if work.method is Host.import_slices else None
             for role in sorted(self._emptied - {brought}):
                 before, last = self._imported[role]

@@ -42,12 +42,13 @@ from ...dataflow.runtime.placement import DeviceSharing
 from ...dataflow.runtime.recovery import replica_groups, restartable_groups
 from ...dataflow.runtime.worker_protocol import WorkerSpec, is_spec
 from ..weight_sync.channel import DEFAULT_TRANSPORT, Offer, Transport, check_transport
-from .jobs import LOOK, Books, Joining, Offers, RankJob, Returning, Started
+from .jobs import LOOK, Books, Joining, Offers, RankJob, Returning
 from .process_backend import BackendError, NotInTime, ProcessBackend, ProcessDied, Ref
 from .process_setup import Address
 from .rank_group import (
     LEAST_START_S,
     GroupProcesses,
+    Started,
     all_results,
     dead_processes,
     end_groups,
@@ -252,9 +253,9 @@ class Supervisor(Executor):
         reserve_devices(backend, every, [], training, self._start_s)
         # Once in the backend's store, instead of once with the call of each process.
         hosted = backend.put((dict(programs), dict(workers), self._transport))
-        self._started = Started(backend, hosted, seed)
+        self._started = Started(backend, hosted, seed, self._start_s)
         asleep = frozenset(group.name for group in groups if self._sharing.shares(group.name))
-        start_groups(every, hosted, seed, self._start_s, asleep)
+        start_groups(every, self._started, asleep)
         self._connections = Connections(programs)
         self._connections.open(self._groups, self._groups, self._start_s)
 
@@ -381,7 +382,7 @@ class Supervisor(Executor):
         if not alone:
             return self._bring_back_all(job, said, owed, pause_s)
         group, here = self._groups[job.group], self._here
-        one = Returning(group, job, said, owed, pause_s, here, self._start_s)
+        one = Returning(group, job, said, owed, pause_s, here)
         self._returning[one.place] = one
         return one.sign()
 
@@ -408,7 +409,7 @@ class Supervisor(Executor):
             if not group.is_there():
                 raise WorkerError("a machine that it was on is gone")
             self._wait_asleep(job.group)
-            start_groups([group], self._here.hosted, self._here.seed, self._start_s)
+            start_groups([group], self._here)
             self._load_again(job.group, None, owed)
             for name in self._connections.open(self._groups, [job.group], self._start_s):
                 if name in self._books.busy:
@@ -440,7 +441,7 @@ class Supervisor(Executor):
         try:
             if joining is None:
                 held = [held for other in self._groups.values() for held in other.reservations]
-                joining = Joining(one, num_ranks, held, here, self._start_s)
+                joining = Joining(one, num_ranks, held, here)
                 self._joining[group] = joining
             return joining.is_ready()
         except PenstockError:
@@ -557,7 +558,7 @@ class Supervisor(Executor):
         for some in turns:
             for group in some:
                 self._wait_asleep(group.group.name)
-            start_groups(some, here.hosted, here.seed, self._start_s)
+            start_groups(some, here)
         return self._connections.open(self._groups, names, self._start_s) & self._books.busy
 
     def outlives(self, group: str) -> bool:
@@ -593,7 +594,7 @@ class Supervisor(Executor):
         groups, self._groups = self._groups, {}
         warm = [group for group in groups.values() if is_idle and self._may_stay_warm(group)]
         ending = [*(group for group in groups.values() if group not in warm), *keep_warm(warm)]
-        end_groups(ending, closing=True)
+        end_groups(ending)
         self._started = None
 
     def _may_stay_warm(self, group: GroupProcesses) -> bool:
@@ -606,7 +607,7 @@ class Supervisor(Executor):
     @property
     def num_offers(self) -> int:
         """Snapshots in slices that processes have ready for others."""
-        return len(self._offers)
+        return len(self._offers.ready)
 
     @property
     def controller_bytes(self) -> int:

@@ -49,7 +49,7 @@ class ChannelEnd:
 
     group: str  # Of the process
     process: int  # Its number there
-    deadline_s: float  # How long a packet may take, from the moment somebody asks for it
+    deadline_s: float  # How long a packet may take, from the moment it is asked for
     # Stores an object in the executor's object store, and gives a reference to it.
     put: Callable[[Any], Any]
     # What references stand for; raises if that is not there within some seconds.

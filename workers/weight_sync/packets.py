@@ -158,6 +158,7 @@ def messages_of(plan: TransferPlan, devices: Sequence[int]) -> Mapping[int, tupl
     # Each device has looked at other moves, so the order must not depend on them.
     for place in sorted(together):
         for device in wanted.intersection((place[1], *place[2])):
+            # A receiver needs its own move, for the place; to the sender all of them are alike.
             parts = tuple(
                 Part(param, next((m for m in alike if m.destination == device), alike[0]))
                 for param, alike in together[place]

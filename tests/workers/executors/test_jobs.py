@@ -12,9 +12,9 @@ from penstock.dataflow.runtime.host import Host
 from penstock.dataflow.runtime.messages import work
 from penstock.dataflow.runtime.placement import DeviceGroup
 from penstock.workers.executors import jobs
-from penstock.workers.executors.jobs import RankJob, Returning, Started
+from penstock.workers.executors.jobs import RankJob, Returning
 from penstock.workers.executors.process_backend import NotInTime
-from penstock.workers.executors.rank_group import GroupProcesses
+from penstock.workers.executors.rank_group import GroupProcesses, Started
 
 
 class Group:
@@ -69,10 +69,8 @@ def group() -> Group:
 
 def back(group: Group, pause_s: float = 0.0) -> Returning:
     job = RankJob(7, "main", "rollout", 1, work(Host.layout, "actor"), {1})
-    here = Started(cast("Any", group), "hosted", seed=0)
-    return Returning(
-        cast("GroupProcesses", group), job, "it died", [job], pause_s, here, start_s=60.0
-    )
+    here = Started(cast("Any", group), "hosted", seed=0, start_s=60.0)
+    return Returning(cast("GroupProcesses", group), job, "it died", [job], pause_s, here)
 
 
 def test_its_process_is_started_after_the_pause(clock: SimpleNamespace, group: Group) -> None:

@@ -129,7 +129,7 @@ def test_one_flipped_bit_is_refused(which: int, bit: int) -> None:
 @pytest.mark.parametrize("which", [0, 7, -1])
 def test_a_dropped_slice_is_refused(which: int) -> None:
     plan, _, after, packets = small()
-    bucket, part, where = slices(plan, 0)[which]
+    bucket, _, where = slices(plan, 0)[which]
     packet = packets[2][0]
     shorter = altered(packet, bucket, np.delete(packet.buckets[bucket], where))
     at = which % len(packet.checksums)

@@ -197,7 +197,7 @@ class PlainNetwork(TorchNetwork):
         rows = tokens[used, :width]
         mask = (rows >= 0).long()
         # Layers compute activations again while they, without what is in them, train. What is in
-        # them stays in evaluation mode, so there is no dropout; and whoever generates needs their
+        # them stays in evaluation mode, so there is no dropout; and generation needs their
         # caches, which they keep in evaluation mode alone.
         for layer in self._again:
             layer.training = torch.is_grad_enabled()

@@ -6,7 +6,7 @@ requests share a batch there depends on when messages arrive; a worker is given 
 call, or of all calls of a step, at once, so waiting asynchronously would gain nothing, and the
 batches (and with them the last bits of log-probabilities) would vary from run to run. In this
 process weights are handed over by reference, responses leave with the step that ends them, and
-whoever kills the worker kills the engine.
+to kill the worker is to kill the engine.
 """
 
 from __future__ import annotations

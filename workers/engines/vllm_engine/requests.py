@@ -94,7 +94,7 @@ class RequestBatch:
         return min(open_, default=0)
 
     def steps(self) -> Iterator[Progress]:
-        """Sample them all; who does not read to the end closes it, which aborts what is left."""
+        """Sample them all; to close the iterator before its end aborts what is left."""
         known = 0
         try:
             while len(self):

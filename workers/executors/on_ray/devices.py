@@ -67,10 +67,7 @@ class RayDevices:
         self._uses = Counter(device for devices in self._users.values() for device in devices)
 
     def put_in_order(self, timeout_s: float) -> None:
-        """Have devices stand for GPUs in the order of their indices.
-
-        That is within a placement group and a node: replicas have nothing to do with each other.
-        """
+        """Have devices of a placement group and node stand for GPUs in order of their indices."""
         together: dict[tuple[PlacementGroup, str], list[Device]] = {}
         for device, (reservation, index) in self._bundles.items():
             if "GPU" in reservation.bundle_specs[index]:

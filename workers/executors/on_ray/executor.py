@@ -45,7 +45,12 @@ class SessionFolder:
     """This process's folder, made now, after those of ended processes are removed."""
 
     def __init__(self) -> None:
-        top = _users_folder()
+        name, top = f"penstock-ray-{os.getuid()}", Path("/tmp")
+        for temporary in (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"):
+            if len(f"{temporary}/{name}{_SOCKET}") <= _LONGEST_SOCKET:
+                top = Path(temporary)
+                break
+        top /= name
         top.mkdir(mode=0o700, exist_ok=True)
         if top.is_symlink() or top.stat().st_uid != os.getuid():
             raise ConfigError(
@@ -65,14 +70,6 @@ class SessionFolder:
 
 
 _NEW = "new."
-
-
-def _users_folder() -> Path:
-    name = f"penstock-ray-{os.getuid()}"
-    for temporary in (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"):
-        if len(f"{temporary}/{name}{_SOCKET}") <= _LONGEST_SOCKET:
-            return Path(temporary) / name
-    return Path("/tmp") / name
 
 
 def _clear_if_left(folder: Path) -> None:
@@ -198,9 +195,7 @@ def connect_ray() -> None:
 
 def _check_joins(address: str) -> None:
     # Refuse at once an address at which Ray would try for a long time, and then not say why.
-    from ray._private.authentication.authentication_token_setup import (
-        ensure_token_if_auth_enabled,
-    )
+    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
     from ray._raylet import (
         GcsClient,  # pyright: ignore[reportAttributeAccessIssue] - it is compiled
     )

@@ -61,6 +61,6 @@ def _check_given(step: Callable[..., Any], given: Set[str]) -> None:
     for parameter in inspect.signature(step).parameters.values():
         if parameter.name not in given and parameter.default is inspect.Parameter.empty:
             raise ConfigError(
-                f"'{step.__name__}' has a parameter '{parameter.name}' that nobody provides; give "
-                "it as a source, a worker or a keyword"
+                f"'{step.__name__}' has a parameter '{parameter.name}' that is not provided; "
+                "give it as a source, a worker or a keyword"
             )

@@ -247,7 +247,7 @@ class Engine:
         for name in graph.sources:
             if name not in sources:
                 raise ConfigError(
-                    f"graph '{graph.name}' reads a source '{name}' that nobody provides; give "
+                    f"graph '{graph.name}' reads a source '{name}' that is not provided; give "
                     f"sources={{'{name}': ...}}"
                 )
         KeptColumns(graph, keep)  # refused here, and not with the first step

@@ -345,6 +345,6 @@ def check_workers(graph: Graph, workers: Mapping[str, WorkerSpec | Role]) -> Non
     if missing:
         role = missing[0]
         raise ConfigError(
-            f"graph '{graph.name}' has a role '{role}' ({graph.roles[role].__name__}) that nobody "
-            f"provides; give workers={{'{role}': ...}} (provided: {', '.join(workers) or 'none'})"
+            f"graph '{graph.name}' has a role '{role}' ({graph.roles[role].__name__}) that is not "
+            f"provided; give workers={{'{role}': ...}} (provided: {', '.join(workers) or 'none'})"
         )

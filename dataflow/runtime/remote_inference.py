@@ -197,6 +197,6 @@ def remote_methods(role: str, contract: type[Role]) -> Mapping[str, type[Any]]:
     if not found:
         raise PlanError(
             f"role '{role}' cannot be served: its contract {contract.__name__} has no method "
-            "beside those that steps call, so whoever is given it has nothing to call"
+            "beside those that steps call, so a worker that is given it has nothing to call"
         )
     return found

@@ -422,7 +422,7 @@ class EngineRun:
                 self._save(instruction)
                 return self.scheduler.handle(CheckpointSaved(instruction.step, self._waited_s))
             case ResizeGroup():
-                assert self._resizing is not None, "nobody else has a group resized"
+                assert self._resizing is not None, "only resizing has a group resized"
                 self._forget_out(instruction.group)
                 return self.scheduler.handle(self._resizing.carry_out(instruction, self._waited_s))
             case Abort():

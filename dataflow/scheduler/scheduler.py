@@ -209,7 +209,7 @@ class Scheduler(SchedulerState):
 
     def _source_ready(self, event: SourceReady) -> None:
         if self.awaited.pop(Awaited("batch", event.step), None) is None:
-            raise self._impossible(f"SourceReady for step {event.step}, whose batch nobody awaits")
+            raise self._impossible(f"SourceReady for step {event.step}, whose batch is not awaited")
         state = self.steps[event.step]
         self._note("stored", "batch", step=event.step)
         ready, freed = state.source_arrived()
@@ -238,7 +238,7 @@ class Scheduler(SchedulerState):
 
     def _checkpoint_saved(self, event: CheckpointSaved) -> None:
         if self.awaited.pop(Awaited("checkpoint", event.step), None) is None:
-            raise self._impossible(f"CheckpointSaved({event.step}), which nobody asked for")
+            raise self._impossible(f"CheckpointSaved({event.step}), which was not asked for")
         self._note("saved", "checkpoint", step=event.step)
         if self.checkpoints.pauses:
             self._pause()

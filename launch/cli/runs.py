@@ -186,7 +186,7 @@ RUN is a run's folder, or its name in the folder of all runs; without any, all r
   port    of this machine; 0 (the default) for any that is free
   runs    the folder of all runs, `runs` by default
 
-It prints the page's address, which nobody else knows, and goes on until Ctrl-C.
+It prints the page's address, which is not known to others, and goes on until Ctrl-C.
 """
 
 

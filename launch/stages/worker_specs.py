@@ -110,7 +110,7 @@ def _role(model: ModelConfig, stage: Stage, role: str, earlier: list[Stage]) -> 
     worker = given.worker or _default_worker(contract, earlier, given)
     if worker is None:
         raise ConfigError(
-            f"{graph.name} has a role '{role}' ({contract.__name__}) that nobody provides\n"
+            f"{graph.name} has a role '{role}' ({contract.__name__}) that is not provided\n"
             f"    say who plays it: {at}.worker=module:factory, a function that returns a worker "
             "or its spec"
         )

@@ -42,6 +42,6 @@ def test_a_parameter_nobody_provides_is_named() -> None:
     with pytest.raises(ConfigError) as raised:
         next(run_eagerly(run.step, run.sources, 1, workers={}, cfg=run.cfg))
     assert str(raised.value) == (
-        "'grpo_step' has a parameter 'actor' that nobody provides; give it as a source, a worker "
+        "'grpo_step' has a parameter 'actor' that is not provided; give it as a source, a worker "
         "or a keyword"
     )

@@ -199,7 +199,7 @@ def test_a_role_nobody_provides(penstock: Penstock, tmp_path: Path) -> None:
     )
     words = ("algorithm=own", "algorithm.step=own_role:judged")
     assert refused(penstock, *words) == (
-        "judged has a role 'judge' (Judge) that nobody provides\n"
+        "judged has a role 'judge' (Judge) that is not provided\n"
         "    say who plays it: algorithm.roles.judge.worker=module:factory, a function that "
         "returns a worker or its spec"
     )

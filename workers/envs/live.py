@@ -390,9 +390,9 @@ class LiveGroup:
         """The columns of `roll` for no environments."""
         found = step_columns((horizon, 0), num_features, actions)
         rows = {name: array.swapaxes(0, 1) for name, array in found.items()}
-        nobody = np.zeros((0, num_features), np.float32)
+        no_rows = np.zeros((0, num_features), np.float32)
         noise = np.zeros((0, actions.num_components))
         allowed = found["action_mask"][0] if actions.masked else None
-        recurrent_state = actor.act(nobody, noise, allowed).recurrent_state
+        recurrent_state = actor.act(no_rows, noise, allowed).recurrent_state
         width = 0 if recurrent_state is None else recurrent_state.shape[1]
-        return {**rows, "last_obs": nobody, "recurrent_state": np.zeros((0, width), np.float32)}
+        return {**rows, "last_obs": no_rows, "recurrent_state": np.zeros((0, width), np.float32)}

@@ -224,7 +224,7 @@ class RankProcess:
 
     def sleep(self) -> None:
         """Give up the device; whatever needs it is refused until `wake`."""
-        self._sleeps = "nobody has woken it"
+        self._sleeps = "it was not woken"
         # Weights that came from another group are not kept, if the worker can do without: they come
         # again, or newer ones. Their last offer stands until they have come from the next.
         for name, role in self._roles.items():

@@ -271,7 +271,7 @@ class InferenceClient:
             if self._idle:
                 return self._idle.pop(), False
         if self._address is None:
-            raise StateError(f"nobody has said where {self._where} is")
+            raise StateError(f"the address of {self._where} is not known yet")
         try:
             link = socket.create_connection(self._address, max(end_s - time.monotonic(), 1e-3))
         except OSError as error:
@@ -382,8 +382,8 @@ class InferenceServer:
         self._wake.close()
         if self._failure is not None:
             raise WorkerError(
-                "the thread that answers requests has ended by a fault of its own, so whoever "
-                f"called lost the connection: {self._failure!r}"
+                "the thread that answers requests has ended by a fault of its own, so its "
+                f"clients lost their connections: {self._failure!r}"
             ) from self._failure
 
     def _run(self) -> None:

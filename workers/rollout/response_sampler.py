@@ -202,7 +202,7 @@ class TokenSampler:
     ) -> None:
         device = uniform.device
         # One row more than there are, for rows that only fill a batch.
-        self._nobody = len(uniform)
+        self._dummy = len(uniform)
         # i64[rows + 1], on the device; tokens that have been noted; the last row is a dummy.
         self.length = torch.cat([length, length.new_zeros(1)]).to(device)
         self._seen = None if seen is None else torch.cat([seen, seen.new_zeros(1, vocab_size)])
@@ -246,7 +246,7 @@ class TokenSampler:
 
     def note(self, sampled: SampledTokens, row: Tensor, live: Tensor) -> None:
         """Append these tokens to the texts that the next ones follow."""
-        at = row.masked_fill(~live, self._nobody)
+        at = row.masked_fill(~live, self._dummy)
         self.length.index_put_((at,), sampled.place + 1)
         if self._seen is not None:
             self._seen.index_put_((at, sampled.token), self._true)

@@ -197,7 +197,7 @@ def _check(source: _Source) -> None:
     if live is not None and live._version != source.version:  # pyright: ignore[reportPrivateUsage] - see `_sources`
         raise StateError(
             f"a tensor {list(live.shape)} was changed while its checkpoint was being written; "
-            "whoever changes it must call StateFiles.keep before"
+            "what changes it must call StateFiles.keep before"
         )
 
 

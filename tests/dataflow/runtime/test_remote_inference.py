@@ -228,7 +228,7 @@ SERVED = {"model": "server"}
         (
             moved(watch=DeviceGroup("watch", served={"watcher": "server"})),
             "role 'watcher' cannot be served: its contract Watcher has no method beside those that "
-            "steps call, so whoever is given it has nothing to call",
+            "steps call, so a worker that is given it has nothing to call",
         ),
         (
             moved(server=DeviceGroup("server", tensor_parallel=2)),

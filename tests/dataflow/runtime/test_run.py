@@ -87,7 +87,7 @@ def test_a_source_that_nobody_gives_is_named_at_once() -> None:
     with engine() as one, pytest.raises(ConfigError) as raised:
         one.run({}, 3)
     assert str(raised.value) == (
-        "graph 'count_step' reads a source 'keys' that nobody provides; give sources={'keys': ...}"
+        "graph 'count_step' reads a source 'keys' that is not provided; give sources={'keys': ...}"
     )
 
 

@@ -349,8 +349,8 @@ def ended(node: str, step: int, chunk: int | None = None) -> TaskDone:
             TaskDone(Publish("actor", 1), 9.0),
             "TaskDone for 'publish actor@1', which is not asked for",
         ),
-        (SourceReady(0, 9.0), "SourceReady for step 0, whose batch nobody awaits"),
-        (CheckpointSaved(1, 9.0), "CheckpointSaved(1), which nobody asked for"),
+        (SourceReady(0, 9.0), "SourceReady for step 0, whose batch is not awaited"),
+        (CheckpointSaved(1, 9.0), "CheckpointSaved(1), which was not asked for"),
         (
             replace(ended("score", 0, 0), num_rows=(3, 4)),
             "'score' of step 0 made 1 chunk(s), but the event counts the rows of 2",

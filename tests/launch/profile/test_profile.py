@@ -271,7 +271,7 @@ def test_a_cluster_where_nobody_answers(
     said = penstock("profile")
     assert said.code == 2
     assert said.err == (
-        "penstock: RAY_ADDRESS is 127.0.0.1:9, where nobody answers: [Errno 111] Connection "
+        "penstock: RAY_ADDRESS is 127.0.0.1:9, where nothing answers: [Errno 111] Connection "
         "refused\n    start Ray there with `ray start --head`, or unset RAY_ADDRESS to start one "
         "on this machine\n"
     )

@@ -168,7 +168,7 @@ def test_only_numbers_can_be_asked(client: InferenceClient) -> None:
 def test_no_wait_is_without_end(server: InferenceServer, doubler: Doubler) -> None:
     doubler.gate.clear()
     client = InferenceClient("group 'math'", 0.2)
-    with pytest.raises(StateError, match="nobody has said where group 'math' is"):
+    with pytest.raises(StateError, match="the address of group 'math' is not known yet"):
         at(client).double(np.ones(1), None)
     client.connect(server.address, TOKEN)
     with pytest.raises(WorkerError) as caught:
@@ -205,8 +205,8 @@ def test_a_server_that_fails_says_why_when_it_is_closed(caplog: pytest.LogCaptur
     with pytest.raises(WorkerError) as caught:
         server.close()
     assert str(caught.value) == (
-        "the thread that answers requests has ended by a fault of its own, so whoever called lost "
-        "the connection: ZeroDivisionError('1 requests')"
+        "the thread that answers requests has ended by a fault of its own, so its clients lost "
+        "their connections: ZeroDivisionError('1 requests')"
     )
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert "answering requests has ended" in caplog.text

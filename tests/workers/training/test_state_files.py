@@ -121,7 +121,7 @@ def test_a_change_that_nobody_announced_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(StateError) as raised:
         written(writes, tmp_path)
     assert str(raised.value) == (
-        "a tensor [300, 200] was changed while its checkpoint was being written; whoever changes "
+        "a tensor [300, 200] was changed while its checkpoint was being written; what changes "
         "it must call StateFiles.keep before"
     )
 

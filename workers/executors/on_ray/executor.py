@@ -54,7 +54,7 @@ class SessionFolder:
         top.mkdir(mode=0o700, exist_ok=True)
         if top.is_symlink() or top.stat().st_uid != os.getuid():
             raise ConfigError(
-                f"'{top}' belongs to somebody else, and Ray's files are to lie there\n"
+                f"'{top}' belongs to another user, and Ray's files are to lie there\n"
                 "    remove it, or set TMPDIR to a folder of your own"
             )
         for folder in top.iterdir():
@@ -208,7 +208,7 @@ def _check_joins(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWERS_S).close()
     except OSError as error:
         raise ConfigError(
-            f"RAY_ADDRESS is {address}, where nobody answers: {error}\n    start Ray there with "
+            f"RAY_ADDRESS is {address}, where nothing answers: {error}\n    start Ray there with "
             "`ray start --head`, or unset RAY_ADDRESS to start one on this machine"
         ) from error
     client: Any = GcsClient

@@ -68,6 +68,6 @@ def test_a_link_in_its_place_is_refused(top: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         SessionFolder()
     assert str(raised.value) == (
-        f"'{top}' belongs to somebody else, and Ray's files are to lie there\n"
+        f"'{top}' belongs to another user, and Ray's files are to lie there\n"
         "    remove it, or set TMPDIR to a folder of your own"
     )

@@ -105,7 +105,7 @@ def test_an_address_at_which_nobody_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as raised:
         connect_ray()
     assert str(raised.value) == (
-        "RAY_ADDRESS is 127.0.0.1:9, where nobody answers: [Errno 111] Connection refused\n"
+        "RAY_ADDRESS is 127.0.0.1:9, where nothing answers: [Errno 111] Connection refused\n"
         "    start Ray there with `ray start --head`, or unset RAY_ADDRESS to start one on this "
         "machine"
     )

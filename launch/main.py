@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, Command] = {
         "run:run_command", "train as an algorithm, a model and a task say; or continue a run"
     ),
     "graph": Command(
-        "plan:show_graph", "show the graph that an algorithm's step function makes", True
+        "graph:show_graph", "show the graph that an algorithm's step function makes", True
     ),
     "plan": Command(
         "plan:make_plan",

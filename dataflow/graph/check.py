@@ -8,8 +8,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, TypeGuard, get_type_hints
 
-import networkx as nx
-
 from ..errors import FlowError
 from ..kinds import NodeKind
 from .axes import Axis, Spec, is_optional, spec_of
@@ -325,7 +323,7 @@ def _reads_behavior(graph: Graph, node: Node, rollout: Node) -> bool:
     for _, ref in node.inputs:
         maker = graph[ref.node]
         marked = any(output.behavior and output.name == ref.column for output in maker.outputs)
-        passed_on = maker.kind is NodeKind.OP and rollout.name in nx.ancestors(graph.dag, ref.node)
+        passed_on = maker.kind is NodeKind.OP and rollout.name in graph.ancestors(ref.node)
         if marked and (maker.name == rollout.name or passed_on):
             return True
     return False

@@ -19,9 +19,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import torch
 
 from ..errors import FlowError, Where
@@ -29,6 +28,9 @@ from ..kinds import NodeKind, WeightRead
 from ..registry import imported
 from .axes import Spec
 from .role import Loss, Role, Scope
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,8 @@ class Graph:
     @cached_property
     def dag(self) -> nx.DiGraph[str]:
         """The nodes as a frozen networkx DiGraph; each edge lists the columns it carries."""
+        import networkx as nx  # a fifth of the time that torch takes, and our own code needs none
+
         dag: nx.DiGraph[str] = nx.DiGraph(name=self.name)
         for node in self.nodes:
             dag.add_node(node.name, kind=node.kind.value, scope=node.scope, role=node.role)
@@ -245,8 +249,17 @@ class Graph:
         return frozenset(node.role for node in self.nodes if node.role and node.learns)
 
     def consumers(self, name: str) -> tuple[str, ...]:
-        reading = set(self.dag.successors(name))
-        return tuple(node.name for node in self.nodes if node.name in reading)
+        return tuple(n.name for n in self.nodes if any(ref.node == name for _, ref in n.inputs))
+
+    def ancestors(self, name: str) -> set[str]:
+        """Nodes on whose outputs a node depends, directly or by way of others."""
+        found = set[str]()
+        todo = [name]
+        while todo:
+            new = {ref.node for _, ref in self[todo.pop()].inputs} - found
+            found |= new
+            todo += new
+        return found
 
     def streams(self, node: Node, ref: Ref) -> bool:
         """True if the edge may carry part of a batch before the rest is there."""

@@ -26,8 +26,6 @@ from itertools import combinations, pairwise
 from statistics import mean
 from typing import Literal
 
-import networkx as nx
-
 from ..graph.graph import Graph, Node
 from ..kinds import NodeKind
 
@@ -457,11 +455,12 @@ def _kind(kind: str) -> ArrowKind:
 
 
 def _generations(graph: Graph, arrows: tuple[DrawnArrow, ...]) -> list[list[str]]:
-    drawn: nx.DiGraph[str] = nx.DiGraph()
-    drawn.add_nodes_from(node.name for node in graph.nodes)
-    drawn.add_edges_from((arrow.source, arrow.target) for arrow in arrows)
-    order = {node.name: index for index, node in enumerate(graph.nodes)}
-    return [sorted(row, key=order.__getitem__) for row in nx.topological_generations(drawn)]
+    depth: dict[str, int] = {}
+    for node in graph.nodes:  # in program order, so that each arrow comes from an earlier one
+        above = [depth[arrow.source] for arrow in arrows if arrow.target == node.name]
+        depth[node.name] = max(above, default=-1) + 1
+    num_rows = 1 + max(depth.values(), default=-1)
+    return [[name for name, at in depth.items() if at == row] for row in range(num_rows)]
 
 
 def _box_texts(graph: Graph, node: Node) -> list[str]:

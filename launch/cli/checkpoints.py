@@ -34,6 +34,7 @@ from ..inputs.suites import suites_of
 from ..placement.machine import has_fast_bfloat16
 from ..placement.models import local_model
 from ..run_dir.evaluations import WHOLE, Change, Evaluations, Measured, example_text
+from ..run_dir.files import output_file, write_output
 from ..run_dir.resume import copy_value
 from ..run_dir.stop import visible
 from ..stages.evaluation import evaluate, held_out_losses
@@ -49,7 +50,6 @@ from ..stages.prepare import check_agents, check_suite_lengths
 from ..stages.report import measured_text
 from ..stages.worker_specs import first_model
 from .hydra_app import given_overrides, refuse_resume
-from .plan import output_file, write_output
 
 _OWN = ("run", "step", "output")  # keys of `eval` that are no part of a run's configuration
 _TAKEN = ("evaluation", "executor")  # sections of which keys may be given with a run

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import networkx as nx
-
 from ...algorithms.roles.language import Policy, RewardModel
 from ...algorithms.roles.language_tables import Prompts, Sampling
 from ...configs.schema import EvaluationConfig, SuiteConfig
@@ -185,7 +183,7 @@ class HeldOutRows:
             return None
         (train,) = trains
         loss = getattr(dict(train.arguments).get("loss"), "value", None)
-        before = nx.ancestors(graph.dag, train.name)
+        before = graph.ancestors(train.name)
         nodes = [node for node in graph.nodes if node.name in before]
         forward = None if loss is None or loss.needs_entropy else _forward(graph, train)
         if forward is None or any(node.kind is NodeKind.ROLLOUT for node in nodes):

@@ -76,6 +76,35 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
+TERMINAL = "-"  # in place of a file's name
+
+
+def output_file(key: str, given: Any) -> str | None:
+    """The file's name, if one can be written there: a search should not end in a refusal."""
+    if given is None or given == TERMINAL and key == "json":
+        return given
+    other = isinstance(given, str) and Path(given).is_fifo() and not given.startswith("/dev/")
+    if not isinstance(given, str) or not given or Path(given).is_dir() or other:
+        raise ConfigError(f"'{key}': expected the name of a file, got {given!r}")
+    if not Path(given).absolute().parent.is_dir():
+        raise ConfigError(f"'{key}': '{given}' cannot be written: there is no such folder")
+    return given
+
+
+def write_output(key: str, file: str, text: str) -> None:
+    if file == TERMINAL:
+        print(text, end="")
+        return
+    try:
+        Path(file).write_text(text)
+    except OSError as error:
+        raise unwritable(key, file, error) from error
+
+
+def unwritable(key: str, file: str | Path, error: OSError) -> ConfigError:
+    return ConfigError(f"'{key}': '{file}' cannot be written: {error.strerror}")
+
+
 _T = TypeVar("_T")
 
 _MOST_LINES_BYTES = 4 << 30  # largest file with a line for each step

@@ -15,7 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
 from typing_extensions import override
 
 from ...algorithms.roles.language import Conversations, Policy
@@ -358,8 +357,7 @@ def sample_node(graph: Graph) -> Node | None:
 def _trains_on_samples(graph: Graph, node: Node) -> bool:
     if not node.learns or not _input(node, "tokens") or not _input(node, "mask"):
         return False
-    makers = nx.ancestors(graph.dag, node.name)
-    return any(graph[maker].kind is NodeKind.ROLLOUT for maker in makers)
+    return any(graph[n].kind is NodeKind.ROLLOUT for n in graph.ancestors(node.name))
 
 
 def _input(node: Node, column: str) -> Ref | None:
@@ -379,7 +377,7 @@ def sample_columns(graph: Graph, trained: Node) -> dict[str, Ref]:
     if any(output.name == "mask" for output in graph[rows].outputs):
         mask = Ref(rows, "mask")  # the trained mask may lack rows without a score
     found = {"tokens": tokens, "mask": mask}
-    before = nx.ancestors(graph.dag, trained.name)
+    before = graph.ancestors(trained.name)
     for node in graph.nodes:
         if node.name not in before:
             continue

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import networkx as nx
-
 from ...algorithms.roles.language import Reward
 from ...dataflow.graph.graph import NodeKind
 from ...dataflow.runtime.engine import StepResult
@@ -123,7 +121,7 @@ def needed_nodes(stage: Stage) -> frozenset[str]:
     graph = stage.graph
     learner = stage.policy or next((r for r in graph.roles if r in graph.trains_per_step), None)
     trained = {n.name for n in graph.nodes if n.role == learner and n.kind is NodeKind.TRAIN}
-    return frozenset(trained.union(*(nx.ancestors(graph.dag, name) for name in trained)))
+    return frozenset(trained.union(*map(graph.ancestors, trained)))
 
 
 def ranked_nodes(stage: Stage) -> list[str]:

@@ -26,6 +26,7 @@ import psutil
 
 _HEAVY = (
     "hydra",
+    "penstock.launch.cli.graph",
     "penstock.launch.cli.plan",
     "penstock.launch.cli.carry_out",
     "penstock.launch.inputs.run",

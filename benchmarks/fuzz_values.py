@@ -21,8 +21,8 @@ from fuzz_case import LIMIT_S, UNKNOWN, differing
 from fuzz_keys import ODD_TEXTS, run_base
 from penstock.dataflow.errors import PenstockError
 from penstock.launch.cli.hydra_app import compose
-from penstock.launch.inputs.failures import in_our_words
 from penstock.launch.inputs.run import dumped, resolve, run_config
+from penstock.launch.run_dir.failures import in_our_words
 from penstock.launch.stages.prepare import build_stages
 from penstock.launch.stages.worker_specs import check_options
 

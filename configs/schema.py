@@ -145,15 +145,11 @@ class ModelConfig(Section):
         return value
 
 
-class TaskConfig(BaseModel):
+class TaskConfig(Section, extra="allow"):
     """The problems: prompts, answers to imitate, and a verifier.
 
     Keys beyond these are options of the task's kind; see `ReasoningTaskSpec` and `FileTaskSpec`.
     """
-
-    model_config = ConfigDict(
-        frozen=True, extra="allow", allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
     kind: str
     """`reasoning_gym` for generated problems, `instructions` for requests with an instruction that

@@ -157,7 +157,7 @@ def _guarded(body: Callable[[], int], debug: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 - no traceback but the user's own is ever shown
-        from .inputs.failures import in_our_words, left_debugger, may_go_on
+        from .run_dir.failures import in_our_words, left_debugger, may_go_on
 
         if left_debugger(error):
             return _say("interrupted in the debugger", 130, error)

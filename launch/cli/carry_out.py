@@ -27,11 +27,11 @@ from ...planner.inputs.cluster import ClusterSpec
 from ...planner.plan.plan import Plan
 from ...planner.report.plan_texts import cluster_text
 from ...workers.executors.process_setup import threads_within
-from ..inputs.failures import in_our_words, left_debugger
 from ..inputs.run import AUTO, Run, dumped, executor_kind, resolve, run_config
 from ..inputs.sizes import streaming_lines
 from ..placement.machine import cluster_spec, machine_name, named_devices, with_cluster
 from ..placement.place import check_fits, process_lines
+from ..run_dir.failures import in_our_words, left_debugger
 from ..run_dir.progress import RunProgress
 from ..run_dir.provenance import (
     CodeVersion,

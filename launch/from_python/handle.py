@@ -47,15 +47,13 @@ class Curve:
     points: Sequence[tuple[float, float]] = field(repr=False)  # (step, finite value), by step
     over: str = "steps"  # what is counted from left to right
 
-    def _repr_svg_(self) -> str:
-        """The picture, for Jupyter."""
+    def __str__(self) -> str:
+        """The picture as SVG text, to be written to a file; Jupyter shows it as a picture."""
         stride = math.ceil(len(self.points) / _MOST_POINTS) or 1
         points = self.points[::stride]
         return draw_curve(points, title=self.title, label=self.label, over=self.over)
 
-    def __str__(self) -> str:
-        """The picture as SVG text, to be written to a file."""
-        return self._repr_svg_()
+    _repr_svg_ = __str__
 
 
 def in_notebook() -> bool:
@@ -67,9 +65,6 @@ class LiveCurve:
     """A `Tracker` that shows each stage's curve in the output of the cell that runs.
 
     Which metric is shown is found as for the curve that a run leaves behind.
-
-    Args:
-        every_s: Seconds between two pictures.
     """
 
     def __init__(self, every_s: float = 1.0) -> None:
@@ -85,13 +80,12 @@ class LiveCurve:
         return None
 
     def rewind(self, step: int, stage: str) -> None:
-        """A stage begins: its curve comes below that of the stage before."""
         self._show()
         self._stage, self._lines = stage, []
+        # Its curve comes below that of the stage before.
         self._shown_s, self._display = -math.inf, None
 
     def log(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Note a step, and draw the curve again if the last picture is old enough."""
         own = {name: value for name, value in metrics.items() if not name.startswith("evaluation/")}
         if not own:
             return  # an evaluation between two steps
@@ -102,7 +96,6 @@ class LiveCurve:
             self._show()
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """Draw what has come since the last picture."""
         self._show()
 
     def _show(self) -> None:

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import psutil
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from ...algorithms.losses.tokens import ClippedPolicyLoss
 from ...algorithms.roles.language_tables import PolicyBatch, Sampling
@@ -61,10 +61,8 @@ _WORDS = 4096
 AtLeastOne = Annotated[int, Field(ge=1)]
 
 
-class ProfileCall(BaseModel):
+class ProfileCall(BaseModel, frozen=True, extra="forbid"):
     """One call of a policy."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: CallKind  # what the policy does
     width: AtLeastOne  # its hidden size
@@ -187,10 +185,8 @@ _TRIPS = 20  # short messages there and back in one measurement
 _REPEATS = 9
 
 
-class LinkTimes(BaseModel):
+class LinkTimes(BaseModel, frozen=True, extra="forbid"):
     """Seconds, medians over repeats, of the slowest rank of a part."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_ranks: int = Field(ge=2)  # that took part in the sums
     long_bytes: int  # size of a long message or sum
@@ -308,10 +304,8 @@ _COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 _DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 
 
-class RankRequest(BaseModel):
+class RankRequest(BaseModel, frozen=True, extra="forbid"):
     """Measurements that a rank is to make."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: Annotated[int, Field(ge=0)]  # which one it is
     # number of the node that each rank is on, by rank; there are as many ranks
@@ -332,10 +326,8 @@ class RankRequest(BaseModel):
         return self.device.partition(":")[0]
 
 
-class RankResult(BaseModel):
+class RankResult(BaseModel, frozen=True, extra="forbid"):
     """Measurements that a rank made."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     device_name: str  # of a CUDA device its maker's; else the processor's
     memory_bytes: AtLeastOne  # of the device; on a CPU its share of the machine's

@@ -66,8 +66,7 @@ def resumed_config(path: Path, composed: Mapping[str, Any], given: Sequence[str]
     record = record_of(folder)
     if record.fault is not None:
         raise ConfigError(f"run '{folder.id}': {record.fault}\n    start a new run")
-    recorded = record.config
-    before = found if recorded is None else recorded
+    before = record.config or found
     num_steps = _value(before, _NUM_STEPS)
     roles = (
         "algorithm",
@@ -76,10 +75,8 @@ def resumed_config(path: Path, composed: Mapping[str, Any], given: Sequence[str]
     totals = [f"{role}.optimizer.total_calls" for role in roles]
     # Schedules of learning rates that end with the run's last step follow it.
     following = [key for key in totals if num_steps and _value(before, key) == num_steps]
-    if recorded is not None:
-        _check_unedited(
-            folder, recorded, found, [*keys, *(following if _NUM_STEPS in keys else ())]
-        )
+    changing = [*keys, *(following if _NUM_STEPS in keys else ())]
+    _check_unedited(folder, before, found, changing)
     for key in sorted(keys, key=len, reverse=True):  # a whole section last
         if _learns(key) and _value(found, key) is None:
             raise ConfigError(

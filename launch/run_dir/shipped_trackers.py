@@ -370,7 +370,7 @@ class TrackioTracker(_Store):
         super().__init__()
         self._project, self._group = project, group
         self._run: RunInfo | None = None
-        self._stage, self._run_name = "", ""
+        self._stage = ""
         self._config: dict[str, Any] | None = None
         self._next_step = 0
         self._store: Any = None

@@ -281,16 +281,15 @@ class TraceLog:
     def close(self) -> None:
         if not self._file.closed:
             with self._file:
-                self._write(b"]\n" if self._is_empty else b"\n]\n")
+                bracket = b"]\n" if self._is_empty else b"\n]\n"
+                append(self.path, self._file.fileno(), bracket)
 
     def _append(self, events: list[_Event]) -> None:
         if events:
             text = ",\n".join(json.dumps(event, allow_nan=False) for event in events)
-            self._write((text if self._is_empty else ",\n" + text).encode())
+            content = (text if self._is_empty else ",\n" + text).encode()
+            append(self.path, self._file.fileno(), content)
             self._is_empty = False
-
-    def _write(self, content: bytes) -> None:
-        append(self.path, self._file.fileno(), content)
 
     def _track(self, group: str, rank: int | None = None) -> list[_Event]:
         """Return the events that name a group and one of its ranks, the first time."""

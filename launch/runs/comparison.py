@@ -45,12 +45,7 @@ class Figure:
 
 
 def interquartile_mean(values: Any, axis: int = -1) -> Any:
-    """Mean of what is left without a quarter of the values, rounded down, at each end.
-
-    Args:
-        values: At least one along the axis.
-        axis: Along which the mean is taken.
-    """
+    """Mean of what is left without a quarter of the values, rounded down, at each end."""
     ordered: Values = np.sort(np.asarray(values, dtype=np.float64), axis=axis)
     num = ordered.shape[axis]
     kept = np.take(ordered, range(num // 4, num - num // 4), axis=axis)
@@ -96,14 +91,7 @@ def _bootstrapped(
 
 
 def mean_curve(curves: Any) -> tuple[Values, Values, Values]:
-    """The interquartile mean of several runs at each point, with its interval.
-
-    Args:
-        curves: Runs, points.
-
-    Returns:
-        Mean, low and high: each of points.
-    """
+    """The interquartile mean of [runs, points] at each point, and its interval's low and high."""
     values: Values = np.asarray(curves, dtype=np.float64)
     rng = np.random.default_rng(_SEED)
     chosen = rng.integers(len(values), size=(_CURVE_RESAMPLES, len(values)))

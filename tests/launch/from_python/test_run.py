@@ -20,7 +20,7 @@ from IPython.core.formatters import DisplayFormatter
 from penstock.algorithms.grpo import grpo_step
 from penstock.dataflow.errors import ConfigError, WorkerError
 from penstock.launch.from_python.handle import RunHandle
-from penstock.launch.inputs.failures import left_debugger
+from penstock.launch.run_dir.failures import left_debugger
 from penstock.launch.run_dir.run_folder import create_run
 from penstock.launch.run_dir.step_logs import read_metrics
 from penstock.workers.data.reasoning_task import ReasoningTaskSpec
